@@ -28,7 +28,7 @@ from ..engine.manager import (
     stored_rules,
 )
 from ..engine.sources import find_steps
-from ..engine.steps import StepEntry, list_steps
+from ..engine.steps import StepEntry, list_steps, prefix_of
 from ..engine.storage import Location, as_location
 from .log import configure_logging
 from .places import checkpoints_at, is_one_checkpoint, where_else
@@ -72,12 +72,11 @@ class ChangedRun:
         if not found.is_native:
             raise OptionError(f"{self.location}: {found.format} wrote these checkpoints; holdfast changes only its own")
         self.entries = _of_one_prefix(self.location, found.entries, prefix)
-        self.series = series = self.entries[0].series
+        self.series = self.entries[0].series
         self.mirror = stored_identity(self.location).mirror
         found_options, self.function = stored_rules(self.location)
         stored = found_options or CheckpointManagerOptions()
-        step_prefix = series if series.endswith("-") else series.removesuffix("_") or None
-        self.options = replace(stored, read_only=False, step_prefix=step_prefix)
+        self.options = replace(stored, read_only=False, step_prefix=prefix_of(self.series))
 
     @contextlib.contextmanager
     def manager(self) -> Iterator[CheckpointManager]:

@@ -11,10 +11,10 @@ import functools
 import inspect
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
-from ..engine.clock import Duration, seconds
+from ..engine.clock import Clock, Duration, seconds
 from ..engine.errors import InvalidLocationError, OptionError
 from ..engine.handlers import PyTreeCheckpointHandler
 from ..engine.manager import (
@@ -28,6 +28,8 @@ from ..engine.storage import Place, as_location
 
 Resume = Literal["auto", "must", "never", "best"] | int
 Partial = Literal["initialize"] | None
+Reshard = Callable[[str, Sequence[Any], int, int], Any]
+"""Makes the state of one process from those of all processes that saved: of a name, the states, an index, a count."""
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -141,6 +143,64 @@ class CallbackOptions(CheckpointOptions):
         return CheckpointManagerOptions(**shared if self.has_triggers else {**shared, **self.DEFAULT_TRIGGER})
 
 
+def _as_of_managers(name: str) -> Any:
+    """Return the metadata of an option of managers, which a callback takes as well."""
+    return CheckpointManagerOptions.__dataclass_fields__[name].metadata
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class ProgramOptions(CallbackOptions):
+    """What callbacks take that a program makes: the rest of what a manager takes, and what counts in a resume."""
+
+    clock: Clock | None = field(default=None, metadata=documentation("Where the time comes from, for tests."))
+    metadata: Mapping[str, Any] | None = field(
+        default=None,
+        metadata=documentation("JSON about the run, such as its configuration, stored with the checkpoints."),
+    )
+    hyperparameters: Literal["saved", "program"] = field(
+        default="saved",
+        metadata=documentation(
+            'Which hyperparameters count in a resume where they differ, such as a new learning rate: ``"saved"`` takes '
+            'all of the saved state, ``"program"`` keeps the options of torch\'s optimizers and the values of '
+            "``optax.inject_hyperparams`` as the program has set them. A line says what differs."
+        ),
+    )
+    reshard: Reshard | None = field(
+        default=None,
+        metadata=documentation(
+            "Called in a resume with another number of processes, for each place in the data, and other "
+            "state that differs from process to process: a function of its name, the states that processes 0, 1, ... "
+            "have saved, the index of this process and the number of processes. It returns the state of this process. "
+            "Without it, such a resume is refused. Random generators stay with the index of their process."
+        ),
+    )
+    keep_checkpoints_without_metrics: bool = field(
+        default=False, metadata=_as_of_managers("keep_checkpoints_without_metrics")
+    )
+    item_intervals: Mapping[str, int] = field(default_factory=dict, metadata=_as_of_managers("item_intervals"))
+    step_prefix: str | None = field(default=None, metadata=_as_of_managers("step_prefix"))
+    save_timeout_secs: Duration = field(default="1h", metadata=_as_of_managers("save_timeout_secs"))
+    barrier_timeout_secs: Duration = field(default="10m", metadata=_as_of_managers("barrier_timeout_secs"))
+
+    def __post_init__(self) -> None:
+        if self.hyperparameters not in ("saved", "program"):
+            raise OptionError(f"hyperparameters={self.hyperparameters!r} must be 'saved' or 'program'")
+        super().__post_init__()
+        self.manager_options()  # which checks the others
+
+    def manager_options(self) -> CheckpointManagerOptions:
+        """Return the same options for a manager."""
+        return replace(
+            super().manager_options(),
+            keep_checkpoints_without_metrics=self.keep_checkpoints_without_metrics,
+            item_intervals=self.item_intervals,
+            step_prefix=self.step_prefix,
+            save_timeout_secs=self.save_timeout_secs,
+            barrier_timeout_secs=self.barrier_timeout_secs,
+        )
+
+
 def _signal(name: Any) -> signal.Signals:
     text = str(getattr(name, "name", name))
     found = signal.Signals.__members__.get(text if text.startswith("SIG") else f"SIG{text}")
@@ -166,8 +226,12 @@ def takes(arguments: Callable[P, A]) -> Callable[[Callable[[S, A], None]], Calla
         this, *_ = inspect.signature(init).parameters.values()
         # The types themselves, not their names, which mean nothing in the module of the callback.
         hints = {name: _for_parsers(hint) for name, hint in get_type_hints(arguments).items()}
+        # The defaults themselves, too, which dataclasses hide where a factory makes them.
+        declared: dict[str, Field[Any]] = vars(arguments)["__dataclass_fields__"]
+        made_anew = {name: one.default_factory() for name, one in declared.items() if callable(one.default_factory)}
         parameters = [
-            one.replace(annotation=hints[name]) for name, one in inspect.signature(arguments).parameters.items()
+            one.replace(annotation=hints[name], default=made_anew.get(name, one.default))
+            for name, one in inspect.signature(arguments).parameters.items()
         ]
         vars(with_arguments)["__signature__"] = inspect.Signature([this, *parameters], return_annotation=None)
         return with_arguments

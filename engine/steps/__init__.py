@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .late_metrics import LATE, LateMetrics, remove_late, with_late, write_late
-from .listing import StepEntry, list_steps, newest_step, read_entry, series_and_step, series_of, step_folders
+from .listing import StepEntry, list_steps, newest_step, prefix_of, read_entry, series_and_step, series_of, step_folders
 from .records import (
     METADATA,
     RECORD_LIMIT,

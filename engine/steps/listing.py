@@ -43,6 +43,11 @@ def series_of(prefix: str | None) -> str:
     return "" if prefix is None else prefix if prefix.endswith("-") else f"{prefix}_"
 
 
+def prefix_of(series: str) -> str | None:
+    """Return the ``step_prefix`` that names a series."""
+    return series if series.endswith("-") else series.removesuffix("_") or None
+
+
 def series_and_step(folder: str) -> tuple[str, int] | None:
     """Return what the name of a folder says, or None if it is not that of a step."""
     match = STEP_FOLDER.fullmatch(folder)

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from ...engine.errors import OptionError
 from ...engine.manager import CheckpointManagerOptions, documentation, documented
 from ...engine.storage import Location, Place, as_location
-from ..options import CallbackOptions
+from ..options import ProgramOptions
 
 _EXPORTS = (".safetensors", ".ckpt")
 
 
 @documented
 @dataclass(frozen=True, kw_only=True)
-class CallbackArguments(CallbackOptions):
+class CallbackArguments(ProgramOptions):
     """The arguments of :class:`~holdfast.integrations.lightning.CheckpointCallback`."""
 
     dirpath: Place = field(kw_only=False, metadata=documentation("Where the checkpoints go: a path or a URL."))
@@ -46,6 +46,11 @@ class CallbackArguments(CallbackOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.item_intervals:
+            raise OptionError(
+                f"item_intervals={self.item_intervals!r}: a checkpoint of a Lightning run has the items state and, of "
+                "several processes, process, and a run resumes from both; leave it out"
+            )
         if self.export_best is not None:
             if self.best_fn is None:
                 raise OptionError("export_best= needs best_fn: the name of a metric, or a function of the metrics")

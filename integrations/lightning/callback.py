@@ -272,6 +272,11 @@ class CheckpointCallback(ResumingCallback):
             self._searches.replace(trainer, checkpoint.get(POSITION, {}).get("found", {}))
             self._saver.go_on_from(checkpoint)
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note what the program has set in its optimizers, before what was saved replaces it."""
+        if self._saver is not None:
+            self._saver.begin_fit()
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to save."""
         if self._saver is not None:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ...engine.errors import TreeMismatchError, difference, shortened
+from ...engine.errors import TreeMismatchError, difference
 from ...engine.pytree import unwrapped_name
 from ...engine.sources import Misfits
-from ..loop import Hyperparameters, StateAdapter, announce
+from ..loop import Hyperparameters, StateAdapter
 from .loops import LoopHooks
 from .strategies import is_sharded
 from .tuning import is_search_file
@@ -93,13 +93,25 @@ class Fitting:
         self._groups: list[tuple[int, list[int | None]]] = []  # by optimizer: groups saved; origins of its own
         self._described: tuple[list[int], str] | None = None
         self._schedulers: list[str] = []
+        self._hyperparameters: Hyperparameters | None = None
+        self._is_resumed = False
         if not is_sharded(trainer.strategy):  # which loads by names, all of it
             hooks.place(trainer.strategy, "load_model_state_dict", self._load_model)
             hooks.place(trainer.strategy, "load_optimizer_state_dict", self._load_optimizers)
             hooks.place(trainer._checkpoint_connector, "restore_lr_schedulers", self._load_schedulers)
 
-    def begin(self) -> None:
-        """Note the schedulers, which callbacks such as StochasticWeightAveraging change while training goes on."""
+    def note_hyperparameters(self) -> None:
+        """Note what the program has set, before what was saved replaces it."""
+        self._hyperparameters = Hyperparameters(StateAdapter(), (), self._optimizing())
+
+    def begin(self, counting: str) -> None:
+        """Note the schedulers, which callbacks such as StochasticWeightAveraging change while training goes on.
+
+        In a resumed run, the hyperparameters that count take effect: ``"saved"``, or those of the ``"program"``.
+        """
+        if self._hyperparameters is not None and self._is_resumed:
+            shown = self._trainer.is_global_zero
+            self._hyperparameters.settle((), self._optimizing(), counting, shown=shown)
         self._schedulers = [_class(config.scheduler) for config in self._trainer.strategy.lr_scheduler_configs]
 
     def description(self) -> str:
@@ -116,6 +128,7 @@ class Fitting:
 
     def take(self, description: str | None, callbacks: Mapping[str, Any]) -> None:
         """Take the description of the checkpoint that is loaded, None if it has none, and its states of callbacks."""
+        self._is_resumed = True
         self._saved = None if description is None else Description.read(description)
         if self.misfits is not None:
             states = {one.state_key: one.state_dict() for one in self._trainer.callbacks}
@@ -178,14 +191,6 @@ class Fitting:
         if is_search_file(self._trainer.ckpt_path):
             original(checkpoint)
             return
-        named = {f"optimizer_{index}": one for index, one in enumerate(self._trainer.strategy.optimizers)}
-        mine = Hyperparameters(StateAdapter(), (), named)
-        self._load_into_optimizers(original, checkpoint)
-        if differing := mine.differences((), named):
-            text = "hyperparameters differ, and those that were saved count: %s"
-            announce(text, shortened(differing), shown=self._trainer.is_global_zero)
-
-    def _load_into_optimizers(self, original: Callable[..., Any], checkpoint: _State) -> None:
         optimizers, states = self._trainer.strategy.optimizers, list(checkpoint["optimizer_states"])
         live, saved = Description.of(self._trainer).optimizers, self._saved_optimizers(states)
         if self.misfits is None:
@@ -291,6 +296,15 @@ class Fitting:
         original()
 
     # ---- small things
+
+    def _optimizing(self) -> dict[str, Any]:
+        """Return the optimizers and their schedulers by name."""
+        strategy = self._trainer.strategy
+        schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
+        return {
+            **{f"optimizer_{index}": one for index, one in enumerate(strategy.optimizers)},
+            **{f"scheduler_{index}": one for index, one in enumerate(schedulers)},
+        }
 
     def _has(self, name: str) -> bool:
         """Return whether the trainer has a callback of a class of Lightning's, or derived from it."""

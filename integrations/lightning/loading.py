@@ -6,6 +6,7 @@ import importlib
 from typing import Any, Literal, TypeVar
 
 from ...engine.manager import best_step_in
+from ...engine.steps import list_steps, newest_step
 from ...engine.storage import Location, Place, as_location
 from .store import read_checkpoint
 
@@ -92,4 +93,6 @@ def _is_of(kind: type, package: str) -> bool:
 def _place(location: Location, step: Step) -> Location:
     if step is None or step == "latest":
         return location
-    return location / str(best_step_in(location) if step == "best" else step)
+    number = best_step_in(location) if step == "best" else step
+    found = newest_step(entry for entry in list_steps(location) if entry.step == number)
+    return location / str(number) if found is None else found.location

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from ...engine.distributed import ProcessGroup
+from ...engine.errors import StateError
+from ..options import Reshard
 from . import epoch
 from .drawing import MOST, Drawing, draws_in_process, warn_of_draws
 from .loops import LoopHooks, clear_restart, end_epoch, finish_epoch, forget_unfinished
@@ -105,21 +108,33 @@ class Position:
                 )
         return position
 
-    def resume(self, saved: dict[str, Any]) -> None:
-        """Resume from what :meth:`capture` returned; to be called before the loops of the trainer run."""
+    def resume(self, saved: dict[str, Any], reshard: Reshard | None, processes: ProcessGroup) -> None:
+        """Resume from what :meth:`capture` returned; to be called before the loops of the trainer run.
+
+        Raises:
+            StateError: Another number of processes has saved, data loaders of theirs have states, and ``reshard``,
+                which would make those of these processes, is None.
+        """
         self._saved = saved
-        self._keeps_random = saved.pop("of_process_0", False)
+        shares = saved.pop("shares", None)
+        self._keeps_random = shares is not None and processes.index >= len(shares)
         before, now = saved.get("replicas", 1), replicas(self._trainer.strategy)
+        if shares is not None or before != now:
+            _reshard(saved, shares, reshard, processes)
         if before != now and saved["point"] != "epoch":
             saved["point"] = "batch"
             saved["rescaled"] = before / now
+        if self._keeps_random and "averages" in saved:
+            saved["averages"] = {"logged": {}, "metrics": {}}
         if before != now and self._trainer.is_global_zero:
+            order = "; a loader that shuffles has another order in one process than in several"
             logger.warning(
                 "saved by %d processes that had a share of the data each, and resumed by %d: weights, optimizers and "
-                "schedules are as they were, and the epoch goes on after as many samples; a process without random "
-                "generators of its own in the checkpoint keeps its fresh ones",
+                "schedules are as they were, and the epoch goes on after as many samples%s. %s",
                 before,
                 now,
+                order if 1 in (before, now) else "",
+                "" if shares is None else _left(len(shares), processes.count),
             )
 
     # ---- in the order in which the loops call
@@ -244,6 +259,7 @@ class Position:
 
     def _find_batch(self, saved: dict[str, Any], fetcher: Any) -> None:
         parts = self._loaders()
+        self._rescale(saved)
         self._epoch = started = saved.get("epoch", {})
         self._set_up_epoch()
         epoch.set_sampler_epoch(parts, self._fit.epoch_progress.current.processed)
@@ -259,7 +275,6 @@ class Position:
             else:
                 epoch.begin_with(fetcher, ahead["batches"], ahead["done"])
             return
-        self._rescale(saved)
         for index in started.get("new_workers", ()):
             epoch.drop_iterator(parts[index])
         logger.info("drawing %d batches again to find the position in the epoch", saved["consumed"])
@@ -387,6 +402,45 @@ class Position:
     def _restore_random(self, state: dict[str, Any]) -> None:
         if not self._keeps_random:
             epoch.restore_generators(state, self._trainer.strategy.root_device, self._loaders())
+
+
+def _reshard(
+    saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None, reshard: Reshard | None, processes: ProcessGroup
+) -> None:
+    """Put the states of data loaders that ``reshard`` makes for this process in the place of those that were saved."""
+    owners = {"": saved, "epoch/": saved.get("epoch", {})}  # now, and as the epoch began
+    places = [(prefix, index) for prefix, one in owners.items() for index in range(len(one.get("loaders", ())))]
+    has_ahead = any("ahead" in share for share in shares or [saved])
+    names = [f"{prefix}loaders/{index}" for prefix, index in places] + ["ahead"] * has_ahead
+    if not names:
+        return
+    if shares is None or reshard is None:
+        way = (
+            "go on with as many shares as before"
+            if shares is None
+            else "give CheckpointCallback reshard=, a function of (name, states, process_index, process_count) that "
+            "returns the state of one process"
+        )
+        raise StateError(
+            f"the checkpoint was saved with the training data divided among {saved.get('replicas', 1)} processes, and "
+            f"another number is to go on: the states of its data loaders ({', '.join(names)}) are places in the data "
+            "of one process each, and nothing says which belong to other processes. Use data loaders without a state, "
+            f"whose batches are counted, from the start of a run; or {way}"
+        )
+    for prefix, index in places:
+        states = [(share["epoch"] if prefix else share)["loaders"][index] for share in shares]
+        mine = reshard(f"{prefix}loaders/{index}", states, processes.index, processes.count)
+        owners[prefix]["loaders"] = [*owners[prefix]["loaders"][:index], mine, *owners[prefix]["loaders"][index + 1 :]]
+    if has_ahead:
+        saved["ahead"] = reshard("ahead", [share.get("ahead") for share in shares], processes.index, processes.count)
+
+
+def _left(before: int, now: int) -> str:
+    """Return what becomes of what belongs to one process each."""
+    what = "random generators and averages over the epoch"
+    if now > before:
+        return f"Processes from {before} on begin with fresh {what}"
+    return f"The {what} that processes from {now} on had are left" if now < before else ""
 
 
 def _parts(loop: Any) -> list[Any]:

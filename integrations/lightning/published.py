@@ -17,7 +17,7 @@ from ...engine.errors import HoldfastError
 from ...engine.format import ITEM
 from ...engine.handlers import PyTreeCheckpointHandler
 from ...engine.manager import CheckpointManager
-from ...engine.steps import read_record
+from ...engine.steps import read_record, series_of
 from ...engine.storage import TEMPORARY_PREFIX, Location
 from .arguments import CallbackArguments
 from .strategies import has_leaves
@@ -32,6 +32,7 @@ class Published:
     def __init__(self, directory: Location, options: CallbackArguments) -> None:
         self._directory = directory
         self._options = options
+        self._series = series_of(options.step_prefix)
         self._exported: int | None = None
 
     def update(self, manager: CheckpointManager) -> None:
@@ -49,19 +50,19 @@ class Published:
             return
         place = self._options.export_place
         try:
-            export_weights(self._directory / str(best), place)
+            export_weights(self._directory / f"{self._series}{best}", place)
         except (HoldfastError, OSError) as error:
             logger.warning("step %d is the best, but %s could not be written: %s", best, place, error)
         else:
             self._exported = best
 
     def _link(self, name: str, step: int) -> None:
-        link = self._directory.path / name
-        if (link.exists() and not link.is_symlink()) or (link.is_symlink() and os.readlink(link) == str(step)):
+        link, folder = self._directory.path / name, f"{self._series}{step}"
+        if (link.exists() and not link.is_symlink()) or (link.is_symlink() and os.readlink(link) == folder):
             return
         partial = link.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
         try:
-            partial.symlink_to(str(step), target_is_directory=True)
+            partial.symlink_to(folder, target_is_directory=True)
             partial.replace(link)
         except OSError as error:  # the disk has no links
             logger.debug("%s is not kept as a link: %s", link, error)

@@ -80,6 +80,10 @@ class FitSaver:
         """Whether the ``fit`` has come to training, or found that there was nothing left to do."""
         return self._begun or self._resumed
 
+    def begin_fit(self) -> None:
+        """Note what the program has set, before it is restored."""
+        self._fitting.note_hyperparameters()
+
     def begin(self) -> None:
         """Check that training starts from the checkpoint that the directory holds.
 
@@ -89,7 +93,7 @@ class FitSaver:
         self._stop.begin()
         self._begun = True
         self._position.begin()
-        self._fitting.begin()
+        self._fitting.begin(self._options.hyperparameters)
         if self._resumed:
             self._warn_of_misfits()
             return
@@ -140,7 +144,7 @@ class FitSaver:
         if saved is not None:
             self._metrics = saved["callback_metrics"]
             self._ledger.observe(-1, self._metrics)  # of some step before
-            self._position.resume(saved)
+            self._position.resume(saved, self._options.reshard, self._store.processes)
             if saved["point"] == "validation":
                 self._saved = None  # there is still something to do in this step
         if automatic and saved["should_stop"]:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from ...engine.api import load
@@ -15,7 +14,7 @@ from ...engine.clock import seconds
 from ...engine.distributed import ProcessGroup, current_coordinator
 from ...engine.errors import CheckpointNotFoundError, StateError
 from ...engine.format import ITEM, RECORD, CheckpointRecord
-from ...engine.handlers import PerProcessCheckpointHandler
+from ...engine.handlers import PerProcessCheckpointHandler, SavedShares
 from ...engine.manager import (
     CheckpointManager,
     CheckpointManagerOptions,
@@ -25,15 +24,17 @@ from ...engine.manager import (
     metric_value,
 )
 from ...engine.observer import process_observer
-from ...engine.steps import list_steps, read_steadily
+from ...engine.steps import list_steps, newest_step, prefix_of, read_steadily, series_and_step, series_of
 from ...engine.storage import Location, Place, as_location
 from ..loop import WITHOUT_GRACE, GraceCheck, all_steps, part
-from ..options import CallbackOptions
+from ..options import ProgramOptions
 from .strategies import SharedState, StateHandler
 from .trees import POSITION, from_tree, to_tree
 
 PROCESS = "process"
 """The item with the position of each of several processes."""
+
+_OF_EVERY = {"every": True}  # to get the positions of all processes where another number of them has saved
 
 Template = Mapping[str, Any] | None
 """Templates by entry of Lightning's dictionary."""
@@ -52,11 +53,12 @@ class Intent:
 class RunStore:
     """A directory of steps: open for writing while a model is fitted, and for reading at any time."""
 
-    def __init__(self, directory: Place, options: CallbackOptions) -> None:
+    def __init__(self, directory: Place, options: ProgramOptions) -> None:
         self.observer = process_observer()
         self.directory: Location = as_location(directory, writes=True)
         self._arguments = options
         self._options = options.manager_options()
+        self._series = series_of(options.step_prefix)
         self._grace = None if options.grace_secs is None else GraceCheck(seconds(options.grace_secs))
         self._saves = AsyncCheckpointer(StateHandler(compression=options.compression))
         self._own = AsyncCheckpointer(PerProcessCheckpointHandler(options.tree_handler()))
@@ -145,16 +147,16 @@ class RunStore:
         return late
 
     def steps(self) -> list[int]:
-        return all_steps(self.directory)
+        return all_steps(self.directory, self._options.step_prefix)
 
     def path_of(self, step: int) -> str:
-        return str(self.directory / str(step))
+        return str(self.directory / f"{self._series}{step}")
 
     def step_of(self, path: Place) -> int | None:
         """Return the step that a path stands for, or None when it is not in this directory."""
         location = as_location(path)
-        name = location.name
-        return int(name) if location.parent == self.directory and name.isdecimal() and name == str(int(name)) else None
+        named = series_and_step(location.name) if location.parent == self.directory else None
+        return named[1] if named is not None and named[0] == self._series else None
 
     def score(self, step: int | None) -> float | None:
         """Return the metric that checkpoints are ranked by, or None when there is none."""
@@ -216,10 +218,10 @@ class RunStore:
             NoWholeCheckpointError: All of them are damaged.
         """
         manager = self.manager
-        restored = manager.restore_latest(self._wanted(with_position, template))
+        restored = manager.restore_latest(self._wanted(with_position, template), restore_kwargs=self._of_every())
         if restored is None:
             raise CheckpointNotFoundError(f"{manager.directory}: there is no checkpoint to restore")
-        return self._with_position(restored.items, restored.step)
+        return _checkpoint(restored.items, self.path_of(restored.step))
 
     def load(self, step: int, *, template: Template = None) -> dict[str, Any]:
         """Return the checkpoint of a step as Lightning's dictionary; positions of processes only during a fit.
@@ -228,18 +230,11 @@ class RunStore:
             CheckpointNotFoundError: There is no such step.
             DamagedCheckpointError: It does not verify.
         """
-        manager = self.manager
-        found = manager.restore(step, self._wanted(self.is_open, template))
-        return self._with_position(found, step)
+        found = self.manager.restore(step, self._wanted(self.is_open, template), restore_kwargs=self._of_every())
+        return _checkpoint(found, self.path_of(step))
 
-    def _with_position(self, found: Any, step: int) -> dict[str, Any]:
-        """Return what was restored; a process without a position of its own gets that of process 0."""
-
-        def first() -> Any:
-            other = {PROCESS: {"process": 0}}
-            return self.manager.restore(step, {PROCESS: None}, restore_kwargs=other)[PROCESS]
-
-        return _checkpoint(found, self.path_of(step), first)
+    def _of_every(self) -> dict[str, Any]:
+        return {PROCESS: _OF_EVERY} if self._has_positions else {}
 
     def _wanted(self, with_position: bool, template: Template) -> Any:
         if not self._has_positions:
@@ -249,10 +244,19 @@ class RunStore:
     def _make(self, options: CheckpointManagerOptions) -> CheckpointManager:
         """Make a manager, of two items where processes have positions of their own, now or in a saved step."""
         self._has_positions = not self.processes.alone or any(
-            PROCESS in entry.record.items for entry in list_steps(self.directory, "") if entry.record is not None
+            PROCESS in entry.record.items
+            for entry in list_steps(self.directory, self._series)
+            if entry.record is not None
         )
         items = {ITEM: self._saves, PROCESS: self._own} if self._has_positions else self._saves
-        manager = CheckpointManager(self.directory, items, options, observer=self.observer)
+        manager = CheckpointManager(
+            self.directory,
+            items,
+            options,
+            metadata=self._arguments.metadata,
+            clock=self._arguments.clock,
+            observer=self.observer,
+        )
         manager.events.has_callback = True
         return manager
 
@@ -290,7 +294,8 @@ def read_checkpoint(path: Place, *, with_position: bool, template: Template = No
     """Read a checkpoint, or the newest whole one of a directory, into Lightning's dictionary."""
     location = as_location(path)
     if not (location / RECORD).exists():
-        store = RunStore(location, CallbackOptions())
+        newest = newest_step(list_steps(location))
+        store = RunStore(location, ProgramOptions(step_prefix=prefix_of(newest.series) if newest else None))
         return store.load_newest(with_position=with_position, template=template)
     return read_steadily(location, lambda record: _read(location, record, with_position, template))
 
@@ -302,9 +307,7 @@ def _read(location: Location, record: CheckpointRecord, with_position: bool, tem
     found = {ITEM: StateHandler().restore(location / item.folder, template, files=item.files)}
     if with_position and PROCESS in record.items:
         own = record.items[PROCESS]
-        read = partial(PerProcessCheckpointHandler().restore, location / own.folder, files=own.files)
-        found[PROCESS] = read()
-        return _checkpoint(found, location, partial(read, process=0))
+        found[PROCESS] = PerProcessCheckpointHandler().restore(location / own.folder, files=own.files, **_OF_EVERY)
     return _checkpoint(found, location)
 
 
@@ -314,25 +317,28 @@ def is_checkpoint(path: Place) -> bool:
         return False  # Lightning's own files are not looked for where they may take a network to look
     if (location / RECORD).exists():
         return True
-    return bool(list_steps(location, ""))
+    return bool(list_steps(location))
 
 
-def _checkpoint(found: Any, place: Place, first: Callable[[], Any] | None = None) -> dict[str, Any]:
-    """Return what was restored, one item or several, as Lightning's dictionary; ``first`` reads process 0's position.
+def _checkpoint(found: Any, place: Place) -> dict[str, Any]:
+    """Return what was restored, one item or several, as Lightning's dictionary with the position of this process.
 
-    A position of process 0 in another process is marked with ``of_process_0``.
+    Where another number of processes has saved, the position also has those of all of them, as ``shares``; a process
+    without one of its own gets that of process 0.
     """
-    tree, own, has_own = found, {}, current_coordinator().process_index == 0
+    tree, own = found, None
     if isinstance(found, dict) and "state_dict" not in found and ITEM in found:
-        tree = found[ITEM]
-        if PROCESS in found:
-            own, has_own = found[PROCESS], found[PROCESS] is not None
-            own = first() if own is None and first is not None else own
+        tree, own = found[ITEM], found.get(PROCESS)
     if not isinstance(tree, dict) or not {"state_dict", "pytorch-lightning_version"} <= tree.keys():
         raise StateError(
             f"{place} was not saved from a Lightning trainer; load it with hf.load, or with the callback that saved it"
         )
-    checkpoint = {**from_tree(tree), **from_tree(own)}
-    if POSITION in checkpoint and not has_own:
-        checkpoint[POSITION]["of_process_0"] = True
-    return checkpoint
+    checkpoint, processes = from_tree(tree), current_coordinator()
+    if isinstance(own, SavedShares):
+        shares = [from_tree(share)[POSITION] for share in own.trees]
+    elif own is None and POSITION in checkpoint and processes.process_count > 1:
+        shares = [checkpoint[POSITION]]
+    else:
+        return {**checkpoint, **from_tree(own or {})}
+    of = processes.process_index if processes.process_index < len(shares) else 0
+    return {**checkpoint, POSITION: {**shares[of], "shares": shares}}

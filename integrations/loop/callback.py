@@ -22,14 +22,14 @@ from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHand
 from ...engine.manager import BestFn, BestMode, CheckpointManager, Mirror, Peek, described, refuse_options
 from ...engine.sources import Misfits
 from ...engine.storage import Place
-from ..options import Partial, Resume
+from ..options import Partial, Reshard, Resume
 from .announce import announce
 from .extras import GLOBAL_GENERATORS, check_extras, check_no_options, fresh_extras, missing_extras
 from .initial import InitialState
 from .objects import adapter_for
 from .preemption import PREEMPTED, WITHOUT_GRACE, GraceCheck, PreemptionSignal
 from .resuming import all_steps, check_resume, peek, restore, unfinished_neighbour, warn_of_misfits
-from .states import STATE, LoopArguments, Reshard, StateAdapter
+from .states import STATE, LoopArguments, StateAdapter
 from .steps import StepSaver, check_metrics
 from .stopping import AgreedStop, Stop, part
 
@@ -167,12 +167,10 @@ class CheckpointCallback:
         hyperparameters: Which hyperparameters count in a resume where they differ, such as a new learning rate:
             ``"saved"`` takes all of the saved state, ``"program"`` keeps the options of torch's optimizers and the
             values of ``optax.inject_hyperparams`` as the program has set them. A line says what differs.
-        global_generators: Save and restore the global random generators of Python, numpy and torch (on the CPU and on
-            devices), as far as the program has imported them. Each of several processes has its own.
-        reshard: Called in a resume with another number of processes, for each place in the data, and each other extra
-            whose states differ from process to process: a function of its name, the states that processes 0, 1, ...
-            have saved, the index of this process and the number of processes. It returns the state of this process.
-            Without it, such a resume is refused. Random generators stay with the index of their process.
+        reshard: Called in a resume with another number of processes, for each place in the data, and other state that
+            differs from process to process: a function of its name, the states that processes 0, 1, ... have saved, the
+            index of this process and the number of processes. It returns the state of this process. Without it, such a
+            resume is refused. Random generators stay with the index of their process.
         keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default the other rules decide about
             them as about all others.
         item_intervals: Of a manager with several items, those that few checkpoints have, such as a replay buffer: for
@@ -183,6 +181,8 @@ class CheckpointCallback:
         save_timeout_secs: How long waiting for a save may take before it is an error: seconds, or ``"10m"``.
         barrier_timeout_secs: How long a process waits for the others of its program before it raises an error that
             names them: seconds, or ``"10m"``.
+        global_generators: Save and restore the global random generators of Python, numpy and torch (on the CPU and on
+            devices), as far as the program has imported them. Each of several processes has its own.
 
     Attributes:
         extras: The extras by name as they were restored; as they were passed, after a fresh start.
@@ -217,13 +217,13 @@ class CheckpointCallback:
         clock: Clock | None = None,
         metadata: Mapping[str, Any] | None = None,
         hyperparameters: Literal["saved", "program"] = "saved",
-        global_generators: bool = True,
         reshard: Reshard | None = None,
         keep_checkpoints_without_metrics: bool = False,
         item_intervals: Mapping[str, int] = MappingProxyType({}),
         step_prefix: str | None = None,
         save_timeout_secs: Duration = "1h",
         barrier_timeout_secs: Duration = "10m",
+        global_generators: bool = True,
         **unknown: Never,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from ...engine.errors import shortened
 from ...engine.pytree import flatten, format_path, is_jax_abstract, is_torch_tensor, loaded, unflatten
+from .announce import announce
 from .objects import searched
 from .states import StateAdapter
 from .trees import TreeAdapter
@@ -31,6 +33,17 @@ class Hyperparameters:
         self._adapter = adapter
         self._groups = {place: _plain(value) for place, value in _options(state, extras).items()}
         self._leaves = _injected(adapter, state)
+
+    def settle(self, state: Any, extras: Mapping[str, Any], counting: str, *, shown: bool) -> Any:
+        """Return the restored state with the hyperparameters that count, ``"saved"`` or ``"program"``; name others."""
+        if not (differing := self.differences(state, extras)):
+            return state
+        is_mine = counting == "program"
+        state = self.put_back(state, extras) if is_mine else state
+        text = "hyperparameters differ, and those %s count (hyperparameters=%r): %s"
+        whose = "of the program" if is_mine else "that were saved"
+        announce(text, whose, counting, shortened(differing), shown=shown)
+        return state
 
     def differences(self, state: Any, extras: Mapping[str, Any]) -> list[str]:
         """Return what differs from the restored ones, for people."""

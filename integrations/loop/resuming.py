@@ -31,12 +31,12 @@ from ...engine.sources import Misfits
 from ...engine.stateful import decode_state, encode_state, is_generator, is_stream
 from ...engine.steps import list_steps, newest_step, series_of
 from ...engine.storage import Location, as_location
-from ..options import Resume
+from ..options import Reshard, Resume
 from .announce import announce
 from .extras import GLOBAL_GENERATORS, GRADIENTS, check_names, is_own, restore_extras, templates_of
 from .hyperparameters import Hyperparameters
 from .objects import set_gradients
-from .states import STATE, LoopArguments, Reshard, StateAdapter
+from .states import STATE, LoopArguments, StateAdapter
 
 logger = logging.getLogger("holdfast")
 
@@ -199,13 +199,7 @@ def restore(
         logger.warning("fell back past damaged steps (%s): resumed from step %d in %s", lost, step, manager.directory)
     else:
         announce("resumed from step %d in %s", step, manager.directory, shown=manager.process_index == 0)
-    if differing := mine.differences(state, extras):
-        is_mine = options.hyperparameters == "program"
-        state = mine.put_back(state, extras) if is_mine else state
-        text = "hyperparameters differ, and those %s count (hyperparameters=%r): %s"
-        whose = "of the program" if is_mine else "that were saved"
-        first = manager.process_index == 0
-        announce(text, whose, options.hyperparameters, shortened(differing), shown=first)
+    state = mine.settle(state, extras, options.hyperparameters, shown=manager.process_index == 0)
     if chosen is not None:
         manager.note_resume(chosen)  # warns of the later steps
     warn_of_misfits(adapter.misfits, f"step {step}", STATE)

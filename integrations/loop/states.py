@@ -7,50 +7,28 @@ objects, ``objects`` those for torch modules, graphs and components.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from ...engine.clock import Clock, Duration
 from ...engine.errors import OptionError
 from ...engine.handlers import AsyncCheckpointHandler
-from ...engine.manager import CheckpointManagerOptions, documentation, documented
+from ...engine.manager import documentation, documented
 from ...engine.pytree import loaded
 from ...engine.sources import Misfits, load_weights
 from ...engine.storage import Place
-from ..options import CallbackOptions
+from ..options import CallbackOptions, ProgramOptions
 
 STATE = "state"  # the item of a checkpoint that holds the state of the loop
 _PARAMS = "params"
 
-Reshard = Callable[[str, Sequence[Any], int, int], Any]
-"""Makes the state of one process from those of all processes that saved: of a name, the states, an index, a count."""
-
-
-def _as_of_managers(name: str) -> Any:
-    """Return the metadata of an option of managers, which a callback takes as well."""
-    return CheckpointManagerOptions.__dataclass_fields__[name].metadata
-
 
 @documented
 @dataclass(frozen=True, kw_only=True)
-class LoopArguments(CallbackOptions):
+class LoopArguments(ProgramOptions):
     """The arguments of a callback for training loops."""
 
     directory: Place = field(kw_only=False, metadata=documentation("Where the checkpoints go: a path or a URL."))
-    clock: Clock | None = field(default=None, metadata=documentation("Where the time comes from, for tests."))
-    metadata: Mapping[str, Any] | None = field(
-        default=None,
-        metadata=documentation("JSON about the run, such as its configuration, stored with the checkpoints."),
-    )
-    hyperparameters: Literal["saved", "program"] = field(
-        default="saved",
-        metadata=documentation(
-            'Which hyperparameters count in a resume where they differ, such as a new learning rate: ``"saved"`` takes '
-            'all of the saved state, ``"program"`` keeps the options of torch\'s optimizers and the values of '
-            "``optax.inject_hyperparams`` as the program has set them. A line says what differs."
-        ),
-    )
     global_generators: bool = field(
         default=True,
         metadata=documentation(
@@ -58,39 +36,6 @@ class LoopArguments(CallbackOptions):
             "far as the program has imported them. Each of several processes has its own."
         ),
     )
-    reshard: Reshard | None = field(
-        default=None,
-        metadata=documentation(
-            "Called in a resume with another number of processes, for each place in the data, and each other extra "
-            "whose states differ from process to process: a function of its name, the states that processes 0, 1, ... "
-            "have saved, the index of this process and the number of processes. It returns the state of this process. "
-            "Without it, such a resume is refused. Random generators stay with the index of their process."
-        ),
-    )
-    keep_checkpoints_without_metrics: bool = field(
-        default=False, metadata=_as_of_managers("keep_checkpoints_without_metrics")
-    )
-    item_intervals: Mapping[str, int] = field(default_factory=dict, metadata=_as_of_managers("item_intervals"))
-    step_prefix: str | None = field(default=None, metadata=_as_of_managers("step_prefix"))
-    save_timeout_secs: Duration = field(default="1h", metadata=_as_of_managers("save_timeout_secs"))
-    barrier_timeout_secs: Duration = field(default="10m", metadata=_as_of_managers("barrier_timeout_secs"))
-
-    def __post_init__(self) -> None:
-        if self.hyperparameters not in ("saved", "program"):
-            raise OptionError(f"hyperparameters={self.hyperparameters!r} must be 'saved' or 'program'")
-        super().__post_init__()
-        self.manager_options()  # which checks the others
-
-    def manager_options(self) -> CheckpointManagerOptions:
-        """Return the same options for a manager."""
-        return replace(
-            super().manager_options(),
-            keep_checkpoints_without_metrics=self.keep_checkpoints_without_metrics,
-            item_intervals=self.item_intervals,
-            step_prefix=self.step_prefix,
-            save_timeout_secs=self.save_timeout_secs,
-            barrier_timeout_secs=self.barrier_timeout_secs,
-        )
 
 
 class StateAdapter:

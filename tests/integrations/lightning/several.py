@@ -89,6 +89,12 @@ class Sharded(program.Model):
         self.average.mul_(0.5).add_(weight.full_tensor().detach(), alpha=0.5)
 
 
+def resharded(name: str, states: list[Any], index: int, count: int) -> Any:
+    """Gives each process the order of the first one, as many samples into the epoch."""
+    logging.getLogger("tests").info("%s of %d for %d of %d", name, len(states), index, count)
+    return {"order": states[0]["order"], "place": states[0]["place"] * len(states) // count}
+
+
 def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict[str, Any]:
     """Trains as one of several processes; returns what is to be compared bit by bit."""
     seed = 100 * options.pop("seed", 1) + index
@@ -106,6 +112,8 @@ def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict
     if strategy == "ddp with own buffers":
         strategy = DDPStrategy(broadcast_buffers=False)
     averages = [callbacks.EMAWeightAveraging(decay=0.5)] if options.pop("average", False) else []
+    if options.pop("reshard", False):
+        checkpoint = {**checkpoint, "reshard": resharded}
     model = Sharded() if sharded else Model() if noted else program.Model()
     callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **checkpoint})
     trainer = Trainer(

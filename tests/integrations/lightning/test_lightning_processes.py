@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from benchmarks.sweep.lightning_programs import BATCHES
 from tests.documents.examples import Examples
 
 import holdfast as hf
@@ -175,6 +176,30 @@ def test_another_number_of_processes_goes_on(
     assert [report["began"] for _, report, _ in ended] == [[weights, saved.step * before // now]] * now
     assert len({str(report["random"]) for _, report, _ in ended}) == now, "two processes draw the same numbers"
     assert f"saved by {before} processes that had a share of the data each, and resumed by {now}" in ended[0][2]
+
+
+@pytest.mark.parametrize("now", [1, pytest.param(3, marks=SWEEP)])
+def test_places_in_the_data_of_another_number_of_processes(
+    run_together: Run, stop: Callable[..., None], tmp_path: Path, now: int
+) -> None:
+    stop(tmp_path, checkpoint=NEVER, loader="stateful", signal_after=["all", 1])
+    [saved] = hf.list_checkpoints(tmp_path)
+    ended = run_together(tmp_path, now, checkpoint=NEVER, loader="stateful", seed=7)
+    assert [status for status, _, _ in ended] == [1] * now
+    for _, _, said in ended:
+        assert "the states of its data loaders (loaders/0) are places in the data of one process each" in said
+        assert "give CheckpointCallback reshard=" in said
+    assert [one.step for one in hf.list_checkpoints(tmp_path)] == [saved.step]
+    ended = run_together(tmp_path, now, checkpoint=NEVER, loader="stateful", seed=7, reshard=True, max_epochs=1)
+    assert [status for status, _, _ in ended] == [0] * now, ended[0][2]
+    for index, (_, report, said) in enumerate(ended):
+        assert report["first_step"] == saved.step
+        assert f"loaders/0 of 2 for {index} of {now}" in said
+        taken = saved.step * 2 // now  # batches of the epoch that are done
+        assert report["began"][1] == taken
+        assert report["final"]["step"] == saved.step + BATCHES - taken
+    left = "that processes from 1 on had are left" if now == 1 else "Processes from 2 on begin with fresh"
+    assert left in ended[0][2]
 
 
 def test_what_two_processes_had_parts_of(run_together: Run, finish: Callable[..., list[Any]], tmp_path: Path) -> None:

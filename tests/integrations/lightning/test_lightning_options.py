@@ -1,0 +1,176 @@
+"""Options that the callback shares with managers and with the callback of any loop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lightning
+import pytest
+import torch
+from tests.lightning_advice import ADVICE
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import holdfast as hf
+from holdfast.integrations.lightning import CheckpointCallback, load_checkpoint
+
+pytestmark = ADVICE
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Line(lightning.LightningModule):
+    def __init__(self, lr: float, schedule: bool) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.lr, self.schedule = lr, schedule
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), self.lr, momentum=0.5)
+        if not self.schedule:
+            return optimizer
+        halved = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return [optimizer], [{"scheduler": halved, "interval": "step"}]
+
+
+def fit(directory: Any, lr: float, schedule: bool, steps: int, **options: Any) -> float:
+    """Trains up to a step; returns the learning rate of its end."""
+    numbers = torch.linspace(0, 1, 8)[:, None]
+    callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **options})
+    trainer = lightning.Trainer(**QUIET, max_steps=steps, callbacks=[callback])
+    trainer.fit(Line(lr, schedule), DataLoader(TensorDataset(numbers, numbers), 1))
+    rate: float = trainer.optimizers[0].param_groups[0]["lr"]
+    return rate
+
+
+@pytest.mark.parametrize(
+    ("options", "schedule", "rate"),
+    [
+        ({}, False, 0.1),
+        ({"hyperparameters": "saved"}, True, 0.1 / 16),
+        ({"hyperparameters": "program"}, False, 0.4),
+        ({"hyperparameters": "program"}, True, 0.4 / 16),  # what the schedule has done counts in any case
+    ],
+)
+def test_another_learning_rate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], schedule: bool, rate: float
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    assert fit(tmp_path, 0.1, schedule, 2) == pytest.approx(0.1 / (4 if schedule else 1))
+    assert fit(tmp_path, 0.4, schedule, 4, **options) == pytest.approx(rate)
+    [said] = [one.getMessage() for one in caplog.records if "hyperparameters differ" in one.getMessage()]
+    chosen = options.get("hyperparameters", "saved")
+    assert f"those {'of the program' if chosen == 'program' else 'that were saved'} count" in said
+    assert f"hyperparameters={chosen!r}" in said
+    assert "optimizer_0.param_groups[0]" in said
+    assert "program 0.4, saved 0.1" in said
+
+
+def test_what_managers_take(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "step_prefix": "line",
+        "metadata": {"team": "tides"},
+        "barrier_timeout_secs": "7m",
+        "save_timeout_secs": 90,
+        "keep_checkpoints_without_metrics": True,
+        "best_fn": "loss",
+        "best_mode": "min",
+        "max_to_keep": 1,
+        "export_best": "best.safetensors",
+    }
+    fit(tmp_path, 0.1, False, 2, **options)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_symlink()) == ["last"]
+    assert (tmp_path / "last").resolve() == tmp_path / "line_2"
+    callback = CheckpointCallback(tmp_path, **options)
+    assert callback.manager.all_steps() == [1, 2]
+    assert callback.manager.options.barrier_timeout_secs == "7m"
+    assert callback.manager.options.save_timeout_secs == 90
+    assert dict(callback.manager.metadata() or {}) == {"team": "tides"}
+    assert callback.last_model_path == str(tmp_path / "line_2")
+    assert load_checkpoint(tmp_path)["global_step"] == load_checkpoint(tmp_path, 2)["global_step"] == 2
+    assert load_checkpoint(tmp_path, 1)["global_step"] == 1
+    fit(tmp_path, 0.1, False, 3, **options)
+    assert callback.manager.all_steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"item_intervals": {"state": 2}}, "item_intervals=.*has the items state and"),
+        ({"hyperparameters": "mine"}, "hyperparameters='mine' must be 'saved' or 'program'"),
+        ({"barrier_timeout_secs": "soon"}, "barrier_timeout_secs='soon'"),
+        ({"step_prefix": "a/b"}, "step_prefix='a/b' cannot be part"),
+    ],
+)
+def test_options_that_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(hf.OptionError, match=message):
+        CheckpointCallback(tmp_path, **options)
+
+
+class Numbers(Dataset[torch.Tensor]):
+    def __init__(self, draws: bool) -> None:
+        self.draws = draws
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)]) + (torch.rand(1) if self.draws else 0)
+
+
+class Seen(lightning.LightningModule):
+    def __init__(self, fails_at: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.fails_at = fails_at
+        self.batches: list[list[float]] = []
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        if self.global_step == self.fails_at:
+            raise InterruptedError
+        self.batches.append(batch.flatten().tolist())
+        loss: torch.Tensor = self.layer(batch).square().mean() + 0 * torch.rand(())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata with torch 2.13
+@pytest.mark.parametrize(("draws", "persistent"), [(False, False), (False, True), (True, False)])
+def test_a_loader_of_torchdata_with_workers_in_the_second_epoch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, draws: bool, persistent: bool
+) -> None:
+    """The order is exact; what workers draw cannot be, and a warning says so."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def batches(directory: Path, seed: int, fails_at: int = -1) -> list[list[float]]:
+        torch.manual_seed(seed)
+        loader = torchdata.StatefulDataLoader(
+            Numbers(draws), 2, shuffle=True, num_workers=2, persistent_workers=persistent
+        )
+        callback = CheckpointCallback(directory, save_interval_steps=1)
+        module = Seen(fails_at)
+        trainer = lightning.Trainer(**QUIET, max_epochs=2, callbacks=[callback])
+        with contextlib.suppress(InterruptedError):
+            trainer.fit(module, loader)
+        return module.batches
+
+    whole = batches(tmp_path / "whole", 1)
+    first = batches(tmp_path / "parts", 1, fails_at=8)
+    caplog.clear()
+    found = first + batches(tmp_path / "parts", 2)
+    said = "StatefulDataLoader goes on with new worker processes, whose random generators cannot be saved"
+    assert [said in one.getMessage() for one in caplog.records].count(True) == 1
+    assert [[int(value) for value in batch] for batch in found] == [[int(value) for value in batch] for batch in whole]
+    assert (found == whole) is not draws
