@@ -369,22 +369,13 @@ class Restoration:
     @collection_paused()
     def report(self, root: Node) -> RestoreReport:
         live = walk(root, strict=False)
-        restored, missing = [], []
-        for node in live.leaves():
-            if node.path in self._fresh:
-                live.skipped[node.path] = _NO_STREAM
-            elif self._is_too_new(live, node):
-                live.skipped[node.path] = _NO_OWN_STATE
-            elif self._is_restored(node):
-                restored.append(format_node_path(node.path))
-            elif self._chooses(node.path):
-                missing.append(format_node_path(node.path))
+        restored, missing = self._divided(live)
         graph, unused = self._matching.graph, self._matching.unused
         left = self.progress.left()
         return RestoreReport(
             checkpoint=self.progress.where,
-            restored=tuple(restored),
-            missing=tuple(missing),
+            restored=tuple(format_node_path(node.path) for node in restored),
+            missing=tuple(format_node_path(node.path) for node in missing),
             pending=tuple(format_node_path(self._wanted[number]) for number in left if number not in unused),
             unused=tuple(format_node_path(self._wanted[number]) for number in left if number in unused),
             conflicts=tuple(
@@ -403,24 +394,28 @@ class Restoration:
                 return True  # group by group, and parameter by parameter
         return node.path in self._settled or last_writer(node.slot) >= self._number
 
-    def _is_too_new(self, live: LiveGraph, node: LiveNode) -> bool:
-        """Whether a value is one that the checkpoint lacks only because an earlier version of holdfast wrote it."""
-        if self._matching.graph.has_own_states or self._is_restored(node):
-            return False
-        return any(node.path[: len(path)] == path for path in live.own_states)
+    def _divided(self, live: LiveGraph) -> tuple[list[LiveNode], list[LiveNode]]:
+        """Return the values of the program that were restored and those that are missing; note the reason of others."""
+        # What the checkpoint lacks only because an earlier version of holdfast wrote it.
+        too_new = [] if self._matching.graph.has_own_states else live.own_states
+        restored, missing = [], []
+        for node in live.leaves():
+            if node.path in self._fresh:
+                live.skipped[node.path] = _NO_STREAM
+            elif self._is_restored(node):
+                restored.append(node)
+            elif any(node.path[: len(path)] == path for path in too_new):
+                live.skipped[node.path] = _NO_OWN_STATE
+            elif self._chooses(node.path):
+                missing.append(node)
+        return restored, missing
 
     def warn_of_missing(self, root: Node) -> None:
         """Log the objects of the program, such as parameters, that the checkpoint has no values for."""
         if not (self._matching.has_unmatched or self._matching.unused):
             return
-        live = walk(root, strict=False)
-        missing = [
-            format_node_path(node.path)
-            for node in live.leaves()
-            if isinstance(node.view, Leaf) and node.view.shared
-            if not self._is_restored(node) and node.path not in self._fresh and self._chooses(node.path)
-            if not self._is_too_new(live, node)
-        ]
+        _, nodes = self._divided(walk(root, strict=False))
+        missing = [format_node_path(node.path) for node in nodes if isinstance(node.view, Leaf) and node.view.shared]
         if missing:
             lines = format_section("in the program, not in the checkpoint", missing)
             lines += format_section(
