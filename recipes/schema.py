@@ -17,7 +17,8 @@ from pydantic_core import PydanticCustomError
 
 from ..engine import clock
 from ..engine.errors import InvalidLocationError, OptionError
-from ..engine.manager import Mirror
+from ..engine.manager import Mirror, option_texts
+from ..integrations.loop import CheckpointCallback
 from ..integrations.options import CallbackOptions
 from .problems import KeyPath, did_you_mean
 
@@ -73,12 +74,12 @@ def _option(options: type, name: str) -> Any:
     """Return a key that is an option of the library: with its default, its documentation and its limits."""
     declared = {one.name: one for one in fields(options)}[name]
     default = list(declared.default) if isinstance(declared.default, tuple) else declared.default
-    metadata = declared.metadata
+    text = option_texts(Mirror if options is Mirror else CheckpointCallback).get(name, "")
     return Field(
         ... if default is MISSING else default,
-        description=metadata["documentation"].replace("``", "").replace("None", "null"),
-        ge=metadata["least"],
-        le=metadata["greatest"],
+        description=text.replace("``", "").replace("None", "null"),
+        ge=declared.metadata.get("least"),
+        le=declared.metadata.get("greatest"),
     )
 
 

@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -269,23 +269,27 @@ def _yaml(value: object) -> str:
 def options_page() -> str:
     """Return the page of the options that managers, callbacks and recipes share."""
     from holdfast import CheckpointCallback, CheckpointManagerOptions, Mirror
-    from holdfast.engine.manager import CheckpointOptions, documented_fields
+    from holdfast.engine.manager import CheckpointOptions, option_texts
     from holdfast.integrations.lightning import CheckpointCallback as LightningCallback
     from holdfast.integrations.options import CallbackOptions
 
-    def rows(options: type, without: type | None = None) -> str:
-        left_out = set() if without is None else {one.name for one in documented_fields(without)}
+    def names(options: type) -> list[str]:
+        return list(inspect.signature(options).parameters)
+
+    def rows(taker: type, options: Iterable[str]) -> str:
         found = ["| option | default | meaning |", "|---|---|---|"]
-        for one in documented_fields(options):
-            if one.name not in left_out:
-                default = "required" if repr(one.default).startswith("<dataclasses") else f"`{one.default!r}`"
-                text = one.metadata["documentation"].replace("``", "`")
-                found.append(f"| `{one.name}` | {default} | {_cell(text)} |")
+        texts, parameters = option_texts(taker), inspect.signature(taker).parameters
+        for name in options:
+            default = repr(parameters[name].default).replace("<factory>", "{}")
+            given = "required" if parameters[name].default is inspect.Parameter.empty else f"`{default}`"
+            found.append(f"| `{name}` | {given} | {_cell(texts[name].replace('``', '`'))} |")
         return "\n".join(found) + "\n"
 
     def further(callback: type) -> str:
-        known = {one.name for one in documented_fields(CallbackOptions)}
-        return ", ".join(f"`{one}`" for one in inspect.signature(callback).parameters if one not in known)
+        known = {*names(CallbackOptions), "unknown"}
+        return ", ".join(f"`{one}`" for one in names(callback) if one not in known)
+
+    shared, of_callbacks = names(CheckpointOptions), names(CallbackOptions)
 
     return "\n".join(
         [
@@ -295,14 +299,14 @@ def options_page() -> str:
             "any of them asks for it. Rules add up, too: a step is kept when any of them wants it, and the newest is "
             "always kept. An unknown name is an error that says what the name of another library is called here.\n",
             "## Of managers, callbacks and recipes\n",
-            rows(CheckpointOptions),
+            rows(CheckpointManagerOptions, shared),
             "Without a trigger, a manager saves every step that it is given, and a callback saves every 15 minutes.\n",
             "## Of callbacks and recipes\n",
-            rows(CallbackOptions, CheckpointOptions),
+            rows(CheckpointCallback, [one for one in of_callbacks if one not in shared]),
             "## Of managers only\n",
-            rows(CheckpointManagerOptions, CheckpointOptions),
+            rows(CheckpointManagerOptions, [one for one in names(CheckpointManagerOptions) if one not in shared]),
             "## Of a mirror\n",
-            rows(Mirror),
+            rows(Mirror, names(Mirror)),
             "## Of single callbacks\n",
             f"[`holdfast.CheckpointCallback`][holdfast.CheckpointCallback] also takes {further(CheckpointCallback)}.\n",
             "[`holdfast.integrations.lightning.CheckpointCallback`]"

@@ -27,10 +27,8 @@ from .options import (
     CheckpointManagerOptions,
     CheckpointOptions,
     Mirror,
-    documentation,
-    documented,
-    documented_fields,
-    options_as_text,
+    limits,
+    option_texts,
     refuse_options,
 )
 from .retention import (

@@ -1,15 +1,16 @@
 """The options of checkpoint managers, declared once.
 
-:class:`CheckpointOptions` declares when to save and what to keep. Managers, the callbacks of ``integrations/`` and the
-``checkpoint:`` section of recipes take their options, defaults and documentation from its fields. The ``metadata`` of a
-field holds its documentation, and the least and the greatest number that it takes.
+:class:`CheckpointOptions` declares when to save and what to keep, for managers, the callbacks of ``integrations/``
+and the ``checkpoint:`` section of recipes. Signatures and docstrings of the public classes are written out, and tests
+compare them with the declarations. The ``metadata`` of a field holds the least and the greatest number that it takes.
 """
 
 from __future__ import annotations
 
 import functools
-import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -40,25 +41,18 @@ BestMode = Literal["max", "min"]
 T = TypeVar("T")
 
 
-def documentation(text: str, *, least: int | None = None, greatest: int | None = None) -> dict[str, Any]:
-    """Return the metadata of an option: its documentation, and the limits of a whole number."""
-    return {"documentation": text, "least": least, "greatest": greatest}
+def limits(least: int, greatest: int | None = None) -> dict[str, Any]:
+    """Return the metadata of an option that is a whole number: the least and the greatest one that it takes."""
+    return {"least": least, "greatest": greatest}
 
 
-def documented_fields(options: type) -> Iterator[Field[Any]]:
-    """Yield the options that a dataclass declares or inherits, positional ones first."""
-    found = [one for one in fields(options) if "documentation" in one.metadata]
-    yield from sorted(found, key=lambda one: bool(one.kw_only))
-
-
-def options_as_text(options: type) -> str:
-    """Return the names and the documentation of options as a section of a docstring has them."""
-    return "\n".join(
-        textwrap.fill(
-            f"{one.name}: {one.metadata['documentation']}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12
-        )
-        for one in documented_fields(options)
+def option_texts(taker: type) -> dict[str, str]:
+    """Return the documentation of options by name, as the docstring of a class has it; nothing under ``python -OO``."""
+    section = re.search(
+        r"^(?:Args|Attributes):\n((?: {4}.*\n?|\n)+)", inspect.cleandoc(taker.__doc__ or ""), re.MULTILINE
     )
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section[1], re.MULTILINE) if section else []
+    return {name: " ".join(text.split()) for name, text in entries}
 
 
 def refuse_options(taker: str, unknown: Iterable[str], known: Collection[str]) -> None:
@@ -69,11 +63,8 @@ def refuse_options(taker: str, unknown: Iterable[str], known: Collection[str]) -
         raise UnknownArgumentError(f"{taker}() got an unexpected keyword argument {name!r}{hint}")
 
 
-def documented(options: type[T]) -> type[T]:
-    """Complete the docstring of a dataclass with the documentation of its options; explain names that it does not know.
-
-    An unknown name is an UnknownArgumentError, which says what ModelCheckpoint's and Orbax's names are called here.
-    """
+def explains_unknown_names(options: type[T]) -> type[T]:
+    """Make a dataclass of options explain names that it does not know."""
     init = vars(options)["__init__"]
     known = [one.name for one in fields(options)]  # type: ignore[arg-type]
 
@@ -83,12 +74,10 @@ def documented(options: type[T]) -> type[T]:
         init(self, *args, **kwargs)
 
     type.__setattr__(options, "__init__", checked)
-    if options.__doc__ is not None:  # which python -OO removes
-        options.__doc__ = f"{options.__doc__.rstrip()}\n\n    Attributes:\n{options_as_text(options)}\n    "
     return options
 
 
-@documented
+@explains_unknown_names
 @dataclass(frozen=True, kw_only=True)
 class Mirror:
     """A second place for the checkpoints of a run: steps are copied there in the background, and back at the start.
@@ -98,54 +87,37 @@ class Mirror:
 
     >>> Mirror("s3://bucket/run", save_interval_steps=1000, max_to_keep=2, max_bandwidth="50 MB/s").max_to_keep
     2
+
+    Attributes:
+        url: Where the mirror is: a path or a URL.
+        save_interval_steps: Copy a step when it is past the next multiple of this after the last copy.
+        save_interval_secs: Copy a step that was saved at least this long after the last copied one: seconds, or
+            ``"15m"``, ``"1h"``.
+        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; where fewer have its metric,
+            the newest of the others fill up.
+        keep_latest: Keep this many of the newest checkpoints as well, best or not.
+        keep_period: Keep the first checkpoint at or past each multiple of this many steps.
+        keep_time_interval: Keep every checkpoint saved at least this long after the last one so kept.
+        max_bandwidth: The most to copy in a second: bytes, or text such as ``"50 MB/s"``.
+        wait_secs: How long the end of a run waits for the copy of its last step, at most.
     """
 
-    url: Place = field(kw_only=False, metadata=documentation("Where the mirror is: a path or a URL."))
-    save_interval_steps: int | None = field(
-        default=None,
-        metadata=documentation("Copy a step when it is past the next multiple of this after the last copy.", least=1),
-    )
-    save_interval_secs: Duration | None = field(
-        default=None,
-        metadata=documentation(
-            'Copy a step that was saved at least this long after the last copied one: seconds, or ``"15m"``, ``"1h"``.'
-        ),
-    )
-    max_to_keep: int | None = field(
-        default=None,
-        metadata=documentation(
-            "Keep this many checkpoints: the newest, or with ``best_fn`` the best; where fewer have its metric, the "
-            "newest of the others fill up.",
-            least=1,
-        ),
-    )
-    keep_latest: int | None = field(
-        default=None,
-        metadata=documentation("Keep this many of the newest checkpoints as well, best or not.", least=1),
-    )
-    keep_period: int | None = field(
-        default=None,
-        metadata=documentation("Keep the first checkpoint at or past each multiple of this many steps.", least=1),
-    )
-    keep_time_interval: Duration | None = field(
-        default=None,
-        metadata=documentation("Keep every checkpoint saved at least this long after the last one so kept."),
-    )
-    max_bandwidth: Rate | None = field(
-        default=None,
-        metadata=documentation('The most to copy in a second: bytes, or text such as ``"50 MB/s"``.'),
-    )
-    wait_secs: Duration = field(
-        default="10m",
-        metadata=documentation("How long the end of a run waits for the copy of its last step, at most."),
-    )
+    url: Place = field(kw_only=False)
+    save_interval_steps: int | None = field(default=None, metadata=limits(1))
+    save_interval_secs: Duration | None = None
+    max_to_keep: int | None = field(default=None, metadata=limits(1))
+    keep_latest: int | None = field(default=None, metadata=limits(1))
+    keep_period: int | None = field(default=None, metadata=limits(1))
+    keep_time_interval: Duration | None = None
+    max_bandwidth: Rate | None = None
+    wait_secs: Duration = "10m"
 
     def __post_init__(self) -> None:
         try:
             as_location(self.url)
         except InvalidLocationError as error:
             raise OptionError(f"mirror={self.url!r}: {error}") from error
-        for one in documented_fields(type(self)):
+        for one in fields(self):
             _check_limits(one, getattr(self, one.name))
         if self.max_bandwidth is not None:
             bytes_per_second(self.max_bandwidth, name="max_bandwidth")
@@ -169,7 +141,6 @@ class Mirror:
         )
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
     """When to save and what to keep: the options that managers, callbacks and recipes have in common.
@@ -181,74 +152,24 @@ class CheckpointOptions:
 
     DEFAULT_TRIGGER: ClassVar[Mapping[str, Any]]
 
-    save_interval_steps: int | None = field(
-        default=None, metadata=documentation("Save whenever the step passes a multiple of this.", least=1)
-    )
-    save_interval_secs: Duration | None = field(
-        default=None,
-        metadata=documentation(
-            'Save when this much time has passed since the last save: seconds, or ``"15m"``, ``"1h"``.'
-        ),
-    )
-    save_on_best: bool = field(
-        default=False,
-        metadata=documentation("Save when the metric is better than at every checkpoint so far; needs ``best_fn``."),
-    )
-    best_fn: BestFn | None = field(
-        default=None,
-        metadata=documentation("The metric that ranks checkpoints: its name, or a function of the metrics."),
-    )
-    best_mode: BestMode | None = field(
-        default=None,
-        metadata=documentation(
-            'Whether the largest (``"max"``) or the smallest (``"min"``) value of the metric is best; a name in '
-            "``best_fn`` needs it. None is the largest value of a function."
-        ),
-    )
-    max_to_keep: int | None = field(
-        default=None,
-        metadata=documentation(
-            "Keep this many checkpoints: the newest, or with ``best_fn`` the best; where fewer have its metric, the "
-            "newest of the others fill up. None keeps all.",
-            least=1,
-        ),
-    )
-    keep_latest: int | None = field(
-        default=None,
-        metadata=documentation("Keep this many of the newest checkpoints as well, best or not.", least=1),
-    )
-    keep_period: int | None = field(
-        default=None,
-        metadata=documentation("Keep the first checkpoint at or past each multiple of this many steps.", least=1),
-    )
-    keep_time_interval: Duration | None = field(
-        default=None,
-        metadata=documentation(
-            "Keep every checkpoint that was saved at least this long after the last one that this rule keeps; roughly "
-            'one an hour for ``"1h"``.'
-        ),
-    )
-    keep_steps: Collection[int] = field(default=(), metadata=documentation("Keep the checkpoints of these steps."))
-    mirror: Place | Mirror | None = field(
-        default=None,
-        metadata=documentation(
-            "A second place, such as ``s3://bucket/run``, or a ``Mirror`` with an interval and limits of its own: "
-            "steps are copied there in the background, and a run goes on from the newest step of both places."
-        ),
-    )
-    reuse_unchanged: bool = field(
-        default=True,
-        metadata=documentation(
-            "Do not write arrays again that have not changed: a step shares their data files, by hard links, with the "
-            "step before the last one; S3 and Google copy them. Every step stays whole and can be copied or deleted."
-        ),
-    )
+    save_interval_steps: int | None = field(default=None, metadata=limits(1))
+    save_interval_secs: Duration | None = None
+    save_on_best: bool = False
+    best_fn: BestFn | None = None
+    best_mode: BestMode | None = None
+    max_to_keep: int | None = field(default=None, metadata=limits(1))
+    keep_latest: int | None = field(default=None, metadata=limits(1))
+    keep_period: int | None = field(default=None, metadata=limits(1))
+    keep_time_interval: Duration | None = None
+    keep_steps: Collection[int] = ()
+    mirror: Place | Mirror | None = None
+    reuse_unchanged: bool = True
 
     def __post_init__(self) -> None:
         self.mirror_options()
         if self.save_on_best and self.best_fn is None:
             raise OptionError("save_on_best=True needs best_fn: the name of a metric, or a function of the metrics")
-        for one in documented_fields(type(self)):
+        for one in fields(self):
             _check_limits(one, getattr(self, one.name))
         if self.best_fn is not None and not (
             callable(self.best_fn) or (isinstance(self.best_fn, str) and self.best_fn)
@@ -316,7 +237,7 @@ class CheckpointOptions:
         return tuple(found)
 
 
-@documented
+@explains_unknown_names
 @dataclass(frozen=True, kw_only=True)
 class CheckpointManagerOptions(CheckpointOptions):
     """When a manager saves and which checkpoints it keeps.
@@ -324,48 +245,47 @@ class CheckpointManagerOptions(CheckpointOptions):
     A step is saved when any trigger asks for it: ``save_interval_steps``, ``save_interval_secs`` or ``save_on_best``.
     With none of these given, ``save`` saves every step. A checkpoint is kept when any rule wants it; the newest is
     always kept.
+
+    Attributes:
+        save_interval_steps: Save whenever the step passes a multiple of this.
+        save_interval_secs: Save when this much time has passed since the last save: seconds, or ``"15m"``, ``"1h"``.
+        save_on_best: Save when the metric is better than at every checkpoint so far; needs ``best_fn``.
+        best_fn: The metric that ranks checkpoints: its name, or a function of the metrics.
+        best_mode: Whether the largest (``"max"``) or the smallest (``"min"``) value of the metric is best; a name in
+            ``best_fn`` needs it. None is the largest value of a function.
+        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; where fewer have its metric,
+            the newest of the others fill up. None keeps all.
+        keep_latest: Keep this many of the newest checkpoints as well, best or not.
+        keep_period: Keep the first checkpoint at or past each multiple of this many steps.
+        keep_time_interval: Keep every checkpoint that was saved at least this long after the last one that this rule
+            keeps; roughly one an hour for ``"1h"``.
+        keep_steps: Keep the checkpoints of these steps.
+        mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with an interval and limits of its own:
+            steps are copied there in the background, and a run goes on from the newest step of both places.
+        reuse_unchanged: Do not write arrays again that have not changed: a step shares their data files, by hard links,
+            with the step before the last one; S3 and Google copy them. Every step stays whole and can be copied or
+            deleted.
+        keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default the other rules decide about
+            them as about all others.
+        item_intervals: Of a manager with several items, those that few checkpoints have, such as a replay buffer: for
+            each, the number of steps; a save at or past a multiple of it has the item, and so has the first one and one
+            with ``force=True``. The newest checkpoint that has it is kept.
+        step_prefix: Steps live in directories named ``<step_prefix>_<step>`` instead of ``<step>``; a prefix that ends
+            in ``-`` needs no underscore.
+        read_only: Only read: nothing is saved, deleted or swept, and the directory may belong to another run.
+        save_timeout_secs: How long waiting for a save may take before it is an error: seconds, or ``"10m"``.
+        barrier_timeout_secs: How long a process waits for the others of its program before it raises an error that
+            names them: seconds, or ``"10m"``.
     """
 
     DEFAULT_TRIGGER: ClassVar[Mapping[str, Any]] = {"save_interval_steps": 1}
 
-    keep_checkpoints_without_metrics: bool = field(
-        default=False,
-        metadata=documentation(
-            "Keep all checkpoints without metrics. By default the other rules decide about them as about all others."
-        ),
-    )
-    item_intervals: Mapping[str, int] = field(
-        default_factory=dict,
-        metadata=documentation(
-            "Of a manager with several items, those that few checkpoints have, such as a replay buffer: for each, the "
-            "number of steps; a save at or past a multiple of it has the item, and so has the first one and one with "
-            "``force=True``. The newest checkpoint that has it is kept."
-        ),
-    )
-    step_prefix: str | None = field(
-        default=None,
-        metadata=documentation(
-            "Steps live in directories named ``<step_prefix>_<step>`` instead of ``<step>``; a prefix that ends in "
-            "``-`` needs no underscore."
-        ),
-    )
-    read_only: bool = field(
-        default=False,
-        metadata=documentation(
-            "Only read: nothing is saved, deleted or swept, and the directory may belong to another run."
-        ),
-    )
-    save_timeout_secs: Duration = field(
-        default="1h",
-        metadata=documentation('How long waiting for a save may take before it is an error: seconds, or ``"10m"``.'),
-    )
-    barrier_timeout_secs: Duration = field(
-        default="10m",
-        metadata=documentation(
-            "How long a process waits for the others of its program before it raises an error that names them: "
-            'seconds, or ``"10m"``.'
-        ),
-    )
+    keep_checkpoints_without_metrics: bool = False
+    item_intervals: Mapping[str, int] = field(default_factory=dict)
+    step_prefix: str | None = None
+    read_only: bool = False
+    save_timeout_secs: Duration = "1h"
+    barrier_timeout_secs: Duration = "10m"
 
     def __post_init__(self) -> None:
         if self.step_prefix is not None and (not self.step_prefix or set("/\\\0") & set(self.step_prefix)):
@@ -414,9 +334,9 @@ class CheckpointManagerOptions(CheckpointOptions):
 
 
 def _check_limits(option: Field[Any], value: Any) -> None:
-    least, greatest = option.metadata["least"], option.metadata["greatest"]
-    if least is None or value is None:
+    if value is None or "least" not in option.metadata:
         return
+    least, greatest = option.metadata["least"], option.metadata["greatest"]
     limits = f"of at least {least}" if greatest is None else f"from {least} to {greatest}"
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < least or (greatest is not None and value > greatest):

@@ -6,43 +6,22 @@ import sys
 from dataclasses import dataclass, field, replace
 
 from ...engine.errors import OptionError
-from ...engine.manager import CheckpointManagerOptions, documentation, documented
+from ...engine.manager import CheckpointManagerOptions, limits
 from ...engine.storage import Location, Place, as_location
 from ..options import ProgramOptions
 
 _EXPORTS = (".safetensors", ".ckpt")
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class CallbackArguments(ProgramOptions):
     """The arguments of :class:`~holdfast.integrations.lightning.CheckpointCallback`."""
 
-    dirpath: Place = field(kw_only=False, metadata=documentation("Where the checkpoints go: a path or a URL."))
-    every_n_epochs: int | None = field(
-        default=None,
-        metadata=documentation("Save at the end of every epoch whose number is a multiple of this.", least=1),
-    )
-    save_on_exception: bool = field(
-        default=False,
-        metadata=documentation(
-            "When training ends with an exception, save the state of the last point between two batches. Keeps a copy "
-            "of the whole state in host memory, renewed after every update; in one process only."
-        ),
-    )
-    export_best: Place | None = field(
-        default=None,
-        metadata=documentation(
-            "Keep a file with the weights of the best checkpoint, which ``best_fn`` names: ``best.safetensors``, or "
-            "``best.ckpt`` for Lightning's ``load_from_checkpoint``. A relative path counts from ``dirpath``."
-        ),
-    )
-    links: bool = field(
-        default=True,
-        metadata=documentation(
-            "Keep links ``last``, and with ``best_fn`` ``best``, to the newest and the best checkpoint, on local disks."
-        ),
-    )
+    dirpath: Place = field(kw_only=False)
+    every_n_epochs: int | None = field(default=None, metadata=limits(1))
+    save_on_exception: bool = False
+    export_best: Place | None = None
+    links: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

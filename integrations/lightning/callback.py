@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 import torch
 
+from ...engine.clock import Clock, Duration
 from ...engine.errors import HoldfastError, OptionError
-from ...engine.manager import described
+from ...engine.manager import BestFn, BestMode, Mirror, described, refuse_options
 from ...engine.sources import Misfits, Weights, load_weights
 from ...engine.storage import Place
 from ..loop import (
@@ -24,7 +27,7 @@ from ..loop import (
     resume_step,
     warn_of_misfits,
 )
-from ..options import documents, takes
+from ..options import Partial, Reshard, Resume
 from .arguments import CallbackArguments
 from .finished import check_module, note_finished
 from .io import (
@@ -50,7 +53,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("holdfast")
 
 
-@documents(CallbackArguments)
 class CheckpointCallback(ResumingCallback):
     """Saves a Lightning run, keeps the right checkpoints, and brings the run back where it was, all by itself.
 
@@ -85,7 +87,68 @@ class CheckpointCallback(ResumingCallback):
     ``partial="initialize"``, it takes those that fit, and a resume takes what fits of module, optimizers and schedules.
 
     Args:
-        {arguments}
+        dirpath: Where the checkpoints go: a path or a URL.
+        save_interval_steps: Save whenever the step passes a multiple of this.
+        save_interval_secs: Save when this much time has passed since the last save: seconds, or ``"15m"``, ``"1h"``.
+        save_on_best: Save when the metric is better than at every checkpoint so far; needs ``best_fn``.
+        best_fn: The metric that ranks checkpoints: its name, or a function of the metrics.
+        best_mode: Whether the largest (``"max"``) or the smallest (``"min"``) value of the metric is best; a name in
+            ``best_fn`` needs it. None is the largest value of a function.
+        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; where fewer have its metric,
+            the newest of the others fill up. None keeps all.
+        keep_latest: Keep this many of the newest checkpoints as well, best or not.
+        keep_period: Keep the first checkpoint at or past each multiple of this many steps.
+        keep_time_interval: Keep every checkpoint that was saved at least this long after the last one that this rule
+            keeps; roughly one an hour for ``"1h"``.
+        keep_steps: Keep the checkpoints of these steps.
+        mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with an interval and limits of its own:
+            steps are copied there in the background, and a run goes on from the newest step of both places.
+        reuse_unchanged: Do not write arrays again that have not changed: a step shares their data files, by hard links,
+            with the step before the last one; S3 and Google copy them. Every step stays whole and can be copied or
+            deleted.
+        save_at_end: Save the last step when training ends, whether or not a trigger asks for it.
+        resume: ``"auto"`` resumes if there is a checkpoint, ``"must"`` raises if there is none, and ``"never"`` raises
+            if there is one. A number begins from that step, ``"best"`` from the one that ``best_fn`` ranks first. Later
+            steps stay until the run saves them again; remove the option before the run is started again.
+        init_from: Where a fresh start takes its weights from: any checkpoint that ``hf.load`` reads, of holdfast or of
+            another library. Names, shapes and dtypes of all weights must agree; everything else starts fresh. A run
+            that resumes ignores it.
+        partial: ``"initialize"`` goes on with a state that has changed, such as another layer or one more
+            transformation of an optimizer: values that fit the checkpoint are restored, the others stay as they were
+            initialized, and a warning lists them. It holds for a resume and for the weights of ``init_from``. None
+            takes all that was saved, or nothing.
+        compression: Compress arrays with zstd at this level, 1 to 22. None does not compress, which is faster on a fast
+            disk.
+        signals: The signals that announce a preemption, by name: the run finishes its step, saves it, and ends. With
+            SIGINT, the first Ctrl-C does so, and a later one interrupts the program.
+        grace_secs: The time between the signal and the end of the process, as the scheduler grants it. A save that
+            takes longer is reported with a warning.
+        clock: Where the time comes from, for tests.
+        metadata: JSON about the run, such as its configuration, stored with the checkpoints.
+        hyperparameters: Which hyperparameters count in a resume where they differ, such as a new learning rate:
+            ``"saved"`` takes all of the saved state, ``"program"`` keeps the options of torch's optimizers and the
+            values of ``optax.inject_hyperparams`` as the program has set them. A line says what differs.
+        reshard: Called in a resume with another number of processes, for each place in the data, and other state that
+            differs from process to process: a function of its name, the states that processes 0, 1, ... have saved, the
+            index of this process and the number of processes. It returns the state of this process. Without it, such a
+            resume is refused. Random generators stay with the index of their process.
+        keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default the other rules decide about
+            them as about all others.
+        item_intervals: Of a manager with several items, those that few checkpoints have, such as a replay buffer: for
+            each, the number of steps; a save at or past a multiple of it has the item, and so has the first one and one
+            with ``force=True``. The newest checkpoint that has it is kept.
+        step_prefix: Steps live in directories named ``<step_prefix>_<step>`` instead of ``<step>``; a prefix that ends
+            in ``-`` needs no underscore.
+        save_timeout_secs: How long waiting for a save may take before it is an error: seconds, or ``"10m"``.
+        barrier_timeout_secs: How long a process waits for the others of its program before it raises an error that
+            names them: seconds, or ``"10m"``.
+        every_n_epochs: Save at the end of every epoch whose number is a multiple of this.
+        save_on_exception: When training ends with an exception, save the state of the last point between two batches.
+            Keeps a copy of the whole state in host memory, renewed after every update; in one process only.
+        export_best: Keep a file with the weights of the best checkpoint, which ``best_fn`` names: ``best.safetensors``,
+            or ``best.ckpt`` for Lightning's ``load_from_checkpoint``. A relative path counts from ``dirpath``.
+        links: Keep links ``last``, and with ``best_fn`` ``best``, to the newest and the best checkpoint, on local
+            disks.
 
     Raises:
         OptionError: The value of an option is invalid.
@@ -96,8 +159,47 @@ class CheckpointCallback(ResumingCallback):
     save_weights_only = False
     save_last = True
 
-    @takes(CallbackArguments)
-    def __init__(self, options: CallbackArguments) -> None:
+    def __init__(
+        self,
+        dirpath: Place,
+        *,
+        save_interval_steps: int | None = None,
+        save_interval_secs: Duration | None = None,
+        save_on_best: bool = False,
+        best_fn: BestFn | None = None,
+        best_mode: BestMode | None = None,
+        max_to_keep: int | None = None,
+        keep_latest: int | None = None,
+        keep_period: int | None = None,
+        keep_time_interval: Duration | None = None,
+        keep_steps: Sequence[int] = (),
+        mirror: Place | Mirror | None = None,
+        reuse_unchanged: bool = True,
+        save_at_end: bool = True,
+        resume: Resume = "auto",
+        init_from: Place | None = None,
+        partial: Partial = None,
+        compression: int | None = None,
+        signals: Sequence[str | signal.Signals] = ("SIGTERM",),
+        grace_secs: Duration | None = None,
+        clock: Clock | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        hyperparameters: Literal["saved", "program"] = "saved",
+        reshard: Reshard | None = None,
+        keep_checkpoints_without_metrics: bool = False,
+        item_intervals: Mapping[str, int] | None = None,
+        step_prefix: str | None = None,
+        save_timeout_secs: Duration = "1h",
+        barrier_timeout_secs: Duration = "10m",
+        every_n_epochs: int | None = None,
+        save_on_exception: bool = False,
+        export_best: Place | None = None,
+        links: bool = True,
+        **unknown: Never,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
+        refuse_options("CheckpointCallback.__init__", unknown, given)
+        options = CallbackArguments(**given)
         # The base class is not initialized: it only notes the one file that it would save on an exception.
         self._options = options
         self._store = RunStore(options.dirpath, options)

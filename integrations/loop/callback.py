@@ -10,7 +10,7 @@ import operator
 import signal
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, Never, Protocol, Self, TypeVar, overload
 
 from ...engine.checkpoint import AsyncCheckpointer
@@ -219,7 +219,7 @@ class CheckpointCallback:
         hyperparameters: Literal["saved", "program"] = "saved",
         reshard: Reshard | None = None,
         keep_checkpoints_without_metrics: bool = False,
-        item_intervals: Mapping[str, int] = MappingProxyType({}),
+        item_intervals: Mapping[str, int] | None = None,
         step_prefix: str | None = None,
         save_timeout_secs: Duration = "1h",
         barrier_timeout_secs: Duration = "10m",

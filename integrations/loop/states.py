@@ -13,7 +13,6 @@ from typing import Any
 
 from ...engine.errors import OptionError
 from ...engine.handlers import AsyncCheckpointHandler
-from ...engine.manager import documentation, documented
 from ...engine.pytree import loaded
 from ...engine.sources import Misfits, load_weights
 from ...engine.storage import Place
@@ -23,19 +22,12 @@ STATE = "state"  # the item of a checkpoint that holds the state of the loop
 _PARAMS = "params"
 
 
-@documented
 @dataclass(frozen=True, kw_only=True)
 class LoopArguments(ProgramOptions):
     """The arguments of a callback for training loops."""
 
-    directory: Place = field(kw_only=False, metadata=documentation("Where the checkpoints go: a path or a URL."))
-    global_generators: bool = field(
-        default=True,
-        metadata=documentation(
-            "Save and restore the global random generators of Python, numpy and torch (on the CPU and on devices), as "
-            "far as the program has imported them. Each of several processes has its own."
-        ),
-    )
+    directory: Place = field(kw_only=False)
+    global_generators: bool = True
 
 
 class StateAdapter:

@@ -79,7 +79,16 @@ def test_the_arguments_beside_the_options_of_every_callback() -> None:
     parameters = inspect.signature(CheckpointCallback.__init__).parameters
     others = set(parameters) - {field.name for field in dataclasses.fields(CallbackOptions)}
     others -= {field.name for field in dataclasses.fields(hf.CheckpointManagerOptions)}
-    assert others == {"self", "directory", "clock", "metadata", "reshard", "global_generators", "hyperparameters"}
+    assert others == {
+        "self",
+        "directory",
+        "clock",
+        "metadata",
+        "reshard",
+        "global_generators",
+        "hyperparameters",
+        "unknown",
+    }
 
 
 def test_a_counter_that_jumps_over_the_interval_still_saves(tmp_path: Path) -> None:
