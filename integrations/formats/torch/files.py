@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from ....engine.arrays import PartialTree, Problem, SavedLeaf, TreeSource, batches, load_tree
 from ....engine.clock import UNHEARD
 from ....engine.errors import DamagedCheckpointError, OptionError, UnsupportedLeafError, shortened
-from ....engine.pytree import MAX_DEPTH, NUMBERS, Box, format_path, tensor_like
+from ....engine.pytree import MAX_DEPTH, NUMBERS, format_path, tensor_like
 from ....engine.sources import (
     SingleTree,
     StepDirectories,
@@ -391,13 +391,6 @@ class _InBatches(PartialTree):
         for batch in batches(leaves, lambda leaf: leaf.nbytes, _BATCH):
             found += super().read(batch)
             self._advance(sum(leaf.nbytes for leaf in batch))
-        return found
-
-    def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
-        found = []
-        for batch in batches(list(zip(leaves, boxes, strict=True)), lambda pair: pair[0].nbytes, _BATCH):
-            found += super().read_boxes([leaf for leaf, _ in batch], [wanted for _, wanted in batch])
-            self._advance(sum(leaf.nbytes for leaf, _ in batch))
         return found
 
 
