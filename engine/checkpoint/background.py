@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from ..errors import SaveFailedError, StateError, describe_error
+from ..errors import BarrierTimeoutError, SaveFailedError, StateError, describe_error
 from ..storage import Helper
 
 _logger = logging.getLogger("holdfast")
@@ -84,6 +84,11 @@ class BackgroundSave:
             with self._changing:
                 if self._thread is thread:  # otherwise another thread has begun the next save
                     self._thread = None
+
+    @property
+    def has_missed_a_process(self) -> bool:
+        """Whether the last save failed because another process did not answer, and this was not raised yet."""
+        return self._error is not None and isinstance(self._error.__cause__, BarrierTimeoutError)
 
     def take_error(self) -> SaveFailedError | None:
         """Return the error of the last save and forget it, so that it is raised once."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import StateError
+from ..errors import PeerFailedError, StateError, itemized
 from .coordinators import Coordinator, current_coordinator
 from .rendezvous import Rendezvous, next_rendezvous
 
@@ -21,6 +21,7 @@ class ProcessGroup:
     def __init__(self, name: str, coordinator: Coordinator | None, timeout: float) -> None:
         self._coordinator = current_coordinator() if coordinator is None else coordinator
         self._name = name
+        self._part: Rendezvous | None = None  # of the part of the program that all go through together now
         self.timeout = timeout
 
     @property
@@ -44,13 +45,57 @@ class ProcessGroup:
         """Return the rendezvous for the next joint action, or None if this process is alone."""
         if self.alone:
             return None
-        return next_rendezvous(self._coordinator, f"{self._name}: {what}", self.timeout)
+        return self._meet(f"{self._name}: {what}")
+
+    def _meet(self, name: str) -> Rendezvous:
+        return next_rendezvous(self._coordinator, name, self.timeout, self._part)
 
     def fail(self, what: str, error: BaseException) -> None:
         """Report to the other processes that this one cannot take part in their next joint action."""
         rendezvous = self.rendezvous(what)
         if rendezvous is not None:
             rendezvous.fail(error)
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Go through a part of the program with all processes, until the last has done it.
+
+        If it fails on one process, the waits of the others in it end with a PeerFailedError.
+        """
+        if self.alone or self._part is not None:
+            yield
+            return
+        with contextlib.closing(self._meet(what)) as part:
+            self._part = part
+            try:
+                yield
+                part.barrier("done", self.timeout)
+            except BaseException as error:
+                if not isinstance(error, PeerFailedError):  # the others know of that already
+                    part.fail(error)
+                raise
+            finally:
+                self._part = None
+
+    def compare(self, what: str, mine: Mapping[str, Any]) -> None:
+        """Raise StateError on all processes if a value of one is not that of process 0, and name both."""
+        if self.alone:
+            return
+        with contextlib.closing(self._meet(what)) as rendezvous:
+            found = rendezvous.all_gather("values", json.dumps(mine).encode(), self.timeout)
+        first, *others = [json.loads(one) for one in found]
+        differences = [
+            f"{name}: process 0 has {first.get(name)!r}, and process {process} has {theirs.get(name)!r}"
+            for process, theirs in enumerate(others, 1)
+            for name in first.keys() | theirs.keys()
+            if first.get(name) != theirs.get(name)
+        ]
+        if differences:
+            text = (
+                f"{what} differ between the processes; give all of them the same, or let each work alone, with "
+                "coordinator=hf.Alone()"
+            )
+            raise StateError(itemized(text, sorted(differences)))
 
     def decide(
         self,

@@ -41,12 +41,14 @@ _counts: weakref.WeakKeyDictionary[Coordinator, dict[str, int]] = weakref.WeakKe
 _retired: weakref.WeakKeyDictionary[Coordinator, list[_Retired]] = weakref.WeakKeyDictionary()
 
 
-def next_rendezvous(coordinator: Coordinator, name: str, limit: float = _SILENCE) -> Rendezvous:
+def next_rendezvous(
+    coordinator: Coordinator, name: str, limit: float = _SILENCE, within: Rendezvous | None = None
+) -> Rendezvous:
     """Make a rendezvous with a unique name, ``name`` and a number; ``limit`` is how long the store may be silent."""
     with _lock:
         counts = _counts.setdefault(coordinator, {})
         counts[name] = number = counts.get(name, 0) + 1
-    return Rendezvous(coordinator, f"{name}#{number}", limit)
+    return Rendezvous(coordinator, f"{name}#{number}", limit, within)
 
 
 class Rendezvous:
@@ -60,11 +62,16 @@ class Rendezvous:
     - `PeerFailedError` within about a second after another process has called `fail`, when the store is gone, and when
       it has not answered for ``limit`` seconds.
 
+    A rendezvous ``within`` another one also ends when a process has called `fail` of that one.
+
     Process 0 is the hub: `all_gather` costs every other process one message to it and one back.
     """
 
-    def __init__(self, coordinator: Coordinator, name: str, limit: float = _SILENCE) -> None:
+    def __init__(
+        self, coordinator: Coordinator, name: str, limit: float = _SILENCE, within: Rendezvous | None = None
+    ) -> None:
         self.name = name
+        self._within = within
         self.coordinator = BoundedCoordinator(coordinator, limit)
         self.index = coordinator.process_index
         self.count = coordinator.process_count
@@ -139,6 +146,8 @@ class Rendezvous:
         """Raise PeerFailedError if another process has failed already."""
         if self.count == 1:
             return
+        if self._within is not None and not self._within._closed:
+            self._within.check()
         try:
             failure = self.coordinator.try_get(f"{self._prefix}/failed")
         except ConnectionError as error:

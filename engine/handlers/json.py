@@ -16,6 +16,8 @@ from .base import Files, PreparedCheckpointHandler, PreparedItem, no_arguments
 class JsonCheckpointHandler(PreparedCheckpointHandler):
     """Saves a JSON document: nested dictionaries and lists of text, numbers, booleans and None.
 
+    Of several processes, the document of process 0 is saved; those of the others are not looked at.
+
     Args:
         filename: Name of the file in the item's folder.
     """

@@ -103,6 +103,7 @@ class CheckpointManager:
         directory: Where the checkpoints are.
         options: When to save and what to keep.
         events: The events of the run, which go into ``events.jsonl`` in its directory.
+        processes: The processes that save together.
         observer: What observes the run.
 
     Raises:
@@ -143,28 +144,29 @@ class CheckpointManager:
         self._metadata = None if metadata is None else dict(metadata)
         self._clock = clock or SystemClock()
         self._background = BackgroundSave(seconds(self.options.save_timeout_secs))
-        self._processes = ProcessGroup(
+        self.processes = ProcessGroup(
             self.directory.url, coordinator, seconds(self.options.barrier_timeout_secs, name="barrier_timeout_secs")
         )
         self._run = RunDirectory(
-            self.directory, self.options, self._clock, self._drain, writes=self._processes.is_primary
+            self.directory, self.options, self._clock, self._drain, writes=self.processes.is_primary
         )
-        self.events = RunEvents(self.directory, self._clock, self._processes.index, self.observer)
+        self.events = RunEvents(self.directory, self._clock, self.processes.index, self.observer)
         self._listeners: list[Callable[[SaveReport], None]] = []
         self._went_on_from: int | None = None  # the step of the last event about a restore, if nothing was saved since
         self._pending: _PendingSave | None = None  # the save that is under way
+        self._compared = False  # whether all processes have the same options
         self._acquired = False
         self._closed = False
         self._changing = threading.RLock()  # held by the thread that begins a save, or takes the right to write
         self._mirror: RunMirror | None = None
         if mirrored is not None and not self.options.read_only:
             self._open_mirror(mirrored)
-        self.observer.joins(self._processes.index, self._processes.count)
+        self.observer.joins(self.processes.index, self.processes.count)
         triggers = (*self.options.triggers(), Wanted(self.observer))
-        self._decisions = SaveDecisions(triggers, self._clock, self._processes, self.latest_step())
-        self._rollback = Rollback(self._run, warns=self._processes.is_primary)
+        self._decisions = SaveDecisions(triggers, self._clock, self.processes, self.latest_step())
+        self._rollback = Rollback(self._run, warns=self.processes.is_primary)
         self._watch: MetricWatch | None = None  # until the metric that ranks checkpoints has come
-        if self.options.best_fn is not None and self._processes.is_primary:
+        if self.options.best_fn is not None and self.processes.is_primary:
             self._watch = MetricWatch(self.options.best_fn, str(self.directory))
 
     # ---- the mirror
@@ -173,11 +175,12 @@ class CheckpointManager:
         """Fetch the newest step of the mirror, if it is newer than all that are here."""
         self._mirror = RunMirror(location, self._run, self.options, self._clock, self.metadata, self.events.write)
         self._mirror.fetches = True
-        for step in self._processes.decide("the newest step of the mirror", self._mirror.newer_steps):
+        self._compare_options()
+        for step in self.processes.decide("the newest step of the mirror", self._mirror.newer_steps):
             if self._fetch(step):
                 break
         self._mirror.fetches = False
-        if self._acquired and self._processes.is_primary:
+        if self._acquired and self.processes.is_primary:
             self._mirror.start()
 
     def _fetch(self, step: int, *, overwrite: bool = False) -> bool:
@@ -187,8 +190,8 @@ class CheckpointManager:
             return False
         self.acquire()
         work = lambda: mirror.fetch(step, overwrite=overwrite)  # noqa: E731
-        found: bool = self._processes.decide(f"fetch step {step}", work, work_timeout=_FETCH)
-        if found and not self._processes.is_primary:
+        found: bool = self.processes.decide(f"fetch step {step}", work, work_timeout=_FETCH)
+        if found and not self.processes.is_primary:
             self._run.reload()
         return found
 
@@ -204,12 +207,12 @@ class CheckpointManager:
             Whether the directory has the step now.
         """
         step = valid_step(step)
-        here: bool = self._processes.decide(f"look for step {step}", lambda: step in self._run)
+        here: bool = self.processes.decide(f"look for step {step}", lambda: step in self._run)
         return here or self._fetch(step)
 
     def mirror_status(self) -> MirrorStatus | None:
         """Return what the mirror has and what it is doing; None without a mirror, and on processes other than 0."""
-        return self._mirror.status() if self._mirror is not None and self._processes.is_primary else None
+        return self._mirror.status() if self._mirror is not None and self.processes.is_primary else None
 
     def finish_mirror(self, timeout_secs: float | None = None) -> bool:
         """Copy the newest step to the mirror, due or not, and end the mirror; :meth:`close` does it otherwise.
@@ -223,7 +226,7 @@ class CheckpointManager:
         Returns:
             Whether the mirror has the newest step; True without a mirror.
         """
-        if self._mirror is None or not self._processes.is_primary:
+        if self._mirror is None or not self.processes.is_primary:
             return True
         if timeout_secs is None:
             return self._mirror.finish(self._mirror.limit)
@@ -234,17 +237,17 @@ class CheckpointManager:
     @property
     def alone(self) -> bool:
         """Whether this process saves alone; otherwise others save with it."""
-        return self._processes.alone
+        return self.processes.alone
 
     @property
     def process_index(self) -> int:
         """The number of this process among those that save together."""
-        return self._processes.index
+        return self.processes.index
 
     @property
     def process_count(self) -> int:
         """How many processes save together."""
-        return self._processes.count
+        return self.processes.count
 
     def all_steps(self) -> list[int]:
         """Return the committed steps in ascending order."""
@@ -419,9 +422,10 @@ class CheckpointManager:
         """
         self._background.join()
         began = time.perf_counter()
+        self._compare_options()
         skipped: list[tuple[int, _Damage]] = []
         missing: set[int] = set()
-        steps = self._processes.decide("steps", self._steps_of_both_places)[::-1]
+        steps = self.processes.decide("steps", self._steps_of_both_places)[::-1]
         while steps:
             step, is_here = steps.pop(0)
             if not is_here and not self._fetch(step):
@@ -442,7 +446,7 @@ class CheckpointManager:
                 missing.add(step)
                 skipped.clear()
                 self._run.reload()
-                steps = self._processes.decide("steps", self._steps_of_both_places)[::-1]
+                steps = self.processes.decide("steps", self._steps_of_both_places)[::-1]
                 continue
             if damage is not None:
                 _logger.warning("%s: step %d is damaged and passed over: %s", self.directory, step, damage.what)
@@ -482,8 +486,9 @@ class CheckpointManager:
             NoWholeCheckpointError: There are checkpoints, and all of them are damaged.
         """
         self._background.join()
+        self._compare_options()
         if step is None:
-            steps = self._processes.decide("steps", self._steps_of_both_places)
+            steps = self.processes.decide("steps", self._steps_of_both_places)
         else:
             steps = [(valid_step(step), True)]
             if self._mirror is not None:
@@ -574,10 +579,10 @@ class CheckpointManager:
             damage = _Damage(str(error), unreadable=error.unreadable)
         except BaseException as error:
             if not isinstance(error, CheckpointNotFoundError) or step in self._run.steps_and_damaged():
-                self._processes.fail("restored", error)
+                self.processes.fail("restored", error)
                 raise
             damage = _Damage("it was deleted meanwhile", deleted=True)
-        shared = self._processes.share("restored", damage)
+        shared = self.processes.share("restored", damage)
         first = next((_Damage(*what)._replace(process=i) for i, what in enumerate(shared) if what is not None), None)
         if first is not None:
             self._items.damage_found()
@@ -647,7 +652,8 @@ class CheckpointManager:
             Whether it was saved. A save in the background is not committed yet.
 
         Raises:
-            SaveFailedError: The save before this one failed in the background; this one is done nevertheless.
+            SaveFailedError: The save before this one failed in the background; this one is done nevertheless, unless
+                it failed because another process did not answer.
             UnsupportedLeafError: An item cannot be saved; nothing was written.
             OptionError: The items are not those of the manager, or JSON cannot hold ``custom_metadata``.
             OwnershipError: Another run writes to this directory.
@@ -666,8 +672,11 @@ class CheckpointManager:
         with self._changing:
             self._background.join()  # of another thread that has saved meanwhile
             self._check_writable()
+            if self._background.has_missed_a_process and (lost := self._background.take_error()) is not None:
+                self.processes.fail("save", lost)  # this one would wait as long again
+                raise lost
             not_due = [] if force else self._not_due(step)
-            rendezvous = self._processes.rendezvous("save")
+            rendezvous = self.processes.rendezvous("save")
             try:
                 self._run.ownership.check(at_once=True)
                 self._run.make_room(step, replaces=replaces)
@@ -692,7 +701,7 @@ class CheckpointManager:
                     owned=True,
                     began=began,
                     rendezvous=rendezvous,
-                    timeout=self._processes.timeout,
+                    timeout=self.processes.timeout,
                 )
             except BaseException:
                 if self._mirror is not None:
@@ -730,7 +739,7 @@ class CheckpointManager:
         """Return the items that a save at a step leaves out; process 0 knows."""
         names = list(self.options.item_intervals)
         work = lambda: [name for name in names if not self.item_due(name, step)]  # noqa: E731
-        found: list[str] = self._processes.decide(f"items of step {step}", work) if names else []
+        found: list[str] = self.processes.decide(f"items of step {step}", work) if names else []
         return found
 
     def _complete(self, pending: _PendingSave, save: Save) -> None:
@@ -842,10 +851,10 @@ class CheckpointManager:
             return found
 
         self.acquire()
-        recorded = self._processes.decide(f"metrics of step {step}", record)
+        recorded = self.processes.decide(f"metrics of step {step}", record)
         if recorded is None:
             return
-        if not self._processes.is_primary:
+        if not self.processes.is_primary:
             self._change(step, recorded)
         if self._changing.acquire(blocking=False):  # a save that is under way, or begins, collects at its end
             try:
@@ -882,7 +891,7 @@ class CheckpointManager:
         self._check_writable()
         self._join_save_of(step)
         self._everywhere(f"delete {step}", lambda: self._run.delete(step, mirror=mirror))
-        if mirror and self._mirror is not None and self._processes.is_primary:
+        if mirror and self._mirror is not None and self.processes.is_primary:
             self._mirror.delete()
 
     def delete_after(self, step: int) -> list[int]:
@@ -905,8 +914,8 @@ class CheckpointManager:
         step = valid_step(step)
         self._background.join()
         self.acquire()
-        deleted: list[int] = self._processes.decide(f"delete after {step}", lambda: self._run.delete_after(step))
-        if not self._processes.is_primary:
+        deleted: list[int] = self.processes.decide(f"delete after {step}", lambda: self._run.delete_after(step))
+        if not self.processes.is_primary:
             for one in deleted:
                 self._run.add(one, None)
         elif self._mirror is not None:
@@ -923,7 +932,7 @@ class CheckpointManager:
         """
         self.acquire()
         url = self._run.identity.mirror
-        if self._mirror is not None or url is None or not self._processes.is_primary:
+        if self._mirror is not None or url is None or not self.processes.is_primary:
             return True
         options = replace(self.options, mirror=url)
         return RunMirror(as_location(url), self._run, options, self._clock, self.metadata, self.events.write).settle()
@@ -936,8 +945,8 @@ class CheckpointManager:
     def _everywhere(self, what: str, work: Callable[[], None]) -> None:
         """Change the directory on process 0, and then, if that went well, what the others know of it."""
         self.acquire()
-        self._processes.decide(what, work)
-        if not self._processes.is_primary:
+        self.processes.decide(what, work)
+        if not self.processes.is_primary:
             work()
         self._notify_mirror()
 
@@ -963,12 +972,13 @@ class CheckpointManager:
                 return
             belongs = None if self._mirror is None else self._mirror.identity
             work = lambda: self._run.acquire(self._metadata, belongs=belongs)  # noqa: E731
-            self._processes.decide("acquire", work, arguments=[self._agreed_options()])
-            if not self._processes.is_primary:
+            self._compare_options()
+            self.processes.decide("acquire", work)
+            if not self.processes.is_primary:
                 self._run.reload()
             self._acquired = True
             self.events.begin(self.latest_step())
-            if self._mirror is not None and self._processes.is_primary:
+            if self._mirror is not None and self.processes.is_primary:
                 self._mirror.start()
 
     def _drain(self) -> None:
@@ -976,18 +986,25 @@ class CheckpointManager:
         with self._changing:
             self._background.join()
 
-    def _agreed_options(self) -> dict[str, Any]:
-        """Return the options that all processes must have: what decides which calls they make together."""
+    def _compare_options(self) -> None:
+        """Compare, once, what decides which calls the processes make together."""
+        if self._compared:
+            return
         options = self.options
         mirror = options.mirror_options()
-        return {
-            "save_interval_steps": options.save_interval_steps,
-            "save_interval_secs": str(options.save_interval_secs),
-            "save_on_best": options.save_on_best,
-            "item_intervals": dict(options.item_intervals),
-            "step_prefix": options.step_prefix,
-            "mirror": None if mirror is None else str(mirror.url),
-        }
+        self.processes.compare(
+            "the options of the managers",
+            {
+                "directory": self.directory.url,
+                "save_interval_steps": options.save_interval_steps,
+                "save_interval_secs": str(options.save_interval_secs),
+                "save_on_best": options.save_on_best,
+                "item_intervals": dict(options.item_intervals),
+                "step_prefix": options.step_prefix,
+                "mirror": None if mirror is None else str(mirror.url),
+            },
+        )
+        self._compared = True
 
     def _check_writable(self) -> None:
         if self._closed:

@@ -448,7 +448,11 @@ class CheckpointCallback(ResumingCallback):
         found = path or self.ckpt_path
         if found and (decides or path is None) and self._options.resume == "auto":
             check_module(self._store.directory, trainer.lightning_module)
-        return (found or ResumePath(self._store.directory)) if self._store.agree(found is not None) else None
+        return (
+            (found or ResumePath(self._store.directory))
+            if self._store.agree(found is not None, self._options.resume)
+            else None
+        )
 
     def _take_over_signals(self, trainer: Any) -> None:
         number = take_over_requeue(trainer)

@@ -27,7 +27,7 @@ from ...engine.observer import process_observer
 from ...engine.steps import list_steps, newest_step, prefix_of, read_steadily, series_and_step, series_of
 from ...engine.storage import Location, Place, as_location
 from ..loop import WITHOUT_GRACE, GraceCheck, all_steps, part
-from ..options import ProgramOptions
+from ..options import ProgramOptions, Resume
 from .strategies import SharedState, StateHandler
 from .trees import POSITION, from_tree, to_tree
 
@@ -134,8 +134,10 @@ class RunStore:
             self._make(self._options).close()
             self._has_fetched = True
 
-    def agree(self, found: bool) -> bool:
-        """Return whether process 0 has found a checkpoint to go on from."""
+    def agree(self, found: bool, resume: Resume) -> bool:
+        """Return whether process 0 has found a checkpoint to go on from; the option ``resume`` is the same for all."""
+        mine = {"directory": self.directory.url, "resume": resume}
+        self.processes.compare("the options of the callbacks", mine)
         return bool(self.processes.decide("what to begin from", lambda: found))
 
     def record_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:

@@ -15,7 +15,6 @@ from typing import Any, Literal, Never, Protocol, Self, TypeVar, overload
 
 from ...engine.checkpoint import AsyncCheckpointer
 from ...engine.clock import Clock, Duration, seconds
-from ...engine.distributed import ProcessGroup
 from ...engine.errors import OptionError, StateError
 from ...engine.generators import GlobalGenerators
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
@@ -323,47 +322,10 @@ class CheckpointCallback:
             OptionError: An extra is an iterator or a loader whose state can be neither saved nor restored, or has the
                 name of an option; or the state is abstract, and there is no checkpoint.
         """
-        resume, place = self._options.resume, self._options.init_from
-        initial = InitialState(state, like)
-        template = initial.template()
-        adapter = self._adapt(template)
-        check_extras(extras)
-        adapter.begin(template)
-        self._saver.fresh_extras = fresh_extras(extras)
-        if resume in ("must", "never"):
-            check_resume(resume, all_steps(self._manager.directory, self._options.step_prefix), self._manager.directory)
-        if resume == "never" or self._manager.latest_step() is None:
-            initial.check_fresh(adapter)
-        self._begin()
-        try:
-            self._manager.acquire()
-            self._names = frozenset(extras)
-            restored = None
-            if resume != "never":
-                every = self._with_generators(extras)
-                restored = restore(self._manager, adapter, template, every, self._options)
-        except BaseException:
-            self._begun = False  # or the loop could go on without what it has not restored
-            raise
-        if restored is None:
-            directory = self._manager.directory
-            self._announce("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
-            self.extras = dict(extras)
-            state = initial.make()
-            if place is not None:
-                state, taken = adapter.with_weights(state, place)
-                logger.info("took the weights from %s; everything else starts fresh", taken)
-                warn_of_misfits(adapter.misfits, f"init_from={str(place)!r}", "weights")
-            self._begin_steps(state, extras)
-            self._announce_first_save()
-            return state, 0
-        if place is not None:
-            logger.info("init_from=%s is ignored, as the run resumes", place)
-        self.extras = {name: restored.extras[name] for name in extras}
-        self._restored = restored.step
-        state = initial.completed(adapter, restored.state)
-        self._begin_steps(state, extras)
-        return state, restored.step
+        processes = self._manager.processes
+        with processes.together("restore_or_initialize"):
+            processes.compare("the options of the callbacks", {"resume": self._options.resume})
+            return self._restore_or_initialize(state, like, extras)
 
     def peek(self) -> Peek | None:
         """Look at what ``restore_or_initialize`` will take, before the state is built.
@@ -461,16 +423,18 @@ class CheckpointCallback:
         self._closed = True
         if self._saver.step is None and self._restored is not None and not self._preemption.received:
             self._announce("nothing left to do after step %d in %s", self._restored, self._manager.directory)
+        orderly = False
         try:
-            # Of several processes perhaps only one has received the signal after the last step.
-            preempted = self._preemption.received and self._stop is None
-            if not self._saver.is_saved and (self._options.save_at_end or preempted):
-                self._saver.save_at_end()
-        finally:
             try:
-                self._manager.close()
+                # Of several processes perhaps only one has received the signal after the last step.
+                preempted = self._preemption.received and self._stop is None
+                if not self._saver.is_saved and (self._options.save_at_end or preempted):
+                    self._saver.save_at_end()
             finally:
-                self._end(orderly=True)
+                self._manager.close()
+            orderly = True
+        finally:
+            self._end(orderly=orderly)
         if self._begun and not self._should_stop:
             last = self._restored if self._saver.step is None else self._saver.step
             self._manager.events.write("preempted" if self._preemption.received else "finished", step=last)
@@ -502,7 +466,50 @@ class CheckpointCallback:
         if self._stop is not None:
             self._stop.end(orderly=orderly)
             if orderly:
-                part(self._processes)
+                part(self._manager.processes)
+
+    def _restore_or_initialize(self, state: Any, like: Any, extras: dict[str, Any]) -> tuple[Any, int]:
+        resume, place = self._options.resume, self._options.init_from
+        initial = InitialState(state, like)
+        template = initial.template()
+        adapter = self._adapt(template)
+        check_extras(extras)
+        adapter.begin(template)
+        self._saver.fresh_extras = fresh_extras(extras)
+        if resume in ("must", "never"):
+            check_resume(resume, all_steps(self._manager.directory, self._options.step_prefix), self._manager.directory)
+        if resume == "never" or self._manager.latest_step() is None:
+            initial.check_fresh(adapter)
+        self._begin()
+        try:
+            self._manager.acquire()
+            self._names = frozenset(extras)
+            restored = None
+            if resume != "never":
+                every = self._with_generators(extras)
+                restored = restore(self._manager, adapter, template, every, self._options)
+        except BaseException:
+            self._begun = False  # or the loop could go on without what it has not restored
+            raise
+        if restored is None:
+            directory = self._manager.directory
+            self._announce("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
+            self.extras = dict(extras)
+            state = initial.make()
+            if place is not None:
+                state, taken = adapter.with_weights(state, place)
+                logger.info("took the weights from %s; everything else starts fresh", taken)
+                warn_of_misfits(adapter.misfits, f"init_from={str(place)!r}", "weights")
+            self._begin_steps(state, extras)
+            self._announce_first_save()
+            return state, 0
+        if place is not None:
+            logger.info("init_from=%s is ignored, as the run resumes", place)
+        self.extras = {name: restored.extras[name] for name in extras}
+        self._restored = restored.step
+        state = initial.completed(adapter, restored.state)
+        self._begin_steps(state, extras)
+        return state, restored.step
 
     def _announce(self, text: str, *args: object) -> None:
         announce(text, *args, shown=self._manager.process_index == 0)
@@ -561,15 +568,11 @@ class CheckpointCallback:
             raise StateError(f"the callback for {self._manager.directory} is closed; make a new one")
         self._preemption.install()
         if self._stop is None and not self._preemption.is_agreed:
-            group = self._processes.rendezvous("where to stop")
+            group = self._manager.processes.rendezvous("where to stop")
             if group is not None:
-                self._stop = AgreedStop(group, self._preemption, lambda: 0.0, self._processes.timeout)
+                self._stop = AgreedStop(group, self._preemption, lambda: 0.0, self._manager.processes.timeout)
                 self._stop.begin()
         self._begun = True
-
-    @property
-    def _processes(self) -> ProcessGroup:
-        return ProcessGroup(self._manager.directory.url, None, seconds(self._manager.options.barrier_timeout_secs))
 
     def _begin_without_restore(self, state: Any) -> None:
         if self._options.init_from is not None and not self._closed:

@@ -195,10 +195,24 @@ def test_options_that_differ_are_told_at_the_start(tmp_path: Path, option: dict[
             return str(error)
         return ""
 
-    first, second = unwrap(together(2, run))
-    assert first == ""
-    assert f"'{next(iter(option))}'" in second
-    assert "all processes must ask for the same" in second
+    for text in unwrap(together(2, run)):
+        assert f"\n  {next(iter(option))}: process 0 has" in text
+        assert "and process 1 has" in text
+
+
+@pytest.mark.parametrize("call", ["acquire", "restore_latest", "peek"])
+def test_directories_that_differ_are_told_at_the_start(tmp_path: Path, call: str) -> None:
+    """Such as those with the time of the start in their names; before, all waited until the barrier's timeout."""
+
+    def run(coordinator: Coordinator) -> str:
+        several = manager(tmp_path / f"12-00-0{coordinator.process_index // 2}", coordinator)
+        with pytest.raises(hf.StateError) as caught:
+            getattr(several, call)()
+        return str(caught.value)
+
+    for text in unwrap(together(3, run)):
+        assert text.endswith("/12-00-00', and process 2 has " + repr(hf.as_location(tmp_path / "12-00-01").url))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_items_that_differ_are_told(tmp_path: Path) -> None:
@@ -497,3 +511,21 @@ def test_each_process_shares_its_own_files(tmp_path: Path) -> None:
     restored = hf.load(tmp_path)
     assert all(np.array_equal(restored["frozen"][name], array) for name, array in frozen.items())
     assert (restored["adapter"] == 5).all()
+
+
+def test_after_a_process_has_not_answered_the_next_save_does_not_wait_for_it_again(tmp_path: Path) -> None:
+    """Before, a program ended only after the second save had waited as long as the first."""
+
+    def run(coordinator: Coordinator) -> Any:
+        several = manager(tmp_path, coordinator, barrier_timeout_secs=1)
+        several.acquire()
+        if coordinator.process_index == 1:
+            return None
+        several.save(1, tree(1))
+        with pytest.raises(hf.SaveFailedError, match="process 1 of 2 did not reach") as caught:
+            several.save(2, tree(2))
+        assert not several.is_saving_in_progress()
+        several.close()
+        return str(caught.value)
+
+    assert "step 1 of" in unwrap(together(2, run))[0]

@@ -7,10 +7,10 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import pytest
-from tests.processes.harness import Process, run_processes
+from tests.processes.harness import Process, run_outcomes, run_processes
 
 import holdfast as hf
 
@@ -115,3 +115,68 @@ def test_a_step_that_one_process_does_not_see_is_an_error(tmp_path: Path) -> Non
     (tmp_path / "1").mkdir()
     for text in run_processes(restore_own_view, 2, str(tmp_path), backend="torch"):
         assert "/proc/self/cwd/run: process 0 sees step 3, and process 1 does not" in text
+
+
+def begin(process: Process, directory: str, case: str) -> str:
+    """Begins a run; what process 1 does is not what the others do."""
+    import torch
+
+    other = process.index == 1
+    place = f"{directory}/{process.index}" if case == "directory" else directory
+    resume: Literal["auto", "must"] = "must" if case == "resume" and other else "auto"
+    model = torch.nn.Linear(2, 3 if case == "shape" and other else 1)
+    extras = {"data": iter([1])} if case == "extra" and other else {}
+    try:
+        with hf.CheckpointCallback(place, resume=resume, barrier_timeout_secs=20) as checkpoint:
+            state, step = checkpoint.restore_or_initialize({"model": model}, **extras)
+            if case != "prepare":
+                return "began"
+            checkpoint.on_step(step + 1, state)
+    except hf.HoldfastError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+BEGIN = {
+    "directory": ["StateError: the options of the managers differ", "directory: process 0 has '/"],
+    "resume": [
+        "StateError: the options of the callbacks differ",
+        "resume: process 0 has 'auto', and process 1 has 'must'",
+    ],
+    "extra": ["process 1 failed: OptionError", "data"],
+    "shape": ["process 1 failed: TreeMismatchError", "weight"],
+}
+
+
+@pytest.mark.parametrize("case", BEGIN)
+def test_what_stops_one_process_at_the_start_is_told_to_all(tmp_path: Path, case: str) -> None:
+    """Before, the others waited until the timeout of the barrier, which did not say why."""
+    pytest.importorskip("torch")
+    run_processes(begin, 3, str(tmp_path), "prepare", backend="torch")
+    found = run_processes(begin, 3, str(tmp_path), case, backend="torch")
+    for index in (0, 2):
+        for text in BEGIN[case]:
+            assert text in found[index], found
+    assert "BarrierTimeoutError" not in str(found)
+
+
+def leave_alone(process: Process, directory: str) -> tuple[str, list[str]]:
+    """Ends a run whose other process has died."""
+    with Logged() as logged:
+        try:
+            with hf.CheckpointCallback(directory, save_interval_steps=1000, barrier_timeout_secs=2) as checkpoint:
+                state, _ = checkpoint.restore_or_initialize({"w": [1.0]})
+                checkpoint.on_step(1, state)
+                process.reached("the end")
+        except hf.SaveFailedError as error:
+            return str(error), logged.warnings
+    return "", []
+
+
+def test_a_run_whose_last_save_missed_a_process_does_not_wait_for_it_to_end(tmp_path: Path) -> None:
+    """Before, it waited for the process twice: in the save, and at its end."""
+    pytest.importorskip("torch")
+    outcomes = run_outcomes(leave_alone, 2, str(tmp_path), backend="torch", kill=(1, "the end"))
+    message, warnings = outcomes[0].value
+    assert "process 1 of 2 did not reach" in message
+    assert not [text for text in warnings if "have ended the run" in text]
