@@ -1,5 +1,7 @@
 """``python -m benchmarks.kills``: kills a saving run at random instants; the next run checks the directory.
 
+With ``--processes``, it signals runs of several connected processes instead: see ``kills_connected.py``.
+
 The run saves asynchronously, keeps the newest three steps and every tenth, and replaces every third step by another
 edition of it. One process that has everything imported forks each life and ends it with SIGKILL: most of them while
 they save, some while they open the directory and clean up.
@@ -21,8 +23,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .kills_connected import run_connected
 from .kills_life import KEEP_NEWEST, KEEP_PERIOD, Life, warm_up
+from .kills_member import TRAIN
 
+KILLS = 2000
+CONNECTED_KILLS = 150
 LIVES_A_DIRECTORY = 50  # checking takes longer with every step that is kept
 EARLY_SHARE = 0.2  # of the kills happen while a life looks, takes over and checks
 EARLY_SECONDS = 0.03
@@ -139,7 +145,10 @@ def main(arguments: list[str] | None = None) -> int:
         1 where a promise was broken, else 0.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__)
-    parser.add_argument("--kills", type=int, default=2000, help="how often to kill; 2000 unless given")
+    parser.add_argument("--kills", "--count", type=int, help="how often to kill; 2000 unless given, 150 of several")
+    parser.add_argument("--processes", type=int, nargs="+", help="how many connected processes the runs have, as 2 4")
+    parser.add_argument("--framework", choices=sorted(TRAIN), default="torch", help="what connects them")
+    parser.add_argument("--barrier", type=float, default=8.0, help="their barrier timeout, in seconds")
     parser.add_argument("--directory", type=Path, default=Path("runs"), help="where to save; ./runs unless given")
     parser.add_argument(
         "--seed", type=int, default=None, help="seed of the random instants; by default a new one each time"
@@ -148,13 +157,20 @@ def main(arguments: list[str] | None = None) -> int:
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     options.directory.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix="kills-", dir=options.directory))
+    if options.processes:
+        kills = options.kills or CONNECTED_KILLS
+        broken = run_connected(options.framework, options.processes, kills, seed, options.barrier, directory)
+        if not broken:
+            shutil.rmtree(directory)
+        return broken
     began = time.perf_counter()
-    counts, problems = run(options.kills, directory, seed)
+    kills = options.kills or KILLS
+    counts, problems = run(kills, directory, seed)
     seconds = time.perf_counter() - began
     for problem in problems:
         print(problem)
     print(
-        f"{options.kills} kills in {seconds:.0f} s (seed {seed}): {counts['committed']} commits reported "
+        f"{kills} kills in {seconds:.0f} s (seed {seed}): {counts['committed']} commits reported "
         f"({counts['shared']} with shared files), "
         f"{counts['checked']} times checked, {counts['leftover partial']} interrupted saves and "
         f"{counts['leftover deleted']} interrupted deletions found, {len(problems)} promises broken"

@@ -41,6 +41,25 @@ def test_killed_at_random_instants(tmp_path: Path, kills: int) -> None:
     assert shared > 0, said
 
 
+def test_connected_processes_are_signalled(tmp_path: Path) -> None:
+    """SIGKILL to process 0 at a commit, then SIGTERM to both."""
+    pytest.importorskip("torch")
+    command = [sys.executable, "-m", "benchmarks.kills", "--processes", "2", "--count", "2", "--seed", "1507"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    finished = subprocess.run(
+        [*command, "--barrier", "60", "--directory", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment,
+    )
+    said = f"{finished.stdout}\n{finished.stderr}"
+    assert finished.returncode == 0, said
+    assert re.search(r"\| 2 \| KILL \| process 0 \| 1 \| 0\.\d\d \| 0 \| 1 \w+Error \|", finished.stdout), said
+    assert "| 2 | TERM | all | 1 | 0.00 | 0 | 1 saved and stopped |" in finished.stdout, said
+
+
 @pytest.fixture
 def life(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(ROOT)

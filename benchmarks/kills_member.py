@@ -1,0 +1,277 @@
+"""One process of a training run of several that will be signalled at a certain instant; see ``kills_connected.py``.
+
+It tells the parent, line by line, what it has reached:
+
+    resumed STEP DIGEST    the step that the run begins with, and what was restored
+    entered                it takes signals now
+    step STEP DIGEST       a step is done
+    leaving                all steps are done; when the callback has ended, it takes no signals any more
+    reached PHASE          the instant at which this process was told to wait for the parent
+    error TEXT             the exception with which it ends
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import holdfast as hf
+from holdfast.engine.arrays import TreeWriter
+from holdfast.engine.checkpoint.commit import PendingCheckpoint
+from holdfast.engine.distributed import ProcessGroup, Rendezvous
+from holdfast.engine.manager.directory import RunDirectory
+from holdfast.engine.storage import Location
+
+STEPS = 8
+SAVE_EVERY = 2
+WIDTH = 16  # features of the model; a multiple of every number of processes
+
+# Where a function that is called at an instant lies, its name, and whether the instant is after the call.
+CALLS: dict[str, tuple[type, str, bool]] = {
+    "taking the directory over": (hf.CheckpointManager, "acquire", False),
+    "asking for the steps": (ProcessGroup, "decide", False),
+    "restoring": (RunDirectory, "read", False),
+    "agreeing on what was restored": (ProcessGroup, "share", False),
+    "snapshot": (TreeWriter, "__init__", False),
+    "writing": (Location, "write_data_files", False),
+    "written": (Location, "write_data_files", True),
+    "at the barrier": (Rendezvous, "gather", False),
+    "after the barrier": (Rendezvous, "gather", True),
+    "merging": (TreeWriter, "merge", False),
+    "at the commit": (PendingCheckpoint, "commit", False),
+    "after the commit": (PendingCheckpoint, "commit", True),
+}
+LOOP = ("before the callback", "before the restore", "before the first step", "between saves", "before the end")
+RESUMING = ("asking for the steps", "restoring", "agreeing on what was restored")
+PRIMARY_ONLY = ("merging", "at the commit", "after the commit")
+EVERYWHERE = tuple(phase for phase in (*LOOP, *CALLS) if phase not in PRIMARY_ONLY)
+ON_A_SAVE = ("snapshot", "writing", "written", "at the barrier", "after the barrier", *PRIMARY_ONLY)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The instant at which a process waits for the parent: at a phase, the ``turn``-th time that it comes there."""
+
+    phase: str
+    turn: int
+
+
+class Member:
+    """One process: its place among the others, and its pipes to the parent.
+
+    Args:
+        index: Its index.
+        count: The number of processes.
+        directory: The directory of the run.
+        port: Where process 0 hosts the store.
+        barrier: The barrier timeout, in seconds.
+        order: Where to wait for the parent, if anywhere.
+        says: The pipe for lines to the parent.
+        hears: The pipe through which the parent lets it go on.
+        step_seconds: How long it sleeps at each step.
+    """
+
+    def __init__(
+        self, index: int, count: int, directory: Path, port: int, barrier: float, order: Order | None,
+        says: int, hears: int, step_seconds: float,
+    ) -> None:  # fmt: skip
+        self.index, self.count, self.directory, self.port, self.barrier = index, count, directory, port, barrier
+        self._order, self._says, self._hears = order, says, hears
+        self._turns, self._step_seconds = 0, step_seconds
+        self.batches = Batches(index)
+
+    def say(self, line: str) -> None:
+        """Tell the parent a line."""
+        os.write(self._says, f"{' | '.join(line.splitlines())[:2000]}\n".encode())
+
+    def reached(self, phase: str) -> None:
+        """Wait for the parent, if this is the instant of the order."""
+        if self._order is None or phase != self._order.phase:
+            return
+        self._turns += 1
+        if self._turns == self._order.turn:
+            self.say(f"reached {phase}")
+            os.read(self._hears, 1)
+
+    def mark_calls(self) -> None:
+        """Have the function of the order's phase report its calls."""
+        if self._order is None or self._order.phase not in CALLS:
+            return
+        phase = self._order.phase
+        owner, name, after = CALLS[phase]
+        function = getattr(owner, name)
+
+        def marked(*arguments: Any, **options: Any) -> Any:
+            if not after:
+                self.reached(phase)
+            found = function(*arguments, **options)
+            if after:
+                self.reached(phase)
+            return found
+
+        setattr(owner, name, marked)
+
+    def run(self, train: Callable[[Member], int]) -> int:
+        """Train, and return the exit status."""
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        self.mark_calls()
+        try:
+            return train(self)
+        except BaseException as error:
+            self.say(f"error {type(error).__name__}: {error}")
+            raise
+
+    def loop(self, state: Any, update: Callable[[Any, np.ndarray], Any], digest: Callable[[Any], str]) -> int:
+        """Train to the end, or to a preemption; return the exit status."""
+        step = 0
+        self.reached("before the callback")
+        with hf.CheckpointCallback(
+            self.directory, save_interval_steps=SAVE_EVERY, max_to_keep=None, barrier_timeout_secs=self.barrier
+        ) as checkpoint:
+            self.say("entered")
+            self.reached("before the restore")
+            state, start = checkpoint.restore_or_initialize(state, batches=self.batches)
+            self.say(f"resumed {start} {digest(state)}")
+            self.reached("before the first step")
+            for step in range(start + 1, STEPS + 1):
+                state = update(state, next(self.batches))
+                time.sleep(self._step_seconds)
+                self.say(f"step {step} {digest(state)}")
+                stops = checkpoint.on_step(step, state, batches=self.batches).should_stop
+                self.reached("between saves")
+                if stops:
+                    break
+            self.say("leaving")
+            self.reached("before the end")
+        return checkpoint.exit_status
+
+
+class Batches:
+    """Rows of random numbers: another stream in each process."""
+
+    def __init__(self, index: int) -> None:
+        self._index, self._position = index, 0
+
+    def __next__(self) -> np.ndarray:
+        self._position += 1
+        return np.random.default_rng((self._index, self._position)).standard_normal((2, WIDTH), dtype=np.float32)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._position = state["position"]
+
+
+def train_torch(member: Member) -> int:
+    """Train a torch model with dropout, replicated, its gradients reduced over gloo."""
+    import torch
+
+    distributed = torch.distributed
+    distributed.init_process_group(
+        "gloo",
+        f"tcp://127.0.0.1:{member.port}",
+        timedelta(seconds=member.barrier),
+        rank=member.index,
+        world_size=member.count,
+    )
+    distributed.barrier()  # torch waits without a deadline of its own for a store that is silent in that call
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 4096), torch.nn.Dropout(0.3), torch.nn.Linear(4096, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    torch.manual_seed(member.index + 1)
+
+    def update(state: Any, batch: np.ndarray) -> Any:
+        model(torch.from_numpy(batch)).square().mean().backward()
+        for parameter in model.parameters():
+            distributed.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        return state
+
+    def digest(_state: Any) -> str:
+        parts = [*model.parameters(), torch.get_rng_state()]
+        parts += [value for moments in optimizer.state.values() for value in moments.values()]
+        return hashed([part.detach().numpy() for part in parts], member.batches)
+
+    status = member.loop({"model": model, "optimizer": optimizer}, update, digest)
+    distributed.destroy_process_group()
+    return status
+
+
+def train_jax(member: Member) -> int:
+    """Train a linear model in jax whose weights are divided among the processes."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as Spec
+
+    spec: Any = Spec
+    global_array: Any = jax.make_array_from_process_local_data
+    shut_down: Any = jax.distributed.shutdown
+    jax.distributed.initialize(
+        f"127.0.0.1:{member.port}",
+        member.count,
+        member.index,
+        coordinator_bind_address=f"127.0.0.1:{member.port}",
+        cluster_detection_method="deactivate",
+        heartbeat_timeout_seconds=round(1.75 * member.barrier),
+        initialization_timeout=60,
+    )
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    divided, whole = NamedSharding(mesh, spec("data")), NamedSharding(mesh, spec())
+
+    def fresh() -> Any:
+        weights = jax.random.normal(jax.random.key(0), (WIDTH, 4096))
+        return {
+            "w": weights,
+            "velocity": jnp.zeros_like(weights),
+            "key": jax.random.key(1),
+            "count": jnp.zeros((), int),
+        }
+
+    places = {"w": divided, "velocity": divided, "key": whole, "count": whole}
+    state = jax.jit(fresh, out_shardings=places)()
+
+    def loss(weights: Any, batch: Any, key: Any) -> Any:
+        return jnp.square((batch + 0.1 * jax.random.normal(key, batch.shape)) @ weights).mean()
+
+    def step(state: Any, batch: Any) -> Any:
+        key, noise = jax.random.split(state["key"])
+        velocity = 0.9 * state["velocity"] + jax.grad(loss)(state["w"], batch, noise)
+        return {"w": state["w"] - 0.01 * velocity, "velocity": velocity, "key": key, "count": state["count"] + 1}
+
+    compiled = jax.jit(step, out_shardings=places)
+
+    def update(state: Any, batch: np.ndarray) -> Any:
+        return compiled(state, global_array(divided, batch))
+
+    def digest(state: Any) -> str:
+        plain = {**state, "key": jax.random.key_data(state["key"])}
+        parts = [shard.data for leaf in jax.tree.leaves(plain) for shard in leaf.addressable_shards]
+        return hashed([np.asarray(part) for part in parts], member.batches)
+
+    status = member.loop(state, update, digest)
+    shut_down()
+    return status
+
+
+def hashed(parts: list[np.ndarray], batches: Batches) -> str:
+    """Return a digest of arrays and of the place in the data."""
+    found = hashlib.sha256(repr(batches.state_dict()).encode())
+    for part in parts:
+        found.update(part.tobytes())
+    return found.hexdigest()[:16]
+
+
+TRAIN: dict[str, Callable[[Member], int]] = {"torch": train_torch, "jax": train_jax}
