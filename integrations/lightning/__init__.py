@@ -5,9 +5,6 @@ from __future__ import annotations
 from .callback import CheckpointCallback
 from .io import HoldfastCheckpointIO
 from .loading import load_checkpoint, load_from_checkpoint
-from .slurm import leave_requeue_files
 from .stopping import Preempted
 
 __all__ = ["CheckpointCallback", "HoldfastCheckpointIO", "Preempted", "load_checkpoint", "load_from_checkpoint"]
-
-leave_requeue_files(CheckpointCallback)

@@ -35,17 +35,16 @@ from .io import (
     ResumingCallback,
     install,
     redirect_resume,
-    silence_misleading_warnings,
-    was_given_no_path,
 )
 from .published import Published
 from .saver import FitSaver
-from .slurm import left_alone, requeue, take_over_requeue
+from .slurm import requeue, take_over_requeue
 from .stopping import Preempted, Signals, leave
 from .store import RunStore
 from .strategies import check_strategy, is_sharded
 from .trees import POSITION
 from .tuning import Searches, is_search_file
+from .wall import check_version, follow_choices, forget_choice, is_left_alone, was_given_no_path
 
 if TYPE_CHECKING:
     from ...engine.manager import CheckpointManager
@@ -213,7 +212,7 @@ class CheckpointCallback(ResumingCallback):
         self._has_weights = False
         self._searches = Searches()
         self._decides = False  # whether a trainer was given no path, so that the directory decides
-        silence_misleading_warnings()
+        follow_choices(CheckpointCallback)
 
     @property
     def state_key(self) -> str:
@@ -241,7 +240,6 @@ class CheckpointCallback(ResumingCallback):
             CheckpointNotFoundError: ``resume="must"``, and there is no checkpoint; or ``resume`` names a step that is
                 not there.
         """
-        self._decides = was_given_no_path()
         steps = self._store.steps()
         if self._store.may_fetch:  # the mirror is asked in setup, when the processes have met
             return ResumePath(self._store.directory) if steps and self._options.resume in ("auto", "must") else None
@@ -308,9 +306,11 @@ class CheckpointCallback(ResumingCallback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Connect the trainer with its checkpoints, before any is loaded."""
+        check_version(trainer)
+        self._decides = was_given_no_path(trainer)
         install(trainer.strategy, self._store)
         if stage != "fit":
-            redirect_resume(trainer, lambda path: None if left_alone(path) else path)
+            redirect_resume(trainer, lambda path: None if is_left_alone(trainer, path) else path)
             self._take_over_signals(trainer)
             self._evaluation = self._stop(trainer, getattr(trainer, f"{trainer.state.fn.value}_loop"))
             self._evaluation.begin()
@@ -435,7 +435,7 @@ class CheckpointCallback(ResumingCallback):
     def _chosen(self, trainer: Any, path: Any) -> Any:
         """Return the path to resume from: the one that was named, or the one that process 0 has found for all."""
         decides, self._decides = self._decides, False
-        path = None if left_alone(path) else path
+        path = None if is_left_alone(trainer, path) else path
         named = path and not isinstance(path, ResumePath)
         if named and not decides:
             return path
@@ -493,6 +493,7 @@ class CheckpointCallback(ResumingCallback):
         return path
 
     def _end(self, trainer: Any, *, orderly: bool, error: BaseException | None = None) -> None:
+        forget_choice(trainer)
         signals, self._signals = self._signals, None
         if signals is not None:
             signals.end(error)

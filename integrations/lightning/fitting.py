@@ -19,9 +19,9 @@ from ...engine.errors import TreeMismatchError, difference
 from ...engine.pytree import unwrapped_name
 from ...engine.sources import Misfits
 from ..loop import Hyperparameters, StateAdapter
-from .loops import LoopHooks
 from .strategies import is_sharded
 from .tuning import is_search_file
+from .wall import LoopHooks
 
 _CHANGED = (
     "A run resumes with the model, the optimizers and the schedules that it had, or not at all. partial='initialize' "

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,13 +24,6 @@ _PACKAGES = {
     "pytorch_lightning.callbacks": "lightning_fabric.plugins.io.checkpoint_io",
 }
 
-# Trainers find a callback that resumes by itself as ``ckpt_path="last"``. Lightning then warns about a model that was
-# not given, and in a first run about a missing "last", although the user has not asked for it.
-_MISLEADING = (
-    r"`\.fit\(ckpt_path=None\)` was called without a model\.",
-    r'\.fit\(ckpt_path="last"\) is set, but there is no last checkpoint available\.',
-)
-
 
 def _importable() -> dict[str, tuple[Any, Any]]:
     found: dict[str, tuple[Any, Any]] = {}
@@ -47,12 +38,6 @@ def _importable() -> dict[str, tuple[Any, Any]]:
             "holdfast.integrations.lightning needs Lightning: pip install 'holdfast[lightning]'. " + "; ".join(errors)
         )
     return found
-
-
-def silence_misleading_warnings() -> None:
-    """Ignore two warnings of Lightning about a checkpoint callback that resumes by itself."""
-    for message in _MISLEADING:
-        warnings.filterwarnings("ignore", message=message, category=UserWarning)
 
 
 if TYPE_CHECKING:
@@ -273,20 +258,6 @@ def redirect_resume(trainer: Any, choose: Callable[[Any], Any]) -> None:
         original(choose(checkpoint_path) if trainer.state.fn == function else checkpoint_path, *args, **kwargs)
 
     connector.resume_start = resume_start
-
-
-def was_given_no_path() -> bool:
-    """Return whether the trainer that is looking for a checkpoint now was given no ``ckpt_path`` at all.
-
-    It then asks callbacks for the last checkpoint as it does for ``ckpt_path="last"``, and keeps the difference only in
-    the arguments of the call.
-    """
-    frame = sys._getframe(1)
-    while frame.f_code.co_name != "_select_ckpt_path":
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return frame.f_locals.get("ckpt_path") is None
 
 
 def _is_ours(path: str | os.PathLike[str]) -> bool:

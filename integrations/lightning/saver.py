@@ -17,12 +17,12 @@ from .arguments import CallbackArguments
 from .copies import Copies
 from .fitting import Fitting
 from .io import ResumePath
-from .loops import LoopHooks
 from .position import Point, Position
 from .stopping import leave
 from .store import Intent, RunStore
 from .trees import POSITION
 from .validation import StateBeforeValidation
+from .wall import LoopHooks
 
 logger = logging.getLogger("holdfast")
 

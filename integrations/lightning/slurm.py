@@ -8,12 +8,10 @@ before any hook of a callback.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import signal
 import subprocess
-import sys
 import weakref
 from typing import Any
 
@@ -71,48 +69,3 @@ def _requeue() -> None:
         problem = str(error)
     if problem is not None:
         logger.warning("%s failed: %s. The run is saved; submit the same job again", " ".join(command), problem)
-
-
-class RequeuePath(str):
-    """The file of Lightning's that a trainer begins with because it is there, and was not told to begin with.
-
-    The callback may come with the module (``configure_callbacks``), which a trainer asks later than it looks for files.
-    """
-
-
-def left_alone(path: Any) -> bool:
-    """Return whether a path is such a file, and say that it is left alone."""
-    if isinstance(path, RequeuePath):
-        logger.warning("%s is left alone: Lightning saved it for requeueing; ckpt_path='hpc' begins with it", path)
-        return True
-    return False
-
-
-def leave_requeue_files(callback: type) -> None:
-    """Keep trainers that have such a callback from beginning with a file of Lightning's without being told to."""
-    for package in ("lightning.pytorch", "pytorch_lightning"):
-        module: Any = sys.modules.get(f"{package}.trainer.connectors.checkpoint_connector")
-        if module is not None:
-            _wrap(module._CheckpointConnector, callback)
-
-
-def _wrap(connector: Any, callback: type) -> None:
-    original = connector._parse_ckpt_path
-
-    @functools.wraps(original)
-    def parse(self: Any, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
-        has_callback = any(isinstance(one, callback) for one in self.trainer.callbacks)
-        if ckpt_path is None and "SLURM_NTASKS" in os.environ and (found := self._hpc_resume_path):
-            if not has_callback:
-                begun = original(
-                    self, state_fn, ckpt_path, model_provided=model_provided, model_connected=model_connected
-                )
-                return RequeuePath(begun) if begun == found else begun
-            left_alone(RequeuePath(found))
-            # What a trainer does where there is no such file.
-            if state_fn != "fit" and model_provided:
-                return None
-            ckpt_path = "last" if state_fn == "fit" else "best"
-        return original(self, state_fn, ckpt_path, model_provided=model_provided, model_connected=model_connected)
-
-    connector._parse_ckpt_path = parse

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ..loop import PreemptionSignal
-from .loops import LoopHooks
 from .strategies import release_children
+from .wall import LoopHooks
 
 
 class Preempted(SystemExit):

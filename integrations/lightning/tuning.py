@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .loops import LoopHooks
+from .wall import LoopHooks
 
 logger = logging.getLogger("holdfast")
 

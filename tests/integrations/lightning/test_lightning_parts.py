@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import lightning.pytorch as lightning
 import numpy as np
 import pytest
 import torch
@@ -24,10 +25,10 @@ from tests.equality import assert_same
 import holdfast as hf
 from holdfast.integrations.lightning.copies import Copies
 from holdfast.integrations.lightning.epoch import capture_generators, restore_generators
-from holdfast.integrations.lightning.loops import LoopHooks
 from holdfast.integrations.lightning.saver import MetricsLedger
 from holdfast.integrations.lightning.strategies import StateHandler
 from holdfast.integrations.lightning.trees import from_tree, to_tree
+from holdfast.integrations.lightning.wall import LoopHooks, check_version, missing_names
 
 CPU = torch.device("cpu")
 
@@ -333,3 +334,15 @@ def test_only_some_entries_have_a_template(tmp_path: Path) -> None:
     assert found["state_dict"]["w"].tolist() == [0, 1, 2]
     rest = {name: value for name, value in tree.items() if name not in ("state_dict", "optimizer_states")}
     assert {name: value for name, value in found.items() if name != "state_dict"} == rest
+
+
+def test_a_new_version_of_lightning_is_told_by_what_it_has_moved() -> None:
+    """Fails with the names that the installed version does not have."""
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    assert missing_names(trainer) == []
+    check_version(trainer)
+    del trainer._logger_connector._callback_metrics
+    with pytest.raises(
+        hf.StateError, match=r"holdfast supports \(2.5 and 2.6\); it has no .*connector._callback_metrics"
+    ):
+        check_version(trainer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ import lightning.pytorch as lightning
 import pytest
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from tests.lightning_advice import ADVICE
 
 import holdfast as hf
@@ -198,17 +200,25 @@ def test_a_file_of_lightning_never_wins(program: Any, tmp_path: Path, caplog: py
 
 
 @pytest.mark.usefixtures("file_of_lightning")
-@pytest.mark.parametrize("given_by", ["trainer", "module"])
+@pytest.mark.parametrize("given_by", ["trainer", "module", "module, the first of a process"])
 @pytest.mark.parametrize("function", ["fit", "validate", "test", "predict"])
 def test_a_file_of_lightning_never_wins_over_a_newer_step(
-    program: Any, tmp_path: Path, given_by: str, function: str, caplog: pytest.LogCaptureFixture
-) -> None:
+    program: Any, tmp_path: Path, given_by: str, function: str, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     def use(function: str, *, epochs: int, ckpt_path: Any = None) -> tuple[float, int]:
-        checkpoint = CheckpointCallback(tmp_path / "run", save_at_end=True, save_interval_steps=1000)
+        if late := given_by.endswith("the first of a process"):
+            choose = inspect.unwrap(_CheckpointConnector._parse_ckpt_path)
+            monkeypatch.setattr(_CheckpointConnector, "_parse_ckpt_path", choose)
+
+        def made() -> CheckpointCallback:
+            return CheckpointCallback(tmp_path / "run", save_at_end=True, save_interval_steps=1000)
+
+        checkpoint = None if late else made()
 
         class Model(program.Model):  # type: ignore[misc]
             def configure_callbacks(self) -> Any:
-                return [checkpoint] if given_by == "module" else []
+                return [checkpoint or made()] if given_by != "trainer" else []
 
             def predict_step(self, batch: Any, index: int) -> Any:
                 return self.head(self.backbone(batch[0]))
@@ -233,7 +243,7 @@ def test_a_file_of_lightning_never_wins_over_a_newer_step(
     else:
         assert bias == 7.0
     assert len([text for text in caplog.messages if "hpc_ckpt_1.ckpt is left alone" in text]) == 1
-    if function != "fit":
+    if function != "fit" and not given_by.endswith("the first of a process"):  # which is left alone in any case
         assert use(function, epochs=2, ckpt_path="hpc")[0] > 30.0
 
 

@@ -1,0 +1,235 @@
+"""What Lightning does not make public and the callback needs: which names, and how methods of its objects are entered.
+
+Callback hooks come before the loops have done their bookkeeping: after ``on_train_batch_end`` the module's own hook,
+the validation and the schedulers that wait for it are still to come, and after ``on_train_epoch_end`` those of the
+epoch. A checkpoint saved from a hook therefore lacks them. The methods of the loops that enclose all of that are
+wrapped, on the loop objects of one trainer and for one run.
+
+A trainer chooses its checkpoint before it calls any hook, so there is one method that is wrapped on the class, when the
+first callback is made: :func:`follow_choices`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from ...engine.errors import StateError
+
+Wrapper = Callable[..., Any]
+
+logger = logging.getLogger("holdfast")
+
+NAMES = {  # that are not documented, by the object of a trainer that has them
+    "": (
+        "_run_sanity_check",
+        "_accelerator_connector",
+        "_checkpoint_connector",
+        "_logger_connector",
+        "_signal_connector",
+    ),
+    "_checkpoint_connector": (
+        *("_hpc_resume_path", "_loaded_checkpoint", "_parse_ckpt_path", "dump_checkpoint"),
+        *("restore_loops", "restore_lr_schedulers", "resume_start"),
+    ),
+    "_logger_connector": ("_callback_metrics", "_first_loop_iter"),
+    "_signal_connector": ("_original_handlers", "received_sigterm", "register_signal_handlers", "teardown"),
+    "fit_loop": (
+        *("_can_stop_early", "_combined_loader", "_data_fetcher", "_last_train_dl_reload_epoch"),
+        *("_load_combined_loader_states", "_should_accumulate", "on_advance_end", "on_advance_start", "run"),
+        *("epoch_progress", "reset_restart_stage"),
+    ),
+    "fit_loop.epoch_loop": (
+        *("_num_ready_batches_reached", "_on_after_fetch", "_on_before_fetch", "_restarting", "_results"),
+        *("_should_accumulate", "advance", "batch_progress", "on_advance_end", "on_run_start", "reset"),
+    ),
+    "fit_loop.epoch_loop.val_loop": (
+        *("_combined_loader", "_has_run", "_last_val_dl_reload_epoch", "batch_progress", "on_run_start", "run"),
+        "setup_data",
+    ),
+}
+_CONNECTOR = "trainer.connectors.checkpoint_connector"
+_BEGINS = "holdfast_was_given_no_path"  # the note, among the attributes of a connector
+
+# Trainers find a callback that resumes by itself as ``ckpt_path="last"``. Lightning then warns about a model that was
+# not given, and in a first run about a missing "last", although the user has not asked for it.
+_MISLEADING = (
+    r"`\.fit\(ckpt_path=None\)` was called without a model\.",
+    r'\.fit\(ckpt_path="last"\) is set, but there is no last checkpoint available\.',
+)
+
+_RESTART_FLAGS = ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint")
+
+
+def missing_names(trainer: Any) -> list[str]:
+    """Return the names of :data:`NAMES` that a trainer does not have, such as ``trainer.fit_loop.run``."""
+    missing = []
+    for place, names in NAMES.items():
+        owner: Any = trainer
+        for part in filter(None, place.split(".")):
+            owner = getattr(owner, part, None)
+        known = {*dir(type(owner)), *getattr(owner, "__dict__", ())}
+        missing += [".".join(filter(None, ("trainer", place, name))) for name in names if name not in known]
+    return missing
+
+
+def check_version(trainer: Any) -> None:
+    """Check that a trainer is built as those that the callback knows.
+
+    Raises:
+        StateError: It is not; the message has all names that are missing.
+    """
+    if missing := missing_names(trainer):
+        raise StateError(
+            f"{type(trainer).__module__.partition('.trainer')[0]} is built differently from the versions that holdfast "
+            f"supports (2.5 and 2.6); it has no {', '.join(missing)}"
+        )
+
+
+class RequeuePath(str):
+    """The file of Lightning's that a trainer begins with because it is there, and was not told to begin with.
+
+    The callback may come with the module (``configure_callbacks``), which a trainer asks later than it looks for files.
+    """
+
+
+def follow_choices(callback: type) -> None:
+    """Note in every trainer whether ``fit`` was given a path, and keep it from files that Lightning has requeued with.
+
+    Both are known only in the arguments of one call, before any hook. ``callback`` is the class of our callbacks.
+    """
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        module: Any = sys.modules.get(f"{package}.{_CONNECTOR}")
+        if module is not None and not hasattr(module._CheckpointConnector._parse_ckpt_path, "__wrapped__"):
+            _follow(module._CheckpointConnector, callback)
+
+
+def _follow(connector: Any, callback: type) -> None:
+    original = connector._parse_ckpt_path
+
+    @functools.wraps(original)
+    def parse(self: Any, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
+        models = {"model_provided": model_provided, "model_connected": model_connected}
+        vars(self)[_BEGINS] = ckpt_path is None
+        has_callback = any(isinstance(one, callback) for one in self.trainer.callbacks)
+        if ckpt_path is None and "SLURM_NTASKS" in os.environ and (found := self._hpc_resume_path):
+            if not has_callback:
+                begun = original(self, state_fn, ckpt_path, **models)
+                return RequeuePath(begun) if begun == found else begun
+            is_left_alone(self.trainer, RequeuePath(found))
+            # What a trainer does where there is no such file.
+            if state_fn != "fit" and model_provided:
+                return None
+            ckpt_path = "last" if state_fn == "fit" else "best"
+        if not has_callback:
+            return original(self, state_fn, ckpt_path, **models)
+        with warnings.catch_warnings():
+            for message in _MISLEADING:
+                warnings.filterwarnings("ignore", message=message, category=UserWarning)
+            return original(self, state_fn, ckpt_path, **models)
+
+    connector._parse_ckpt_path = parse
+
+
+def was_given_no_path(trainer: Any) -> bool:
+    """Return whether the trainer was given no ``ckpt_path`` for the run that begins."""
+    return bool(vars(trainer._checkpoint_connector).get(_BEGINS, False))
+
+
+def forget_choice(trainer: Any) -> None:
+    """Forget at the end of a run what its trainer was given, as the next one may begin without choosing."""
+    vars(trainer._checkpoint_connector).pop(_BEGINS, None)
+
+
+def is_left_alone(trainer: Any, path: Any) -> bool:
+    """Return whether a path is a file that Lightning would begin with by itself, and say that it is left alone."""
+    connector = trainer._checkpoint_connector
+    # Where the module makes the first callback of the process, nothing was followed when the trainer chose.
+    unknown = path and _BEGINS not in vars(connector) and "SLURM_NTASKS" in os.environ
+    if isinstance(path, RequeuePath) or (unknown and path == connector._hpc_resume_path):
+        logger.warning("%s is left alone: Lightning saved it for requeueing; ckpt_path='hpc' begins with it", path)
+        return True
+    return False
+
+
+class LoopHooks:
+    """Wrappers around methods of single objects, used where ``applies()``, which :meth:`remove` takes off again."""
+
+    def __init__(self, applies: Callable[[], bool] = lambda: True) -> None:
+        self._placed: list[tuple[Any, str, Any, Any]] = []
+        self._active = True
+        self._applies = applies
+
+    def place(self, owner: Any, name: str, wrapper: Wrapper) -> None:
+        """Wrap a method of one object; the wrapper is called with the original method and its arguments.
+
+        Raises:
+            StateError: There is no such method.
+        """
+        original = getattr(owner, name, None)
+        if not callable(original):
+            raise StateError(
+                f"{type(owner).__qualname__} has no method {name}(): this version of Lightning is built differently "
+                "from those that holdfast supports (2.5 and 2.6)"
+            )
+
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if not self._active or not self._applies():
+                return original(*args, **kwargs)
+            return wrapper(original, *args, **kwargs)
+
+        self._placed.append((owner, name, vars(owner).get(name), method))
+        setattr(owner, name, method)
+
+    def remove(self) -> None:
+        """Take all wrappers off. One that was wrapped in turn stays, and only passes on."""
+        self._active = False
+        for owner, name, before, method in reversed(self._placed):
+            if vars(owner).get(name) is not method:
+                continue
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        self._placed.clear()
+
+
+def clear_restart(loop: Any) -> None:
+    """Make a loop, and the loops inside it, forget that their counters were restored.
+
+    A restored loop guesses from the counters at which hook it was saved, then counts steps, skips validations and
+    leaves schedulers out to make up for it. After a save between batches there is nothing to make up for.
+    """
+    for name in _RESTART_FLAGS:
+        if name in vars(loop):
+            setattr(loop, name, False)
+    loop.reset_restart_stage()
+    for child in vars(loop).values():
+        if "_restarting" in getattr(child, "__dict__", ()) and hasattr(child, "reset_restart_stage"):
+            clear_restart(child)
+
+
+def finish_epoch(progress: Any) -> None:
+    """Set the counters of a loop that was saved between two epochs to those of a finished epoch."""
+    for tracker in (progress.total, progress.current):
+        tracker.ready = tracker.started = tracker.completed = tracker.processed
+
+
+def end_epoch(progress: Any) -> None:
+    """Count the epoch of a loop that was saved within it, as the last thing before its end."""
+    for tracker in (progress.total, progress.current):
+        tracker.processed = tracker.ready
+    finish_epoch(progress)
+
+
+def forget_unfinished(progress: Any) -> None:
+    """Remove an evaluation that will be repeated from the counters."""
+    for name, done in vars(progress.current).items():
+        setattr(progress.total, name, max(0, getattr(progress.total, name) - done))
+    progress.current.reset()
