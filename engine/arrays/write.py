@@ -24,7 +24,7 @@ from ..format import FileRecord, crc32c, encode_document
 from ..pytree import ArrayLeaf, Box, Details, Piece, TreeDef, ValueLeaf, format_path, to_document
 from ..storage import DataFile, Location, Segment
 from .assignment import WriteAssignment
-from .encode import ChunkToCompress, Source, segment_parts, write_compressed
+from .encode import ChunkToCompress, Digests, Source, segment_parts, write_compressed
 from .fragments import data_path, make_fragment, merge_fragments, short_token
 from .plan import (
     ArraySpec,
@@ -33,6 +33,7 @@ from .plan import (
     HostLeaf,
     Integers,
     Layout,
+    PlannedFile,
     check_level,
     check_size,
     chunk_table,
@@ -156,6 +157,8 @@ class TreeWriter:
         token = short_token(member.token or secrets.token_hex(16))
         chunks = self._chunks_of(member)
         sources = self._sources(chunks)
+        specs = [encoding.spec for encoding in self._catalog.encodings]
+        layout = self._layout if location.is_local else self._layout.for_uploads()
         linked: list[WrittenFile] = []
         sizes: list[int] = []
         tables: list[Integers] = []
@@ -168,7 +171,26 @@ class TreeWriter:
             shared = SharedFiles((group,))
             if self._reuse is not None:
                 shared = self._reuse.share(location, self._catalog, sources, group)
-            table = self._write_chunks(location, path, shared, sources, sizes)
+            first = len(sizes)
+            plain, packed = self._divided(shared.groups)
+            files = plan_files(specs, layout, *plain)
+            checksums = np.zeros(sum(map(len, plain)), np.uint32)
+            location.write_data_files(
+                [
+                    DataFile(path(number), file.size, _segments(file, sources, checksums, shared.digests))
+                    for number, file in enumerate(files, first)
+                ]
+            )
+            table = chunk_table(files, specs, checksums, first)
+            sizes += [file.size for file in files]
+            for one in packed:
+
+                def write_packed(number: int, size: int, segments: Sequence[Segment]) -> None:
+                    (location / path(number)).write_data(size, segments)
+
+                added, more = write_compressed(one, sources, layout, len(sizes), write_packed, shared.digests)
+                table = np.concatenate((table, np.array(added, np.int64)))
+                sizes += more
             if self._reuse is not None:
                 self._reuse.note(shared, [path(number) for number in range(len(sizes))], sizes, table)
             tables.append(table)
@@ -197,46 +219,6 @@ class TreeWriter:
             if end > start or count == len(leaves):
                 yield list(zip(chunks[0][start:end].tolist(), chunks[1][start:end].tolist(), strict=True))
             start = end
-
-    def _write_chunks(
-        self,
-        location: Location,
-        path: Callable[[int], str],
-        shared: SharedFiles,
-        sources: Sequence[Source],
-        sizes: list[int],
-    ) -> Integers:
-        """Write chunks into new files, whose sizes are added to a list; return the table of the chunks."""
-        first = len(sizes)
-        specs = [encoding.spec for encoding in self._catalog.encodings]
-        layout = self._layout if location.is_local else self._layout.for_uploads()
-        plain, packed = self._divided(shared.groups)
-        files = plan_files(specs, layout, *plain)
-        checksums = np.zeros(sum(map(len, plain)), np.uint32)
-        location.write_data_files(
-            [
-                DataFile(
-                    path(number),
-                    file.size,
-                    [
-                        Segment(one.offset, one.size, partial(segment_parts, one, sources, checksums, shared.digests))
-                        for one in file.segments
-                    ],
-                )
-                for number, file in enumerate(files, first)
-            ]
-        )
-        table = chunk_table(files, specs, checksums, first)
-        sizes += [file.size for file in files]
-        for group in packed:
-
-            def write_group(number: int, size: int, segments: Sequence[Segment]) -> None:
-                (location / path(number)).write_data(size, segments)
-
-            compressed, more = write_compressed(group, sources, layout, len(sizes), write_group, shared.digests)
-            table = np.concatenate((table, np.array(compressed, np.int64)))
-            sizes += more
-        return table
 
     def merge(self, location: Location, fragments: Sequence[bytes]) -> dict[str, FileRecord]:
         """Write the index over the chunks of all processes and the tree's structure, durably; on process 0 only."""
@@ -295,6 +277,15 @@ class TreeWriter:
                 pieces = leaf.pieces if extra is None else [_raw(piece, extra) for piece in leaf.pieces]
             sources.append(Source(encoding.spec, encoding.stored.numpy, pieces, self._tree.names[position]))
         return sources
+
+
+def _segments(
+    file: PlannedFile, sources: Sequence[Source], checksums: NDArray[np.uint32], digests: Digests
+) -> list[Segment]:
+    """Return the segments of a data file, which encode their chunks when they are read."""
+    return [
+        Segment(one.offset, one.size, partial(segment_parts, one, sources, checksums, digests)) for one in file.segments
+    ]
 
 
 def _plain_values(tree: HostTree) -> dict[str, str]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from .codecs import (
     LEVELS,
+    UINT64_MAX,
     ContentDigest,
+    Cursor,
     checksums_of,
     compress_chunks,
     content_digest,
     crc32c,
     decompress,
     decompress_exactly,
+    encode_varint,
+    encode_varints,
     extend,
 )
 from .documents import DOCUMENT_LIMIT, decode_document, encode_document
@@ -38,7 +42,6 @@ from .record import (
     own_item,
     own_shares,
 )
-from .varint import UINT64_MAX, Cursor, encode_varint, encode_varints
 from .zarr import (
     METADATA_LIMIT,
     ArrayMetadata,

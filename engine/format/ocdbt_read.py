@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError, FormatVersionError
-from .codecs import crc32c, decompress
-from .varint import INT64_MAX, Cursor
+from .codecs import INT64_MAX, Cursor, crc32c, decompress
 
 MANIFEST_NAME = "manifest.ocdbt"  # the name of the manifest in the directory of a database
 MANIFEST_MAGIC = 0x0CDB3A2A

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .codecs import crc32c
+from .codecs import crc32c, encode_varint, encode_varints, varint_sizes
 from .ocdbt_read import (
     CHECKSUM,
     CHECKSUMS_MAGIC,
@@ -29,7 +29,6 @@ from .ocdbt_read import (
     SINGLE,
     Root,
 )
-from .varint import encode_varint, encode_varints, varint_sizes
 from .zarr import chunk_keys, metadata_key
 
 _FIXED = 64  # bytes of a node that do not depend on its entries, at most

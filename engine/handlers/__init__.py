@@ -13,7 +13,7 @@ from .base import (
     finish,
     has_structure,
     item_structure,
-    no_arguments,
+    refuse_arguments,
     restore_item,
     run_coroutine,
     write_alone,

@@ -259,7 +259,6 @@ def item_structure(handler: CheckpointHandler, folder: Location, saved: ItemReco
     return handler.structure(folder, files=saved.files) if handler.verifies else handler.structure(folder)
 
 
-def no_arguments(handler: CheckpointHandler, kwargs: Mapping[str, Any], method: Callable[..., Any]) -> None:
-    """Raise UnknownArgumentError if there are arguments that a method of a handler does not take."""
-    if kwargs:
-        refuse_unknown(type(handler).__name__, kwargs, [name for name in keyword_only(method) if name not in _INTERNAL])
+def refuse_arguments(handler: CheckpointHandler, kwargs: Mapping[str, Any], method: Callable[..., Any]) -> None:
+    """Raise UnknownArgumentError for arguments that a method of a handler does not take."""
+    refuse_unknown(type(handler).__name__, kwargs, [name for name in keyword_only(method) if name not in _INTERNAL])

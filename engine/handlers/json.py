@@ -10,7 +10,7 @@ from ..distributed import ProcessInfo
 from ..errors import UnsupportedLeafError
 from ..format import DOCUMENT_LIMIT, FileRecord, decode_document, encode_document
 from ..storage import Location
-from .base import Files, PreparedCheckpointHandler, PreparedItem, no_arguments
+from .base import Files, PreparedCheckpointHandler, PreparedItem, refuse_arguments
 
 
 class JsonCheckpointHandler(PreparedCheckpointHandler):
@@ -30,7 +30,8 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
         """Make an item ready to be written; raise UnsupportedLeafError if JSON cannot hold it."""
-        no_arguments(self, kwargs, self.prepare)
+        if kwargs:
+            refuse_arguments(self, kwargs, self.prepare)
         try:
             content = encode_document("json", {"data": item})
         except (TypeError, ValueError) as error:
@@ -41,7 +42,8 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
 
     def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Read the item back; ``item`` is not used."""
-        no_arguments(self, kwargs, self.restore)
+        if kwargs:
+            refuse_arguments(self, kwargs, self.restore)
         place = directory / self._filename
         content = read_checked(place, None if files is None else files.get(self._filename), limit=DOCUMENT_LIMIT)
         return decode_document(content, "json", source=str(place)).get("data")

@@ -53,7 +53,7 @@ from ..pytree import (
 )
 from ..storage import Location
 from .args import Leaf, RestoreArgs, SaveArgs, aggregate, broadcast_prefix, cast
-from .base import Files, PreparedCheckpointHandler, PreparedItem, no_arguments
+from .base import Files, PreparedCheckpointHandler, PreparedItem, refuse_arguments
 from .registry import DEFAULT_REGISTRY, ExternalLeaves, TypeHandlerRegistry, restore_external
 
 _logger = logging.getLogger("holdfast")
@@ -144,7 +144,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             UnsupportedLeafError: A leaf cannot be saved; names every such leaf.
             OptionError: ``save_args`` do not fit the tree.
         """
-        no_arguments(self, kwargs, self.prepare)
+        if kwargs:
+            refuse_arguments(self, kwargs, self.prepare)
         layout, process = layout or self.layout, member or ProcessInfo()
         # What the trees of a run have in common is found out once, except for leaves that a program treats its own way.
         recurs = snapshot and save_args is None and not self._registry.leaf_types
@@ -250,7 +251,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             OptionError: ``transforms`` come without a template or with ``select``; ``restore_args`` do not fit a tree;
                 or a leaf needs a type handler that is not registered.
         """
-        no_arguments(self, kwargs, self.restore)
+        if kwargs:
+            refuse_arguments(self, kwargs, self.restore)
         if transforms is not None and (item is None or item is ... or select is not None):
             raise OptionError("transforms= needs a template (item=) of the new tree, and excludes select=")
         with collection_paused():

@@ -18,7 +18,7 @@ from .events import (
     read_events,
 )
 from .identity import stored_identity, stored_options, stored_rules
-from .manager import CheckpointManager, Peek, Restored, best_step_in
+from .manager import CheckpointManager, best_step_in
 from .metrics import Metric, Mode, better, metric_name, metric_value, number_of, plain_metrics
 from .mirror import MirrorStatus
 from .options import (
@@ -31,6 +31,7 @@ from .options import (
     option_texts,
     refuse_options,
 )
+from .resuming import Peek, Restored
 from .retention import (
     KeepAll,
     KeepBest,

@@ -173,6 +173,7 @@ class SyncSchedule:
     def __init__(self, triggers: Sequence[Trigger]) -> None:
         # The triggers that depend on the step alone.
         self.certain = tuple(one for one in triggers if one.interval_secs is None and not one.reads_metrics)
+        self._counts_steps = any(not isinstance(one, Wanted) for one in self.certain)
         self.reads_metrics = any(trigger.reads_metrics for trigger in triggers)
         self._interval = min((one.interval_secs for one in triggers if one.interval_secs is not None), default=None)
         self._next: int | None = None
@@ -188,7 +189,7 @@ class SyncSchedule:
 
     def asks_outcome(self, step: int, previous: int | None) -> bool:
         """Whether to ask at this step how the last save ended; not if the next save is due anyway."""
-        if not self.certain or self._outcome is None or step < self._outcome[0]:
+        if not self._counts_steps or self._outcome is None or step < self._outcome[0]:
             return False
         return not any(trigger.reason(Moment(step=step, previous=previous)) for trigger in self.certain)
 
@@ -325,10 +326,12 @@ class Rollback:
         self._origin: int | None = None  # the step that the run went back to, until the warning is given
         self._left: frozenset[int] = frozenset()
         self._began = False  # whether the run has restored or saved a step
+        self.resumed_from: int | None = None  # the step of the last restore, if nothing was saved since
 
     def restored(self, step: int) -> list[int]:
         """Note that a step was restored, from which the run may go on; return the later steps."""
         later = self._run.steps_after(step)
+        self.resumed_from = step
         self._origin, self._left, self._began = step, frozenset(later), True
         return later
 
@@ -338,6 +341,7 @@ class Rollback:
 
     def saving(self, step: int) -> None:
         """Note that a step is about to be saved; warn, once, if later ones are there."""
+        self.resumed_from = None
         later = self._run.steps_after(step)
         if not self._began and later:
             self._warn(

@@ -11,7 +11,7 @@ from ...engine.clock import SystemClock
 from ...engine.distributed import ProcessInfo
 from ...engine.errors import OptionError
 from ...engine.format import COMPONENTS, DOCUMENT_LIMIT, RECORD, CheckpointRecord, FileRecord
-from ...engine.handlers import Files, PreparedCheckpointHandler, PreparedItem, PyTreeCheckpointHandler, no_arguments
+from ...engine.handlers import Files, PreparedCheckpointHandler, PreparedItem, PyTreeCheckpointHandler, refuse_arguments
 from ...engine.pytree import Patterns
 from ...engine.sources import Misfits
 from ...engine.steps import read_record
@@ -96,7 +96,8 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         Raises:
             UnsupportedLeafError: A state cannot be saved; names the value.
         """
-        no_arguments(self, kwargs, self.prepare)
+        if kwargs:
+            refuse_arguments(self, kwargs, self.prepare)
         prepared = prepare(
             item,
             state=state,
@@ -148,7 +149,8 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
             TreeMismatchError: Program and checkpoint do not match.
             NotAllowedError: The checkpoint names a class or function that is not allowed.
         """
-        no_arguments(self, kwargs, self.restore)
+        if kwargs:
+            refuse_arguments(self, kwargs, self.restore)
         saved = _opened(directory, files)
         if item is not None and not isinstance(item, type):
             if overrides or trust or allowed or renamed:

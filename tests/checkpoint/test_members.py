@@ -323,13 +323,13 @@ def test_time_is_that_of_process_0(tmp_path: Path) -> None:
         options = hf.CheckpointManagerOptions(save_interval_steps=None, save_interval_secs=100, barrier_timeout_secs=10)
         several = hf.CheckpointManager(tmp_path, options=options, coordinator=coordinator, clock=clock)
         saved, agreements = [], []
-        agree = several._decisions._agree
+        agree = several._saves._decisions._agree
 
         def counted(step: int, ask: Any) -> Any:
             agreements.append(step)
             return agree(step, ask)
 
-        several._decisions._agree = counted  # type: ignore[method-assign]
+        several._saves._decisions._agree = counted  # type: ignore[method-assign]
         for step in range(1, 1001):
             clock.time += clock.tick
             if several.save(step, {"x": np.zeros(3)}):
@@ -396,15 +396,15 @@ def test_all_fall_back_when_one_finds_damage(tmp_path: Path) -> None:
         for step in range(3):
             alone.save(step, tree(step))
 
-    class SeesDamage(hf.CheckpointManager):
-        def _restore(self, step: int, items: Any, kwargs: Any) -> Any:
-            if step == 2:
+    class SeesDamage(hf.PyTreeCheckpointHandler):
+        def restore(self, directory: hf.Location, item: Any = None, **kwargs: Any) -> Any:
+            if directory.parent.name == "2":
                 raise hf.DamagedCheckpointError("a flipped bit")
-            return super()._restore(step, items, kwargs)
+            return super().restore(directory, item, **kwargs)
 
     def run(coordinator: Coordinator) -> Any:
-        kind = SeesDamage if coordinator.process_index == 1 else hf.CheckpointManager
-        with kind(tmp_path, coordinator=coordinator) as several:
+        handler = SeesDamage() if coordinator.process_index == 1 else hf.PyTreeCheckpointHandler()
+        with hf.CheckpointManager(tmp_path, hf.Checkpointer(handler), coordinator=coordinator) as several:
             restored = several.restore_latest()
             assert restored is not None
             return restored.step, restored.items["step"], restored.skipped, several.all_steps()

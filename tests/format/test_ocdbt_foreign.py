@@ -10,9 +10,9 @@ import tensorstore as ts
 
 from holdfast.engine.errors import DamagedCheckpointError, FormatVersionError
 from holdfast.engine.format import Entries, decode_database
+from holdfast.engine.format.codecs import encode_varint
 from holdfast.engine.format.ocdbt_read import MANIFEST_MAGIC, NODE_MAGIC
 from holdfast.engine.format.ocdbt_write import encode_frame
-from holdfast.engine.format.varint import encode_varint
 
 ZSTD = {"id": "zstd", "level": 3}
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.format.varint import decode_varints, encode_varint, encode_varints, varint_sizes
+from holdfast.engine.format.codecs import decode_varints, encode_varint, encode_varints, varint_sizes
 
 EDGES = [0, 1, 127, 128, 16383, 16384, 2**32 - 1, 2**32, 2**56, 2**63 - 1, 2**63, 2**64 - 1]
 numbers = st.one_of(st.sampled_from(EDGES), st.integers(0, 2**64 - 1), st.integers(0, 300))

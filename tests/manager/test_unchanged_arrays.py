@@ -49,7 +49,7 @@ def manager(run: Path, **options: Any) -> hf.CheckpointManager:
 def save(run: hf.CheckpointManager, step: int, items: Any, **arguments: Any) -> hf.SaveReport:
     """Save a step, wait, and return the report."""
     reports: list[hf.SaveReport] = []
-    run._listeners[:] = [reports.append]
+    run.add_listener(reports.append)
     run.save(step, items, **arguments)
     run.wait_until_finished()
     return reports[-1]

@@ -40,7 +40,7 @@ def sent(store: Store) -> int:
 
 def save(run: hf.CheckpointManager, step: int, items: Tree) -> hf.SaveReport:
     reports: list[hf.SaveReport] = []
-    run._listeners[:] = [reports.append]
+    run.add_listener(reports.append)
     run.save(step, items)
     run.wait_until_finished()
     return reports[-1]

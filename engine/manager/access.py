@@ -1,0 +1,196 @@
+"""The right to write to the directory of a run, and its mirror: what all processes do with them together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..checkpoint import BackgroundSave
+from ..clock import Clock, seconds
+from ..distributed import ProcessGroup
+from ..errors import StateError
+from ..observer import Observer
+from ..storage import Location, as_location
+from .directory import RunDirectory
+from .events import RunEvents
+from .mirror import MirrorStatus, RunMirror
+from .options import CheckpointManagerOptions
+
+_FETCH = 86400.0  # seconds that the other processes wait while process 0 fetches a step
+
+
+class RunAccess:
+    """The directory and the mirror of a run, written to once the right to do so was acquired; and what all saves share.
+
+    Attributes:
+        run: The directory.
+        mirror: The mirror; None without one, and for a manager that only reads.
+        changing: Held by the thread that begins a save, or takes the right to write.
+    """
+
+    def __init__(
+        self,
+        directory: Location,
+        options: CheckpointManagerOptions,
+        clock: Clock,
+        processes: ProcessGroup,
+        observer: Observer,
+        metadata: Mapping[str, Any] | None,
+    ) -> None:
+        self.options = options
+        self.clock = clock
+        self.processes = processes
+        self.observer = observer
+        self.background = BackgroundSave(seconds(options.save_timeout_secs))
+        self.events = RunEvents(directory, clock, processes.index, observer)
+        self.run = RunDirectory(directory, options, clock, self._drain, writes=processes.is_primary)
+        self.mirror: RunMirror | None = None
+        self.changing = threading.RLock()
+        self._metadata = None if metadata is None else dict(metadata)
+        self._compared = False  # whether all processes have the same options
+        self._acquired = False
+        self._closed = False
+
+    def metadata(self) -> Mapping[str, Any] | None:
+        """Return the facts about the run: those that were given, or those that are stored."""
+        return self._metadata if self._metadata is not None else self.run.stored_metadata()
+
+    # ---- the right to write
+
+    def check_writable(self) -> None:
+        """Raise StateError where nothing may be written: by a manager that is closed, or only reads."""
+        if self._closed:
+            raise StateError(f"{self.run.location}: this manager is closed; make a new one")
+        if self.options.read_only:
+            raise StateError(f"{self.run.location}: this manager was made with read_only=True")
+
+    def acquire(self) -> None:
+        """Take the right to write, and remove what interrupted runs have left."""
+        self.check_writable()
+        with self.changing:
+            if self._acquired:
+                self.run.ownership.check_not_lost()
+                return
+            belongs = None if self.mirror is None else self.mirror.identity
+            work = lambda: self.run.acquire(self._metadata, belongs=belongs)  # noqa: E731
+            self.compare_options()
+            self.processes.decide("acquire", work)
+            if not self.processes.is_primary:
+                self.run.reload()
+            self._acquired = True
+            self.events.begin(max(self.run.steps(), default=None))
+            self._start_mirror()
+
+    def change(self, what: str, work: Callable[[], None]) -> None:
+        """Change the directory on process 0, and then, if that went well, what the others know of it."""
+        self.acquire()
+        self.processes.decide(what, work)
+        if not self.processes.is_primary:
+            work()
+        self.notify_mirror()
+
+    def close(self) -> bool:
+        """Refuse all further changes; return False if they are refused already."""
+        with self.changing:  # a save that another thread begins comes before, or is refused
+            was_open, self._closed = not self._closed, True
+            return was_open
+
+    def _drain(self) -> None:
+        """Wait until no thread begins a save, and none is under way: a newer manager takes over."""
+        with self.changing:
+            self.background.join()
+
+    def compare_options(self) -> None:
+        """Compare, once, what decides which calls the processes make together."""
+        if self._compared:
+            return
+        options = self.options
+        mirror = options.mirror_options()
+        self.processes.compare(
+            "the options of the managers",
+            {
+                "directory": self.run.location.url,
+                "save_interval_steps": options.save_interval_steps,
+                "save_interval_secs": str(options.save_interval_secs),
+                "save_on_best": options.save_on_best,
+                "item_intervals": dict(options.item_intervals),
+                "step_prefix": options.step_prefix,
+                "mirror": None if mirror is None else str(mirror.url),
+            },
+        )
+        self._compared = True
+
+    # ---- the mirror
+
+    def open_mirror(self, location: Location) -> None:
+        """Fetch the newest step of the mirror, if it is newer than all that are here."""
+        self.mirror = RunMirror(location, self.run, self.options, self.clock, self.metadata, self.events.write)
+        self.mirror.fetches = True
+        self.compare_options()
+        for step in self.processes.decide("the newest step of the mirror", self.mirror.newer_steps):
+            if self.fetch(step):
+                break
+        self.mirror.fetches = False
+        if self._acquired:
+            self._start_mirror()
+
+    def fetch(self, step: int, *, overwrite: bool = False) -> bool:
+        """Copy a step from the mirror into the directory, on process 0; return whether it is there now."""
+        mirror = self.mirror
+        if mirror is None:
+            return False
+        self.acquire()
+        work = lambda: mirror.fetch(step, overwrite=overwrite)  # noqa: E731
+        found: bool = self.processes.decide(f"fetch step {step}", work, work_timeout=_FETCH)
+        if found and not self.processes.is_primary:
+            self.run.reload()
+        return found
+
+    def fetch_missing(self, step: int) -> bool:
+        """Fetch a step that process 0 does not see in the directory; return whether it is there now."""
+        here: bool = self.processes.decide(f"look for step {step}", lambda: step in self.run)
+        return here or self.fetch(step)
+
+    def steps_of_both_places(self) -> list[tuple[int, bool]]:
+        """Return the steps in ascending order, damaged ones among them, and whether they are in the directory."""
+        here = self.run.steps_and_damaged()
+        there = [] if self.mirror is None else self.mirror.steps()
+        return sorted([(step, True) for step in here] + [(step, False) for step in set(there).difference(here)])
+
+    def notify_mirror(self) -> None:
+        """Tell the mirror that the directory has changed."""
+        if self.mirror is not None:
+            self.mirror.notify()
+
+    def delete_in_mirror(self) -> None:
+        """Let the mirror delete the steps that the run has deleted for good."""
+        if self.mirror is not None and self.processes.is_primary:
+            self.mirror.delete()
+
+    def mirror_status(self) -> MirrorStatus | None:
+        """Return what the mirror has and does, on process 0."""
+        return self.mirror.status() if self.mirror is not None and self.processes.is_primary else None
+
+    def finish_mirror(self, timeout_secs: float | None) -> bool:
+        """End the mirror with the newest step; without a time limit, within its own."""
+        if self.mirror is None or not self.processes.is_primary:
+            return True
+        if timeout_secs is None:
+            return self.mirror.finish(self.mirror.limit)
+        return self.mirror.finish(timeout_secs, must_fit=True)
+
+    def settle_mirror(self) -> bool:
+        """Bring deletions and pins to the mirror of a run whose manager was made without one."""
+        self.acquire()
+        url = self.run.identity.mirror
+        if self.mirror is not None or url is None or not self.processes.is_primary:
+            return True
+        options = replace(self.options, mirror=url)
+        mirror = RunMirror(as_location(url), self.run, options, self.clock, self.metadata, self.events.write)
+        return mirror.settle()
+
+    def _start_mirror(self) -> None:
+        if self.mirror is not None and self.processes.is_primary:
+            self.mirror.start()

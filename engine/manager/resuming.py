@@ -1,0 +1,208 @@
+"""The step that a run resumes from: the newest that is whole, on all processes, fetched from the mirror if need be."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..errors import CheckpointNotFoundError, DamagedCheckpointError, NoWholeCheckpointError, itemized
+from ..format import CheckpointRecord
+from .access import RunAccess
+from .decisions import Rollback, SaveDecisions
+from .items import ItemSet
+from .retention import newest_with
+
+_logger = logging.getLogger("holdfast")
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A checkpoint that was restored.
+
+    Attributes:
+        step: Its step.
+        items: The restored item, or a dictionary of items if the manager has several.
+        skipped: Newer steps that are damaged, each with what is wrong.
+    """
+
+    step: int
+    items: Any
+    skipped: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peek:
+    """What a restore would take, without the state.
+
+    Attributes:
+        step: The step; None for a checkpoint without a number.
+        extras: What was saved beside the state by name, as it is loaded without a template; for a checkpoint of
+            ``holdfast.graph``, its numbers and texts by their paths.
+        metrics: The metrics that are stored with it, or None.
+        metadata: The facts about the run that are stored beside the checkpoints, or None.
+        custom_metadata: What was passed as ``custom_metadata`` when it was saved, or None.
+    """
+
+    step: int | None
+    extras: Mapping[str, Any]
+    metrics: Any = None
+    metadata: Mapping[str, Any] | None = None
+    custom_metadata: Mapping[str, Any] | None = None
+
+
+class _Damage(NamedTuple):
+    """Why a step was not restored, and the process that says so."""
+
+    what: str
+    unreadable: bool = False
+    deleted: bool = False
+    process: int = 0
+
+
+class Resume:
+    """Reads steps back, and tells the parts of a manager from which step the run goes on."""
+
+    def __init__(self, access: RunAccess, items: ItemSet, decisions: SaveDecisions, rollback: Rollback) -> None:
+        self._access = access
+        self._run = access.run
+        self._directory = access.run.location
+        self._processes = access.processes
+        self._items = items
+        self._decisions = decisions
+        self._rollback = rollback
+
+    def restore(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Read one step."""
+        began = time.perf_counter()
+        if self._access.mirror is not None:
+            self._access.fetch_missing(step)
+        found = self._read(step, items, kwargs)
+        self.resumes_from(step, began=began)
+        return found
+
+    def restore_latest(self, items: Any, kwargs: Mapping[str, Any]) -> Restored | None:
+        """Read the newest step that is whole for all processes; damaged ones are passed over with a warning."""
+        began = time.perf_counter()
+        skipped: list[tuple[int, _Damage]] = []
+        missing: set[int] = set()
+        steps = self._newest_first()
+        while steps:
+            step, is_here = steps.pop(0)
+            if not is_here and not self._access.fetch(step):
+                continue
+            found, damage = self._read_everywhere(step, items, kwargs)
+            if damage is not None and not damage.deleted and is_here and self._access.fetch(step, overwrite=True):
+                _logger.warning(
+                    "%s: step %d was damaged, and is that of the mirror now: %s", self._directory, step, damage.what
+                )
+                found, damage = self._read_everywhere(step, items, kwargs)
+            if damage is not None and damage.deleted:  # by the run that writes here, which has newer steps by now
+                if step in missing:
+                    raise CheckpointNotFoundError(
+                        f"{self._directory}: process 0 sees step {step}, and process {damage.process} does not, also "
+                        "when it looks again; all processes have to see the same directory: is it a disk that they "
+                        "share, mounted at the same path?"
+                    )
+                missing.add(step)
+                skipped.clear()
+                self._run.reload()
+                steps = self._newest_first()
+                continue
+            if damage is not None:
+                _logger.warning("%s: step %d is damaged and passed over: %s", self._directory, step, damage.what)
+                skipped.append((step, damage))
+                continue
+            if skipped:
+                _logger.warning("%s: going back to step %d, the newest whole checkpoint", self._directory, step)
+            for damaged, one in skipped:
+                self._run.condemn(damaged, one.what, unreadable=one.unreadable)
+            self.resumes_from(step, skipped={damaged: one.what for damaged, one in skipped}, began=began)
+            return Restored(step, found, tuple((damaged, one.what) for damaged, one in skipped))
+        if skipped:
+            raise NoWholeCheckpointError(
+                itemized(
+                    f"{self._directory}: every checkpoint is damaged. Look with `holdfast verify`; "
+                    "to start over, use another directory",
+                    [f"step {step}: {one.what}" for step, one in skipped],
+                )
+            )
+        return None
+
+    def peek(self, items: Collection[str], step: int | None) -> tuple[int, Any] | None:
+        """Return the step that a restore would take, and these items of it."""
+        if step is None:
+            steps = self._newest_first()
+        else:
+            steps = [(step, True)]
+            if self._access.mirror is not None:
+                self._access.fetch_missing(step)
+        damaged = []
+        for number, is_here in steps:
+            if not is_here and not self._access.fetch(number):
+                continue
+            found, damage = self._read_everywhere(number, dict.fromkeys(items), {}) if items else ({}, None)
+            if damage is None:
+                return number, found
+            damaged.append(f"step {number}: {damage.what}")
+        if damaged:
+            raise NoWholeCheckpointError(itemized(f"{self._directory}: nothing can be read:", damaged))
+        return None
+
+    def resumes_from(
+        self, step: int, *, skipped: Mapping[int, str] | None = None, began: float | None = None
+    ) -> list[int]:
+        """Note that the run goes on from a step; return the later ones."""
+        if began is not None or step != self._rollback.resumed_from:
+            self._access.events.write(
+                "restored",
+                step=step,
+                seconds=None if began is None else round(time.perf_counter() - began, 6),
+                skipped=[{"step": n, "damage": what} for n, what in (skipped or {}).items()],
+            )
+        self._access.observer.reached("restored", step)
+        self._decisions.restored(step)
+        return self._rollback.restored(step)
+
+    def _newest_first(self) -> list[tuple[int, bool]]:
+        steps: list[tuple[int, bool]] = self._processes.decide("steps", self._access.steps_of_both_places)
+        return steps[::-1]
+
+    def _read(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
+        location = self._run.step_location(step)
+        if self._run.other(step) is not None:
+            self._run.record(step)  # raises if it is damaged
+            return self._items.restore_other(location, items, kwargs)
+
+        def read(record: CheckpointRecord) -> Any:
+            for item in self._items.left_out(record, items):
+                before = newest_with(item, self._run.infos(), step)
+                where = "nor was a step before it" if before is None else f"step {before} has it, of an earlier moment"
+                _logger.warning("%s: step %d was saved without %s; %s", self._directory, step, item, where)
+            return self._items.restore(location, record, items, kwargs)
+
+        try:
+            return self._run.read(step, read)
+        except DamagedCheckpointError:
+            self._items.damage_found()
+            raise
+
+    def _read_everywhere(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, _Damage | None]:
+        """Read a step on all processes; return it, and what is wrong with it for any of them."""
+        found = damage = None
+        try:
+            found = self._read(step, items, kwargs)
+        except DamagedCheckpointError as error:
+            damage = _Damage(str(error), unreadable=error.unreadable)
+        except BaseException as error:
+            if not isinstance(error, CheckpointNotFoundError) or step in self._run.steps_and_damaged():
+                self._processes.fail("restored", error)
+                raise
+            damage = _Damage("it was deleted meanwhile", deleted=True)
+        shared = self._processes.share("restored", damage)
+        first = next((_Damage(*what)._replace(process=i) for i, what in enumerate(shared) if what is not None), None)
+        if first is not None:
+            self._items.damage_found()
+        return found, first

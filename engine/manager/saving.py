@@ -1,0 +1,304 @@
+"""The saves of a run: whether one is due, its snapshot, and what follows its commit."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..checkpoint import Save, SaveReport
+from ..errors import SaveFailedError
+from ..format import CheckpointRecord, ItemRecord
+from .access import RunAccess
+from .decisions import Decision, EverySteps, Rollback, SaveDecisions
+from .directory import check_json
+from .events import described, few, guarded
+from .items import ItemSet
+from .metrics import MetricWatch, named, plain_containers, plain_metrics
+from .retention import StepInfo, best, newest_with
+
+_logger = logging.getLogger("holdfast")
+
+
+class Saves:
+    """Saves steps one after the other, in the caller's thread or in the background."""
+
+    def __init__(self, access: RunAccess, items: ItemSet, decisions: SaveDecisions, rollback: Rollback) -> None:
+        self._access = access
+        self._run = access.run
+        self._options = access.options
+        self._processes = access.processes
+        self._background = access.background
+        self._events = access.events
+        self._observer = access.observer
+        self._items = items
+        self._decisions = decisions
+        self._rollback = rollback
+        self._listeners: list[Callable[[SaveReport], None]] = []
+        self._pending: _PendingSave | None = None  # the save that is under way
+        self._watch: MetricWatch | None = None  # until the metric that ranks checkpoints has come
+        if self._options.best_fn is not None and self._processes.is_primary:
+            self._watch = MetricWatch(self._options.best_fn, str(self._run.location))
+
+    def add_listener(self, listener: Callable[[SaveReport], None]) -> None:
+        """Call a function after every commit."""
+        self._listeners.append(guarded(listener))
+
+    # ---- whether a save is due
+
+    def decide(self, step: int, metrics: Any) -> Decision:
+        """Return whether a save is due, and the reason."""
+        self._observer.reached("step", step)
+        if metrics is not None:
+            metrics = named(metrics)
+            if self._options.save_on_best and callable(self._options.best_fn):
+                metrics = plain_containers(metrics)
+        pending = self._pending
+        in_flight = pending is not None and pending.step == step
+        saved = in_flight or (step in self._run and not self._rollback.replaces(step))
+        # A function of the metrics fetches them from the device, so that it is called only where a trigger calls it.
+        if self._watch is not None and (isinstance(self._options.best_fn, str) or self._options.save_on_best):
+            self.note_metrics(step, metrics)
+        return self._decisions.decide(step, metrics, saved=saved, earlier=self._earlier)
+
+    def note_metrics(self, step: int, metrics: Mapping[str, Any] | None) -> None:
+        """Warn, once, of metrics without the one that ranks checkpoints."""
+        if self._watch is not None:
+            self._watch.note(step, metrics, known=lambda metric: best(self._run.infos(), metric) is not None)
+            self._watch = None if self._watch.ended else self._watch
+
+    def item_due(self, item: str, step: int) -> bool:
+        """Return whether a save at a step has an item."""
+        interval = self._options.item_intervals.get(item)
+        previous = newest_with(item, self._run.infos(), step)
+        return interval is None or previous is None or EverySteps(interval).due(step, previous)
+
+    def _items_left_out(self, step: int) -> list[str]:
+        """Return the items that a save at a step leaves out; process 0 knows."""
+        names = list(self._options.item_intervals)
+        work = lambda: [name for name in names if not self.item_due(name, step)]  # noqa: E731
+        found: list[str] = self._processes.decide(f"items of step {step}", work) if names else []
+        return found
+
+    def _earlier(self) -> Sequence[StepInfo]:
+        """Return the steps that a new best has to beat, the one that is being saved among them."""
+        pending = self._pending
+        if pending is None:
+            return self._run.infos()
+        return *self._run.infos(), StepInfo(step=pending.step, time=self._access.clock.now(), metrics=pending.metrics)
+
+    # ---- one save
+
+    def save(
+        self,
+        step: int,
+        items: Any,
+        metrics: Any,
+        custom_metadata: Mapping[str, Any] | None,
+        force: bool,
+        kwargs: Mapping[str, Any],
+        reason: str | None,
+    ) -> bool:
+        """Save a step if that is due; return whether it was."""
+        began = time.perf_counter()
+        decision = Decision(True, "forced") if force else self.decide(step, metrics)
+        replaces = force or self._run.is_damaged(step) or self._rollback.replaces(step)
+        if not decision.save:
+            return False
+        self._access.acquire()
+        if force:
+            self._observer.reached("step", step)  # as far as nothing was asked of this step before
+        self._background.join()
+        with self._access.changing:
+            self._background.join()  # of another thread that has saved meanwhile
+            self._access.check_writable()
+            if self._background.has_missed_a_process and (lost := self._background.take_error()) is not None:
+                self._processes.fail("save", lost)  # this one would wait as long again
+                raise lost
+            left_out = [] if force else self._items_left_out(step)
+            rendezvous = self._processes.rendezvous("save")
+            try:
+                self._run.ownership.check(at_once=True)
+                self._run.make_room(step, replaces=replaces)
+                facts = check_json("custom_metadata", custom_metadata)
+                numbers = None if metrics is None else plain_metrics(metrics)
+                pending = _PendingSave(step, reason or decision.reason, numbers, facts)
+                if reason is None or not isinstance(self._options.best_fn, str):  # a callback has asked decide() before
+                    self.note_metrics(step, pending.metrics)
+                values = self._items.to_save(items, kwargs, left_out)
+                self._items.save_begins(step, self._run)
+            except BaseException as error:
+                if rendezvous is not None:
+                    rendezvous.fail(error)
+                raise
+            if self._access.mirror is not None:
+                self._access.mirror.save_begins()
+            try:
+                save = Save(
+                    self._run.step_location(step),
+                    values,
+                    overwrite=True,  # what is there without having been due was committed by a run that is superseded
+                    owned=True,
+                    began=began,
+                    rendezvous=rendezvous,
+                    timeout=self._processes.timeout,
+                )
+            except BaseException:
+                if self._access.mirror is not None:
+                    self._access.mirror.save_ended()
+                raise
+            if save.replaces and not replaces:
+                _logger.warning(
+                    "%s: step %d was committed by another run since this one has looked, and is replaced",
+                    self._run.location,
+                    step,
+                )
+            earlier: SaveFailedError | None = None
+            try:
+                self._rollback.saving(step)
+                self._decisions.save_begins(step)
+                self._pending = pending
+                if not save.in_background:
+                    self._complete(pending, save)
+                earlier = self._background.take_error()
+                if save.in_background:
+                    what = f"step {step} of {self._run.location}"
+                    self._background.start(lambda: self._complete(pending, save), what=what, step=step)
+            except BaseException as error:  # such as an interrupt, or the system has no more threads
+                if save.give_up(error):
+                    self._ended(pending, failed=True)
+                if earlier is not None:
+                    error.add_note(str(earlier))
+                raise
+            if earlier is not None:
+                raise earlier
+            return True
+
+    def _complete(self, pending: _PendingSave, save: Save) -> None:
+        """Write and commit a save, then delete what no rule keeps and call the listeners."""
+        step = pending.step
+        self._observer.reached("saving", step)
+        try:
+            with save.completing() as claimed:
+                if not claimed:  # an interrupt came before this thread, and has ended the save
+                    return
+                items = save.write()
+                record, report = save.commit(None if items is None else self._record(pending, items))
+        except BaseException as error:
+            self._ended(pending, failed=True)
+            self._observer.reached("save_failed", step)
+            self._events.write("save_failed", step=step, error=described(error))
+            raise
+        self._run.add(step, record)
+        self._run.last_saved = step
+        self._rollback.saved(step)
+        self._ended(pending, failed=False)
+        _logger.info("%s", report)
+        self._events.write(
+            "saved",
+            step=step,
+            reason=report.reason,
+            bytes=report.bytes,
+            shared_bytes=report.shared_bytes,
+            blocked_seconds=round(report.blocked_seconds, 6),
+            total_seconds=round(report.total_seconds, 6),
+            metrics=few(record.metrics),
+        )
+        self._observer.reached("committed", step)
+        try:
+            with self._items.steps_deleted():
+                self._run.collect()
+            self._access.notify_mirror()
+        except Exception as error:
+            raise SaveFailedError(
+                f"step {step} of {self._run.location} is saved, but best_fn failed then: {error!r}",
+                step,
+            ) from error
+        for listener in self._listeners:
+            listener(report)
+
+    def _record(self, pending: _PendingSave, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
+        """Make the commit record, at the last moment: the right to write is checked here."""
+        self._run.ownership.check()
+        self._observer.reached("commit", pending.step)
+        return CheckpointRecord(
+            items=items,
+            time=self._access.clock.now(),
+            step=pending.step,
+            reason=pending.reason,
+            metrics=pending.close(),
+            custom_metadata=pending.facts,
+        )
+
+    def _ended(self, pending: _PendingSave, *, failed: bool) -> None:
+        if self._access.mirror is not None:
+            self._access.mirror.save_ended()
+        self._decisions.save_ended(failed=failed)
+        self._pending = None
+        pending.close()
+
+    # ---- changes of what was saved
+
+    def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Store metrics with a step that was saved or is being saved."""
+        self.note_metrics(step, metrics)
+
+        def record() -> Mapping[str, Any] | None:
+            pending = self._pending
+            if pending is not None and pending.step == step and pending.add(metrics):
+                return None  # its record will hold them
+            self._change_metrics(step, metrics)
+            return metrics
+
+        self._access.acquire()
+        recorded = self._processes.decide(f"metrics of step {step}", record)
+        if recorded is None:
+            return
+        if not self._processes.is_primary:
+            self._change_metrics(step, recorded)
+        changing = self._access.changing
+        if changing.acquire(blocking=False):  # a save that is under way, or begins, collects at its end
+            try:
+                if not self._background.running:
+                    self._background.start(self._run.collect, what=f"{self._run.location}: deleting old steps")
+            finally:
+                changing.release()
+
+    def join_save_of(self, step: int) -> None:
+        """Wait for the save of a step, if it is under way."""
+        pending = self._pending
+        if pending is not None and pending.step == step:
+            self._background.join()
+
+    def _change_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.join_save_of(step)
+        self._run.change(step, lambda record: record.with_metrics(metrics))
+        self._events.write("metrics", step=step, metrics=few(metrics))
+        self._access.notify_mirror()
+
+
+class _PendingSave:
+    """The step that is being saved, and its metrics: more may come until the commit record is made."""
+
+    def __init__(self, step: int, reason: str, metrics: dict[str, Any] | None, facts: dict[str, Any] | None) -> None:
+        self.step = step
+        self.reason = reason
+        self.facts = facts
+        self.metrics = metrics
+        self._lock = threading.Lock()
+        self._open = True
+
+    def add(self, metrics: Mapping[str, Any]) -> bool:
+        """Add metrics; return False if the commit record was made before."""
+        with self._lock:
+            if self._open:
+                self.metrics = {**(self.metrics or {}), **metrics}
+            return self._open
+
+    def close(self) -> dict[str, Any] | None:
+        """Return all metrics, and take no more."""
+        with self._lock:
+            self._open = False
+            return self.metrics
