@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from holdfast.engine.checkpoint import PendingCheckpoint
 from holdfast.engine.manager import events, read_events
 
 TREE = {"w": np.arange(3.0)}
@@ -71,6 +72,10 @@ def test_damaged_steps_that_a_run_passes_over(tmp_path: Path) -> None:
     assert [one["step"] for one in restored["skipped"]] == [2]
 
 
+def refused(pending: PendingCheckpoint, record: object) -> None:
+    raise hf.StorageFullError("full")
+
+
 def test_a_save_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = hf.CheckpointManager(tmp_path)
     monkeypatch.setattr(manager._run.ownership, "check", lambda **_: (_ for _ in ()).throw(hf.StorageFullError("full")))
@@ -79,7 +84,7 @@ def test_a_save_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     manager.close()
     monkeypatch.undo()
     with hf.CheckpointManager(tmp_path) as manager:
-        monkeypatch.setattr(manager, "_record", lambda *_: (_ for _ in ()).throw(hf.StorageFullError("full")))
+        monkeypatch.setattr(PendingCheckpoint, "commit", refused)
         manager.save(1, TREE)
         with pytest.raises(hf.SaveFailedError):
             manager.wait_until_finished()
@@ -122,7 +127,7 @@ def test_a_program_without_a_callback_notes_its_end_itself(tmp_path: Path) -> No
 
 def test_a_save_that_fails_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = hf.CheckpointManager(tmp_path)
-    monkeypatch.setattr(manager, "_record", lambda *_: (_ for _ in ()).throw(hf.StorageFullError("full")))
+    monkeypatch.setattr(PendingCheckpoint, "commit", refused)
     manager.save(1, TREE)
     with pytest.raises(hf.SaveFailedError):
         manager.close()
