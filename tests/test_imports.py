@@ -251,7 +251,11 @@ def test_rooms_are_entered_by_the_front() -> None:
 
 def test_imports_are_found() -> None:
     found = set(imports(ROOT / "engine" / "manager" / "manager.py"))
-    assert {"holdfast.engine.checkpoint.Save", "holdfast.engine.manager.decisions.Decision", "logging"} <= found
+    assert {
+        "holdfast.engine.checkpoint.SaveReport",
+        "holdfast.engine.manager.decisions.Decision",
+        "dataclasses.replace",
+    } <= found
     assert "holdfast.engine.manager.CheckpointManager" in set(imports(ROOT / "__init__.pyi"))
 
 
