@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from .callback import CheckpointCallback
-from .io import HoldfastCheckpointIO
-from .loading import load_checkpoint, load_from_checkpoint
+from .io import HoldfastCheckpointIO, load_checkpoint, load_from_checkpoint
 from .stopping import Preempted
 
 __all__ = ["CheckpointCallback", "HoldfastCheckpointIO", "Preempted", "load_checkpoint", "load_from_checkpoint"]

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, Never
 import torch
 
 from ...engine.clock import Clock, Duration
-from ...engine.errors import HoldfastError, OptionError
+from ...engine.errors import HoldfastError, OptionError, StateError
 from ...engine.manager import BestFn, BestMode, Mirror, described, refuse_options
 from ...engine.sources import Misfits, Weights, load_weights
-from ...engine.storage import Place
+from ...engine.storage import Location, Place
 from ..loop import (
     PREEMPTED,
     AgreedStop,
@@ -29,22 +29,26 @@ from ..loop import (
 )
 from ..options import Partial, Reshard, Resume
 from .arguments import CallbackArguments
-from .finished import check_module, note_finished
 from .io import (
     ResumePath,
     ResumingCallback,
     install,
     redirect_resume,
 )
-from .published import Published
 from .saver import FitSaver
-from .slurm import requeue, take_over_requeue
-from .stopping import Preempted, Signals, leave
-from .store import RunStore
+from .stopping import Preempted, Signals, leave, requeue, take_over_requeue
+from .store import Published, RunStore
 from .strategies import check_strategy, is_sharded
 from .trees import POSITION
-from .tuning import Searches, is_search_file
-from .wall import check_version, follow_choices, forget_choice, is_left_alone, was_given_no_path
+from .wall import (
+    Searches,
+    check_version,
+    follow_choices,
+    forget_choice,
+    is_left_alone,
+    is_search_file,
+    was_given_no_path,
+)
 
 if TYPE_CHECKING:
     from ...engine.manager import CheckpointManager
@@ -567,3 +571,29 @@ def take_weights(trainer: Any, module: Any, place: Place, misfits: Misfits | Non
     weights = load_weights(place, state, misfits=misfits)
     module.load_state_dict(weights.tree, strict=True)
     return weights
+
+
+# ---- the directories in which this process has finished a run, and the modules of these runs
+
+
+_modules: dict[str, weakref.ref[Any]] = {}  # by the URL of the directory; a module that is gone is no other's
+
+
+def note_finished(directory: Location, module: Any) -> None:
+    """Note that a run of a module has ended as it should."""
+    _modules[directory.url] = weakref.ref(module)
+
+
+def check_module(directory: Location, module: Any) -> None:
+    """Refuse to resume a run that this process has finished, with another module: it is most likely another run.
+
+    Raises:
+        StateError: The module is another one, as in the next fold of a cross-validation.
+    """
+    finished = _modules.get(directory.url)
+    if finished is not None and finished() is not module:
+        raise StateError(
+            f"{directory} holds a run that this process has finished with another module, which would get the weights "
+            "and the score of that run. Give every fold, trial or phase a directory of its own; to go on with that "
+            "run, pass resume='must' to the callback, or ckpt_path='last' to fit"
+        )

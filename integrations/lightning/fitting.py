@@ -20,8 +20,7 @@ from ...engine.pytree import unwrapped_name
 from ...engine.sources import Misfits
 from ..loop import Hyperparameters, StateAdapter
 from .strategies import is_sharded
-from .tuning import is_search_file
-from .wall import LoopHooks
+from .wall import LoopHooks, is_search_file
 
 _CHANGED = (
     "A run resumes with the model, the optimizers and the schedules that it had, or not at all. partial='initialize' "

@@ -11,9 +11,8 @@ from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError
 from ..options import Reshard
 from . import epoch
-from .drawing import MOST, Drawing, draws_in_process, warn_of_draws
+from .epoch import MOST, Drawing, ModuleSwitches, draws_in_process, warn_of_draws
 from .strategies import keeps_own_buffers, own_buffers, replicas
-from .switches import ModuleSwitches
 from .trees import is_plain_tree
 from .wall import LoopHooks, clear_restart, end_epoch, finish_epoch, forget_unfinished
 

@@ -14,14 +14,13 @@ from ...engine.errors import SaveFailedError, StateError, shortened
 from ...engine.sources import Misfits
 from ..loop import PreemptionSignal, Stop, announce, unfinished_neighbour, warn_of_misfits
 from .arguments import CallbackArguments
-from .copies import Copies
 from .fitting import Fitting
 from .io import ResumePath
 from .position import Point, Position
 from .stopping import leave
 from .store import Intent, RunStore
 from .trees import POSITION
-from .validation import StateBeforeValidation
+from .validation import Copies, StateBeforeValidation
 from .wall import LoopHooks
 
 logger = logging.getLogger("holdfast")

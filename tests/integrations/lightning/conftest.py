@@ -41,7 +41,7 @@ def processes(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def start_again(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Makes the test's calls of ``fit`` those of one program, which this starts again."""
-    return lambda: monkeypatch.setattr("holdfast.integrations.lightning.finished._modules", {})
+    return lambda: monkeypatch.setattr("holdfast.integrations.lightning.callback._modules", {})
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from benchmarks.sweep.lightning_programs import FINETUNING
 from benchmarks.sweep.lightning_runs import Interruption, Program
 from tests.lightning_advice import ADVICE
 
-from holdfast.integrations.lightning.switches import ModuleSwitches
+from holdfast.integrations.lightning.epoch import ModuleSwitches
 
 pytestmark = [
     *ADVICE,

@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from tests.equality import assert_same
 
 import holdfast as hf
-from holdfast.integrations.lightning.copies import Copies
 from holdfast.integrations.lightning.epoch import capture_generators, restore_generators
 from holdfast.integrations.lightning.saver import MetricsLedger
 from holdfast.integrations.lightning.strategies import StateHandler
 from holdfast.integrations.lightning.trees import from_tree, to_tree
+from holdfast.integrations.lightning.validation import Copies
 from holdfast.integrations.lightning.wall import LoopHooks, check_version, missing_names
 
 CPU = torch.device("cpu")
