@@ -175,7 +175,18 @@ class TorchCoordinator:
     def __init__(self, store: Any, index: int, count: int) -> None:
         self.process_index = index
         self.process_count = count
-        self._store = store
+        self._shared: Any = store
+        self._own: Any = None
+
+    @property
+    def _store(self) -> Any:
+        """A connection that the process group does not block; made at the first call, which has a deadline."""
+        shared = self._shared  # no lock: it would be held while a frozen process 0 does not answer
+        if shared is not None:
+            store = shared.clone() if hasattr(shared, "clone") else shared  # since torch 2.8
+            self._own = sys.modules["torch.distributed"].PrefixStore("holdfast", store)
+            self._shared = None  # or process 0 would go on to serve it when the process group is gone
+        return self._own
 
     def put(self, key: str, value: bytes) -> None:
         with _torch_error():
@@ -273,9 +284,6 @@ class _TorchProgram:
 
 def _connect(distributed: Any) -> TorchCoordinator:
     store = distributed.distributed_c10d._get_default_store()
-    if hasattr(store, "clone"):  # torch 2.8: a connection of its own, which the process group does not block
-        store = store.clone()
-    store = distributed.PrefixStore("holdfast", store)
     return TorchCoordinator(store, int(distributed.get_rank()), int(distributed.get_world_size()))
 
 

@@ -97,3 +97,31 @@ def test_a_frozen_process_0_of_torch_is_not_awaited_for_ever(tmp_path: Path, sav
     ended = run_outcomes(meet_frozen, 2, str(tmp_path), saves, backend="torch", timeout=20)
     assert ended[0].value == "resumed", told(ended)
     assert "has not answered for 1 s" in ended[1].value, told(ended)
+
+
+def meet_frozen_at_first(process: Process, directory: str) -> str | None:
+    """Process 1 stops process 0 before it uses holdfast."""
+    import torch.distributed as distributed
+
+    pids: list[Any] = [None, None]
+    distributed.all_gather_object(pids, os.getpid())
+    said = None
+    if process.index == 1:
+        os.kill(pids[0], signal.SIGSTOP)
+        try:
+            hf.CheckpointManager(
+                directory, options=hf.CheckpointManagerOptions(barrier_timeout_secs=1)
+            ).restore_latest()
+        except hf.HoldfastError as error:
+            said = str(error)
+        finally:
+            os.kill(pids[0], signal.SIGCONT)
+    distributed.barrier()
+    return said
+
+
+def test_a_process_0_of_torch_that_is_frozen_from_the_start_is_not_awaited_for_ever(tmp_path: Path) -> None:
+    """Before, the connection to its store was made without a deadline, when a manager was made."""
+    pytest.importorskip("torch")
+    ended = run_outcomes(meet_frozen_at_first, 2, str(tmp_path), backend="torch", timeout=20)
+    assert "has not answered for 1 s" in (ended[1].value or ""), told(ended)
