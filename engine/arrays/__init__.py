@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from .aggregate import AGGREGATE_LIMIT, AggregateHandler, MsgpackHandler, aggregate_details
 from .database import ArrayDatabase, Problem, naming
 from .digests import FileCheck, check_file, check_files, fsync_and_digest, read_checked, required
 from .extents import Range, read_ranges
 from .load import load_tree, tree_metadata, with_optimizer_states
 from .plan import Layout, batches, check_level, check_size
-from .read import TreeReader
+from .read import AGGREGATE_LIMIT, AggregateHandler, MsgpackHandler, TreeReader, aggregate_details
 from .reuse import WrittenSteps
 from .snapshot import KnownTree, Snapshot, StagingBuffer
 from .source import MemoryTree, NamedVariables, PartialTree, SavedLeaf, TreeSource, damaged_leaves

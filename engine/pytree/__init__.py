@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .cast import CastProblem, cast_checked
 from .containers import class_name, expand, is_nnx, opens_as
 from .describe import KnownLeaves, check_savable, describe, shared_memory
 from .device_arrays import Arrival, Copy, DeviceArray, PinnedMemory, default_pinned_bytes
@@ -48,7 +47,7 @@ from .leaves import (
     report_problems,
     whole,
 )
-from .materialize import Partition, materialize, partition
+from .materialize import CastProblem, Partition, cast_checked, materialize, partition
 from .names import (
     WRAPPED,
     PathFilter,

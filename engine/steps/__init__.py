@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from .late_metrics import LATE, LateMetrics, remove_late, with_late, write_late
 from .listing import StepEntry, list_steps, newest_step, prefix_of, read_entry, series_and_step, series_of, step_folders
 from .records import (
+    LATE,
     METADATA,
     RECORD_LIMIT,
+    LateMetrics,
     attempts_at,
     has_changed,
     has_record,
     read_record,
     read_steadily,
+    remove_late,
     store_metadata,
     stored_metadata,
+    with_late,
+    write_late,
 )

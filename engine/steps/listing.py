@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError
 from ..format import RECORD, STEP_FOLDER, CheckpointRecord
 from ..storage import REQUESTS, Entry, Location, max_concurrency, parallel_map
-from .late_metrics import LATE, LateMetrics, with_late
-from .records import has_record, read_record
+from .records import LATE, LateMetrics, has_record, read_record, with_late
 
 _MANY = 64  # steps
 

@@ -13,7 +13,7 @@ import pytest
 from tests.clocks import FakeClock
 
 import holdfast as hf
-from holdfast.engine.steps import late_metrics
+from holdfast.engine.steps import records
 
 OPTIONS = {"best_fn": "return", "best_mode": "max", "max_to_keep": 1, "keep_latest": 2}
 
@@ -60,13 +60,13 @@ def test_an_evaluator_beside_the_run_decides_which_step_is_best(tmp_path: Path) 
 
 def test_a_run_reads_each_file_of_metrics_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    original = late_metrics._read
+    original = records._read
 
     def noted(place: Any) -> Any:
         read.append(place.name.partition(".")[0])
         return original(place)
 
-    monkeypatch.setattr(late_metrics, "_read", noted)
+    monkeypatch.setattr(records, "_read", noted)
     with trainer(tmp_path, max_to_keep=100) as run:
         for step in range(10):
             save(run, step)

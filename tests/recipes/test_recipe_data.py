@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.engine.errors import OptionError
 from holdfast.recipes.digits import Batches, split_digits
-from holdfast.recipes.text import Windows, help_texts, windows
+from holdfast.recipes.flax_text import Windows, help_texts, windows
 
 
 def test_the_digits_are_split_without_overlap_or_loss() -> None:
