@@ -18,6 +18,7 @@ import torch
 from ...engine.errors import StateError
 from ...engine.pytree import loaded
 from ...engine.stateful import generators_of, is_torchdata_loader, restore_state, state_of, warn_of_lost_draws
+from .wall import begin_counting, keep_running_averages, running_averages
 
 _FACTS = (
     "fx",
@@ -106,7 +107,7 @@ def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> Non
     source = fetcher if draws_ahead else fetcher.iterator
     for drawn in range(count):
         if drawn + draws_ahead == 1:
-            _begin_counting(fetcher.combined_loader)
+            begin_counting(fetcher.combined_loader)
         before(drawn + draws_ahead)
         try:
             next(source)
@@ -116,13 +117,7 @@ def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> Non
                 f"{drawn}: use the data and the batch size that the checkpoint was saved with"
             ) from None
     if count == 1 and not draws_ahead:
-        _begin_counting(fetcher.combined_loader)
-
-
-def _begin_counting(combined: Any) -> None:
-    """Forget, after the first batch, that a loader had ended: it began with its state at the end of an epoch."""
-    if hasattr(combined._iterator, "_consumed"):
-        combined._iterator._consumed = [False] * len(combined.flattened)
+        begin_counting(fetcher.combined_loader)
 
 
 def keeps_iterator(loader: Any) -> bool:
@@ -220,7 +215,7 @@ def capture_averages(trainer: Any, before: Mapping[str, int] | None = None) -> d
     ``before`` has the update counts at the beginning of an evaluation that will be repeated: the metrics that it has
     updated are left out.
     """
-    logged = trainer.fit_loop.epoch_loop._results
+    logged = running_averages(trainer)
     return {
         "logged": {key: _entry(metric) for key, metric in logged.items() if _is_kept(metric)},
         "metrics": {
@@ -237,7 +232,7 @@ def capture_averages(trainer: Any, before: Mapping[str, int] | None = None) -> d
 def restore_averages(trainer: Any, saved: Mapping[str, Any]) -> None:
     """Put back what :func:`capture_averages` took, before the first batch after a resume."""
     _restore_metrics(trainer, saved["metrics"])
-    results = trainer.fit_loop.epoch_loop._results
+    results = running_averages(trainer)
     modules = dict(_metrics(trainer.lightning_module))
     for key, entry in saved["logged"].items():
         attribute = entry["metric_attribute"]
@@ -259,8 +254,7 @@ def restore_averages(trainer: Any, saved: Mapping[str, Any]) -> None:
         metric._forward_cache = None
         metric._computed = None
     if saved["logged"]:
-        # In the first batch of an epoch, Lightning begins all averages anew. This is not the first one.
-        trainer._logger_connector._first_loop_iter = True
+        keep_running_averages(trainer)
 
 
 def _restore_metrics(trainer: Any, saved: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from ...engine.pytree import unwrapped_name
 from ...engine.sources import Misfits
 from ..loop import Hyperparameters, StateAdapter
 from .strategies import is_sharded
-from .wall import LoopHooks, is_search_file
+from .wall import LoopHooks, checkpoint_connector, is_search_file, loaded_checkpoint
 
 _CHANGED = (
     "A run resumes with the model, the optimizers and the schedules that it had, or not at all. partial='initialize' "
@@ -97,7 +97,7 @@ class Fitting:
         if not is_sharded(trainer.strategy):  # which loads by names, all of it
             hooks.place(trainer.strategy, "load_model_state_dict", self._load_model)
             hooks.place(trainer.strategy, "load_optimizer_state_dict", self._load_optimizers)
-            hooks.place(trainer._checkpoint_connector, "restore_lr_schedulers", self._load_schedulers)
+            hooks.place(checkpoint_connector(trainer), "restore_lr_schedulers", self._load_schedulers)
 
     def note_hyperparameters(self) -> None:
         """Note what the program has set, before what was saved replaces it."""
@@ -262,8 +262,7 @@ class Fitting:
         return {"state": entries, "param_groups": options}
 
     def _load_schedulers(self, original: Callable[[], Any]) -> None:
-        connector = self._trainer._checkpoint_connector
-        checkpoint = connector._loaded_checkpoint
+        checkpoint = loaded_checkpoint(self._trainer)
         if not checkpoint or is_search_file(self._trainer.ckpt_path) or self._has("StochasticWeightAveraging"):
             original()  # that callback takes the schedulers away until it has found its own place
             return

@@ -19,7 +19,7 @@ from ...engine.storage import Location, Place, as_location
 from .store import RunStore, Template, is_checkpoint, read_checkpoint
 from .strategies import ShardedState, SharedState, can_save, is_sharded
 from .trees import POSITION
-from .wall import is_search_file
+from .wall import checkpoint_connector, is_search_file, made_from
 
 _PACKAGES = {
     "lightning.pytorch.callbacks": "lightning.fabric.plugins.io.checkpoint_io",
@@ -248,7 +248,7 @@ def _load_in_place(strategy: Any) -> None:
 
 def redirect_resume(trainer: Any, choose: Callable[[Any], Any]) -> None:
     """Let ``choose`` replace the path that a trainer begins from; called at the latest in a callback's ``setup``."""
-    connector, function = trainer._checkpoint_connector, trainer.state.fn
+    connector, function = checkpoint_connector(trainer), trainer.state.fn
     original = connector.resume_start
 
     def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -337,10 +337,7 @@ def load_from_checkpoint(
         raise TypeError(f"{kind!r} is neither a LightningModule nor a LightningDataModule")
     place = _place(as_location(path), step)
     checkpoint = read_checkpoint(place, with_position=False)
-    saving = importlib.import_module(f"{package}.core.saving")
-    checkpoint = saving._pl_migrate_checkpoint(checkpoint, str(place))
-    checkpoint.setdefault("hyper_parameters", {}).update(arguments)
-    loaded: T = saving._load_state(kind, checkpoint, strict, **arguments)
+    loaded: T = made_from(package, kind, checkpoint, str(place), strict, arguments)
     return loaded
 
 

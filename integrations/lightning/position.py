@@ -14,7 +14,26 @@ from . import epoch
 from .epoch import MOST, Drawing, ModuleSwitches, draws_in_process, warn_of_draws
 from .strategies import keeps_own_buffers, own_buffers, replicas
 from .trees import is_plain_tree
-from .wall import LoopHooks, clear_restart, end_epoch, finish_epoch, forget_unfinished
+from .wall import (
+    AFTER_FETCH,
+    BEFORE_FETCH,
+    FIRST_ITERATOR,
+    SANITY_CHECK,
+    LoopHooks,
+    clear_restart,
+    data_fetcher,
+    end_epoch,
+    end_restart,
+    finish_epoch,
+    has_done_all_batches,
+    has_loaders,
+    iterator_of,
+    loaders_of,
+    reloaded_at_epoch,
+    restart_in_validation,
+    set_callback_metrics,
+    set_reloaded_at_epoch,
+)
 
 logger = logging.getLogger("holdfast")
 
@@ -54,15 +73,15 @@ class Position:
         self._has_too_many_draws = False
         self._drawing: Drawing | None = None  # while batches are drawn whose random numbers have to be noted
         epoch_loop = self._fit.epoch_loop
-        hooks.place(trainer, "_run_sanity_check", self._sanity_check)
+        hooks.place(trainer, SANITY_CHECK, self._sanity_check)
         hooks.place(self._fit, "run", self._run)
-        hooks.place(self._fit, "_load_combined_loader_states", self._first_iterator)
+        hooks.place(self._fit, FIRST_ITERATOR, self._first_iterator)
         hooks.place(self._fit, "on_advance_start", self._epoch_starts)
         hooks.place(epoch_loop, "reset", self._counters_reset)
         hooks.place(epoch_loop, "on_run_start", self._batches_start)
         hooks.place(epoch_loop, "advance", self._batch)
-        hooks.place(epoch_loop, "_on_before_fetch", self._before_fetch)
-        hooks.place(epoch_loop, "_on_after_fetch", self._after_fetch)
+        hooks.place(epoch_loop, BEFORE_FETCH, self._before_fetch)
+        hooks.place(epoch_loop, AFTER_FETCH, self._after_fetch)
         hooks.place(epoch_loop.val_loop, "run", self._validation)
 
     def begin(self) -> None:
@@ -75,7 +94,7 @@ class Position:
 
     def capture(self, point: Point) -> dict[str, Any]:
         """Return the position as a tree that a checkpoint can hold; ``point`` was just finished."""
-        fetcher = self._fit._data_fetcher
+        fetcher = data_fetcher(self._fit)
         before = self._before_validation if point == "validation" else None
         now, counts = before or (self._now(), None)
         position: dict[str, Any] = {
@@ -84,7 +103,7 @@ class Position:
             "loaders": epoch.loader_states(self._loaders()),
             "callback_metrics": dict(self._trainer.callback_metrics),
             "should_stop": bool(self._trainer.should_stop),
-            "reloaded_at_epoch": self._fit._last_train_dl_reload_epoch,
+            "reloaded_at_epoch": reloaded_at_epoch(self._fit),
         }
         if (count := replicas(self._trainer.strategy)) > 1:
             position["replicas"] = count
@@ -179,9 +198,9 @@ class Position:
             self._go_to_batch(saved, fetcher)
             self._follow_draws({})
             return
-        before, iterator = self._before_iterator(), fetcher.combined_loader._iterator
+        before, iterator = self._before_iterator(), iterator_of(fetcher.combined_loader)
         original(fetcher)
-        if fetcher.combined_loader._iterator is not iterator or not self._epoch:
+        if iterator_of(fetcher.combined_loader) is not iterator or not self._epoch:
             self._epoch = before
         self._epoch["at_first_batch"] = self._random()
         self._follow_draws(self._epoch["at_first_batch"])
@@ -189,15 +208,15 @@ class Position:
     def _batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         if self._skip_batch:
             self._skip_batch = False
-            self._fit.epoch_loop._restarting = False
+            end_restart(self._fit)
         elif len(parts := self._loaders()) == 1 or epoch.all_stateful(parts):
             original(fetcher)
         else:
             # Of several loaders, those that are shorter begin again in the middle of an epoch, and are seeded then.
             before, drawn = self._random(), fetcher.fetched
-            marks = epoch.marks(fetcher.combined_loader._iterator.iterators)
+            marks = epoch.marks(iterator_of(fetcher.combined_loader).iterators)
             original(fetcher)
-            if epoch.has_restarted(marks, epoch.marks(fetcher.combined_loader._iterator.iterators)):
+            if epoch.has_restarted(marks, epoch.marks(iterator_of(fetcher.combined_loader).iterators)):
                 self._epoch.setdefault("restarts", {})[drawn] = before  # all generators, whatever the dataset draws
 
     def _follow_draws(self, state: dict[str, Any]) -> None:
@@ -216,7 +235,7 @@ class Position:
         if self._drawing is None or not (states := self._drawing.after()):
             return
         noted = self._epoch.setdefault("restarts", {})
-        noted.setdefault(self._fit._data_fetcher.fetched, {}).update(states)
+        noted.setdefault(data_fetcher(self._fit).fetched, {}).update(states)
         if len(noted) > MOST:
             self._drawing = None
             if not self._has_too_many_draws and self._trainer.is_global_zero:
@@ -240,7 +259,7 @@ class Position:
         self._warn_of_lasting_workers(saved)
         clear_restart(self._fit)
         finish_epoch(self._fit.epoch_progress)
-        self._fit._last_train_dl_reload_epoch = saved["reloaded_at_epoch"]
+        set_reloaded_at_epoch(self._fit, saved["reloaded_at_epoch"])
         epoch.end_loader_epoch(self._loaders(), saved["loaders"])
         self._restore_random(saved["random"])
 
@@ -263,7 +282,7 @@ class Position:
         self._set_up_epoch()
         epoch.set_sampler_epoch(parts, self._fit.epoch_progress.current.processed)
         if epoch.all_stateful(parts):
-            if saved["point"] == "validation" and self._fit.epoch_loop._num_ready_batches_reached():
+            if saved["point"] == "validation" and has_done_all_batches(self._fit):
                 epoch.end_loader_epoch(
                     parts, saved["loaders"]
                 )  # no batch is left for them to take their states up with
@@ -306,15 +325,11 @@ class Position:
         self._restore_validation_loaders(saved.get("validation", {}))
         self._warn_of_lasting_workers(saved)
         fetcher.fetched = saved["fetched"]
-        self._fit._last_train_dl_reload_epoch = saved["reloaded_at_epoch"]
+        set_reloaded_at_epoch(self._fit, saved["reloaded_at_epoch"])
         epoch.restore_averages(self._trainer, saved["averages"])
         clear_restart(self._fit)
         if saved["point"] == "validation":
-            # The loop must be entered although the batch is done, do no other batch, and validate.
-            epoch_loop = self._fit.epoch_loop
-            forget_unfinished(epoch_loop.val_loop.batch_progress)
-            epoch_loop.val_loop._has_run = False
-            epoch_loop._restarting = True
+            restart_in_validation(self._fit)
             self._skip_batch = True
         self._restore_random(saved["random"])
 
@@ -345,36 +360,36 @@ class Position:
         for name, value in saved.get("buffers", {}).items():
             if name in buffers:
                 buffers[name].copy_(value)
-        self._trainer._logger_connector._callback_metrics.update(saved["callback_metrics"])
+        set_callback_metrics(self._trainer, saved["callback_metrics"])
         self._switches.restore(saved.get("switched", ""))
 
     # ---- small things
 
     def _loaders(self) -> list[Any]:
-        return _parts(self._fit)
+        return loaders_of(self._fit)
 
     def _validation_loaders(self) -> dict[str, Any]:
         """Return what later validations depend on: generators, and which loaders draw no seed for their workers."""
         loop = self._fit.epoch_loop.val_loop
-        parts = _parts(loop)
+        parts = loaders_of(loop)
         kept = [
             index for index, loader in enumerate(parts) if epoch.keeps_iterator(loader) and loader._iterator is not None
         ]
         generators = epoch.loader_generators(parts)
         if not kept and not generators:
             return {}
-        return {"kept": kept, "generators": generators, "reloaded_at_epoch": loop._last_val_dl_reload_epoch}
+        return {"kept": kept, "generators": generators, "reloaded_at_epoch": reloaded_at_epoch(loop)}
 
     def _restore_validation_loaders(self, saved: dict[str, Any]) -> None:
         if not saved:
             return
         loop = self._fit.epoch_loop.val_loop
-        if loop._combined_loader is None:
+        if not has_loaders(loop):
             self._trainer.validating = True
             loop.setup_data()
             self._trainer.training = True
-        loop._last_val_dl_reload_epoch = saved["reloaded_at_epoch"]
-        parts = _parts(loop)
+        set_reloaded_at_epoch(loop, saved["reloaded_at_epoch"])
+        parts = loaders_of(loop)
         for index in saved["kept"]:
             if index < len(parts) and epoch.keeps_iterator(parts[index]) and parts[index]._iterator is None:
                 iter(parts[index])
@@ -440,8 +455,3 @@ def _left(before: int, now: int) -> str:
     if now > before:
         return f"Processes from {before} on begin with fresh {what}"
     return f"The {what} that processes from {now} on had are left" if now < before else ""
-
-
-def _parts(loop: Any) -> list[Any]:
-    combined = loop._combined_loader
-    return [] if combined is None else list(combined.flattened)

@@ -21,7 +21,16 @@ from .stopping import leave
 from .store import Intent, RunStore
 from .trees import POSITION
 from .validation import Copies, StateBeforeValidation
-from .wall import LoopHooks
+from .wall import (
+    LoopHooks,
+    can_stop_early,
+    checkpoint_connector,
+    data_fetcher,
+    dump_checkpoint,
+    has_done_all_batches,
+    is_accumulating,
+    set_callback_metrics,
+)
 
 logger = logging.getLogger("holdfast")
 
@@ -58,7 +67,7 @@ class FitSaver:
         self._hooks.place(self._fit.epoch_loop, "on_advance_end", self._after_batch)
         self._hooks.place(self._fit, "on_advance_end", self._after_epoch)
         self._hooks.place(self._fit.epoch_loop.val_loop, "on_run_start", self._validation_starts)
-        self._hooks.place(trainer._checkpoint_connector, "restore_loops", self._restore_loops)
+        self._hooks.place(checkpoint_connector(trainer), "restore_loops", self._restore_loops)
         self._before_validation = StateBeforeValidation(trainer)
         self._point: Point | None = None
         self._copies = Copies() if options.save_on_exception else None
@@ -114,7 +123,7 @@ class FitSaver:
         self._say("nothing left to do after step %d in %s%s", step, self._store.directory, why)
         late = self._store.manager.metrics(step) if step in self._store.manager.all_steps() else None
         found = {name: torch.tensor(value) for name, value in (late or {}).items() if isinstance(value, int | float)}
-        self._trainer._logger_connector._callback_metrics.update({**self._metrics, **found})
+        set_callback_metrics(self._trainer, {**self._metrics, **found})
 
     def detach(self, *, orderly: bool) -> None:
         """Stop watching; ``orderly`` is False when training ends with an exception."""
@@ -175,7 +184,7 @@ class FitSaver:
         if stop and step == self._saved:
             self._leave()
         loop = self._fit.epoch_loop
-        if loop._should_accumulate() or loop._num_ready_batches_reached():
+        if is_accumulating(self._fit) or has_done_all_batches(self._fit):
             return
         self._seen = step
         self._consider(step, "batch", stop=stop, ended=loop.done)
@@ -185,7 +194,7 @@ class FitSaver:
         step, stop = self._trainer.global_step, self._stop.after_batch()
         self._seen = step
         self.notice_metrics()
-        complete = self._fit.epoch_loop._num_ready_batches_reached() or self._fit._data_fetcher.done
+        complete = has_done_all_batches(self._fit) or data_fetcher(self._fit).done
         if step == self._saved or not complete:
             if stop:
                 self._leave()
@@ -194,7 +203,7 @@ class FitSaver:
 
     def _validation_starts(self, original: Callable[[], None]) -> None:
         if self._position.in_validation:
-            if self._trainer.global_step != self._saved and not self._fit._should_accumulate():
+            if self._trainer.global_step != self._saved and not is_accumulating(self._fit):
                 self._before_validation.take(lambda: self._dump("validation"))
                 self._hold(self._trainer.global_step, "validation")
             self.during_validation()
@@ -206,7 +215,7 @@ class FitSaver:
             return
         step, before = self._trainer.global_step, self._before_validation
         if step != self._saved:
-            if self._fit._should_accumulate():
+            if is_accumulating(self._fit):
                 return
             # The processes are all at this batch, and stay together.
             if not self._trainer.strategy.reduce_boolean_decision(before.is_intact(), all=True):
@@ -295,7 +304,7 @@ class FitSaver:
         """Return Lightning's dictionary with the position."""
         self._point = point
         try:
-            checkpoint: dict[str, Any] = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            checkpoint = dump_checkpoint(self._trainer)
             self._warn_of_pruning(checkpoint)
             return checkpoint
         finally:
@@ -347,7 +356,7 @@ class FitSaver:
         return (  # as fit.done, which logs a message
             _reached(fit.epoch_loop.global_step, fit.max_steps)
             or _reached(fit.epoch_progress.current.processed, fit.max_epochs)
-            or (self._trainer.should_stop and fit._can_stop_early)
+            or (self._trainer.should_stop and can_stop_early(fit))
         )
 
 

@@ -16,7 +16,7 @@ from ...engine.distributed import ProcessGroup
 from ...engine.errors import HoldfastError
 from ..loop import PreemptionSignal
 from .strategies import release_children
-from .wall import LoopHooks
+from .wall import LoopHooks, cluster_environment, handler_before_lightnings, is_lightnings_handler, signal_connector
 
 
 class Preempted(SystemExit):
@@ -45,7 +45,7 @@ class Signals:
     """
 
     def __init__(self, trainer: Any, preemption: PreemptionSignal, finish: Callable[[], None]) -> None:
-        self._connector = trainer._signal_connector
+        self._connector = signal_connector(trainer)
         self._preemption = preemption
         self._finish = finish
         self._left = False
@@ -76,12 +76,12 @@ def take_over(connector: Any, preemption: PreemptionSignal) -> None:
 
     When the run ends Lightning puts back what was there before its own handler, as always.
     """
-    is_lightnings = type(signal.getsignal(signal.SIGTERM)).__name__ == "_HandlersCompose"
+    is_lightnings = is_lightnings_handler(signal.getsignal(signal.SIGTERM))
     in_main_thread = threading.current_thread() is threading.main_thread()
     if signal.SIGTERM not in preemption.signals or not is_lightnings or not in_main_thread:
         preemption.install()
         return
-    before = connector._original_handlers.get(signal.SIGTERM)
+    before = handler_before_lightnings(connector, signal.SIGTERM)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
@@ -109,7 +109,7 @@ _taken_over: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def take_over_requeue(trainer: Any) -> signal.Signals | None:
     """Take the requeue signal from Lightning; return it, or None where the job is not to be requeued."""
-    environment = trainer._accelerator_connector.cluster_environment
+    environment = cluster_environment(trainer)
     if "SLURMEnvironment" not in {kind.__name__ for kind in type(environment).__mro__}:
         return None
     if environment.auto_requeue:

@@ -24,6 +24,7 @@ from ...engine.format import FileRecord
 from ...engine.handlers import PyTreeCheckpointHandler
 from ...engine.pytree import unwrapped_name
 from ...engine.storage import Location
+from .wall import averages_models, broadcasts_buffers, gathers_in_one_process
 
 _SAVE_BY_THEMSELVES = {"FSDPStrategy", "DeepSpeedStrategy"}
 _OWN_PROCESSES = {"XLAStrategy"}  # a DDPStrategy by descent, but not connected by torch.distributed
@@ -51,12 +52,12 @@ def check_strategy(trainer: Any) -> None:
             f"CheckpointCallback cannot save what {name} holds in its {strategy.world_size} process(es). {works}; "
             f"ModelCheckpoint saves {name}"
         )
-    if is_sharded(strategy) and not strategy._save_distributed_checkpoint:
+    if is_sharded(strategy) and gathers_in_one_process(strategy):
         raise StateError(
             f"{name}(save_distributed_checkpoint=False) gathers everything in one process, which the callback does "
             "not need: leave it out. A checkpoint saved by several processes loads in any number of them"
         )
-    if type(getattr(strategy, "_ddp_comm_state", None)).__name__ == "PostLocalSGDState":
+    if averages_models(strategy):
         raise StateError(
             f"CheckpointCallback cannot save a {name} that averages models (PostLocalSGDState), as every process has "
             f"parameters of its own between two averages. {works}"
@@ -78,8 +79,7 @@ def is_sharded(strategy: Any) -> bool:
 
 def keeps_own_buffers(strategy: Any) -> bool:
     """Return whether each process goes on with buffers of its own, rather than with those of process 0."""
-    options = getattr(strategy, "_ddp_kwargs", {"broadcast_buffers": False})
-    return strategy.world_size > 1 and not options.get("broadcast_buffers", True)
+    return strategy.world_size > 1 and not broadcasts_buffers(strategy)
 
 
 def own_buffers(module: Any) -> dict[str, Any]:

@@ -12,8 +12,10 @@ first callback is made: :func:`follow_choices`.
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -233,6 +235,147 @@ def forget_unfinished(progress: Any) -> None:
     for name, done in vars(progress.current).items():
         setattr(progress.total, name, max(0, getattr(progress.total, name) - done))
     progress.current.reset()
+
+
+# ---- parts of trainers, loops and strategies
+
+
+SANITY_CHECK, FIRST_ITERATOR = "_run_sanity_check", "_load_combined_loader_states"  # methods to wrap, of trainer, fit
+BEFORE_FETCH, AFTER_FETCH = "_on_before_fetch", "_on_after_fetch"  # of the loop over an epoch
+
+
+def checkpoint_connector(trainer: Any) -> Any:
+    return trainer._checkpoint_connector
+
+
+def signal_connector(trainer: Any) -> Any:
+    return trainer._signal_connector
+
+
+def cluster_environment(trainer: Any) -> Any:
+    return trainer._accelerator_connector.cluster_environment
+
+
+def handler_before_lightnings(connector: Any, number: signal.Signals) -> Any:
+    """Return the handler of a signal that a trainer has put its own in the place of; None if there was none."""
+    return connector._original_handlers.get(number)
+
+
+def is_lightnings_handler(handler: Any) -> bool:
+    return type(handler).__name__ == "_HandlersCompose"
+
+
+def loaded_checkpoint(trainer: Any) -> dict[str, Any]:
+    """Return the dictionary that a trainer is restoring; empty when it restores none."""
+    found: dict[str, Any] = trainer._checkpoint_connector._loaded_checkpoint
+    return found
+
+
+def dump_checkpoint(trainer: Any) -> dict[str, Any]:
+    """Return Lightning's dictionary of a run as it is now."""
+    found: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return found
+
+
+def set_callback_metrics(trainer: Any, metrics: Mapping[str, Any]) -> None:
+    """Add to ``trainer.callback_metrics``."""
+    trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def running_averages(trainer: Any) -> Any:
+    """Return what ``self.log(..., on_epoch=True)`` has accumulated in the epoch, by name."""
+    return trainer.fit_loop.epoch_loop._results
+
+
+def keep_running_averages(trainer: Any) -> None:
+    """Let the averages go on: in the first batch of an epoch, Lightning begins all anew, and this is not the first."""
+    trainer._logger_connector._first_loop_iter = True
+
+
+def data_fetcher(fit: Any) -> Any:
+    return fit._data_fetcher
+
+
+def loaders_of(loop: Any) -> list[Any]:
+    """Return the data loaders of a loop, none before it has set them up."""
+    return list(loop._combined_loader.flattened) if has_loaders(loop) else []
+
+
+def has_loaders(loop: Any) -> bool:
+    return loop._combined_loader is not None
+
+
+def iterator_of(combined: Any) -> Any:
+    """Return the present iterator over all loaders of a loop."""
+    return combined._iterator
+
+
+def begin_counting(combined: Any) -> None:
+    """Forget, after the first batch, that a loader had ended: it began with its state at the end of an epoch."""
+    if hasattr(combined._iterator, "_consumed"):
+        combined._iterator._consumed = [False] * len(combined.flattened)
+
+
+def reloaded_at_epoch(loop: Any) -> Any:
+    """Return the epoch in which a loop has made its data loaders anew last."""
+    return getattr(loop, _reload_name(loop))
+
+
+def set_reloaded_at_epoch(loop: Any, epoch: Any) -> None:
+    setattr(loop, _reload_name(loop), epoch)
+
+
+def _reload_name(loop: Any) -> str:
+    return f"_last_{'train' if hasattr(loop, 'epoch_loop') else 'val'}_dl_reload_epoch"
+
+
+def is_accumulating(fit: Any) -> bool:
+    """Return whether gradients of this batch are still to be accumulated with those of later ones."""
+    return bool(fit._should_accumulate())
+
+
+def has_done_all_batches(fit: Any) -> bool:
+    """Return whether the epoch has no batch left."""
+    return bool(fit.epoch_loop._num_ready_batches_reached())
+
+
+def can_stop_early(fit: Any) -> bool:
+    return bool(fit._can_stop_early)
+
+
+def restart_in_validation(fit: Any) -> None:
+    """Make the loop be entered although the batch is done, and validate."""
+    forget_unfinished(fit.epoch_loop.val_loop.batch_progress)
+    fit.epoch_loop.val_loop._has_run = False
+    fit.epoch_loop._restarting = True
+
+
+def end_restart(fit: Any) -> None:
+    fit.epoch_loop._restarting = False
+
+
+def gathers_in_one_process(strategy: Any) -> bool:
+    """Return whether a strategy that divides parameters is to save them in one file."""
+    return not strategy._save_distributed_checkpoint
+
+
+def averages_models(strategy: Any) -> bool:
+    return type(getattr(strategy, "_ddp_comm_state", None)).__name__ == "PostLocalSGDState"
+
+
+def broadcasts_buffers(strategy: Any) -> bool:
+    """Return whether each process goes on with the buffers of process 0."""
+    return bool(getattr(strategy, "_ddp_kwargs", {"broadcast_buffers": False}).get("broadcast_buffers", True))
+
+
+def made_from(
+    package: str, kind: Any, checkpoint: dict[str, Any], place: str, strict: bool | None, given: Mapping[str, Any]
+) -> Any:
+    """Make a module of ``package`` from Lightning's dictionary; ``given`` has arguments that replace saved ones."""
+    saving = importlib.import_module(f"{package}.core.saving")
+    checkpoint = saving._pl_migrate_checkpoint(checkpoint, place)
+    checkpoint.setdefault("hyper_parameters", {}).update(given)
+    return saving._load_state(kind, checkpoint, strict, **given)
 
 
 # ---- Lightning's searches for a learning rate and a batch size: a run begins with them, a resumed run keeps the result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import random
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from tests.equality import assert_same
 
 import holdfast as hf
+from holdfast.integrations.lightning import wall
 from holdfast.integrations.lightning.epoch import capture_generators, restore_generators
 from holdfast.integrations.lightning.saver import MetricsLedger
 from holdfast.integrations.lightning.strategies import StateHandler
@@ -346,3 +348,11 @@ def test_a_new_version_of_lightning_is_told_by_what_it_has_moved() -> None:
         hf.StateError, match=r"holdfast supports \(2.5 and 2.6\); it has no .*connector._callback_metrics"
     ):
         check_version(trainer)
+
+
+def test_one_module_has_the_names_that_lightning_does_not_make_public() -> None:
+    private = {name for names in wall.NAMES.values() for name in names if name.startswith("_")}
+    folder = Path(str(wall.__file__)).parent
+    for module in folder.glob("*.py"):
+        found = {node.attr for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Attribute)}
+        assert module.name == "wall.py" or not found & private, module.name
