@@ -17,6 +17,7 @@ import typer
 
 from ..engine.clock import format_size
 from ..engine.errors import CheckpointNotFoundError, OptionError, StorageError, shortened_steps
+from ..engine.exit_status import DONE, FAILED
 from ..engine.manager import (
     CheckpointManager,
     CheckpointManagerOptions,
@@ -34,7 +35,6 @@ from .log import configure_logging
 from .places import checkpoints_at, is_one_checkpoint, where_else
 from .progress import progress_of
 from .report import count, print_json
-from .status import DONE, FAILED
 from .streams import say
 
 

@@ -10,6 +10,7 @@ from typing import Literal, cast, get_args
 
 from ..engine.clock import format_size
 from ..engine.errors import CheckpointExistsError, OptionError, TreeMismatchError
+from ..engine.exit_status import DONE
 from ..engine.manager import copy_checkpoint
 from ..engine.sources import is_ours
 from ..integrations.formats.convert import Conversion, ExportFormat, export_checkpoint, import_checkpoint
@@ -17,7 +18,6 @@ from .log import configure_logging
 from .places import checkpoints_at
 from .progress import progress_of
 from .report import count, print_json
-from .status import DONE
 from .streams import say
 
 

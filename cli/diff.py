@@ -6,12 +6,12 @@ import sys
 from dataclasses import asdict
 
 from ..engine.errors import HoldfastError
+from ..engine.exit_status import BAD_USAGE, DONE, FAILED
 from ..engine.sources import compare_checkpoints, open_checkpoint
 from .log import configure_logging
 from .places import checkpoints_at
 from .progress import progress_of
 from .report import count, print_json, print_table
-from .status import BAD_USAGE, DONE, FAILED
 from .streams import say
 
 

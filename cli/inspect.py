@@ -11,6 +11,7 @@ from typing import Any
 
 from ..engine.clock import format_size
 from ..engine.errors import CheckpointNotFoundError, OptionError, TreeMismatchError, shortened_steps
+from ..engine.exit_status import DONE, FAILED
 from ..engine.inspection import CheckpointSummary, LeafSummary, describe, list_checkpoints, shared_bytes
 from ..engine.pytree import PathFilter
 from ..engine.sources import (
@@ -28,7 +29,6 @@ from .log import configure_logging
 from .places import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below, where_else
 from .progress import progress_of
 from .report import age, count, metrics_text, print_json, print_table, print_tree
-from .status import DONE, FAILED
 from .streams import one_line, say
 
 

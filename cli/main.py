@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 
 from ..engine.errors import CheckpointExistsError, CheckpointNotFoundError, InvalidLocationError, OptionError
-from .status import BAD_USAGE, DONE, FAILED, INTERRUPTED
+from ..engine.exit_status import BAD_USAGE, DONE, FAILED, INTERRUPTED
 from .streams import open_closed_streams, say
 
 _USAGE_ERRORS = (OptionError, CheckpointNotFoundError, CheckpointExistsError, InvalidLocationError)

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..engine.errors import OptionError
+from ..engine.exit_status import DONE, FAILED, PREEMPTED
 from .log import configure_logging
 from .report import print_json, print_table
-from .status import DONE, FAILED, PREEMPTED
 from .streams import say
 
 if TYPE_CHECKING:

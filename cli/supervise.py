@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..engine.errors import HoldfastError, OptionError
+from ..engine.exit_status import BAD_USAGE, FAILED, NO_PROGRESS, PREEMPTED
 from ..engine.manager import EVENTS, append_after_death
 from ..engine.steps import list_steps, newest_step
 from ..engine.storage import as_location
 from .program import Program, Signals, shell_status
-from .status import BAD_USAGE, FAILED, NO_PROGRESS, PREEMPTED
 from .streams import silence_lost_streams, write_error
 
 _BETWEEN_STACKS = 5.0  # seconds at most

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator
 
 from ..engine.clock import format_size
+from ..engine.exit_status import DONE
 from ..engine.inspection import CheckpointSummary, list_checkpoints
 from ..engine.manager import finite
 from ..engine.storage import Location
 from .inspect import list_steps, shown
 from .places import checkpoints_at
 from .report import metrics_text
-from .status import DONE
 from .streams import say
 
 

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from ...engine.clock import format_size
 from ...engine.errors import HoldfastError, OptionError, shortened, shortened_steps
+from ...engine.exit_status import BAD_USAGE, DONE, FAILED, PREEMPTED
 from ...engine.manager import read_events
 from ...engine.observer import DRILL, STRAYS
 from ...engine.sources import LeafDifference, compare_checkpoints, open_at
@@ -31,7 +32,6 @@ from ...engine.storage import as_location
 from ..log import configure_logging
 from ..program import Program, Signals, shell_status
 from ..report import count, print_json
-from ..status import BAD_USAGE, DONE, FAILED
 from ..streams import say
 from .findings import Causes, Finding, Report, StepDifference, Trace, in_use, print_report, unseeded
 from .interruptions import DrillOptions, Interruption, choose, places_to_save
@@ -294,7 +294,7 @@ class _Drill:
             )
         if trace.interrupted is not None and interruption is not None:
             polite = interruption.signal != signal.SIGKILL
-            expected = (0, 75, 128 + interruption.signal, -interruption.signal)
+            expected = (DONE, PREEMPTED, 128 + interruption.signal, -interruption.signal)
             if (
                 polite
                 and start.state not in ("preempted", "finished")

@@ -18,10 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...engine.exit_status import PREEMPTED
 from ...engine.manager import CheckpointManagerOptions
 from ...engine.observer import Observer, Point, T
 from ...engine.storage import append_line
-from ..status import PREEMPTED
 from .fingerprints import Fingerprints
 from .plan import RUNS, TRACES, DrillPlan
 from .redirects import Redirects

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from ...engine.clock import format_size
 from ...engine.errors import OptionError
+from ...engine.exit_status import DONE
 from ..log import configure_logging
 from ..progress import progress_of
 from ..report import count, print_json
-from ..status import DONE
 from ..streams import say
 from .facts import Reading, find_runs, read_run
 from .page import GENERATOR, draw_page

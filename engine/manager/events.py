@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..clock import Clock
+from ..exit_status import PREEMPTED
 from ..observer import Observer
 from ..storage import Location, append_line, open_own
 
@@ -30,7 +31,7 @@ ROTATED = "events.1.jsonl"  # what it is called when it has reached its limit
 _LIMIT = 8 << 20  # bytes
 _MOST = 8 * _LIMIT  # bytes that are read of a file
 _METRICS = 64  # metrics of one event, at most
-_PREEMPTED = (75, 128 + signal.SIGTERM)  # statuses of a program that was preempted
+_PREEMPTED = (PREEMPTED, 128 + signal.SIGTERM)  # statuses of a program that was preempted
 _EARLY = 8  # events that are kept before the run owns its directory
 
 T = TypeVar("T")

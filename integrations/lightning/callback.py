@@ -13,11 +13,11 @@ import torch
 
 from ...engine.clock import Clock, Duration
 from ...engine.errors import HoldfastError, OptionError, StateError
+from ...engine.exit_status import PREEMPTED
 from ...engine.manager import BestFn, BestMode, Mirror, described, refuse_options
 from ...engine.sources import Misfits, Weights, load_weights
 from ...engine.storage import Location, Place
 from ..loop import (
-    PREEMPTED,
     AgreedStop,
     OwnStop,
     PreemptionSignal,

@@ -5,13 +5,12 @@ from __future__ import annotations
 from .announce import announce
 from .callback import CheckpointCallback, StepOutcome
 from .hyperparameters import Hyperparameters
-from .preemption import PREEMPTED, WITHOUT_GRACE, GraceCheck, PreemptionSignal
+from .preemption import WITHOUT_GRACE, GraceCheck, PreemptionSignal
 from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour, warn_of_misfits
 from .states import LoopArguments, StateAdapter
 from .stopping import AgreedStop, OwnStop, Stop, part
 
 __all__ = [
-    "PREEMPTED",
     "WITHOUT_GRACE",
     "AgreedStop",
     "CheckpointCallback",

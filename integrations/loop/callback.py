@@ -16,6 +16,7 @@ from typing import Any, Literal, Never, Protocol, Self, TypeVar, overload
 from ...engine.checkpoint import AsyncCheckpointer
 from ...engine.clock import Clock, Duration, seconds
 from ...engine.errors import OptionError, StateError
+from ...engine.exit_status import PREEMPTED
 from ...engine.generators import GlobalGenerators
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
 from ...engine.manager import BestFn, BestMode, CheckpointManager, Mirror, Peek, described, refuse_options
@@ -26,7 +27,7 @@ from .announce import announce
 from .extras import GLOBAL_GENERATORS, check_extras, check_no_options, fresh_extras, missing_extras
 from .initial import InitialState
 from .objects import adapter_for
-from .preemption import PREEMPTED, WITHOUT_GRACE, GraceCheck, PreemptionSignal
+from .preemption import WITHOUT_GRACE, GraceCheck, PreemptionSignal
 from .resuming import all_steps, check_resume, peek, restore, unfinished_neighbour, warn_of_misfits
 from .states import STATE, LoopArguments, StateAdapter
 from .steps import StepSaver, check_metrics

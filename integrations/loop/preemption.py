@@ -18,9 +18,6 @@ from ..workers import expose_workers, exposed_workers, protect_workers
 
 logger = logging.getLogger("holdfast")
 
-PREEMPTED = 75
-"""The exit status of a program that was preempted and has saved: run the same command again (``EX_TEMPFAIL``)."""
-
 _ONE_CTRL_C = 1.0  # seconds in which several are one
 
 WITHOUT_GRACE = 10.0

@@ -1,4 +1,4 @@
-"""Exit statuses of the command."""
+"""Exit statuses of the command, and of a program that was preempted."""
 
 from __future__ import annotations
 
