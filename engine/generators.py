@@ -169,18 +169,19 @@ class GlobalGenerators:
         return [name for name in missing if name.partition(":")[0] in self._drawn]
 
     def _has_moved(self, name: str, state: Any) -> bool:
-        return name not in self._begun or not _same(self._begun[name], state)
+        return name not in self._begun or not same_state(self._begun[name], state)
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_state(one: Any, other: Any) -> bool:
+    """Return whether two states of a generator are equal."""
     if is_torch_tensor(one):
         return bool(one.equal(other))
     if isinstance(one, np.ndarray):
         return np.array_equal(one, other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(same_state(value, other[key]) for key, value in one.items())
     if isinstance(one, list):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same_state, one, other))
     return bool(one == other)
 
 

@@ -203,7 +203,6 @@ class CheckpointCallback(ResumingCallback):
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
         refuse_options("CheckpointCallback.__init__", unknown, given)
         options = CallbackArguments(**given)
-        # The base class is not initialized: it only notes the one file that it would save on an exception.
         self._options = options
         self._store = RunStore(options.dirpath, options)
         self._published = Published(self._store.directory, options)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ...engine.errors import StateError
+from ...engine.generators import same_state
 from ...engine.pytree import loaded
 from ...engine.stateful import generators_of, is_torchdata_loader, restore_state, state_of, warn_of_lost_draws
 from .wall import begin_counting, keep_running_averages, running_averages
@@ -349,23 +350,12 @@ class Drawing:
             return {}
         after, found = capture_generators(_CPU, ()), {}
         for name in _GENERATORS:
-            if same(before[name], after[name]):
+            if same_state(before[name], after[name]):
                 continue
-            if not same(before[name], self._after.get(name)):
+            if name not in self._after or not same_state(before[name], self._after[name]):
                 found[name] = before[name]
             self._after = {**self._after, name: after[name]}
         return found
-
-
-def same(one: Any, other: Any) -> bool:
-    """Return whether two states of a generator are equal."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return np.array_equal(one, other)
-    return bool(one == other)
 
 
 def warn_of_draws() -> None:

@@ -49,11 +49,23 @@ if TYPE_CHECKING:
     class ResumingCallback(OnExceptionCheckpoint):
         """The one kind of callback that a trainer asks for a checkpoint when ``fit`` is given none."""
 
+        def __init__(self) -> None:
+            """Take nothing: the base class only notes the one file that it would save on an exception.
+
+            Parsers of arguments (LightningCLI) look here for what ``**unknown`` of a derived class may be.
+            """
+
 else:
     _found = _importable().values()
 
     class ResumingCallback(*(callbacks.OnExceptionCheckpoint for callbacks, _ in _found)):
         """The one kind of callback that a trainer asks for a checkpoint when ``fit`` is given none."""
+
+        def __init__(self) -> None:
+            """Take nothing: the base class only notes the one file that it would save on an exception.
+
+            Parsers of arguments (LightningCLI) look here for what ``**unknown`` of a derived class may be.
+            """
 
     class CheckpointIO(*(plugins.CheckpointIO for _, plugins in _found)):
         """What a strategy writes checkpoints to and reads them from."""

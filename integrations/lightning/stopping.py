@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -104,7 +103,7 @@ logger = logging.getLogger("holdfast")
 
 _PATIENCE = 120.0  # seconds, of the other processes for ``scontrol``
 
-_taken_over: weakref.WeakSet[Any] = weakref.WeakSet()
+_OURS = "holdfast_requeues"  # the note, among the attributes of an environment, that this integration requeues its job
 
 
 def take_over_requeue(trainer: Any) -> signal.Signals | None:
@@ -114,8 +113,8 @@ def take_over_requeue(trainer: Any) -> signal.Signals | None:
         return None
     if environment.auto_requeue:
         environment.auto_requeue = False
-        _taken_over.add(environment)
-    if environment not in _taken_over or environment.requeue_signal is None:
+        vars(environment)[_OURS] = True
+    if _OURS not in vars(environment) or environment.requeue_signal is None:
         return None
     return signal.Signals(environment.requeue_signal)
 
