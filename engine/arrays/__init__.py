@@ -12,4 +12,4 @@ from .reuse import WrittenSteps
 from .snapshot import KnownTree, Snapshot, StagingBuffer
 from .source import MemoryTree, NamedVariables, PartialTree, SavedLeaf, TreeSource, damaged_leaves
 from .transform import load_transformed_tree
-from .write import MANIFEST, HostTree, TreePlan, TreeWriter, write_file
+from .write import MANIFEST, TREE, HostTree, TreePlan, TreeWriter, write_file

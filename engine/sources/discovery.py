@@ -272,11 +272,13 @@ def _find_step(location: Location, step: int | None) -> StepEntry:
         return entry
     if not location.exists():
         raise CheckpointNotFoundError(f"{location}: there is nothing at this path")
-    known = (
-        f"it holds the steps {shortened_steps(sorted(one.step for one in steps.entries))}"
-        if steps.entries
-        else f"it has no {RECORD} and no steps, and no checkpoint of a supported library was found"
-    )
+    known = f"it has no {RECORD} and no steps, and no checkpoint of a supported library was found"
+    if steps.entries:
+        known = f"it holds the steps {shortened_steps(sorted(one.step for one in steps.entries))}"
+    elif (location.parent / RECORD).is_there():
+        known = (
+            f"it is a part of the checkpoint {location.parent}; load that, with item={location.name!r} for this part"
+        )
     wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     raise CheckpointNotFoundError(f"{location}: {wanted} here; {known}")
 

@@ -104,11 +104,11 @@ from holdfast.engine.checkpoint.save import Save
 ended = threading.Event()
 threading._register_atexit(ended.set)  # before the interpreter waits for other threads
 
-def complete(self, complete=Save.complete):
+def write(self, write=Save.write):
     ended.wait()
-    return complete(self)
+    return write(self)
 
-Save.complete = complete
+Save.write = write
 handler = hf.PyTreeCheckpointHandler(layout=hf.Layout(compression=1, data_file_bytes=1 << 20))
 manager = hf.CheckpointManager(sys.argv[1], hf.AsyncCheckpointer(handler))
 manager.save(1, {str(number): np.full(1 << 17, number) for number in range(20)})

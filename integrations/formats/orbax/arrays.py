@@ -16,6 +16,7 @@ from urllib.parse import unquote
 import numpy as np
 from numpy.typing import NDArray
 
+from ....engine.arrays import TREE
 from ....engine.errors import (
     DamagedCheckpointError,
     HoldfastError,
@@ -234,7 +235,7 @@ def _read(location: Location) -> Entries:
 
 
 def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
-    if MANIFEST_NAME not in names:
+    if MANIFEST_NAME not in names or TREE in names:  # with a tree.json it is a part of a checkpoint of ours
         return None
     return SingleTree("TensorStore", location, ArrayFolder(location), total_bytes(location))
 
