@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, overload
+from typing import Any, Never, TypeVar, overload
 
 from .arrays import Layout
 from .checkpoint import Checkpointer, SaveReport
 from .errors import OptionError
 from .handlers import PyTreeCheckpointHandler
+from .peer_names import keyword_only, refuse_unknown
 from .pytree import Patterns
 from .sources import CheckpointSource, read_checkpoint
 from .storage import Place, as_location
@@ -15,7 +16,9 @@ from .storage import Place, as_location
 T = TypeVar("T")
 
 
-def save(path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | None = None) -> SaveReport:
+def save(
+    path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | None = None, **unknown: Never
+) -> SaveReport:
     """Save a tree: atomic, durable and checksummed when this returns.
 
     Args:
@@ -41,6 +44,7 @@ def save(path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | No
     ...     load(f"{directory}/ckpt")
     {'w': array([0, 1, 2]), 'step': 7}
     """
+    refuse_unknown("save", unknown, keyword_only(save))
     report = Checkpointer(PyTreeCheckpointHandler(layout=layout)).save(path, tree, force=overwrite)
     assert report is not None
     return report

@@ -329,15 +329,16 @@ def _accelerated(run: Run) -> Any:
     prepared = accelerator.prepare(model, optimizer, schedule.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
     state = dict(zip(("model", "optimizer", "schedule"), prepared, strict=True))
     with run.callback() as checkpoint:
-        _, start = checkpoint.restore_or_initialize(state)
+        _, start = checkpoint.restore_or_initialize(state, micro=accelerator.step)
+        accelerator.step = checkpoint.extras["micro"]
         for step in range(start + 1, run.total + 1):
-            accelerator.gradient_state._set_sync_gradients(step % 2 == 0)
             x, y = batch()
-            accelerator.backward(nn.functional.mse_loss(state["model"](x), y))
-            state["optimizer"].step()
-            state["schedule"].step()
-            state["optimizer"].zero_grad()
-            if run.report(checkpoint, step, state):
+            with accelerator.accumulate(state["model"]):
+                accelerator.backward(nn.functional.mse_loss(state["model"](x), y))
+                state["optimizer"].step()
+                state["schedule"].step()
+                state["optimizer"].zero_grad()
+            if run.report(checkpoint, step, state, micro=accelerator.step):
                 break
     return state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Never, Self
 
 from ..clock import Clock, Duration, SystemClock, seconds
 from ..distributed import Coordinator, ProcessGroup
@@ -19,6 +19,7 @@ from ..handlers import (
     item_structure,
     restore_item,
 )
+from ..peer_names import keyword_only, refuse_unknown
 from ..sources import JSON, TREE, CheckpointSource, is_ours, recognise
 from ..steps import read_steadily
 from ..storage import Location, Place, as_location
@@ -55,7 +56,9 @@ class Checkpointer:
         clock: Clock | None = None,
         coordinator: Coordinator | None = None,
         barrier_timeout_secs: Duration = "10m",
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(type(self).__name__, unknown, keyword_only(type(self).__init__))
         self.handler = handler
         self._clock = clock or SystemClock()
         self._coordinator = coordinator
@@ -188,13 +191,16 @@ class AsyncCheckpointer(Checkpointer):
         clock: Clock | None = None,
         coordinator: Coordinator | None = None,
         barrier_timeout_secs: Duration = "10m",
+        **unknown: Never,
     ) -> None:
         if not isinstance(handler, AsyncCheckpointHandler):
             raise TypeError(
                 f"{type(handler).__name__} cannot save in the background: use Checkpointer, "
                 "or derive the handler from AsyncCheckpointHandler"
             )
-        super().__init__(handler, clock=clock, coordinator=coordinator, barrier_timeout_secs=barrier_timeout_secs)
+        super().__init__(
+            handler, clock=clock, coordinator=coordinator, barrier_timeout_secs=barrier_timeout_secs, **unknown
+        )
         self._save = BackgroundSave(timeout_secs)
 
     def save(self, path: Place, item: Any, *, force: bool = False, **kwargs: Any) -> None:
@@ -254,8 +260,8 @@ class PyTreeCheckpointer(Checkpointer):
         coordinator: How processes find each other; None detects it.
     """
 
-    def __init__(self, *, clock: Clock | None = None, coordinator: Coordinator | None = None) -> None:
-        super().__init__(PyTreeCheckpointHandler(), clock=clock, coordinator=coordinator)
+    def __init__(self, *, clock: Clock | None = None, coordinator: Coordinator | None = None, **unknown: Never) -> None:
+        super().__init__(PyTreeCheckpointHandler(), clock=clock, coordinator=coordinator, **unknown)
 
 
 # ---- checkpoints of other libraries, restored by the same calls

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Never, Self, TypeVar, overload
 
 from ..checkpoint import Checkpointer, SaveReport
 from ..clock import Clock, SystemClock, seconds
@@ -15,6 +15,7 @@ from ..errors import (
     OptionError,
 )
 from ..observer import Observer, process_observer
+from ..peer_names import keyword_only, refuse_unknown
 from ..storage import Location, Place, as_location
 from .access import RunAccess
 from .decisions import Decision, Rollback, SaveDecisions, Wanted
@@ -85,7 +86,9 @@ class CheckpointManager:
         clock: Clock | None = None,
         coordinator: Coordinator | None = None,
         observer: Observer | None = None,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(type(self).__name__, unknown, keyword_only(CheckpointManager.__init__))
         self.observer = observer or process_observer()
         self.options = self.observer.options(options or CheckpointManagerOptions())
         writes = not self.options.read_only

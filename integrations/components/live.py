@@ -12,7 +12,7 @@ import numpy as np
 from ...engine.errors import OptionError
 from ...engine.pytree import is_jax_array, is_nnx, is_torch_tensor
 from ...engine.stateful import is_stateful
-from ..graph import Path, is_module, is_optimizer, nnx_children, tracked_attributes
+from ..graph import Path, is_actor_class, is_module, is_optimizer, nnx_children, tracked_attributes
 from .constructor_spec import CtorArguments
 from .names import named_path
 
@@ -129,7 +129,9 @@ def is_component(value: Any) -> bool:
 
 def method_of(value: Any, name: str) -> Callable[..., Any] | None:
     """Return a method of an object, or None; attributes that ``__getattr__`` makes up do not count."""
-    if isinstance(value, type) or not (hasattr(type(value), name) or name in getattr(value, "__dict__", ())):
+    if isinstance(value, type) or is_actor_class(type(value)):  # type: ignore[arg-type]
+        return None
+    if not (hasattr(type(value), name) or name in getattr(value, "__dict__", ())):
         return None
     found = getattr(value, name, None)
     return found if callable(found) else None

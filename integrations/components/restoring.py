@@ -16,7 +16,17 @@ from ..graph import Path, format_section
 from .live import LiveComponent, again, paths_of
 from .names import find, format_component_path
 from .reading import SavedComponent, all_components
-from .states import Keep, OwnReport, forget_moments, has_own, match_kept, own_state, set_own_state
+from .states import (
+    Keep,
+    OwnReport,
+    forget_moments,
+    has_own,
+    is_remote,
+    match_kept,
+    own_state,
+    own_states,
+    set_own_state,
+)
 
 _logger = logging.getLogger("holdfast")
 
@@ -154,6 +164,7 @@ class _Restore:
             self._check(keep)
         self._done: dict[Path, OwnReport] = {}
         self._before: list[tuple[LiveComponent, Any]] = []
+        self._asked: dict[Path, Any] = {}  # states of remote components before the restore, asked for at once
 
     def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
         """Return the saved component for each live one, by its path, those below others first."""
@@ -210,6 +221,9 @@ class _Restore:
         """Give every component its state, and then those that exist only since another has got its own."""
         try:
             live = paths_of(self._target.root)
+            if not self._fresh:  # the last one is not taken back
+                remote = [live[path] for path in [*self._origins][:-1] if is_remote(live[path].value)]
+                self._asked = own_states(remote, snapshot=True, partial=True)
             for path, origin in self._origins.items():
                 self._set(live[path], self._states.pop(path), origin, last=not self._states)
             while new := self._new_origins():
@@ -237,7 +251,9 @@ class _Restore:
 
     def _set(self, one: LiveComponent, state: Any, origin: SavedComponent, *, last: bool) -> None:
         if not last and not self._fresh:
-            self._before.append((one, own_state(one, snapshot=True, partial=True)))
+            is_asked = one.path in self._asked
+            state_before = self._asked[one.path] if is_asked else own_state(one, snapshot=True, partial=True)
+            self._before.append((one, state_before))
         kept = self._within(one.path)
         self._done[one.path] = set_own_state(
             one, state, origin.location, kept, fitting=self._fitting, modes=self._modes

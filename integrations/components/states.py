@@ -160,11 +160,13 @@ class Fetched:
 # ---- taking
 
 
-def own_states(components: Iterable[LiveComponent]) -> dict[Path, Any]:
+def own_states(
+    components: Iterable[LiveComponent], *, snapshot: bool = False, partial: bool = False
+) -> dict[Path, Any]:
     """Take the states of components, those of remote ones all at once."""
     known = list(components)
     with Fetched({id(one.value): bound(_asked, one) for one in known if is_remote(one.value)}) as fetched:
-        return {one.path: own_state(one, snapshot=False, fetched=fetched) for one in known}
+        return {one.path: own_state(one, snapshot=snapshot, partial=partial, fetched=fetched) for one in known}
 
 
 def _asked(component: LiveComponent) -> Any:

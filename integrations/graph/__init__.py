@@ -7,6 +7,7 @@ from .checkpoint import Checkpoint, snapshot
 from .frameworks import has_own_protocol, is_module, is_optimizer, nnx_children
 from .keras import keras_kind
 from .manager import CheckpointManager
+from .outside import is_actor_class
 from .paths import Path, format_node_path, format_section, parse_path, storage_name
 from .reader import CheckpointReader, GraphView, checkpoints_iterator, latest_checkpoint, load_checkpoint
 from .restoration import PreparedRestore, Restoration, RestoreReport, RestoreStatus

@@ -105,6 +105,15 @@ def is_code_or_tool(value: Any) -> bool:
     )
 
 
+@lru_cache(maxsize=1024)
+def is_actor_class(kind: Any) -> bool:
+    """Whether a class stands for another one, which ``ray.remote`` has decorated: its object is code, no state.
+
+    It derives from the class of the program, and was never initialized as one.
+    """
+    return any(class_name_of(base) == "ray.actor.ActorClass" for base in kind.__mro__)
+
+
 def why_refused(value: Any) -> str | None:
     """Return why attributes do not have all of an object's state; None where they do."""
     kind = type(value)

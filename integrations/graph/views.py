@@ -41,7 +41,7 @@ from .frameworks import (
     variable_accessors,
 )
 from .keras import VARIABLE, bare_variable, keras_children, keras_kind, variable_slot, why_not_saved
-from .outside import is_code_or_tool, why_more, why_refused
+from .outside import is_actor_class, is_code_or_tool, why_more, why_refused
 from .paths import Path
 from .slots import BoxSlot, MemberSlot, PartSlot, Slot, StateSlot, proxy
 from .tracked import Node, TrackedDict, TrackedList, Untracked, Value, tracked_attributes
@@ -154,6 +154,8 @@ def edge_at(holder: Any, key: object) -> Edge | None:
 
 
 def _classify_object(value: Any, position: Position) -> View:
+    if is_actor_class(type(value)):  # type: ignore[arg-type]
+        return Unsaved(f"is no state ({class_name(value)})", intended=True)
     if isinstance(value, Node):
         return _node(value, position)
     if (packed := _packed(value)) is not None:

@@ -329,3 +329,21 @@ def test_a_step_of_a_manager_is_a_checkpoint(tmp_path: Path) -> None:
         manager.save(1, {"x": 1})
     with pytest.raises(hf.StateError, match="has the items x; restore it with a CheckpointManager"):
         hf.PyTreeCheckpointer().restore(tmp_path / "more" / "1")
+
+
+@pytest.mark.parametrize(
+    ("taker", "call"),
+    [
+        ("save", lambda place, **given: hf.save(place, {"w": 1}, **given)),
+        ("CheckpointManager", hf.CheckpointManager),
+        ("Checkpointer", lambda _, **given: hf.Checkpointer(hf.PyTreeCheckpointHandler(), **given)),
+        ("AsyncCheckpointer", lambda _, **given: hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler(), **given)),
+        ("PyTreeCheckpointer", lambda _, **given: hf.PyTreeCheckpointer(**given)),
+    ],
+)
+def test_arguments_of_other_libraries_get_advice(taker: str, call: Any, tmp_path: Path) -> None:
+    with pytest.raises(hf.UnknownArgumentError, match=rf"^{taker} does not .*filesystem: leave it out: a URL names"):
+        call(tmp_path / "x", filesystem=object())
+    with pytest.raises(hf.UnknownArgumentError, match="multiprocessing_options: here it is coordinator="):
+        call(tmp_path / "x", multiprocessing_options=None)
+    assert list(tmp_path.iterdir()) == []

@@ -90,7 +90,7 @@ class Group(Checkpointable):
 
 @pytest.mark.filterwarnings("ignore")
 def test_states_of_remote_components_are_asked_for_at_once(tmp_path: Path) -> None:
-    group, fresh = Group(), Group(together=1)
+    group, fresh = Group(), Group()  # a restore asks for the states before it, too
     for number, actor in enumerate(group.actors):
         actor.value = number
     path = group.save_to_path(tmp_path / "group")

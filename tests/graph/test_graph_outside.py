@@ -32,6 +32,7 @@ from tests.documents.examples import Examples
 
 import holdfast as hf
 from holdfast import components, graph
+from holdfast.components import Checkpointable
 
 
 class Holder:
@@ -350,3 +351,44 @@ def test_an_error_of_a_state_names_its_object(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the simulator is gone") as raised:
         graph.Checkpoint(holder=Holder(Broken())).save(tmp_path / "x")
     assert "raised by holder/thing" in raised.value.__notes__[0]
+
+
+def decorated(kind: type) -> Any:
+    """What ``ray.remote`` makes of a class: an object of a class that derives from it, which is not initialized."""
+    base: Any = of_module("ray.actor", type("ActorClass", (), {}))
+    derived: Any = type(f"ActorClass({kind.__name__})", (base, kind), {})
+    return derived.__new__(derived)
+
+
+class Worker:
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def get_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+class Part(Checkpointable):
+    """A component of the program."""
+
+
+class Plain:
+    """An object of the program."""
+
+
+@pytest.mark.parametrize("kind", [Worker, Part])
+@pytest.mark.parametrize("component", [False, True], ids=["object", "component"])
+def test_classes_decorated_by_ray_are_code(kind: type, component: bool, tmp_path: Path) -> None:
+    for start in range(2):
+        holder: Any = Part() if component else Plain()
+        holder.worker, holder.count = decorated(kind), start
+        with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
+            state, step = checkpoint.restore_or_initialize(holder)
+            assert (step, holder.count) == (start, 0)
+            checkpoint.on_step(step + 1, state)
+    paths = [leaf.path for leaf in hf.describe(tmp_path)]
+    assert "count" in paths
+    assert not [path for path in paths if "worker" in path]

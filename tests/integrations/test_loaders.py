@@ -344,6 +344,7 @@ def loop_over_epochs(directory: Path, stop: int = 0, **options: Any) -> list[Any
         {"dataset": Stream},
         {"dataset": StreamWithState},
         {"shuffle": True, "num_workers": 1},
+        {"shuffle": True, "num_workers": 2},
         {"num_workers": 2, "persistent_workers": True},
     ],
     ids=str,
@@ -366,9 +367,10 @@ def test_a_loop_over_epochs_is_stopped_at_the_end_of_one_and_elsewhere(
     ("options", "warning"),
     [
         ({"dataset": Drawing, "num_workers": 1}, "draws random numbers in the workers"),
+        ({"dataset": Drawing, "num_workers": 2}, "draws random numbers in the workers"),
         ({"sampler": OwnOrder}, "the OwnOrder of a StatefulDataLoader has no state_dict and load_state_dict"),
     ],
-    ids=["draws in workers", "sampler without a state"],
+    ids=["draws in a worker", "draws in two workers", "sampler without a state"],
 )
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", r"ignore:os.fork\(\) was called:RuntimeWarning")
 def test_what_a_stateful_loader_does_not_keep_is_said(
