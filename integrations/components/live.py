@@ -129,7 +129,7 @@ def is_component(value: Any) -> bool:
 
 def method_of(value: Any, name: str) -> Callable[..., Any] | None:
     """Return a method of an object, or None; attributes that ``__getattr__`` makes up do not count."""
-    if isinstance(value, type) or is_actor_class(type(value)):  # type: ignore[arg-type]
+    if isinstance(value, type) or is_actor_class(type(value)):
         return None
     if not (hasattr(type(value), name) or name in getattr(value, "__dict__", ())):
         return None

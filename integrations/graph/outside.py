@@ -105,7 +105,6 @@ def is_code_or_tool(value: Any) -> bool:
     )
 
 
-@lru_cache(maxsize=1024)
 def is_actor_class(kind: Any) -> bool:
     """Whether a class stands for another one, which ``ray.remote`` has decorated: its object is code, no state.
 

@@ -154,7 +154,7 @@ def edge_at(holder: Any, key: object) -> Edge | None:
 
 
 def _classify_object(value: Any, position: Position) -> View:
-    if is_actor_class(type(value)):  # type: ignore[arg-type]
+    if is_actor_class(type(value)):
         return Unsaved(f"is no state ({class_name(value)})", intended=True)
     if isinstance(value, Node):
         return _node(value, position)

@@ -147,6 +147,7 @@ class Seen(lightning.LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata with torch 2.13
+@pytest.mark.filterwarnings("ignore:os.fork")  # jax may be loaded, and workers of torch are forked
 @pytest.mark.parametrize(("draws", "persistent"), [(False, False), (False, True), (True, False)])
 def test_a_loader_of_torchdata_with_workers_in_the_second_epoch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, draws: bool, persistent: bool
