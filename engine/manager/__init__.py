@@ -45,5 +45,6 @@ from .retention import (
     StepInfo,
     best,
     infos_of,
+    kept_steps,
     reasons,
 )

@@ -9,8 +9,10 @@ import json
 import logging
 import os
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from ..checkpoint import copy_left, delete_checkpoint, is_swept, remove_temporary, sweep, write_record
@@ -52,7 +54,7 @@ from .identity import OPTIONS, Doomed, RunIdentity, new_run, store_identity, sto
 from .metrics import metric_name, plain_metrics
 from .options import CheckpointManagerOptions
 from .ownership import Ownership
-from .retention import KeepAll, KeepBest, StepInfo, info_of, reasons
+from .retention import KeepAll, KeepBest, StepInfo, info_of, kept_steps, reasons
 
 _logger = logging.getLogger("holdfast")
 
@@ -164,8 +166,7 @@ class RunDirectory:
         self._dooms = False  # whether a mirror may have what is deleted here
         self._errors: dict[int, DamagedCheckpointError | FormatVersionError] = {}
         self._condemned: dict[int, tuple[CheckpointRecord, DamagedCheckpointError]] = {}
-        self._steps: dict[int, StepInfo] = {}  # what retention rules see of the records
-        self._infos: tuple[StepInfo, ...] | None = None  # the same in ascending order; None once it has changed
+        self._infos: tuple[StepInfo, ...] = ()  # what retention rules see of the records, in ascending order
         names = self.reload()
         if not (options.read_only or self._records or self._errors):
             self._check_unclaimed(names)
@@ -219,17 +220,17 @@ class RunDirectory:
                 if step in records and records[step].identity == condemned.identity:
                     del records[step]
                     errors[step] = error
-            self._steps = {step: info_of(step, record) for step, record in records.items()}
+            self._infos = tuple(info_of(step, record) for step, record in sorted(records.items()))
             self._records, self._errors = records, errors
             self._others = {entry.step: entry.location for entry in others}
-            self._infos = None
         return frozenset(entry.name for entry in content)
 
     def add(self, step: int, record: CheckpointRecord | None) -> None:
         """Note that a step was committed, or its record replaced; None says that it was deleted."""
         with self._lock:
-            self._forget(step)
-            if record is not None:
+            if record is None:
+                self._forget(step)
+            else:
                 self._put(step, with_late(record, self._late.of(f"{self._series}{step}")))
 
     def condemn(self, step: int, damage: str, *, unreadable: bool) -> None:
@@ -242,14 +243,17 @@ class RunDirectory:
                 self._condemned[step] = record, error
 
     def _put(self, step: int, record: CheckpointRecord) -> None:
+        self._forget(step)
         self._records[step] = record
-        self._steps[step] = info_of(step, record)
-        self._infos = None
+        place = bisect_left(self._infos, step, key=attrgetter("step"))
+        self._infos = (*self._infos[:place], info_of(step, record), *self._infos[place:])
 
     def _forget(self, step: int) -> None:
-        for known in (self._records, self._steps, self._errors, self._condemned):
+        if step in self._records:
+            place = bisect_left(self._infos, step, key=attrgetter("step"))
+            self._infos = self._infos[:place] + self._infos[place + 1 :]
+        for known in (self._records, self._errors, self._condemned):
             known.pop(step, None)
-        self._infos = None
 
     def add_late_metrics(self) -> None:
         """Add the metrics that other programs have recorded since the directory was read."""
@@ -267,10 +271,7 @@ class RunDirectory:
 
     def infos(self) -> tuple[StepInfo, ...]:
         """Return the committed steps as retention rules see them, in ascending order."""
-        with self._lock:
-            if self._infos is None:
-                self._infos = tuple(info for _, info in sorted(self._steps.items()))
-            return self._infos
+        return self._infos
 
     def has_item(self, item: str, step: int) -> bool:
         """Return whether a step is there, and has an item."""
@@ -519,16 +520,16 @@ class RunDirectory:
             _logger.warning("%s: cannot be read, and is saved again: what was there is now %s", place, moved.name)
         self.add(step, None)
 
-    def kept(self) -> dict[int, tuple[str, ...]]:
-        """Return the steps that some rule keeps, each with every reason, and the one that was saved last."""
-        found = reasons(self.infos(), self._rules)
-        last = self.last_saved
-        if last is not None and last not in found and last in self:  # the later steps are of another branch
-            found[last] = ("saved last",)
-        for step in tuple(self._held):
-            if step in self:
-                found.setdefault(step, ("being copied to the mirror",))
-        return found
+    def why_kept(self, step: int) -> tuple[str, ...]:
+        """Return every reason for which a step is kept; empty if it is about to be deleted."""
+        found = reasons(self.infos(), self._rules).get(step, ())
+        return found or tuple(reason for protected, reason in self._protected() if protected == step)[:1]
+
+    def _protected(self) -> Iterator[tuple[int, str]]:
+        """Generate the steps that stay although no rule keeps them, with the reason."""
+        if self.last_saved is not None:  # later steps are of another branch
+            yield self.last_saved, "saved last"
+        yield from ((step, "being copied to the mirror") for step in tuple(self._held))
 
     def collect(self) -> None:
         """Delete the steps that no rule keeps. A failure is logged; the next call tries again."""
@@ -539,13 +540,10 @@ class RunDirectory:
 
     def _given_up(self) -> dict[int, CheckpointRecord]:
         """Return the steps that no rule keeps, with the records by which that was decided."""
-        infos, kept = self.infos(), self.kept()
         with self._lock:
-            return {
-                info.step: self._records[info.step]
-                for info in infos
-                if info.step not in kept and self._steps.get(info.step) is info
-            }
+            infos, records = self._infos, self._records.copy()
+        given_up = records.keys() - kept_steps(infos, self._rules) - {step for step, _ in self._protected()}
+        return {step: records[step] for step in sorted(given_up)}
 
     def _delete_given_up(self, doomed: Mapping[int, CheckpointRecord]) -> None:
         if doomed:

@@ -204,7 +204,7 @@ class CheckpointManager:
             CheckpointNotFoundError: There is no such step.
         """
         self._run.record(step)
-        return self._run.kept().get(step, ())
+        return self._run.why_kept(step)
 
     def metrics(self, step: int) -> Any:
         """Return the metrics stored with a step, a dictionary if they were given as one; None without any.

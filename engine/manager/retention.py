@@ -16,7 +16,7 @@ from ..clock import format_duration
 from .metrics import Metric, Mode, format_metric, metric_name, metric_value
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from ..format import CheckpointRecord
     from ..steps import StepEntry
@@ -185,17 +185,24 @@ class KeepSteps:
 # ---- all rules
 
 
+def kept_steps(steps: Sequence[StepInfo], rules: Sequence[Rule]) -> set[int]:
+    """Return the steps to keep: those that any rule keeps, and the newest in any case."""
+    return set().union(*_verdicts(steps, rules))
+
+
 def reasons(steps: Sequence[StepInfo], rules: Sequence[Rule]) -> dict[int, tuple[str, ...]]:
-    """Return the steps to keep with every reason: those that any rule keeps, and the newest in any case."""
-    if not steps:
-        return {}
-    found: dict[int, list[str]] = {max(info.step for info in steps): [NEWEST]}
-    for rule in rules or (KeepAll(),):
-        for step, reason in rule.keep(steps).items():
-            said = found.setdefault(step, [])
-            if reason not in said:
-                said.append(reason)
-    return {step: tuple(found[step]) for step in sorted(found)}
+    """Return the steps that :func:`kept_steps` returns, in ascending order, each with every reason."""
+    found: dict[int, list[str]] = {}
+    for verdict in _verdicts(steps, rules):
+        for step, reason in verdict.items():
+            found.setdefault(step, []).append(reason)
+    return {step: tuple(dict.fromkeys(found[step])) for step in sorted(found)}
+
+
+def _verdicts(steps: Sequence[StepInfo], rules: Sequence[Rule]) -> Iterator[dict[int, str]]:
+    if steps:
+        yield {max(map(attrgetter("step"), steps)): NEWEST}
+        yield from (rule.keep(steps) for rule in rules or (KeepAll(),))
 
 
 def newest_with(item: str, steps: Sequence[StepInfo], before: float = math.inf) -> int | None:
@@ -211,7 +218,8 @@ def best(steps: Sequence[StepInfo], metric: Metric, mode: Mode = "max") -> int |
 
 def _ranked(steps: Sequence[StepInfo], metric: Metric, mode: Mode, n: int) -> list[tuple[int, float]]:
     sign = 1 if mode == "max" else -1
-    ranks = [(sign * value, info.step) for info in steps if (value := info.value(metric)) is not None]
+    # In reverse, as the best steps are most often among the newest: nlargest is fast where it sees them first.
+    ranks = ((sign * value, info.step) for info in reversed(steps) if (value := info.value(metric)) is not None)
     return [(step, sign * rank) for rank, step in heapq.nlargest(n, ranks)]
 
 

@@ -21,6 +21,7 @@ from holdfast.engine.manager import (
     Rule,
     StepInfo,
     best,
+    kept_steps,
     reasons,
 )
 
@@ -207,6 +208,7 @@ def test_collecting_twice_changes_nothing(data: list[tuple[float, float | None, 
     assert max(kept) == steps[-1].step
     assert best(survivors, "acc", mode) == best(steps, "acc", mode)
     assert reasons(survivors, rules) == kept
+    assert kept_steps(steps, rules) == kept.keys()
 
 
 def test_reasons_are_a_union_that_people_can_read() -> None:
