@@ -1,19 +1,24 @@
 """The ``holdfast`` command.
 
-=============  ============================================================================================
-``main``       the entry point: takes arguments, returns the exit status, prints errors as one line
-``status``     the exit statuses
-``app``        the commands and their arguments
-``inspect``    ls, show and verify
-``change``     prune, rm, rollback, pin and unpin
-``watch``      watch
-``supervise``  supervise: the rules for restarts, and the loop
-``drill``      drill, in a folder of its own
-``program``    another program as a child: started, watched, ended
-``child``      inside of such a program: its heartbeat, and where a rehearsal begins
-``places``     the meaning of a directory argument: a run, a manager's directory, a step
-``report``     the output of the commands: tables for people, JSON for programs
-``progress``   how far a command is
-``log``        where log lines go
-=============  ============================================================================================
+==============  ==========================================================================================
+``main``        the entry point: takes arguments, returns the exit status, prints errors as one line
+``app``         the list of the commands; each is a function in one of the modules below
+``arguments``   the arguments and options that several commands share
+``recipes``     run and recipes
+``inspect``     ls, show and verify
+``change``      prune, rm, rollback, pin and unpin
+``convert``     cp, import and export
+``diff``        diff
+``watch``       watch
+``supervise``   supervise: the rules for restarts, and the loop
+``drill``       drill, in a folder of its own
+``run_report``  report, in a folder of its own
+``program``     another program as a child process: started, watched, ended
+``child``       inside of such a program: its heartbeat, and where a rehearsal begins
+``places``      the meaning of a directory argument: a run, a manager's directory, a step
+``report``      the output of the commands: tables for people, JSON for programs
+``progress``    how far a command is
+``log``         where log lines go
+``streams``     what is printed, and standard streams that are closed
+==============  ==========================================================================================
 """

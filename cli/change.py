@@ -1,8 +1,6 @@
 """``holdfast prune``, ``rm``, ``pin``, ``unpin`` and ``rollback``: changing what a run has kept.
 
-All of them take the directory as a run does, so a directory that a run is writing to is refused. ``place`` is that
-directory, ``prefix`` the prefix of the steps, where there are several, ``confirmation`` says whether to delete, and
-``as_json`` prints JSON instead of text. Each function returns the exit status.
+All of them acquire the directory as a run does, so a directory that a run is writing to is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import contextlib
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -31,6 +29,7 @@ from ..engine.manager import (
 from ..engine.sources import find_steps
 from ..engine.steps import StepEntry, list_steps, prefix_of
 from ..engine.storage import Location, as_location
+from .arguments import AsJson, DryRun, Prefix, Run, Steps, Yes
 from .log import configure_logging
 from .places import checkpoints_at, is_one_checkpoint, where_else
 from .progress import progress_of
@@ -123,15 +122,46 @@ def _of_one_prefix(location: Location, entries: Sequence[StepEntry], prefix: str
     return [entry for entry in entries if entry.series == wanted]
 
 
-def prune_run(
-    place: str, rules: dict[str, Any], confirmation: Confirmation, *, only: bool, prefix: str | None, as_json: bool
+def prune(
+    directory: Run,
+    max_to_keep: Annotated[
+        int | None, typer.Option("--max-to-keep", help="Keep this many: the best with --best-fn, the newest without.")
+    ] = None,
+    keep_latest: Annotated[int | None, typer.Option("--keep-latest", help="Keep this many of the newest.")] = None,
+    keep_period: Annotated[
+        int | None, typer.Option("--keep-period", help="Keep the first at or past each multiple of this many steps.")
+    ] = None,
+    keep_time_interval: Annotated[
+        str | None, typer.Option("--keep-time-interval", help="Keep those this far apart, such as 1h.")
+    ] = None,
+    keep_steps: Annotated[
+        list[int] | None, typer.Option("--keep-step", help="Keep this step; may be given several times.")
+    ] = None,
+    best_fn: Annotated[str | None, typer.Option("--best-fn", help="The metric that ranks checkpoints.")] = None,
+    best_mode: Annotated[str | None, typer.Option("--best-mode", help="max or min.")] = None,
+    only: Annotated[
+        bool, typer.Option("--only", help="Apply the rules given here alone, without those of the run.")
+    ] = False,
+    prefix: Prefix = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
 ) -> int:
-    """Delete the steps that no retention rule keeps; the newest and the pinned ones always stay.
+    """Delete the checkpoints of a run that no rule keeps.
 
-    ``rules`` are options of ``CheckpointManagerOptions`` about what to keep. Those that are not given are those of the
-    last run, unless ``only`` is true.
+    Rules that are not given here are those of the last run. The newest checkpoint and pinned ones stay.
     """
-    run = ChangedRun(place, prefix)
+    given = {
+        "max_to_keep": max_to_keep,
+        "keep_latest": keep_latest,
+        "keep_period": keep_period,
+        "keep_time_interval": keep_time_interval,
+        "keep_steps": keep_steps,
+        "best_fn": best_fn,
+        "best_mode": best_mode,
+    }
+    rules = {name: value for name, value in given.items() if value is not None}
+    run = ChangedRun(directory, prefix)
     options = _pruning_options(run, rules, only)
     applied = [rule for rule in options.rules() if not (rules and isinstance(rule, KeepAll))]
     infos = infos_of(run.entries)
@@ -151,7 +181,8 @@ def prune_run(
             say(f"damaged, left alone (holdfast rm deletes them): {shortened_steps(damaged)}")
     if run.mirror is not None and not as_json:
         say(f"the mirror {run.mirror} keeps what its own rules keep, and stays as it is")
-    return _delete(run, doomed, confirmation, as_json=as_json, more={"kept": kept, "damaged": damaged}, in_mirror=False)
+    more = {"kept": kept, "damaged": damaged}
+    return _delete(run, doomed, Confirmation(yes, dry_run), as_json=as_json, more=more, in_mirror=False)
 
 
 def _pruning_options(run: ChangedRun, rules: dict[str, Any], only: bool) -> CheckpointManagerOptions:
@@ -175,18 +206,30 @@ def _pruning_options(run: ChangedRun, rules: dict[str, Any], only: bool) -> Chec
     return replace(run.options, **rules)
 
 
-def remove_steps(
-    place: str, steps: Sequence[int], confirmation: Confirmation, *, prefix: str | None, as_json: bool
+def rm(
+    directory: Run,
+    steps: Steps,
+    prefix: Prefix = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
 ) -> int:
-    """Delete steps, pinned and damaged ones, too."""
-    run = ChangedRun(place, prefix)
+    """Delete checkpoints of a run, pinned and damaged ones, too."""
+    run = ChangedRun(directory, prefix)
     run.check(steps)
-    return _delete(run, sorted(set(steps)), confirmation, as_json=as_json)
+    return _delete(run, sorted(set(steps)), Confirmation(yes, dry_run), as_json=as_json)
 
 
-def roll_back(place: str, step: int, confirmation: Confirmation, *, prefix: str | None, as_json: bool) -> int:
-    """Delete all steps later than one, so that the run resumes from it."""
-    run = ChangedRun(place, prefix)
+def rollback(
+    directory: Run,
+    step: Annotated[int, typer.Argument(metavar="STEP", help="The step to go back to.", min=0)],
+    prefix: Prefix = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> int:
+    """Delete all checkpoints later than a step, so that the run resumes from it."""
+    run = ChangedRun(directory, prefix)
     run.check([step])
     chosen = next(entry for entry in run.entries if entry.step == step)
     if chosen.error is not None:
@@ -198,7 +241,8 @@ def roll_back(place: str, step: int, confirmation: Confirmation, *, prefix: str 
         if mirrored:
             say(f"delete {shortened_steps(mirrored)} in the mirror {run.mirror}, too")
     after = step if mirrored or mirrored is None else None
-    return _delete(run, later, confirmation, as_json=as_json, more={"resumes_from": step}, after=after)
+    more = {"resumes_from": step}
+    return _delete(run, later, Confirmation(yes, dry_run), as_json=as_json, more=more, after=after)
 
 
 def _delete(
@@ -247,8 +291,17 @@ def _delete(
     return DONE
 
 
-def pin_steps(place: str, steps: Sequence[int], *, pinned: bool, prefix: str | None, as_json: bool) -> int:
-    """Keep steps whether or not a retention rule keeps them, or leave them to the rules again."""
+def pin(directory: Run, steps: Steps, prefix: Prefix = None, as_json: AsJson = False) -> int:
+    """Keep checkpoints until they are unpinned, also if no rule keeps them."""
+    return _pin(directory, steps, prefix, pinned=True, as_json=as_json)
+
+
+def unpin(directory: Run, steps: Steps, prefix: Prefix = None, as_json: AsJson = False) -> int:
+    """Leave checkpoints to the retention rules again."""
+    return _pin(directory, steps, prefix, pinned=False, as_json=as_json)
+
+
+def _pin(place: str, steps: Sequence[int], prefix: str | None, *, pinned: bool, as_json: bool) -> int:
     run = ChangedRun(place, prefix)
     run.check(steps)
     with run.manager() as manager:

@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Literal, cast, get_args
+from typing import Annotated, Any, cast, get_args
+
+import typer
 
 from ..engine.clock import format_size
 from ..engine.errors import CheckpointExistsError, OptionError, TreeMismatchError
@@ -14,20 +16,35 @@ from ..engine.exit_status import DONE
 from ..engine.manager import copy_checkpoint
 from ..engine.sources import is_ours
 from ..integrations.formats.convert import Conversion, ExportFormat, export_checkpoint, import_checkpoint
+from .arguments import AsJson, Select, Source
 from .log import configure_logging
 from .places import checkpoints_at
 from .progress import progress_of
 from .report import count, print_json
 from .streams import say
 
+_OPTIONS = {  # the options of the commands, by the arguments of functions that errors name
+    "overwrite=True": "--overwrite",
+    "item=": "--item",
+    "step='best'": "--step best",
+    "root=": "--root ",
+    "max_bandwidth=": "--max-bandwidth ",
+    "select=": "--select ",
+}
 
-def copy_checkpoints(
-    source: str, destination: str, *, overwrite: bool, max_bandwidth: str | None, as_json: bool
+
+def cp(
+    source: Source,
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Where the copy goes: a path or URL.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace other checkpoints at DST.")] = False,
+    max_bandwidth: Annotated[
+        str | None, typer.Option("--max-bandwidth", metavar="RATE", help="The most to copy, such as '50 MB/s'.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> int:
-    """Copy checkpoints, print a line for each, and return the exit status.
+    """Copy a checkpoint, or a run with all its steps, between disks and object stores.
 
-    Raises:
-        CheckpointExistsError: Other checkpoints are at the destination.
+    Every byte is verified on the way. The same command again goes on with a copy that was interrupted.
     """
     configure_logging("warning")
     with _command_options_in_errors(), progress_of("copy", shown=not as_json) as progress:
@@ -51,11 +68,20 @@ def copy_checkpoints(
     return DONE
 
 
-def import_checkpoints(source: str, destination: str, *, overwrite: bool, as_json: bool) -> int:
-    """Convert a checkpoint of another library, print a line for each conversion, and return the exit status.
+def import_(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="The checkpoint of another library: a file or a directory.")
+    ],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Where the checkpoints go.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Import checkpoints of another library.
 
-    Raises:
-        CheckpointExistsError: There is something at the destination.
+    Reads Orbax (one checkpoint or a whole run), safetensors (a file, or a folder with an index), files of torch.save
+    and Lightning, folders of torch.distributed.checkpoint, Flax's msgpack files, TensorFlow's checkpoints (a prefix
+    such as dir/ckpt-5, or their directory), Keras's .keras and .h5 files, .npz files, and directories of RLlib.
+    Nothing in them is ever executed.
     """
     configure_logging("error")  # leaves that are left out are printed below
     place = checkpoints_at(source)
@@ -67,23 +93,40 @@ def import_checkpoints(source: str, destination: str, *, overwrite: bool, as_jso
     return DONE
 
 
-def export_checkpoints(
-    source: str,
-    destination: str | None,
-    to: str,
-    *,
-    in_place: bool,
-    step: int | Literal["best"] | None,
-    item: str | None,
-    select: Sequence[str] | None,
-    root: str | None,
-    overwrite: bool,
-    as_json: bool,
-) -> int:
-    """Write a checkpoint in the format of another library, print a line for each, and return the exit status.
+def _step_or_best(text: str) -> int | str:
+    """Read the number of a step, or ``best``."""
+    if text == "best":
+        return text
+    if text.isdecimal():
+        return int(text)
+    raise typer.BadParameter(f"{text!r} is neither the number of a step nor best")
 
-    Raises:
-        OptionError: Arguments do not go together.
+
+def export(
+    source: Source,
+    destination: Annotated[
+        str | None, typer.Argument(metavar="[DST]", help="The file, or the directory for orbax; none with --in-place.")
+    ] = None,
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="safetensors, torch or orbax.")] = "safetensors",
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="Only add the small files with which orbax reads it in place.")
+    ] = False,
+    step: Annotated[
+        Any,
+        typer.Option("--step", metavar="STEP", parser=_step_or_best, help="A number, or best; by default the newest."),
+    ] = None,
+    item: Annotated[str | None, typer.Option("--item", help="The item, if there are several.")] = None,
+    select: Select = None,
+    root: Annotated[
+        str | None,
+        typer.Option("--root", help="Only what is in this container, such as model, with names that begin there."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Export a checkpoint to the format of another library.
+
+    For orbax, all steps are written unless one is given.
     """
     configure_logging("warning")
     formats = get_args(ExportFormat)
@@ -100,12 +143,11 @@ def export_checkpoints(
             "DST is missing: give the file or directory to write" + (", or use --in-place" if to == "orbax" else "")
         )
     place = checkpoints_at(source)
-    chosen = cast("ExportFormat", to)
     with _command_options_in_errors(), progress_of("export", shown=not as_json) as progress:
         conversions = export_checkpoint(
             place,
             destination,
-            chosen,
+            cast("ExportFormat", to),
             step=step,
             item=item,
             select=select or None,
@@ -123,10 +165,10 @@ def _command_options_in_errors() -> Iterator[None]:
     try:
         yield
     except (CheckpointExistsError, OptionError, TreeMismatchError) as error:
-        message = str(error).replace("overwrite=True", "--overwrite").replace("item=", "--item")
-        message = message.replace("step='best'", "--step best").replace("root=", "--root ")
-        message = message.replace("max_bandwidth=", "--max-bandwidth ")
-        raise type(error)(message.replace("select=", "--select ")) from error
+        message = str(error)
+        for argument, option in _OPTIONS.items():
+            message = message.replace(argument, option)
+        raise type(error)(message) from error
 
 
 def _add_metadata(source: str, step: int | None, *, as_json: bool) -> int:
@@ -143,19 +185,7 @@ def _add_metadata(source: str, step: int | None, *, as_json: bool) -> int:
 
 def _print(conversions: Sequence[Conversion], *, as_json: bool) -> None:
     if as_json:
-        found = [
-            {
-                "source": done.source,
-                "path": done.path,
-                "format": done.format,
-                "step": done.step,
-                "leaves": done.leaves,
-                "bytes": done.bytes,
-                "left_out": list(done.left_out),
-            }
-            for done in conversions
-        ]
-        print_json({"checkpoints": found})
+        print_json({"checkpoints": [dataclasses.asdict(done) for done in conversions]})
         return
     for done in conversions:
         leaves = count(done.leaves, "leaf", "leaves")

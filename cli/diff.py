@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from typing import Annotated
+
+import typer
 
 from ..engine.errors import HoldfastError
 from ..engine.exit_status import BAD_USAGE, DONE, FAILED
 from ..engine.sources import compare_checkpoints, open_checkpoint
+from .arguments import AsJson
 from .log import configure_logging
 from .places import checkpoints_at
 from .progress import progress_of
@@ -15,27 +19,27 @@ from .report import count, print_json, print_table
 from .streams import say
 
 
-def diff_checkpoints(
-    one: str, other: str, steps: tuple[int | None, int | None], *, rtol: float, atol: float, as_json: bool
+def diff(
+    one: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, or the directory of a run: a path or URL.")],
+    other: Annotated[str, typer.Argument(metavar="B", help="What it is compared with.")],
+    step: Annotated[int | None, typer.Option("--step", help="The step of A; by default the newest.", min=0)] = None,
+    other_step: Annotated[
+        int | None, typer.Option("--other-step", help="The step of B; by default that of A, or the newest.", min=0)
+    ] = None,
+    rtol: Annotated[
+        float, typer.Option("--rtol", help="Relative tolerance; by default bits are compared.", min=0)
+    ] = 0.0,
+    atol: Annotated[float, typer.Option("--atol", help="Absolute tolerance.", min=0)] = 0.0,
+    as_json: AsJson = False,
 ) -> int:
-    """Print the leaves in which two checkpoints differ.
+    """Compare two checkpoints leaf by leaf: structure, dtypes, shapes and values.
 
-    Args:
-        one: The first checkpoint, or the directory of a run: a path or URL.
-        other: The second one.
-        steps: The step of each; None for the newest.
-        rtol: The relative tolerance.
-        atol: The absolute tolerance.
-        as_json: Print JSON instead of a table.
-
-    Returns:
-        The exit status, as of ``diff``: 0 if they are the same, 1 if they differ, 2 if they cannot be compared.
+    Exit status: 0 the same, 1 different, 2 they cannot be compared. With a tolerance, NaN equals NaN.
     """
     configure_logging("warning")
     try:
-        first, second = (
-            open_checkpoint(checkpoints_at(place), step) for place, step in zip((one, other), steps, strict=True)
-        )
+        first = open_checkpoint(checkpoints_at(one), step)
+        second = open_checkpoint(checkpoints_at(other), step if other_step is None else other_step)
         with progress_of("compare", shown=not as_json) as progress:
             found = list(compare_checkpoints(first, second, rtol=rtol, atol=atol, progress=progress))
     except HoldfastError as error:  # 1 would say that they differ

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from ..engine.clock import format_size
 from ..engine.errors import CheckpointNotFoundError, OptionError, TreeMismatchError, shortened_steps
@@ -24,7 +26,8 @@ from ..engine.sources import (
     open_at,
 )
 from ..engine.storage import Location
-from ..engine.verification import verify
+from ..engine.verification import verify as verify_checkpoints
+from .arguments import AsJson, Directory, Select, Step
 from .log import configure_logging
 from .places import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below, where_else
 from .progress import progress_of
@@ -32,18 +35,13 @@ from .report import age, count, metrics_text, print_json, print_table, print_tre
 from .streams import one_line, say
 
 
-def list_steps(place: str, *, as_json: bool) -> int:
-    """Print the checkpoints in a directory, or, where it has none, the runs below it.
+def ls(directory: Directory, as_json: AsJson = False) -> int:
+    """List the checkpoints of a run, or the runs in a folder.
 
-    Args:
-        place: The directory: a path or URL.
-        as_json: Print JSON instead of a table.
-
-    Returns:
-        The exit status; damaged checkpoints are shown, and are no failure of the listing.
+    For each checkpoint: its age, size and metrics, why it is kept, and whether it is damaged.
     """
     configure_logging("warning")
-    location = checkpoints_at(place)
+    location = checkpoints_at(directory)
     found = [shown(item) for item in _checkpoints(location)]
     runs = [] if found else [_run(location / name) for name in runs_below(location)]
     if as_json:
@@ -139,17 +137,9 @@ def _names(checkpoints: list[tuple[int | None, str]], step: str = "", other: str
 
 def shown(item: CheckpointSummary) -> dict[str, Any]:
     """Return a checkpoint as JSON."""
-    return {
-        "step": None if item.step < 0 else item.step,
-        "path": item.path,
-        "time": item.time,
-        "bytes": item.bytes,
-        "shared_bytes": item.shared_bytes,
-        "metrics": item.metrics,
-        "reason": item.reason,
-        "kept": list(item.kept),
-        "damage": item.damage,
-    }
+    found = asdict(item)
+    del found["added_bytes"]  # depends on the other steps of the list
+    return {**found, "step": None if item.step < 0 else item.step}
 
 
 def _checkpoints(location: Location) -> list[CheckpointSummary]:
@@ -178,32 +168,21 @@ def _shared_bytes(checkpoint: CheckpointSource) -> int:
     return shared_bytes(checkpoint.location, checkpoint.record) if isinstance(checkpoint, NativeCheckpoint) else 0
 
 
-def show_leaves(
-    place: str,
-    step: int | None,
-    *,
-    select: Sequence[str] | None = None,
-    statistics: bool = False,
-    as_tree: bool = False,
-    as_json: bool,
+def show(
+    directory: Directory,
+    step: Step = None,
+    select: Select = None,
+    statistics: Annotated[
+        bool, typer.Option("--stats", help="Read the values: least, greatest, mean, norm, NaN and Inf of each leaf.")
+    ] = False,
+    as_tree: Annotated[bool, typer.Option("--tree", help="Show containers as a tree, with their sizes.")] = False,
+    as_json: AsJson = False,
 ) -> int:
-    """Print every leaf of a checkpoint.
-
-    Args:
-        place: The directory: a path or URL.
-        step: Which step; None for the newest.
-        select: Patterns of paths; only matching leaves are shown.
-        statistics: Read the values, and show numbers about them.
-        as_tree: Print containers as a tree.
-        as_json: Print JSON instead of a table.
-
-    Returns:
-        The exit status.
-    """
+    """List every leaf of a checkpoint, by default of the newest."""
     configure_logging("warning")
-    directory = checkpoints_at(place)
-    with _saying_where_else(directory):
-        location = find_checkpoint(directory, step)
+    place = checkpoints_at(directory)
+    with _saying_where_else(place):
+        location = find_checkpoint(place, step)
     checkpoint = open_at(location)
     chosen = PathFilter(select)
     leaves = describe(location)
@@ -218,22 +197,11 @@ def show_leaves(
         with progress_of("read", shown=not as_json) as progress:
             numbers = {(one.item, one.path): one for one in leaf_statistics(checkpoint, select, progress)}
     if as_json:
-        shown: list[dict[str, Any]] = [
-            {
-                "item": leaf.item,
-                "path": leaf.path,
-                "kind": leaf.kind,
-                "shape": list(leaf.shape),
-                "dtype": leaf.dtype,
-                "sharding": leaf.sharding,
-                "bytes": leaf.bytes,
-                "value": leaf.value,
-                **({"statistics": _numbers(numbers.get((leaf.item, leaf.path)))} if statistics else {}),
-            }
-            for leaf in leaves
-        ]
+        listed = [asdict(leaf) for leaf in leaves]
+        if statistics:
+            listed = [{**leaf, "statistics": _numbers(numbers.get((leaf["item"], leaf["path"])))} for leaf in listed]
         facts = {"path": str(location), "step": checkpoint.step, "time": checkpoint.time, "shared_bytes": shared}
-        print_json({**facts, "leaves": shown})
+        print_json({**facts, "leaves": listed})
         return DONE
     total = format_size(sum(leaf.bytes for leaf in leaves))
     saved = "" if checkpoint.time is None else f", saved {age(time.time() - checkpoint.time)} ago"
@@ -294,24 +262,15 @@ def _about(leaf: LeafSummary, numbers: Mapping[tuple[str, str], LeafStatistics])
     return ", ".join([kind, *(f"{name} {text}" for name, text in zip(names, _columns(one), strict=True) if text != "")])
 
 
-def verify_checkpoints(place: str, step: int | None, *, as_json: bool) -> int:
-    """Read and check checkpoints.
+def verify(directory: Directory, step: Step = None, as_json: AsJson = False) -> int:
+    """Check every byte of checkpoints, by default of all steps.
 
-    Args:
-        place: The directory: a path or URL.
-        step: Which step; None for all.
-        as_json: Print JSON instead of text.
-
-    Returns:
-        The exit status: 1 if anything is damaged.
-
-    Raises:
-        CheckpointNotFoundError: There is nothing to verify.
+    Exit status 1 if anything is damaged.
     """
     configure_logging("error")
-    location = checkpoints_at(place)
+    location = checkpoints_at(directory)
     with _saying_where_else(location), progress_of("verify", shown=not as_json) as progress:
-        result = verify(location, step, progress=progress)
+        result = verify_checkpoints(location, step, progress=progress)
     if as_json:
         checkpoints = [
             {

@@ -7,10 +7,13 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ..engine.errors import OptionError
 from ..engine.exit_status import DONE, FAILED, PREEMPTED
+from .arguments import AsJson
 from .log import configure_logging
 from .report import print_json, print_table
 from .streams import say
@@ -20,22 +23,42 @@ if TYPE_CHECKING:
     from ..recipes.problems import Problem
 
 
-def run_recipe(config: str, overrides: Sequence[str], *, print_config: bool, dry_run: bool, as_json: bool) -> int:
-    """Run a configuration, a path or a bundled name; of several values for a key, one after the other.
+def bundled_names(incomplete: str) -> list[str]:
+    """Return the bundled configurations whose names begin with a text; the shell completes files by itself."""
+    from ..recipes.configuration import bundled_configs
 
-    Args:
-        config: The path or the name.
-        overrides: ``key=value`` texts.
-        print_config: Print all keys and values instead.
-        dry_run: Print what would be done instead.
-        as_json: Print JSON; after training, where each run has ended.
+    return [name for name in bundled_configs() if name.startswith(incomplete)]
 
-    Returns:
-        The exit status.
+
+def run(
+    config: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG", help="A YAML file, or a name that 'recipes' lists.", autocompletion=bundled_names
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Values that override the file, such as train.steps=400; seed=0,1,2 is three runs.",
+        ),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print every key and value; run nothing.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and say what would be done; run nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Train a recipe; the same command again resumes.
+
+    Exit status: 0 done, 75 preempted and saved (run the same command again), 1 failed, 2 bad usage.
     """
-    from ..recipes.runner import places_of, run
+    from ..recipes import runner
 
-    runs = _runs(config, overrides)
+    runs = _runs(config, overrides or [])
     if print_config and as_json:
         print_json({"runs": [one.resolved() for one in runs.values()]})
     elif print_config:
@@ -51,9 +74,9 @@ def run_recipe(config: str, overrides: Sequence[str], *, print_config: bool, dry
     ended: list[dict[str, Any]] = []
     for name, one in runs.items():
         configure_logging(one.config.logging.level)
-        facts = {"name": name or one.config.name, "directory": str(places_of(one)[0])}
+        facts = {"name": name or one.config.name, "directory": str(runner.places_of(one)[0])}
         try:
-            outcome = run(one)
+            outcome = runner.run(one)
         except Exception as error:
             if len(runs) == 1:
                 raise
@@ -121,8 +144,16 @@ def _plan_text(plan: dict[str, Any]) -> str:
     return f"{plan['recipe']} in {plan['directory']}: {begin}{todo}; checkpoints go to {plan['checkpoints']}"
 
 
-def list_recipes(name: str | None, *, as_json: bool) -> int:
-    """Print all recipes, or the keys of one, and return the exit status."""
+def recipes(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]", help="Explain every key of this recipe, or module:function.", autocompletion=bundled_names
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """List the available recipes."""
     from ..recipes.problems import did_you_mean
     from ..recipes.registry import RECIPES, RecipeError, find_recipe, installed_recipes
 

@@ -19,13 +19,17 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import typer
+
+from ..engine.clock import seconds
 from ..engine.errors import HoldfastError, OptionError
 from ..engine.exit_status import BAD_USAGE, FAILED, NO_PROGRESS, PREEMPTED
 from ..engine.manager import EVENTS, append_after_death
 from ..engine.steps import list_steps, newest_step
 from ..engine.storage import as_location
+from .arguments import AsJson, Command
 from .program import Program, Signals, shell_status
 from .streams import silence_lost_streams, write_error
 
@@ -245,21 +249,43 @@ def in_words(event: str, facts: Mapping[str, Any]) -> str:
 
 
 def supervise(
-    command: Sequence[str], policy: RestartPolicy, watch: Watch, events: Path | None = None, *, as_json: bool = False
+    command: Command,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", help="Restarts after crashes and hangs; preemptions are free.", min=0)
+    ] = 10,
+    pause: Annotated[
+        str, typer.Option("--pause", help="Before a restart; doubles with every crash without progress.")
+    ] = "1s",
+    longest_pause: Annotated[str, typer.Option("--longest-pause", help="The pause does not grow beyond this.")] = "5m",
+    hang_timeout: Annotated[
+        str | None, typer.Option("--hang-timeout", help="Restart if there is no step within so long, such as 10m.")
+    ] = None,
+    start_timeout: Annotated[
+        str, typer.Option("--start-timeout", help="With --hang-timeout: how long the first step may take.")
+    ] = "1h",
+    grace: Annotated[
+        str, typer.Option("--grace", help="The time between SIGTERM and SIGKILL; slower saves are reported.")
+    ] = "30s",
+    events: Annotated[
+        str | None, typer.Option("--events", metavar="FILE", help="Append the events to a file, as JSON.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> int:
-    """Run a command until its run has finished, and return the exit status.
+    """Run a program, and start it again after a preemption, a crash or a hang.
 
-    Args:
-        command: The program and its arguments.
-        policy: When to start it again.
-        watch: When it hangs.
-        events: A file that the events are appended to.
-        as_json: Write them as JSON on a terminal, too.
-
-    Raises:
-        OptionError: The program cannot be started.
+    Write the program after two dashes: holdfast supervise -- python train.py. The run's own events decide whether it
+    has finished or was preempted; SIGTERM and other signals are passed on. Every event is a line on standard error: of
+    words on a terminal, of JSON elsewhere or with --json. Exit status: that of the program; 75 after a preemption of
+    the supervisor itself; 93 if 3 restarts in a row bring no new checkpoint, or 3 starts in a row end within a minute,
+    before the run begins.
     """
-    log = _Log(events, as_json=as_json)
+    policy = RestartPolicy(max_restarts, seconds(pause, name="--pause"), seconds(longest_pause, name="--longest-pause"))
+    watch = Watch(
+        None if hang_timeout is None else seconds(hang_timeout, name="--hang-timeout"),
+        seconds(start_timeout, name="--start-timeout"),
+        seconds(grace, name="--grace"),
+    )
+    log = _Log(None if events is None else Path(events), as_json=as_json)
     starts: list[Start] = []
     newest: dict[str, int] = {}
     with Signals() as signals, tempfile.TemporaryDirectory(prefix="holdfast-supervise-") as temporary:

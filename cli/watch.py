@@ -5,34 +5,36 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from typing import Annotated
 
-from ..engine.clock import format_size
+import typer
+
+from ..engine.clock import format_size, seconds
 from ..engine.exit_status import DONE
 from ..engine.inspection import CheckpointSummary, list_checkpoints
 from ..engine.manager import finite
 from ..engine.storage import Location
-from .inspect import list_steps, shown
+from .arguments import Run
+from .inspect import ls, shown
 from .places import checkpoints_at
 from .report import metrics_text
 from .streams import say
 
 
-def watch_steps(place: str, interval: float, *, as_json: bool) -> int:
-    """Print the checkpoints of a run, and then a line for each that comes or goes.
-
-    Args:
-        place: The directory of the run: a path or URL.
-        interval: How often to look, in seconds.
-        as_json: Print JSON, an object a line: for each checkpoint that is there, comes, changes or goes.
-
-    Returns:
-        The exit status: Ctrl-C is how this ends.
-    """
-    location = checkpoints_at(place)
+def watch(
+    directory: Run,
+    interval: Annotated[str, typer.Option("--interval", help="How often to look, such as 10s.")] = "2s",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON for each change, for programs.")
+    ] = False,
+) -> int:
+    """Follow a run: print its checkpoints as they come and go, until Ctrl-C."""
+    pause = max(0.1, seconds(interval, name="--interval"))
+    location = checkpoints_at(directory)
     before: dict[str, CheckpointSummary] = {}
     if not as_json:
         before = _listed(location)
-        list_steps(place, as_json=False)
+        ls(directory)
     try:
         while True:
             now = _listed(location)
@@ -40,7 +42,7 @@ def watch_steps(place: str, interval: float, *, as_json: bool) -> int:
                 line = f"{time.strftime('%H:%M:%S')} {what} {text}"
                 say(json.dumps(finite({"change": what, **shown(item)})) if as_json else line, flush=True)
             before = now
-            time.sleep(interval)
+            time.sleep(pause)
     except KeyboardInterrupt:
         return DONE
 

@@ -19,9 +19,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from ...engine.clock import format_size
+import typer
+
+from ...engine.clock import format_size, seconds
 from ...engine.errors import HoldfastError, OptionError, shortened, shortened_steps
 from ...engine.exit_status import BAD_USAGE, DONE, FAILED, PREEMPTED
 from ...engine.manager import read_events
@@ -29,12 +31,13 @@ from ...engine.observer import DRILL, STRAYS
 from ...engine.sources import LeafDifference, compare_checkpoints, open_at
 from ...engine.steps import list_steps
 from ...engine.storage import as_location
+from ..arguments import AsJson, Command
 from ..log import configure_logging
 from ..program import Program, Signals, shell_status
 from ..report import count, print_json
 from ..streams import say
 from .findings import Causes, Finding, Report, StepDifference, Trace, in_use, print_report, unseeded
-from .interruptions import DrillOptions, Interruption, choose, places_to_save
+from .interruptions import KINDS, DrillOptions, Interruption, choose, named_kinds, places_to_save, polite_signal
 from .plan import RUNS, TRACES, DrillPlan
 from .redirects import CLAIMS
 
@@ -66,12 +69,61 @@ class _StoppedError(Exception):
         self.number = number
 
 
-def drill(command: Sequence[str], options: DrillOptions, *, as_json: bool = False) -> int:
-    """Rehearse preemptions of a program, and print what was found.
+def drill(
+    command: Command,
+    steps: Annotated[
+        int, typer.Option("--steps", help="How many steps to rehearse; two epochs and a validation tell most.", min=2)
+    ] = 20,
+    at: Annotated[
+        list[int] | None,
+        typer.Option("--at", metavar="STEP", help="Interrupt at this step instead of random ones; may be repeated."),
+    ] = None,
+    kinds: Annotated[
+        str | None,
+        typer.Option(
+            "--kinds",
+            metavar="KIND,...",
+            help="What to rehearse, of: first (the first step), kill, save (killed in a save), term, twice (in a row), "
+            "validation. Default: all; with --at, kill and term.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Chooses the random steps.")] = 0,
+    signal_name: Annotated[
+        str, typer.Option("--signal", help="The signal that announces a preemption.", metavar="NAME")
+    ] = "SIGTERM",
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option("--ignore", metavar="PATTERN", help="Do not compare leaves such as 'extras/clock*'."),
+    ] = None,
+    keep: Annotated[
+        str | None, typer.Option("--keep", metavar="DIR", help="Keep the checkpoints and logs in a new directory.")
+    ] = None,
+    hang_timeout: Annotated[
+        str, typer.Option("--hang-timeout", help="Give up if there is no step or other sign of progress for so long.")
+    ] = "30m",
+    start_timeout: Annotated[str, typer.Option("--start-timeout", help="How long the first step may take.")] = "1h",
+    grace: Annotated[str, typer.Option("--grace", help="The time between the signal and SIGKILL.")] = "1m",
+    as_json: AsJson = False,
+) -> int:
+    """Rehearse preemptions of a program, and compare its checkpoints bit for bit.
 
-    Returns:
-        The exit status: 0 if all checkpoints are identical, 1 if not, 2 if the rehearsal cannot be carried out.
+    Write the program after two dashes: holdfast drill -- python train.py. It runs undisturbed for some steps, and once
+    more with SIGTERM and SIGKILL in between, in directories of the drill: those of your runs are neither read nor
+    written. Other files that the program writes, such as logs, go where they always go. Exit status: 0 all checkpoints
+    are identical, 1 they differ (the report names the likely cause), 2 the drill cannot be carried out.
     """
+    options = DrillOptions(
+        steps=steps,
+        at=tuple(sorted(set(at or ()))),
+        kinds=named_kinds(kinds, ["kill", "term"] if at else KINDS),
+        seed=seed,
+        polite=polite_signal(signal_name),
+        keep=None if keep is None else Path(keep),
+        ignore=tuple(ignore or ()),
+        hang=seconds(hang_timeout, name="--hang-timeout"),
+        first_step=seconds(start_timeout, name="--start-timeout"),
+        grace=seconds(grace, name="--grace"),
+    )
     configure_logging("error")
     try:
         with Signals() as signals, _Folder(options.keep) as folder:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ...engine.clock import seconds
 from ...engine.errors import OptionError
 from ...engine.observer import Point
 from ..report import count
@@ -35,45 +34,20 @@ class DrillOptions:
     grace: float = 60.0  # seconds that the program has to end after the signal
 
 
-def drill_options(
-    *,
-    steps: int,
-    at: Sequence[int],
-    kinds: str | None,
-    seed: int,
-    polite: str,
-    keep: str | None,
-    ignore: Sequence[str],
-    hang: str,
-    first_step: str,
-    grace: str,
-) -> DrillOptions:
-    """Return the options as the command line gives them.
-
-    Raises:
-        OptionError: One of them is invalid.
-    """
-    named = [one.strip() for one in kinds.split(",") if one.strip()] if kinds is not None else None
-    if named is None:
-        named = ["kill", "term"] if at else list(KINDS)
+def named_kinds(text: str | None, default: Sequence[Kind]) -> tuple[Kind, ...]:
+    """Return the kinds that ``--kinds`` names, in the order of ``KINDS``."""
+    named = default if text is None else [one.strip() for one in text.split(",") if one.strip()]
     if unknown := [one for one in named if one not in KINDS]:
         raise OptionError(f"--kinds {unknown[0]}: the kinds are {', '.join(KINDS)}")
-    text = polite.upper() if polite.upper().startswith("SIG") else f"SIG{polite.upper()}"
-    number = signal.Signals.__members__.get(text)
+    return tuple(one for one in KINDS if one in named)
+
+
+def polite_signal(name: str) -> signal.Signals:
+    """Return the signal that ``--signal`` names."""
+    number = signal.Signals.__members__.get(f"SIG{name.upper().removeprefix('SIG')}")
     if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
-        raise OptionError(f"--signal {polite}: name a signal that a program can handle, such as SIGTERM or SIGUSR1")
-    return DrillOptions(
-        steps=steps,
-        at=tuple(sorted(set(at))),
-        kinds=tuple(one for one in KINDS if one in named),
-        seed=seed,
-        polite=number,
-        keep=None if keep is None else Path(keep),
-        ignore=tuple(ignore),
-        hang=seconds(hang, name="--hang-timeout"),
-        first_step=seconds(first_step, name="--start-timeout"),
-        grace=seconds(grace, name="--grace"),
-    )
+        raise OptionError(f"--signal {name}: name a signal that a program can handle, such as SIGTERM or SIGUSR1")
+    return number
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ...engine.clock import format_size
 from ...engine.errors import OptionError
 from ...engine.exit_status import DONE
+from ..arguments import AsJson
 from ..log import configure_logging
 from ..progress import progress_of
 from ..report import count, print_json
@@ -19,36 +22,37 @@ from .facts import Reading, find_runs, read_run
 from .page import GENERATOR, draw_page
 
 
-def write_report(
-    places: Sequence[str],
-    output: str,
-    *,
-    statistics: bool = True,
-    norm_steps: int | None = None,
-    as_json: bool = False,
+def report(
+    directories: Annotated[
+        list[str],
+        typer.Argument(metavar="DIR...", help="Runs, folders of runs, or checkpoints: paths or URLs."),
+    ],
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="The file; an earlier report is replaced.")
+    ] = "report.html",
+    no_statistics: Annotated[
+        bool, typer.Option("--no-stats", help="Read no values: quick, without statistics and norms of leaves.")
+    ] = False,
+    norm_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--norm-steps", metavar="N", help="Compare the norms of so many kept steps; each is read whole.", min=1
+        ),
+    ] = None,
+    as_json: AsJson = False,
 ) -> int:
-    """Write the report of some runs.
+    """Write the life of runs on one page of HTML, which opens from disk without a network.
 
-    Args:
-        places: Runs, folders of runs, or checkpoints: paths or URLs.
-        output: The file; a report that is there is replaced.
-        statistics: Read the values of the newest step, and the norms of some earlier ones.
-        norm_steps: Of how many steps; None for 8, as far as the earlier ones have 8 GiB at most.
-        as_json: Print JSON, which names the file.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        OptionError: There is a file that is no report.
-        CheckpointNotFoundError: There is nothing at one of the places.
+    It shows the timeline (starts, saves, preemptions, crashes, hangs, fallbacks), metrics with the kept checkpoints,
+    sizes, numbers about every leaf and how norms moved, the tree, and why each step is kept. Without --norm-steps,
+    8 steps are compared, as far as all earlier ones together have 8 GiB at most.
     """
     configure_logging("error")
     target = Path(output)
     _check(target)
-    locations, more = find_runs(places)
+    locations, more = find_runs(directories)
     with progress_of("read", shown=not as_json) as progress:
-        runs = [read_run(location, Reading(progress, statistics, norm_steps)) for location in locations]
+        runs = [read_run(location, Reading(progress, not no_statistics, norm_steps)) for location in locations]
     page = draw_page(runs, now=time.time(), version=version("holdfast"), left_out=more)
     content = page.encode("utf-8", "replace")  # names of files may hold halves of surrogate pairs
     _replace(target, content)

@@ -268,10 +268,15 @@ def test_several_prefixes(capsys: pytest.CaptureFixture[str], run: Path) -> None
 
 @pytest.mark.parametrize(("given", "waited"), [("1s", 1.0), ("0.5", 0.5), ("2m", 120.0), ("10ms", 0.1)])
 def test_how_often_watch_looks(given: str, waited: float, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[float] = []
-    monkeypatch.setattr("holdfast.cli.watch.watch_steps", lambda place, interval, as_json: looked.append(interval))
-    main(["watch", str(run), "--interval", given])
-    assert looked == [waited]
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("holdfast.cli.watch.time", SimpleNamespace(sleep=sleep))
+    assert main(["watch", str(run), "--interval", given]) == 0
+    assert pauses == [waited]
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])

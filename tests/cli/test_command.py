@@ -313,7 +313,7 @@ def test_unexpected_errors_are_one_line_as_well(
 
     assert error_of(capsys, "show", run, status=1) == "holdfast: ZeroDivisionError: by zero (--traceback shows where)\n"
     assert main(["show", str(run), "--traceback"]) == 1
-    assert "in show_leaves" in capsys.readouterr().err
+    assert "cli/inspect.py" in capsys.readouterr().err
 
 
 def test_ctrl_c_is_one_line_and_status_130(
@@ -325,9 +325,9 @@ def test_ctrl_c_is_one_line_and_status_130(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("holdfast.cli.inspect.verify", in_an_import)
+    monkeypatch.setattr("holdfast.cli.inspect.verify_checkpoints", in_an_import)
     assert error_of(capsys, "verify", run, status=130) == "holdfast: interrupted\n"
-    monkeypatch.setattr("holdfast.cli.inspect.verify", interrupted)
+    monkeypatch.setattr("holdfast.cli.inspect.verify_checkpoints", interrupted)
 
     assert error_of(capsys, "verify", run, status=130) == "holdfast: interrupted\n"
 
