@@ -43,7 +43,6 @@ from .record import (
     own_shares,
 )
 from .zarr import (
-    METADATA_LIMIT,
     ArrayMetadata,
     chunk_keys,
     decode_array_metadata,

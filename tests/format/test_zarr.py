@@ -161,25 +161,6 @@ def test_metadata_round_trips(axes: list[tuple[int, int]], data_type: str, level
     assert found.chunk_count == np.prod([-(-n // c) for n, c in axes], dtype=int)
 
 
-@pytest.mark.parametrize("data_type", DATA_TYPES)
-@pytest.mark.parametrize("codecs", [["bytes", "crc32c"], ["bytes", "zstd", "crc32c"]], ids="+".join)
-def test_metadata_of_tensorstore(data_type: str, codecs: list[str]) -> None:
-    context = ts.Context()
-    metadata = {
-        "shape": [4, 6],
-        "data_type": data_type,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2, 6]}},
-        "codecs": codecs,
-        "attributes": {"note": 1},
-        "dimension_names": ["x", None],
-    }
-    ts.open({"driver": "zarr3", "kvstore": "memory://a/", "metadata": metadata}, create=True, context=context).result()
-    text = bytes(ts.KvStore.open("memory://a/", context=context).result().read("zarr.json").result().value)
-    found = decode_array_metadata(text)
-    assert (found.shape, found.chunk_shape, found.data_type) == ((4, 6), (2, 6), data_type)
-    assert (found.compression is not None) == ("zstd" in codecs)
-
-
 WHOLE = json.loads(encode_array_metadata((4, 6), "float32", (2, 6)))
 GZIP = {"name": "gzip", "configuration": {"level": 1}}
 SHARDING = {"name": "sharding_indexed", "configuration": {}}
@@ -188,52 +169,31 @@ SHARDING = {"name": "sharding_indexed", "configuration": {}}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"codecs": ["bytes", GZIP]}, "codec gzip"),
-        ({"codecs": ["bytes", "crc32c", "zstd"]}, "codecs bytes then crc32c then zstd"),
-        ({"codecs": ["bytes", "zstd", "zstd"]}, "codecs bytes then zstd then zstd"),
-        ({"codecs": ["bytes"]}, "codecs bytes;"),
-        ({"codecs": [{"name": "bytes", "configuration": {"endian": "big"}}, "crc32c"]}, "byte order big"),
-        ({"codecs": [SHARDING]}, "codec sharding_indexed"),
-        ({"codecs": [{"name": "transpose", "configuration": {"order": [1, 0]}}, "bytes"]}, "codec transpose"),
-        ({"codecs": ["crc32c", "bytes"]}, "codecs crc32c then bytes"),
-        ({"chunk_grid": {"name": "rectilinear", "configuration": {}}}, "chunk grid rectilinear"),
-        ({"chunk_key_encoding": {"name": "v2"}}, "chunk key encoding v2"),
-        ({"chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}}}, "separator '.'"),
-        ({"data_type": "string"}, "data type string"),
-        ({"data_type": "r16"}, "data type r16"),
-        ({"data_type": {"name": "numpy.datetime64", "configuration": {}}}, "data type numpy.datetime64"),
-        ({"storage_transformers": [{"name": "x"}]}, "extension storage_transformers"),
-        ({"novelty": {"name": "x"}}, "extension novelty"),
+        ({"codecs": [*WHOLE["codecs"], GZIP]}, "codecs .*gzip"),
+        ({"codecs": [WHOLE["codecs"][1], WHOLE["codecs"][0]]}, "codecs .*crc32c.*bytes"),
+        ({"codecs": WHOLE["codecs"][:1]}, "codecs"),
+        ({"codecs": [{"name": "bytes", "configuration": {"endian": "big"}}, {"name": "crc32c"}]}, "codecs .*big"),
+        ({"codecs": [SHARDING]}, "codecs .*sharding_indexed"),
+        ({"chunk_grid": WHOLE["chunk_grid"] | {"name": "rectilinear"}}, "chunk_grid .*rectilinear"),
+        ({"chunk_key_encoding": {"name": "v2"}}, "chunk_key_encoding .*v2"),
+        ({"data_type": "string"}, "data_type 'string'"),
+        ({"data_type": "r16"}, "data_type 'r16'"),
+        ({"zarr_format": 2}, "zarr_format 2"),
+        ({"node_type": "group"}, "node_type 'group'"),
+        ({"storage_transformers": [{"name": "x"}]}, "storage_transformers"),
+        ({"novelty": {"name": "x"}}, "novelty"),
+        ({"attributes": {"long": "x" * 5000}}, "attributes"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_unsupported_metadata_is_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(FormatVersionError, match=message):
+def test_arrays_that_holdfast_did_not_write_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(FormatVersionError, match=f"does not read zarr arrays with the {message}"):
         decode_array_metadata(json.dumps(WHOLE | changes).encode())
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"storage_transformers": []},
-        {"novelty": {"name": "x", "must_understand": False}},
-        {"chunk_key_encoding": {"name": "default"}},
-        {"chunk_key_encoding": "default"},
-        {"attributes": {"long": "x" * 5000}},
-    ],
-    ids=ascii,
-)
-def test_supported_variants(changes: dict[str, Any]) -> None:
-    found = decode_array_metadata(json.dumps(WHOLE | changes).encode())
-    assert found.shape == (4, 6)
-    assert found.dtype.str == "<f4"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"zarr_format": 2},
-        {"node_type": "group"},
         {"shape": None},
         {"shape": [4, -1]},
         {"shape": [4, True]},
@@ -247,14 +207,10 @@ def test_supported_variants(changes: dict[str, Any]) -> None:
         {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [0, 6]}}},
         {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2**40, 2**40]}}},
         {"chunk_grid": {"name": "regular", "configuration": 3}},
-        {"chunk_key_encoding": 3},
         {"data_type": 3},
         {"data_type": {}},
-        {"codecs": []},
         {"codecs": "bytes"},
         {"codecs": [3]},
-        {"codecs": ["bytes", "crc32c"]},
-        {"codecs": [{"name": "bytes", "configuration": {"endian": "middle"}}, "crc32c"]},
         {"codecs": [*WHOLE["codecs"][:1], {"name": "zstd", "configuration": {"level": "1"}}, "crc32c"]},
     ],
     ids=ascii,
