@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,53 +60,34 @@ class Rows:
         return len(self.shared)
 
 
-@dataclass(slots=True)
-class Nodes:
-    """The nodes of one level, lowest keys first; one element per node."""
-
-    height: int  # 0 for leaves
-    keys: list[bytes]  # the first key below each node
-    offsets: NDArray[np.int64]  # where each node starts in the node file, in bytes
-    lengths: NDArray[np.int64]  # size of each node, in bytes
-    key_counts: NDArray[np.int64]  # keys below each node
-    tree_bytes: NDArray[np.int64]  # size of each node and of all nodes below it
-    value_bytes: NDArray[np.int64]  # size of all values that lie in data files
-
-
 def encode_database(
     batches: Iterable[Rows], *, node_file: str, database_id: bytes, created_ns: int, node_limit: int = 1 << 20
 ) -> tuple[bytes, bytes]:
     """Encode a database with one version; return its manifest and its node file, which ends with the checksums."""
-    frames: list[bytes] = []
     checksums: list[bytes] = []
-    leaves: list[Nodes] = []
-    end = 0
+    leaves: list[_Leaf] = []
     for rows in batches:
         if rows.checksums is not None:
             checksums.append(rows.checksums[rows.outside].astype("<u4").tobytes())
-        nodes, leaf_level = encode_leaves(rows, node_limit, end)
-        frames += nodes
-        leaves.append(leaf_level)
-        end += sum(map(len, nodes))
+        leaves += encode_leaves(rows, node_limit)
     if not leaves:
         return encode_manifest(None, database_id, created_ns), b""
-    level = join_levels(leaves)
-    while len(level.keys) > 1:
-        parents, level = encode_parents(level, node_file, node_limit)
-        frames += parents
+    frames = [leaf.frame for leaf in leaves]
+    if len(leaves) > 1:
+        frames.append(encode_root(leaves, node_file))
+    size, last = sum(map(len, frames)), len(frames[-1])
     root = Root(
-        height=level.height,
+        height=len(frames) - len(leaves),
         file=node_file,
         base=b"",
-        offset=int(level.offsets[0]),
-        length=int(level.lengths[0]),
-        key_count=int(level.key_counts[0]),
-        tree_bytes=int(level.tree_bytes[0]),
-        value_bytes=int(level.value_bytes[0]),
+        offset=size - last,
+        length=last,
+        key_count=sum(leaf.key_count for leaf in leaves),
+        tree_bytes=size,
+        value_bytes=sum(leaf.value_bytes for leaf in leaves),
     )
-    return encode_manifest(root, database_id, created_ns), b"".join(
-        (*frames, *checksums, CHECKSUMS_MAGIC if checksums else b"")
-    )
+    end = (*checksums, CHECKSUMS_MAGIC) if checksums else ()
+    return encode_manifest(root, database_id, created_ns), b"".join((*frames, *end))
 
 
 def encode_manifest(root: Root | None, database_id: bytes, created_ns: int) -> bytes:
@@ -139,8 +120,16 @@ def encode_manifest(root: Root | None, database_id: bytes, created_ns: int) -> b
     return encode_frame(MANIFEST_MAGIC, b"".join((*configuration, *versions)))
 
 
-def encode_leaves(rows: Rows, node_limit: int, offset: int = 0) -> tuple[list[bytes], Nodes]:
-    """Encode rows as leaf nodes that start at an offset in the node file."""
+class _Leaf(NamedTuple):
+    """A leaf node and what its parent says of it."""
+
+    frame: bytes
+    key: bytes  # the first one
+    key_count: int
+    value_bytes: int  # size of its values that lie in data files
+
+
+def encode_leaves(rows: Rows, node_limit: int) -> list[_Leaf]:
     suffix_sizes = np.diff(rows.suffix_ends, prepend=0)
     inline_ends = np.cumsum(~rows.outside)  # inline values up to and including each row
     inline_sizes = np.where(rows.outside, 0, rows.lengths)
@@ -148,14 +137,12 @@ def encode_leaves(rows: Rows, node_limit: int, offset: int = 0) -> tuple[list[by
     costs += varint_sizes(rows.lengths) + 1 + inline_sizes
     costs += np.where(rows.outside, len(encode_varint(len(rows.files))) + varint_sizes(rows.offsets), 0)
     ends = np.cumsum(costs)
-    frames: list[bytes] = []
-    keys: list[bytes] = []
-    bounds = [0]
-    while bounds[-1] < len(rows):
-        start = bounds[-1]
+    leaves: list[_Leaf] = []
+    start = 0
+    while start < len(rows):
         key = rows.key(start)
         stop, table, file_ids = _leaf_end(rows, ends, start, node_limit - _FIXED - int(rows.shared[start]))
-        outside = rows.outside[start:stop]
+        outside, lengths = rows.outside[start:stop], rows.lengths[start:stop]
         first_inline = int(inline_ends[start - 1]) if start else 0
         body = (
             b"\0",
@@ -166,25 +153,15 @@ def encode_leaves(rows: Rows, node_limit: int, offset: int = 0) -> tuple[list[by
             encode_varints(suffix_sizes[start + 1 : stop]),
             key,
             rows.text[int(rows.suffix_ends[start]) : int(rows.suffix_ends[stop - 1])],
-            encode_varints(rows.lengths[start:stop]),
+            encode_varints(lengths),
             outside.astype(np.uint8).tobytes(),
             encode_varints(file_ids),
             encode_varints(rows.offsets[start:stop][outside]),
             *rows.inline[first_inline : int(inline_ends[stop - 1])],
         )
-        frames.append(encode_frame(NODE_MAGIC, b"".join(body)))
-        keys.append(key)
-        bounds.append(stop)
-    sizes = np.array([len(frame) for frame in frames], np.int64)
-    return frames, Nodes(
-        height=0,
-        keys=keys,
-        offsets=offset + np.cumsum(sizes) - sizes,
-        lengths=sizes,
-        key_counts=np.diff(bounds),
-        tree_bytes=sizes,
-        value_bytes=np.add.reduceat(np.where(rows.outside, rows.lengths, 0), bounds[:-1]),
-    )
+        leaves.append(_Leaf(encode_frame(NODE_MAGIC, b"".join(body)), key, stop - start, int(lengths[outside].sum())))
+        start = stop
+    return leaves
 
 
 def _leaf_end(rows: Rows, ends: NDArray[np.int64], start: int, room: int) -> tuple[int, bytes, NDArray[np.int64]]:
@@ -203,67 +180,32 @@ def _leaf_end(rows: Rows, ends: NDArray[np.int64], start: int, room: int) -> tup
         reserve = min(len(table), (room + reserve + 1) // 2)
 
 
-def join_levels(levels: Sequence[Nodes]) -> Nodes:
-    if len(levels) == 1:
-        return levels[0]
-    columns = zip(
-        *((n.offsets, n.lengths, n.key_counts, n.tree_bytes, n.value_bytes) for n in levels),
-        strict=True,
+def encode_root(leaves: Sequence[_Leaf], node_file: str) -> bytes:
+    """Encode the node above all leaves, which lie in the node file one after the other.
+
+    It may be larger than a leaf: an index over ten million chunks has some two hundred leaves.
+    """
+    count = len(leaves)
+    shared, sizes, text = encode_keys([leaf.key for leaf in leaves])
+    lengths = np.array([len(leaf.frame) for leaf in leaves], np.int64)
+    columns = (
+        np.cumsum(lengths) - lengths,  # where each starts
+        lengths,
+        np.array([leaf.key_count for leaf in leaves], np.int64),
+        lengths,  # of all nodes below, itself included
+        np.array([leaf.value_bytes for leaf in leaves], np.int64),
     )
-    return Nodes(levels[0].height, [key for level in levels for key in level.keys], *map(np.concatenate, columns))
+    # The zeros are the common prefixes of the keys below each leaf, and the numbers of the files.
+    body = (b"\1", encode_files([node_file]), encode_varint(count), shared, sizes, bytes(count), text, bytes(count))
+    return encode_frame(NODE_MAGIC, b"".join((*body, *map(encode_varints, columns))))
 
 
-def encode_parents(below: Nodes, node_file: str, node_limit: int) -> tuple[list[bytes], Nodes]:
-    """Encode the level of interior nodes above another level."""
-    shared = shared_prefixes(below.keys)
-    columns = (below.offsets, below.lengths, below.key_counts, below.tree_bytes, below.value_bytes)
-    costs = sum((varint_sizes(column) for column in columns), np.full(len(below.keys), 2, np.int64))
-    table = encode_files([node_file])
-    bounds = _split(below.keys, shared, costs, node_limit - len(table), 2)
-    frames = []
-    for start, stop in bounds:
-        count = stop - start
-        counts, prefixes, suffixes, text = _encode_keys(below.keys, shared, start, stop)
-        body = (bytes([below.height + 1]), table, counts, prefixes, suffixes, bytes(count), text, bytes(count))
-        frames.append(encode_frame(NODE_MAGIC, b"".join((*body, *(encode_varints(c[start:stop]) for c in columns)))))
-    sizes = np.array([len(frame) for frame in frames], np.int64)
-    starts = [start for start, _ in bounds]
-    return frames, Nodes(
-        height=below.height + 1,
-        keys=[below.keys[start] for start in starts],
-        offsets=below.offsets[-1] + below.lengths[-1] + np.cumsum(sizes) - sizes,
-        lengths=sizes,
-        key_counts=np.add.reduceat(below.key_counts, starts),
-        tree_bytes=np.add.reduceat(below.tree_bytes, starts) + sizes,
-        value_bytes=np.add.reduceat(below.value_bytes, starts),
-    )
-
-
-def _encode_keys(keys: list[bytes], shared: NDArray[np.int64], start: int, stop: int) -> tuple[bytes, ...]:
-    """Return the columns count, prefix lengths, suffix lengths and suffixes of the keys of one node."""
-    prefixes = shared[start:stop].copy()
-    prefixes[0] = 0
-    suffixes = [key[size:] for key, size in zip(keys[start:stop], prefixes.tolist(), strict=True)]
+def encode_keys(keys: list[bytes]) -> tuple[bytes, bytes, bytes]:
+    """Return as columns the bytes that keys share with the one before, the lengths of what follows, and that itself."""
+    shared = shared_prefixes(keys)
+    suffixes = [key[size:] for key, size in zip(keys, shared.tolist(), strict=True)]
     sizes = np.array([len(suffix) for suffix in suffixes], np.int64)
-    return encode_varint(stop - start), encode_varints(prefixes[1:]), encode_varints(sizes), b"".join(suffixes)
-
-
-def _split(
-    keys: list[bytes], shared: NDArray[np.int64], costs: NDArray[Any], limit: int, fewest: int
-) -> list[tuple[int, int]]:
-    """Divide a level into nodes: (start, stop) of each, with at least `fewest` entries in all but a last one."""
-    lengths = np.array([len(key) for key in keys], np.int64)
-    ends = np.cumsum(costs + varint_sizes(lengths) * 2 + lengths - shared)
-    bounds = []
-    start, count = 0, len(keys)
-    while start < count:
-        spent = int(ends[start - 1]) if start else 0
-        room = limit - _FIXED - int(shared[start])
-        stop = int(np.searchsorted(ends, spent + room, "right"))
-        stop = min(max(stop, start + fewest), start + _ARITY_LIMIT, count)
-        bounds.append((start, stop))
-        start = stop
-    return bounds
+    return encode_varints(shared[1:]), encode_varints(sizes), b"".join(suffixes)
 
 
 def encode_frame(magic: int, body: bytes) -> bytes:
@@ -276,13 +218,9 @@ def encode_files(paths: Sequence[str]) -> bytes:
     longest = max(map(len, encoded), default=0)
     if longest > PATH_LIMIT:
         raise ValueError(f"the path of a data file has {longest} bytes; the limit is {PATH_LIMIT}")
-    shared = shared_prefixes(encoded)
-    suffixes = [path[size:] for path, size in zip(encoded, shared.tolist(), strict=True)]
-    lengths = np.array([len(suffix) for suffix in suffixes], np.int64)
+    shared, sizes, text = encode_keys(encoded)
     bases = bytes(len(encoded))  # varints: no base path
-    return b"".join(
-        (encode_varint(len(encoded)), encode_varints(shared[1:]), encode_varints(lengths), bases, *suffixes)
-    )
+    return b"".join((encode_varint(len(encoded)), shared, sizes, bases, text))
 
 
 _LOWEST_BITS = np.uint64(1) << np.arange(0, 64, 8, dtype=np.uint64)
