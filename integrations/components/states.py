@@ -436,18 +436,12 @@ class _Part:
     """Stands for an object of another component: the paths of its parameters are needed, its values are not."""
 
 
-class _StandIn(Node):
-    """Stands for a component, whose moments are its own wherever their parameters are."""
-
-    _holdfast_keeps_moments = True
-
-
 _TREE = "(tree)"  # name of the edge to the parameters of other components that have no name in this one
 
 
 def stand_in(component: LiveComponent) -> Node:
     """Return a node with the component's own attributes, and with the components that it names under these names."""
-    node = _StandIn()
+    node = Node()
     value = component.value
     if is_module(value) or is_nnx(value):
         stand_for(node, value)

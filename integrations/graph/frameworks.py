@@ -1,4 +1,4 @@
-"""Objects of torch, flax nnx and optax as parts of a graph: modules, tensors, optimizers, variables."""
+"""Objects of torch and flax nnx as parts of a graph: modules, tensors, optimizers, variables."""
 
 from __future__ import annotations
 
@@ -235,6 +235,7 @@ def _memory(tensor: Any) -> tuple[Any, ...]:
 # ---- torch optimizers: values for each parameter ("optimizer slots"), and options for each group of parameters. Both
 # belong to parameters, never to numbers: another order of modules or of groups does not swap them.
 
+GROUPS = "groups"  # name of the edge from a torch optimizer to the options of its groups
 # Options that decide how an optimizer computes, not what; they depend on the devices of the program.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
@@ -267,7 +268,7 @@ class OptionSlot:
 
     def __init__(self, optimizer: Any, group: int, name: str) -> None:
         self.anchor = optimizer
-        self.trail: Path = ("groups", str(group), name)
+        self.trail: Path = (GROUPS, str(group), name)
         self._options = optimizer.param_groups[group]
         self._name = name
 
@@ -320,10 +321,7 @@ def new_optimizer_tensor(parameter: Any, name: str, array: Any, strides: Any, gr
     return tensor
 
 
-# ---- flax nnx and optax
-
-# Fields of optax's states that hold one value for each parameter, under the parameter's own path.
-_OPTAX_MOMENTS = frozenset({"mu", "nu", "nu_max", "trace", "ema", "sum_of_squares"})
+# ---- flax nnx
 
 
 def is_nnx_variable(value: object) -> bool:
@@ -350,9 +348,3 @@ def variable_accessors(variable: Any) -> tuple[Callable[[], Any], Callable[[Any]
     if hasattr(variable, "get_value"):
         return variable.get_value, variable.set_value
     return lambda: variable.value, lambda value: setattr(variable, "value", value)
-
-
-def is_optax_moment(holder: Any, name: str) -> bool:
-    """Whether a field of an object holds one value for each parameter of another, as optax's moments do."""
-    library = type(holder).__module__.partition(".")[0]
-    return isinstance(holder, tuple) and library == "optax" and name in _OPTAX_MOMENTS

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...engine.pytree import is_python_value, is_torch_tensor, unescape_key
-from .frameworks import OptimizerSlot, OptionSlot, group_options, is_optimizer
+from .frameworks import GROUPS, OptimizerSlot, OptionSlot, group_options, is_optimizer
 from .paths import Path, format_node_path
 from .saved import SavedGraph
 from .slots import Assignment, EntrySlot, Slot
 from .tracked import Node
 from .values import PlainValues, is_plain
 from .views import Branch, Leaf, Position, View, classify, edge_at, is_growing, root_view, sequence_slot
-from .walk import GROUPS, OPTIMIZER_SLOTS
+from .walk import OPTIMIZER_SLOTS
 
 _logger = logging.getLogger("holdfast")
 

@@ -20,12 +20,13 @@ from ...engine.sources import find_steps, recognise
 from ...engine.steps import has_record, read_record
 from ...engine.storage import Location, Place, as_location
 from ..formats.tensorflow.tree import ATTRIBUTES, VALUE, object_path
+from .frameworks import GROUPS
 from .paths import Path, format_node_path, parse_path
 from .saved import SavedGraph
 from .stored import StoredGraph, open_graph
 from .values import PLAIN_KINDS
 from .views import COUNTER
-from .walk import GROUPS, OPTIMIZER_SLOTS
+from .walk import OPTIMIZER_SLOTS
 
 _logger = logging.getLogger("holdfast")
 _SUFFIX = f"/{ATTRIBUTES}/{VALUE}"  # ends the names of TensorFlow

@@ -6,7 +6,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsIndex
 
 from ...engine.errors import OptionError, UnsupportedLeafError
 from ...engine.pytree import loaded, opens_as
@@ -105,8 +105,6 @@ class Node:
     _holdfast_untracked: set[str]
     _holdfast_root: Any
     _holdfast_counter: int | None
-    # Whether moments of optax are kept whose parameters are not below it.
-    _holdfast_keeps_moments: ClassVar[bool] = False
 
     def __init__(self, /, **objects: Any) -> None:
         for name, value in objects.items():

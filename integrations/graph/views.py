@@ -30,7 +30,10 @@ from ...engine.pytree import (
 )
 from ...engine.stateful import decode_state, encode_state, is_dense, is_stateful
 from .frameworks import (
+    GROUPS,
+    OptionSlot,
     TensorSlot,
+    group_options,
     has_own_protocol,
     is_module,
     is_nnx_variable,
@@ -175,8 +178,8 @@ def _classify_object(value: Any, position: Position) -> View:
         return Branch(class_name(value), _attributes(value, nnx_children(value), position))
     if is_code_or_tool(value):
         return Unsaved(f"is no state ({type(value).__name__})", intended=True)
-    if isinstance(value, StateSlot):  # the extra state of a module
-        return Leaf(value, shared=True)
+    if isinstance(value, StateSlot | OptionSlot):
+        return Leaf(value, shared=isinstance(value, StateSlot))
     if is_stateful(value):
         return Leaf(StateSlot(value, *_anchor(value, position)), shared=True)
     if _is_mutable_dataclass(value):
@@ -290,6 +293,15 @@ def _optimizer(value: Any, position: Position) -> View:
         )
     slot = StateSlot(value, *_anchor(value, position))
     return Leaf(slot, shared=True, opened=lambda: branch)
+
+
+def options_edge(optimizer: Any) -> Edge:
+    """Return the edge from a torch optimizer to the options of its groups, each of which is its own slot."""
+    groups = [
+        {name: OptionSlot(optimizer, number, name) for name in group_options(group)}
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+    return Edge(GROUPS, GROUPS, groups, Position(optimizer, (GROUPS,), None))
 
 
 def _variable(value: Any) -> View:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...engine.errors import UnsupportedLeafError
 from ...engine.pytree import collection_paused, is_python_value, is_torch_tensor, key_segments
-from .frameworks import ModuleState, OptimizerSlot, OptionSlot, group_options, is_buffer, is_optax_moment, slot_name
+from .frameworks import GROUPS, ModuleState, OptimizerSlot, is_buffer, slot_name
 from .paths import Path, format_node_path
 from .slots import Slot
 from .tracked import Node, TrackedDict, TrackedList, check_origin
-from .views import Branch, Edge, Leaf, Unsaved, classify, root_view
+from .views import Branch, Edge, Leaf, Unsaved, classify, options_edge, root_view
 
-GROUPS = "groups"  # name of the edge from a torch optimizer to the options of its groups
 OWN_STATES = "own_states"  # key of whether a document has the states that modules and optimizers give by methods
 OPTIMIZER_SLOTS = "slots"  # name below which a torch optimizer's values for parameters are, by the parameters' paths
 
@@ -24,7 +22,7 @@ OPTIMIZER_SLOTS = "slots"  # name below which a torch optimizer's values for par
 class LiveNode:
     value: Any
     view: Branch | Leaf
-    path: Path = ()  # the shortest path to it
+    path: Path  # the shortest path to it
     keys: dict[str, Any] = field(default_factory=dict)  # the keys of its edges, by the edges' names
     edges: dict[str, LiveNode] = field(default_factory=dict)
     optimizer_slots: list[tuple[LiveNode, str, LiveNode]] = field(default_factory=list)  # parameter, name, value
@@ -49,9 +47,6 @@ class LiveNode:
         assert isinstance(self.view, Leaf)
         return self.slot.get() if self.view.packed is None else self.view.packed
 
-    def add(self, segment: str, key: Any, child: LiveNode) -> None:
-        self.keys[segment], self.edges[segment] = key, child
-
 
 @dataclass(slots=True)
 class LiveGraph:
@@ -63,8 +58,8 @@ class LiveGraph:
     def own_states(self) -> list[Path]:
         """The paths of states of modules, of optimizers in optimizers and of enumerations, which 0.1.0 did not save."""
         found = [node.path for node in self.nodes if isinstance(node.value, ModuleState | enum.Enum)]
-        inner = [child for node in self.nodes if node.optimizer is not None for child in node.edges.values()]
-        return found + [child.path for child in inner if child.value is not None]
+        optimizers = [node for node in self.nodes if node.optimizer is not None]
+        return found + [one.path for node in optimizers for name, one in node.edges.items() if name != GROUPS]
 
     @property
     def root(self) -> LiveNode:
@@ -75,29 +70,21 @@ class LiveGraph:
 
 
 def walk(root: Node, *, strict: bool = True) -> LiveGraph:
+    """Find all objects; with ``strict``, raise UnsupportedLeafError if one can be neither saved nor restored."""
     walker = _Walk()
-    start = LiveNode(root, root_view(root))
-    walker.discover(start)
+    nodes = walker.discover(root)
     if strict:
         walker.refuse()
     walker.skipped.update(walker.problems)
-    nodes = _ordered(start)
-    orphans = [] if root._holdfast_keeps_moments else _orphaned_moments(nodes)
-    for orphan in orphans:
-        for holder in nodes:
-            for segment in [segment for segment, child in holder.edges.items() if child is orphan]:
-                del holder.edges[segment]
-                walker.skipped[*holder.path, segment] = "its parameters are not part of the checkpoint"
-    nodes = _ordered(start) if orphans else nodes
     walker.add_optimizer_slots(nodes)
     return LiveGraph(nodes, walker.skipped, walker.notes)
 
 
 def check(root: Node) -> None:
     """Raise UnsupportedLeafError if anything that can be reached can be neither saved nor restored."""
-    walker = _Walk(tensors=False)  # which can always be saved
+    walker = _Walk(tensors=False)  # every tensor can be saved
     with collection_paused():
-        walker.discover(LiveNode(root, root_view(root)))
+        walker.discover(root)
     walker.refuse()
 
 
@@ -114,15 +101,14 @@ class _Walk:
             lines = "\n".join(f"  {format_node_path(path)}: {what}" for path, what in self.problems.items())
             raise UnsupportedLeafError(f"these objects cannot be saved, and nothing was written:\n{lines}")
 
-    def discover(self, start: LiveNode) -> None:
-        """Find all nodes and edges, breadth first."""
-        self._known[id(start.value)] = start
-        root = start.value.__holdfast_root__()
-        if root is not None:
-            self._known[id(root)] = start
-        queue = deque([(start, False)])
-        while queue:
-            node, covered = queue.popleft()
+    def discover(self, root: Node) -> list[LiveNode]:
+        """Find all nodes and edges, breadth first, so that each node has the shortest path to it."""
+        start = LiveNode(root, root_view(root), ())
+        self._known[id(root)] = start
+        if (stood_for := root.__holdfast_root__()) is not None:
+            self._known[id(stood_for)] = start
+        queue = [(start, False)]
+        for node, covered in queue:  # grows during the loop
             view = node.view
             if isinstance(node.value, TrackedList | TrackedDict):
                 check_origin(node.value, format_node_path(node.path))
@@ -131,28 +117,23 @@ class _Walk:
             for segment, note in view.notes.items():
                 self.notes[*node.path, segment] = note
             # The outermost module with a state of its own gives those of the modules in it, and all buffers, by that.
-            gives = any(isinstance(edge.value, ModuleState) for edge in view.edges)
-            for edge in view.edges:
-                if covered and isinstance(edge.value, ModuleState):
+            gives = covered or any(isinstance(edge.value, ModuleState) for edge in view.edges)
+            options = [] if view.optimizer is None else [options_edge(view.optimizer)]
+            for edge in [*view.edges, *options]:
+                if (covered and isinstance(edge.value, ModuleState)) or (gives and is_buffer(node.value, edge.key)):
                     continue
-                if (covered or gives) and is_buffer(node.value, edge.key):
-                    continue
-                child = self._child(node, edge)
-                if child is not None:
-                    node.add(edge.segment, edge.key, child)
-                    if not child.path:
-                        child.path = (*node.path, edge.segment)
-                        queue.append((child, covered or gives))
-            if view.optimizer is not None:
-                self._add_options(node, view.optimizer)
+                child = self._known.get(id(edge.value))
+                if child is None:
+                    child = self._new(edge, (*node.path, edge.segment))
+                    if child is None:
+                        continue
+                    queue.append((child, gives))
+                node.keys[edge.segment], node.edges[edge.segment] = edge.key, child
+        return [node for node, _ in queue]
 
-    def _child(self, holder: LiveNode, edge: Edge) -> LiveNode | None:
-        known = self._known.get(id(edge.value))
-        if known is not None:
-            return known
+    def _new(self, edge: Edge, path: Path) -> LiveNode | None:
         if not self._tensors and is_torch_tensor(edge.value):
             return None
-        path = (*holder.path, edge.segment)
         view = classify(edge.value, edge.position)
         if isinstance(view, Unsaved):
             if not view.intended:
@@ -160,22 +141,10 @@ class _Walk:
             return None
         if isinstance(view, Leaf) and not view.ready:
             self.skipped[path] = "has no shape yet; run the module once"
-        node = LiveNode(edge.value, view)
+        node = LiveNode(edge.value, view, path)
         if view.shared if isinstance(view, Leaf) else not _is_constant(edge.value):
             self._known[id(edge.value)] = node
         return node
-
-    def _add_options(self, node: LiveNode, optimizer: Any) -> None:
-        """Add the options of an optimizer's groups as ordinary nodes."""
-        groups = LiveNode(None, Branch("list", [], sequence=True), (*node.path, GROUPS))
-        node.add(GROUPS, GROUPS, groups)
-        for number, live in enumerate(optimizer.param_groups):
-            group = LiveNode(None, Branch("dict", []), (*groups.path, str(number)))
-            groups.add(str(number), number, group)
-            options = group_options(live)
-            for segment, name in zip(key_segments(list(options)), options, strict=True):
-                leaf = Leaf(OptionSlot(optimizer, number, name), shared=False)
-                group.add(segment, name, LiveNode(options[name], leaf, (*group.path, segment)))
 
     def add_optimizer_slots(self, nodes: list[LiveNode]) -> None:
         """Add the values that optimizers keep for parameters that are in the graph, too."""
@@ -214,60 +183,3 @@ def _is_constant(value: Any, depth: int = 4) -> bool:
     return type(value) is tuple and all(
         is_python_value(child) or (depth > 0 and _is_constant(child, depth - 1)) for child in value
     )
-
-
-def _ordered(start: LiveNode) -> list[LiveNode]:
-    """Return all reachable nodes, the nearest first, and give each its shortest path."""
-    start.path = ()
-    nodes = [start]
-    seen = {id(start)}
-    for node in nodes:  # grows during the loop
-        for segment, child in node.edges.items():
-            if id(child) not in seen:
-                seen.add(id(child))
-                child.path = (*node.path, segment)
-                nodes.append(child)
-    return nodes
-
-
-def _orphaned_moments(nodes: list[LiveNode]) -> list[LiveNode]:
-    """Return the moments of optax whose parameters are nowhere in the graph."""
-    orphans = []
-    for node in nodes:
-        for segment, child in node.edges.items():
-            if isinstance(child.view, Branch) and is_optax_moment(node.value, segment):
-                shapes = _shapes(child)
-                others = (other for other in nodes if other.path[: len(node.path)] != node.path)
-                if shapes and not any(_has(other, shapes) for other in others if other is not child):
-                    orphans.append(child)
-    return orphans
-
-
-def _shapes(start: LiveNode) -> dict[Path, tuple[int, ...]]:
-    """Return the shapes of all leaves below a node, by their paths from it."""
-    found: dict[Path, tuple[int, ...]] = {}
-    queue: list[tuple[LiveNode, Path]] = [(start, ())]
-    seen = {id(start)}
-    for node, path in queue:
-        if isinstance(node.view, Leaf):
-            found[path] = _shape(node)
-        for segment, child in node.edges.items():
-            if id(child) not in seen:
-                seen.add(id(child))
-                queue.append((child, (*path, segment)))
-    return found
-
-
-def _shape(node: LiveNode) -> tuple[int, ...]:
-    return tuple(getattr(node.slot.get(), "shape", ()))
-
-
-def _has(holder: LiveNode, shapes: dict[Path, tuple[int, ...]]) -> bool:
-    """Whether leaves of these shapes are at these paths below a node."""
-    for path, shape in shapes.items():
-        node: LiveNode | None = holder
-        for segment in path:
-            node = None if node is None else node.edges.get(segment)
-        if node is None or not isinstance(node.view, Leaf) or _shape(node) != shape:
-            return False
-    return True
