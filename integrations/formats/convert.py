@@ -38,7 +38,6 @@ from ...engine.sources import (
     find_steps,
     is_foreign,
     open_at,
-    open_checkpoint,
     portions_of,
     rooted,
     selected,
@@ -129,23 +128,19 @@ def import_checkpoint(
 def _imports(origin: Location, target: Location, overwrite: bool, progress: Progress) -> list[Conversion]:
     if not overwrite and (target.exists() and (not target.is_directory() or target.entries())):
         raise CheckpointExistsError(f"{target} exists already; choose another path, or pass overwrite=True")
-    found = FoundSteps() if is_foreign(origin) or not origin.is_directory() else find_steps(origin)
-    steps = found.by_step()
-    if not steps:
-        checkpoint = open_checkpoint(origin)
-        (portion,) = portions_of(progress, [StepEntry(0, checkpoint.location)])
-        with deleted_on_interrupt(target, [] if overwrite else [target]):
-            return [_import(checkpoint, target, None, overwrite, portion)]
-    metadata = found.metadata()
-    portions = portions_of(progress, list(steps.values()))
+    foreign = is_foreign(origin)
+    found = FoundSteps() if foreign or not origin.is_directory() else find_steps(origin)
+    steps = {target / str(step): entry for step, entry in found.by_step().items()}
+    places = steps or {target: StepEntry(0, origin if foreign else find_checkpoint(origin))}
     done: list[Conversion] = []
     made: list[Location] = []
     with deleted_on_interrupt(target, made):
-        for (step, entry), portion in zip(steps.items(), portions, strict=True):
+        for (place, entry), portion in zip(places.items(), portions_of(progress, [*places.values()]), strict=True):
             if not overwrite:  # otherwise it may take the place of another one
-                made.append(target / str(step))
-            done.append(_import(open_at(entry.location), target / str(step), step, overwrite, portion))
-        store_metadata(target, metadata)
+                made.append(place)
+            done.append(_import(open_at(entry.location), place, entry.step if steps else None, overwrite, portion))
+        if steps:
+            store_metadata(target, found.metadata())
     return done
 
 
@@ -206,8 +201,18 @@ def export_checkpoint(
     def work() -> list[Conversion]:
         chosen = best_step_in(origin) if step == "best" else step
         if to == "orbax":
-            return _export_orbax(origin, target, chosen, item, select, progress or UNHEARD)
-        return _export_file(origin, target, to, chosen, item, select, root, overwrite, progress or UNHEARD)
+            from .orbax.export import export_orbax
+
+            exported = export_orbax(origin, target, chosen, item, select, progress or UNHEARD)
+            return [_conversion(one, place, to, number, trees, ()) for one, place, number, trees in exported]
+        checkpoint = open_at(find_checkpoint(origin, chosen))
+        # The extras of a callback lie beside the item of the state.
+        named = ITEM if item is None and checkpoint.items.get(ITEM) == TREE else item
+        whole = rooted(checkpoint.tree(checkpoint.only_tree(named)), root)
+        tree, left_out = without_placeholders(selected(whole, select))
+        _write_file(tree, target, to, overwrite, progress or UNHEARD)
+        _warn(checkpoint, left_out)
+        return [_conversion(checkpoint, target, to, checkpoint.step if chosen is None else chosen, [tree], left_out)]
 
     patterns = [select] if isinstance(select, str) or select is None else list(select)
     about = [origin.url, target.url, to, step, item, patterns, root, overwrite]
@@ -221,22 +226,7 @@ def _once(
     return [Conversion(**{**fields, "left_out": tuple(fields["left_out"])}) for fields in found]
 
 
-def _export_file(
-    origin: Location,
-    target: Location,
-    to: ExportFormat,
-    step: int | None,
-    item: str | None,
-    select: Patterns | None,
-    root: str | None,
-    overwrite: bool,
-    progress: Progress,
-) -> list[Conversion]:
-    checkpoint = open_at(find_checkpoint(origin, step))
-    if item is None and checkpoint.items.get(ITEM) == TREE:
-        item = ITEM  # the extras of a callback lie beside it
-    whole = rooted(checkpoint.tree(checkpoint.only_tree(item)), root)
-    tree, left_out = without_placeholders(selected(whole, select))
+def _write_file(tree: TreeSource, target: Location, to: ExportFormat, overwrite: bool, progress: Progress) -> None:
     external = [format_path(leaf.name) for leaf in tree.leaves if leaf.saved.kind == EXTERNAL]
     if external:
         raise UnsupportedLeafError(
@@ -251,8 +241,6 @@ def _export_file(
     progress.expect(nbytes)
     with Portion(progress, nbytes, nbytes) as portion:
         write(tree, target, overwrite=overwrite, advance=portion.advance)
-    _warn(checkpoint, left_out)
-    return [_conversion(checkpoint, target, to, step if step is not None else checkpoint.step, [tree], left_out)]
 
 
 def _import(
@@ -315,32 +303,12 @@ def _verify(target: Location, advance: Callable[[int], None]) -> None:
         raise DamagedCheckpointError(itemized(f"{target} does not read as it was written:", problems))
 
 
-def _export_orbax(
-    origin: Location,
-    target: Location,
-    step: int | None,
-    item: str | None,
-    select: Patterns | None,
-    progress: Progress,
-) -> list[Conversion]:
-    from .orbax.export import export_orbax
-
-    found = []
-    for path in export_orbax(origin, target, step=step, item=item, select=select, progress=progress):
-        number = None if path == target else int(path.name)
-        checkpoint = open_at(find_checkpoint(origin, number))
-        names = [name for name, kind in checkpoint.items.items() if kind == TREE and item in (None, name)]
-        trees = [selected(checkpoint.tree(name), select) for name in names]
-        found.append(_conversion(checkpoint, path, "orbax", number, trees, ()))
-    return found
-
-
 def _conversion(
     checkpoint: CheckpointSource,
     target: Location,
     format_: str,
     step: int | None,
-    trees: list[TreeSource],
+    trees: Sequence[TreeSource],
     left_out: Sequence[str],
 ) -> Conversion:
     # Leaves without data, and those that may be empty containers, are not counted: the result may lack them.

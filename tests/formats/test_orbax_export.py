@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.integrations.formats.orbax.export import add_orbax_metadata, export_orbax
+from holdfast.integrations.formats.orbax.export import add_orbax_metadata
 
 jax: Any = pytest.importorskip("jax")
 jnp: Any = pytest.importorskip("jax.numpy")
@@ -24,10 +25,13 @@ TrainState: Any = pytest.importorskip("flax.training.train_state").TrainState
 Export = Callable[[Path, Path], Path]
 
 
+export_orbax = partial(hf.export_checkpoint, to="orbax")
+
+
 def copied(source: Path, destination: Path) -> Path:
     """Exports a copy; the directory that Orbax restores."""
-    (place,) = export_orbax(source, destination)
-    return place.path
+    (one,) = export_orbax(source, destination)
+    return Path(one.path)
 
 
 def in_place(source: Path, _: Path) -> Path:
@@ -125,8 +129,8 @@ def test_a_run_becomes_that_of_a_manager(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path / "ours") as manager:
         for step in (3, 10):
             manager.save(step, {"w": jnp.full(4, float(step)), "n": step}, metrics={"loss": step / 2})
-    places = export_orbax(tmp_path / "ours", tmp_path / "theirs")
-    assert [place.name for place in places] == ["3", "10"]
+    exported = export_orbax(tmp_path / "ours", tmp_path / "theirs")
+    assert [(one.step, one.path) for one in exported] == [(n, str(tmp_path / "theirs" / str(n))) for n in (3, 10)]
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"], best_mode="min")
     with ocp.CheckpointManager(tmp_path / "theirs", options=options) as manager:
         assert manager.all_steps() == [3, 10]

@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ....engine.arrays import SavedLeaf, TreeSource, batches
 from ....engine.checkpoint import deleted_on_interrupt
-from ....engine.clock import UNHEARD, Portion, Progress
+from ....engine.clock import Portion, Progress
 from ....engine.distributed import Coordinator, run_on_primary
 from ....engine.errors import CheckpointExistsError, OptionError, StorageError, UnsupportedLeafError
 from ....engine.format import RECORD, encode_array_metadata, storage_dtype
@@ -33,7 +33,6 @@ from ....engine.sources import (
     find_steps,
     is_run,
     open_at,
-    open_checkpoint,
     portions_of,
     selected,
 )
@@ -233,46 +232,44 @@ def json_file(value: Any) -> bytes:
 
 
 def export_orbax(
-    source: Place,
-    destination: Place,
-    *,
-    step: int | None = None,
-    item: str | None = None,
-    select: Patterns | None = None,
-    progress: Progress = UNHEARD,
-) -> list[Location]:
-    """Write a copy of a checkpoint that Orbax restores.
+    origin: Location, target: Location, step: int | None, item: str | None, select: Patterns | None, progress: Progress
+) -> list[tuple[CheckpointSource, Location, int | None, Sequence[TreeSource]]]:
+    """Write copies of checkpoints that Orbax restores; return each with its copy, its step and its trees.
 
     A single tree becomes a directory for a ``StandardCheckpointer``, a directory of steps one for a
     ``CheckpointManager``. Integer keys become strings, the only keys of Orbax.
     """
-    origin, target = as_location(source), as_location(destination, writes=True)
+    managed = step is not None or is_run(origin)
     metadata: Mapping[str, Any] | None = None
-    if step is None and not is_run(origin):
-        checkpoint = open_checkpoint(origin)
-        (portion,) = portions_of(progress, [StepEntry(0, checkpoint.location)])
-        _export(checkpoint, target, item, select, portion, managed=False)
-        return [target]
-    if step is not None:
-        places = {step: StepEntry(step, find_checkpoint(origin, step))}
+    if not managed:
+        entries = {target: StepEntry(0, origin)}
+    elif step is not None:
+        entries = {target / str(step): StepEntry(step, find_checkpoint(origin, step))}
     else:
         found = find_steps(origin)
-        places = found.by_step()
         metadata = found.metadata()
-    if not places:
-        find_checkpoint(origin)  # its error names what is missing
-    taken = [target / str(number) for number in places if (target / str(number)).exists()]
-    if taken:
-        raise CheckpointExistsError(f"{taken[0]} exists already; choose another destination")
+        entries = {target / str(number): entry for number, entry in found.by_step().items()}
+        if not entries:
+            find_checkpoint(origin)  # its error names what is missing
+    for place in entries:
+        _refuse_existing(place)
     made: list[Location] = []
+    done = []
     with deleted_on_interrupt(target, made):
-        for entry, portion in zip(places.values(), portions_of(progress, list(places.values())), strict=True):
-            made.append(target / str(entry.step))
-            _export(open_at(entry.location), made[-1], item, select, portion, managed=True)
+        for (place, entry), portion in zip(entries.items(), portions_of(progress, [*entries.values()]), strict=True):
+            made.append(place)
+            checkpoint = open_at(entry.location)
+            trees = _export(checkpoint, place, item, select, portion, managed=managed)
+            done.append((checkpoint, place, entry.step if managed else None, trees))
         if metadata:
             document = {"custom_metadata": dict(metadata)}
             _write_files(target, {f"{RUN_METADATA}/{RUN_METADATA_FILE}": json_file(document)})
-    return made
+    return done
+
+
+def _refuse_existing(place: Location) -> None:
+    if place.exists():
+        raise CheckpointExistsError(f"{place} exists already; choose another destination")
 
 
 def add_orbax_metadata(
@@ -362,7 +359,7 @@ def _export(
     portion: Portion,
     *,
     managed: bool,
-) -> None:
+) -> Sequence[TreeSource]:
     wanted = _wanted(checkpoint, item if select is None else checkpoint.only_tree(item))
     trees = {name: selected(checkpoint.tree(name), select) for name, kind in wanted.items() if kind == TREE}
     plans = {name: plan_orbax(tree, in_place=False) for name, tree in trees.items()}
@@ -383,6 +380,7 @@ def _export(
         for name, plan in plans.items():
             _write_tree(folder if is_one_tree else folder / places[name], trees[name], plan, portion)
         _write_files(folder, files)
+    return [*trees.values()]
 
 
 def _wanted(checkpoint: CheckpointSource, item: str | None) -> Mapping[str, str]:
@@ -400,8 +398,7 @@ def _wanted(checkpoint: CheckpointSource, item: str | None) -> Mapping[str, str]
 @contextlib.contextmanager
 def _finished(target: Location) -> Iterator[Location]:
     """Yield a directory to write into, which is renamed once it is complete, as Orbax does it."""
-    if target.exists():
-        raise CheckpointExistsError(f"{target} exists already; choose another destination")
+    _refuse_existing(target)
     folder = target.parent / f"{target.name}{UNFINISHED}" if target.is_local else target
     folder.remove_tree()
     folder.make_directory()
