@@ -20,6 +20,8 @@ from .restoring import descend, restore_saved
 
 _logger = logging.getLogger("holdfast")
 
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 
 def build(
     base: type,
@@ -97,19 +99,27 @@ class _Building:
     def _construct(self, kind: Any, spec: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> Any:
         decoder = SpecDecoder(self._permissions, self._component, self._nested, where)
         signature = _signature(kind)
-        arguments, unnamed = _named(signature, spec, where, kind)
-        kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
-        variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-        unknown = [name for name in overrides if kinds.get(name, inspect.Parameter.VAR_KEYWORD) in variable]
-        if unknown and inspect.Parameter.VAR_KEYWORD not in kinds.values():
+        try:
+            bound = signature.bind_partial(*spec["args"], **spec["kwargs"])
+        except TypeError as error:
+            raise OptionError(
+                f"{where}: the constructor of {kind.__qualname__} does not take the saved arguments any more: {error}. "
+                "Make the object yourself and call restore_from_path"
+            ) from error
+        variable = {one.kind: name for name, one in signature.parameters.items() if one.kind in _VARIABLE}
+        unnamed, others = (variable.get(kind, "") for kind in _VARIABLE)  # the names of *args and **kwargs
+        names = [name for name in signature.parameters if name not in (unnamed, others)]
+        unknown = [name for name in overrides if name not in names]
+        if unknown and not others:
             raise OptionError(
                 f"{kind.__qualname__} takes no argument {', '.join(map(repr, unknown))}; it takes "
                 f"{', '.join(signature.parameters) or 'none'}"
             )
-        given = {name: decoder.decode(value) for name, value in arguments.items() if name not in overrides}
-        given = {name: on_this_machine(name, value) for name, value in given.items()}
-        given.update(overrides)
-        rest = [decoder.decode(value) for value in unnamed]
+        saved = bound.arguments
+        rest = tuple(decoder.decode(value) for value in saved.pop(unnamed, ()))
+        saved |= saved.pop(others, {})
+        decoded = {name: decoder.decode(value) for name, value in saved.items() if name not in overrides}
+        given = {name: on_this_machine(name, value) for name, value in decoded.items()} | dict(overrides)
         missing = [
             f"{name} ({value.reason})"
             for name, value in [*given.items(), *((f"*{place}", value) for place, value in enumerate(rest))]
@@ -120,21 +130,15 @@ class _Building:
                 f"{where}: these arguments of {kind.__qualname__} were not kept; pass them by name: "
                 + ", ".join(missing)
             )
-        args = []
-        for name, parameter in signature.parameters.items():
-            if name not in given or parameter.kind not in (
-                parameter.POSITIONAL_ONLY,
-                *((parameter.POSITIONAL_OR_KEYWORD,) if rest else ()),
-            ):
-                break
-            args.append(given.pop(name))
+        bound.arguments = {name: given.pop(name) for name in names if name in given}
+        bound.arguments |= {name: value for name, value in ((unnamed, rest), (others, given)) if value}
         try:
-            signature.bind(*args, *rest, **given)
+            signature.bind(*bound.args, **bound.kwargs)
         except TypeError as error:
             raise OptionError(
                 f"{where}: {kind.__qualname__} cannot be made of the saved arguments: {error}; pass it by name"
             ) from error
-        return construct(kind, (*args, *rest), given, where)
+        return construct(kind, bound.args, bound.kwargs, where)
 
     def _component(self, reference: str) -> Any:
         """Return the component that a spec refers to by its path in the tree that was saved."""
@@ -163,27 +167,3 @@ def _signature(kind: Any) -> inspect.Signature:
     except (TypeError, ValueError):
         return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
     return own.replace(parameters=list(own.parameters.values())[1:])
-
-
-def _named(
-    signature: inspect.Signature, spec: Mapping[str, Any], where: str, kind: Any
-) -> tuple[dict[str, Any], list[Any]]:
-    """Give positional arguments their names; return also those that have none."""
-    try:
-        bound = signature.bind_partial(*spec["args"], **spec["kwargs"])
-    except TypeError as error:
-        raise OptionError(
-            f"{where}: the constructor of {kind.__qualname__} does not take the saved arguments any more: {error}. "
-            f" Make the object yourself and call restore_from_path"
-        ) from error
-    arguments: dict[str, Any] = {}
-    rest: list[Any] = []
-    for name, value in bound.arguments.items():
-        variety = signature.parameters[name].kind
-        if variety is inspect.Parameter.VAR_POSITIONAL:
-            rest += value
-        elif variety is inspect.Parameter.VAR_KEYWORD:
-            arguments.update(value)
-        else:
-            arguments[name] = value
-    return arguments, rest

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Protocol
 
-from ...engine.arrays import SavedLeaf, TreeReader, load_tree, read_checked, tree_metadata
+from ...engine.arrays import TreeReader, load_tree, read_checked, tree_metadata
 from ...engine.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
 from ...engine.format import COMPONENT, COMPONENTS, DOCUMENT_LIMIT, CheckpointRecord, ItemRecord
 from ...engine.pytree import (
@@ -97,7 +97,8 @@ class NativeComponent:
             }
             tree, structure = load_tree(reader, requests=requests), reader.tree.structure
             if packed:
-                _set_gradients_needed(tree, {leaf.name for leaf in reader.leaves if _needs_gradient(leaf)})
+                needed = {leaf.name for leaf in reader.leaves if leaf.saved.details.get("requires_grad") is True}
+                _set_gradients_needed(tree, needed)
             if component is None or not has_records(structure):
                 return tree
             return with_records(tree, structure, component, str(self.location))
@@ -105,10 +106,6 @@ class NativeComponent:
     def structure(self) -> Any:
         """Return its own state with a description of every leaf in its place; no data is read."""
         return tree_metadata(TreeReader(self._folder, self._item.files))
-
-
-def _needs_gradient(leaf: SavedLeaf) -> bool:
-    return leaf.saved.details.get("requires_grad") is True
 
 
 def _set_gradients_needed(tree: Any, names: Collection[str]) -> None:

@@ -25,7 +25,7 @@ from .states import (
     match_kept,
     own_state,
     own_states,
-    set_own_state,
+    set_default_state,
 )
 
 _logger = logging.getLogger("holdfast")
@@ -254,10 +254,14 @@ class _Restore:
             is_asked = one.path in self._asked
             state_before = self._asked[one.path] if is_asked else own_state(one, snapshot=True, partial=True)
             self._before.append((one, state_before))
-        kept = self._within(one.path)
-        self._done[one.path] = set_own_state(
-            one, state, origin.location, kept, fitting=self._fitting, modes=self._modes
-        )
+        if has_own(one.value, "set_state"):
+            one.value.set_state(state)
+            self._done[one.path] = OwnReport()
+        else:
+            kept = self._within(one.path)
+            self._done[one.path] = set_default_state(
+                one, state, origin.location, kept, fitting=self._fitting, modes=self._modes
+            )
 
     def _within(self, above: Path) -> Keep | None:
         """Return the same for paths within a component."""
@@ -266,9 +270,13 @@ class _Restore:
 
     def _take_back(self) -> None:
         for one, state in reversed(self._before):
+            if isinstance(state, dict) and not state:
+                continue
             try:
-                if state or not isinstance(state, dict):
-                    set_own_state(one, state)
+                if has_own(one.value, "set_state"):
+                    one.value.set_state(state)
+                else:
+                    set_default_state(one, state)
             except Exception:  # the error that led here is the one to raise
                 _logger.warning("%s: its state could not be taken back", format_component_path(one.path), exc_info=True)
 

@@ -5,6 +5,7 @@ Its metadata says where it comes from: the versions of libraries, and the commit
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import logging
@@ -246,37 +247,31 @@ def commit_of(module: str) -> str | None:
 
 def commit_in(start: FilePath) -> str | None:
     """Return the commit of the git repository around a folder, or None; run nothing."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         for folder in (start, *start.parents):
             git = folder / ".git"
+            if git.is_file():  # of a worktree or a submodule
+                git = folder / _read(git).removeprefix("gitdir:").strip()
             if git.is_dir():
                 return _head(git)
-            if git.is_file():
-                return _head(folder / _read(git).removeprefix("gitdir:").strip())
-    except (OSError, ValueError):
-        return None
     return None
 
 
 def _head(git: FilePath) -> str | None:
-    head = _read(git / "HEAD")
-    if not head.startswith("ref:"):
-        return head if _COMMIT.fullmatch(head) else None
-    reference = head.removeprefix("ref:").strip()
-    if ".." in reference.split("/") or os.path.isabs(reference):
-        return None
-    common = git / "commondir"
-    places = [git, (git / _read(common)).resolve()] if common.is_file() else [git]
-    for place in places:
-        if (place / reference).is_file():
-            found = _read(place / reference)
-            return found if _COMMIT.fullmatch(found) else None
-        if (place / "packed-refs").is_file():
-            for line in _read(place / "packed-refs").splitlines():
-                commit, _, name = line.partition(" ")
-                if name.strip() == reference and _COMMIT.fullmatch(commit):
-                    return commit
-    return None
+    found, common = _read(git / "HEAD"), git / "commondir"
+    if found.startswith("ref:"):
+        reference = found.removeprefix("ref:").strip()
+        if ".." in reference.split("/") or os.path.isabs(reference):
+            return None
+        for place in [git, git / _read(common)] if common.is_file() else [git]:
+            if (place / reference).is_file():
+                found = _read(place / reference)
+                break
+            packed = _read(place / "packed-refs") if (place / "packed-refs").is_file() else ""
+            if line := re.search(rf"^([0-9a-f]+) {re.escape(reference)}$", packed, re.MULTILINE):
+                found = line[1]
+                break
+    return found if _COMMIT.fullmatch(found) else None
 
 
 def _read(file: FilePath) -> str:

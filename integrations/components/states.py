@@ -271,21 +271,6 @@ def copied(tree: Any) -> Any:
 # ---- giving back
 
 
-def set_own_state(
-    component: LiveComponent,
-    state: Any,
-    source: Location | None = None,
-    keep: Keep | None = None,
-    *,
-    fitting: bool = False,
-    modes: bool = False,
-) -> OwnReport:
-    if has_own(component.value, "set_state"):
-        component.value.set_state(state)
-        return OwnReport()
-    return set_default_state(component, state, source, keep, fitting=fitting, modes=modes)
-
-
 def set_default_state(
     component: LiveComponent,
     state: Any,

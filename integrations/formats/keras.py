@@ -25,7 +25,7 @@ from ...engine.pytree import MAX_DEPTH
 from ...engine.sources import JSON, TREE, CheckpointSource, FetchedArray, FetchedTree, Path, SingleTree, first_bytes
 from ...engine.storage import Location
 from .numpy_zip import archive_of
-from .torch.files import ZIP_MAGIC, Window
+from .torch.files import ZIP_MAGIC, opened
 
 _MAGIC = b"\x89HDF\r\n\x1a\n"
 _WEIGHTS = "model.weights.h5"  # name of the member of a ``.keras`` file with the weights
@@ -124,7 +124,7 @@ class HDF5Tree(FetchedTree):
                 content = io.BytesIO(stack.enter_context(archive_of(self.location)).read(_WEIGHTS))
             else:
                 reader = stack.enter_context(self.location.open_data())
-                content = Window(reader, 0, reader.size)
+                content = opened(reader, 0, reader.size)
             try:
                 yield stack.enter_context(self._h5py.File(content, "r"))
             except (OSError, KeyError, RuntimeError, ValueError, TypeError) as error:

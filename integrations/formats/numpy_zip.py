@@ -7,11 +7,12 @@ path. Arrays of Python objects are pickles, which are listed and not read.
 from __future__ import annotations
 
 import contextlib
+import io
 import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from ...engine.errors import DamagedCheckpointError, HoldfastError
 from ...engine.sources import FetchedArray, FetchedTree, SingleTree, first_bytes
 from ...engine.storage import Location
-from .torch.files import ZIP_MAGIC, Window
+from .torch.files import ZIP_MAGIC, opened
 
 _MEMBER = ".npy"
 _END = 22  # bytes of the record at the end of an archive, before its comment
@@ -62,9 +63,9 @@ def archive_of(location: Location) -> Iterator[zipfile.ZipFile]:
     """Open a zip archive; what is wrong with it is an error that names the file."""
     with location.open_data() as reader:
         try:
-            window = Window(reader, 0, reader.size)
-            with zipfile.ZipFile(window) as archive:
-                _check_directory(archive, window)
+            file = opened(reader, 0, reader.size)
+            with zipfile.ZipFile(file) as archive:
+                _check_directory(archive, file)
                 yield archive
         except DAMAGE as error:
             if isinstance(error, HoldfastError):
@@ -72,12 +73,13 @@ def archive_of(location: Location) -> Iterator[zipfile.ZipFile]:
             raise DamagedCheckpointError(f"{location} is not a whole zip archive: {error}") from error
 
 
-def _check_directory(archive: zipfile.ZipFile, window: Window) -> None:
+def _check_directory(archive: zipfile.ZipFile, file: BinaryIO) -> None:
     """Raise BadZipFile unless the directory at the end of the file, which no checksum covers, is whole.
 
     A flipped bit there can hide a member: in a name, or in a length that makes one entry swallow the next.
     """
-    (count,) = struct.unpack("<H", window.at(window.size - _END - len(archive.comment), _END)[10:12])
+    file.seek(-_END - len(archive.comment), io.SEEK_END)
+    (count,) = struct.unpack("<H", file.read(_END)[10:12])
     found = archive.infolist()
     if count not in (len(found), 0xFFFF):
         raise zipfile.BadZipFile(f"its directory has {len(found)} entries, expected {count}")

@@ -217,50 +217,32 @@ def ends_as_table(place: Location) -> bool:
         return False
 
 
-# An entry that shares nothing with the key before, has a key of no bytes, and a value that begins with field 1.
-_BEGINS = re.compile(rb"\0\0[\x80-\xff]{0,4}[\0-\x7f]\x0a", re.DOTALL)
-_BEGINNING = 8  # bytes
 _NOTES = b"model_checkpoint_path:"
+# The first entry of a V1 table: it shares nothing with a key before, has an empty key, and a value that begins with the
+# field 1, ``meta`` of a ``SavedTensorSlices`` in ``tensorflow/core/util/saved_tensor_slice.proto``.
+_FIRST_ENTRY = re.compile(rb"\0\0[\x80-\xff]{0,4}[\0-\x7f]\x0a", re.DOTALL)
 
 
 def refuse_v1(location: Location, names: frozenset[str]) -> None:
-    """Refuse a checkpoint of TensorFlow before 0.12, "V1": a single table, or one for each shard.
-
-    Its first key is "", with a ``SavedTensorSlices`` of ``tensorflow/core/util/saved_tensor_slice.proto`` in which only
-    ``meta`` is set.
-    """
-    if not names:
-        _refuse(location)
-        if location.is_local and location.name and not location.exists():  # elsewhere, listing is not worth it
-            _refuse_shards(location)
-    elif STATE in names and _begins(location / STATE, len(_NOTES)) == _NOTES:
-        newest = read_state(location).newest
-        if newest:
-            _refuse(location / newest)
-            _refuse_shards(location / newest)
-
-
-def _refuse_shards(prefix: Location) -> None:
-    shard = re.compile(re.escape(prefix.name) + "-[0-9]{5,}-of-[0-9]{5,}")
+    """Refuse a checkpoint of TensorFlow before 0.12, "V1": a single table, or one for each shard."""
+    prefix = location
     try:
-        names = sorted(entry.name for entry in prefix.parent.entries() if shard.fullmatch(entry.name))
-    except StorageError:
-        return
-    if names:
-        _refuse(prefix.parent / names[0])
-
-
-def _refuse(place: Location) -> None:
-    if _BEGINS.match(_begins(place, _BEGINNING)) and ends_as_table(place):
-        raise FormatVersionError(
-            f"{place} is a TensorFlow checkpoint of the format before TensorFlow 0.12 (V1, a single table), which is "
-            "not read. Restore it in TensorFlow with tf.compat.v1.train.Saver and save it again: that writes the "
-            "format with .index and .data files"
-        )
-
-
-def _begins(place: Location, count: int) -> bytes:
-    try:
-        return first_bytes(place, count)
+        if names:
+            is_of_tensorflow = first_bytes(location / STATE, len(_NOTES)) == _NOTES
+            newest = read_state(location).newest if is_of_tensorflow else None
+            if not newest:
+                return
+            prefix = location / newest
+        shard = re.compile(re.escape(prefix.name) + "-[0-9]{5,}-of-[0-9]{5,}")
+        # Object stores are not listed for the sake of this error.
+        beside = prefix.parent.entries() if names or (prefix.is_local and not prefix.exists()) else ()
+        shards = sorted(entry.name for entry in beside if shard.fullmatch(entry.name))
+        for place in (prefix, *(prefix.parent / name for name in shards[:1])):
+            if place.is_there() and _FIRST_ENTRY.match(first_bytes(place, 8)) and ends_as_table(place):
+                raise FormatVersionError(
+                    f"{place} is a TensorFlow checkpoint of the format before TensorFlow 0.12 (V1, a single table), "
+                    "which is not read. Restore it in TensorFlow with tf.compat.v1.train.Saver and save it again: that "
+                    "writes the format with .index and .data files"
+                )
     except (StorageError, DamagedCheckpointError):  # the latter for what is not an ordinary file
-        return b""
+        return

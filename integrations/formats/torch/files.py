@@ -18,7 +18,7 @@ import zipfile
 import zlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +52,7 @@ _NUMBERS = ("bool", "int", "float", "complex")
 _PICKLE = "data.pkl"
 _PICKLE_LIMIT = 512 << 20  # bytes
 _RECORDS_LIMIT = 1 << 22
-_BLOCK = 256 << 10  # bytes read around a small request, as the next one is likely to be near
+_BLOCK = 256 << 10  # bytes that a small read gets, as the next one is likely to be near
 _STEP = 16 << 20
 _BATCH = 256 << 20  # bytes of leaves that are read together
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -66,15 +66,17 @@ class TorchArchive:
     """An archive inside a file."""
 
     def __init__(self, reader: DataReader, offset: int = 0, length: int | None = None) -> None:
-        window = Window(reader, offset, reader.size - offset if length is None else length)
-        if window.at(0, len(ZIP_MAGIC)) != ZIP_MAGIC:
+        self._offset = offset
+        self._size = reader.size - offset if length is None else length
+        file = opened(reader, offset, self._size)
+        if file.read(len(ZIP_MAGIC)) != ZIP_MAGIC:
             raise NoArchive("it does not begin as an archive of torch.save does")
         try:
-            with zipfile.ZipFile(window) as archive:
+            with zipfile.ZipFile(file) as archive:
                 found = archive.infolist()
         except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError, UnicodeDecodeError) as error:
             raise DamagedCheckpointError(f"it is not a whole zip archive: {error}") from error
-        if len(found) > _RECORDS_LIMIT or sum(one.file_size for one in found) > window.size:
+        if len(found) > _RECORDS_LIMIT or sum(one.file_size for one in found) > self._size:
             raise DamagedCheckpointError("its records claim more bytes than the archive has")
         if any(one.filename.endswith("/constants.pkl") or "/code/" in one.filename for one in found):
             raise DamagedCheckpointError("it is a TorchScript archive, which holds code; save its state_dict() instead")
@@ -85,24 +87,38 @@ class TorchArchive:
                 raise DamagedCheckpointError(f"record {one.filename!r:.200} is compressed or encrypted")
             if name in self.records:
                 raise DamagedCheckpointError(f"record {one.filename!r:.200} occurs twice")
-            self.records[name] = _record(window, one)
+            self.records[name] = self._record(file, one)
         if _PICKLE not in self.records:
             raise DamagedCheckpointError(
                 f"it is a zip archive of {shortened([one.filename for one in found], 4) or 'nothing'}, without the "
                 f"{_PICKLE} of torch.save"
             )
-        self.pickle = self._small(window, _PICKLE, _PICKLE_LIMIT)
-        order = self._small(window, "byteorder", 16) if "byteorder" in self.records else b"little"
+        self.pickle = self._small(file, _PICKLE, _PICKLE_LIMIT)
+        order = self._small(file, "byteorder", 16) if "byteorder" in self.records else b"little"
         self.byte_order: ByteOrder = ">" if order == b"big" else "<"
 
-    def _small(self, window: Window, name: str, limit: int) -> bytes:
+    def _small(self, file: BinaryIO, name: str, limit: int) -> bytes:
         record = self.records[name]
         if record.length > limit:
             raise DamagedCheckpointError(f"record {name} has {record.length} bytes, more than the {limit} allowed")
-        content = window.at(record.offset - window.offset, record.length)
+        file.seek(record.offset - self._offset)
+        content = file.read(record.length)
         if record.crc32 is not None and zlib.crc32(content) != record.crc32:
             raise DamagedCheckpointError(f"record {name} does not have the checksum in the archive")
         return content
+
+    def _record(self, file: BinaryIO, info: zipfile.ZipInfo) -> Record:
+        """Locate the bytes of a record: behind a header of its own, whose length only that header gives."""
+        file.seek(max(0, info.header_offset))
+        header = file.read(_LOCAL_HEADER.size)
+        if info.header_offset < 0 or len(header) < _LOCAL_HEADER.size or not header.startswith(ZIP_MAGIC):
+            raise DamagedCheckpointError(f"record {info.filename!r:.200} does not begin where the archive says")
+        _, name, extra = _LOCAL_HEADER.unpack(header)
+        begin = info.header_offset + _LOCAL_HEADER.size + name + extra
+        if begin + info.file_size > self._size:
+            raise DamagedCheckpointError(f"record {info.filename!r:.200} ends after the archive")
+        # Writers that compute no checksums, to save time, leave a zero.
+        return Record(self._offset + begin, info.file_size, info.CRC or None)
 
 
 def check_records(reader: DataReader, archive: TorchArchive) -> list[tuple[str, str]]:
@@ -122,64 +138,42 @@ def check_records(reader: DataReader, archive: TorchArchive) -> list[tuple[str, 
     return problems
 
 
-def _record(window: Window, info: zipfile.ZipInfo) -> Record:
-    """Locate the bytes of a record: behind a header of its own, whose length only that header gives."""
-    header = window.at(info.header_offset, _LOCAL_HEADER.size)
-    if len(header) < _LOCAL_HEADER.size or header[:4] != ZIP_MAGIC:
-        raise DamagedCheckpointError(f"record {info.filename!r:.200} does not begin where the archive says")
-    _, name, extra = _LOCAL_HEADER.unpack(header)
-    begin = info.header_offset + _LOCAL_HEADER.size + name + extra
-    if begin + info.file_size > window.size:
-        raise DamagedCheckpointError(f"record {info.filename!r:.200} ends after the archive")
-    # Writers that compute no checksums, to save time, leave a zero.
-    return Record(window.offset + begin, info.file_size, info.CRC or None)
-
-
-class Window:
-    """A stretch of a file as a file of its own, for libraries that read files of Python."""
+class _Stretch(io.RawIOBase):
+    """A stretch of a file as a file of its own."""
 
     def __init__(self, reader: DataReader, offset: int, size: int) -> None:
-        self.offset = offset
-        self.size = size
         self._reader = reader
+        self._offset = offset
+        self._size = size
         self._position = 0
-        self._block = b""
-        self._block_start = 0
-        if offset + size > reader.size:
-            raise DamagedCheckpointError(f"it is cut off: expected {offset + size} bytes, found {reader.size}")
-
-    def at(self, position: int, count: int) -> bytes:
-        """Return the bytes from a position of the window on; fewer where it ends."""
-        if position < 0:
-            raise DamagedCheckpointError("a record begins before the archive")
-        count = max(0, min(count, self.size - position))
-        start = position - self._block_start
-        if not 0 <= start <= start + count <= len(self._block):
-            if count >= _BLOCK:
-                return self._reader.read(self.offset + position, count).tobytes()
-            self._block_start = position if self.size > _BLOCK else 0
-            length = min(_BLOCK, self.size - self._block_start)
-            self._block = self._reader.read(self.offset + self._block_start, length).tobytes()
-            start = position - self._block_start
-        return self._block[start : start + count]
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
-        if base + offset < 0:
-            raise ValueError("a place before the archive")
-        self._position = base + offset
-        return self._position
 
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._position
+    def readable(self) -> bool:
+        return True
 
-    def read(self, size: int = -1) -> bytes:
-        content = self.at(self._position, self.size if size < 0 else size)
-        self._position += len(content)
-        return content
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        if position < 0:
+            raise ValueError("a place before the beginning")
+        self._position = position
+        return position
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._size - self._position))
+        buffer[:count] = self._reader.read(self._offset + self._position, count).data
+        self._position += count
+        return count
+
+
+def opened(reader: DataReader, offset: int, size: int) -> BinaryIO:
+    """Open a stretch of a file for libraries that read files of Python; small reads get a whole block."""
+    if offset + size > reader.size:
+        raise DamagedCheckpointError(f"it is cut off: expected {offset + size} bytes, found {reader.size}")
+    if size <= _BLOCK:
+        return io.BytesIO(reader.read(offset, size).tobytes())
+    return io.BufferedReader(_Stretch(reader, offset, size), _BLOCK)
 
 
 def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
