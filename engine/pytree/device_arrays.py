@@ -22,8 +22,7 @@ import math
 import operator
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,50 +42,9 @@ _GATHERED = 4 << 20  # bytes of small tensors that are put together on the devic
 _FIRST = 256 << 20  # bytes that are waited for first; then twice as many, and so on, as each wait has its price
 
 
-class Event(Protocol):
-    """A mark in a stream."""
-
-    def record(self, stream: Any) -> None:
-        """Mark the work that was started in the stream so far."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait in this thread until the marked work is done; raise RuntimeError if it has failed."""
-        ...
-
-    def query(self) -> bool:
-        """Return at once whether the marked work is done; raise RuntimeError if it has failed."""
-        ...
-
-
-class Streams(Protocol):
-    """The part of ``torch.cuda`` that copies need. The work of a stream runs in order, beside that of other streams."""
-
-    def Stream(self, device: Any) -> Any:  # noqa: N802 - the names of torch
-        """Make a stream; ``wait_stream`` and ``wait_event`` of one let its later work wait, on the device."""
-        ...
-
-    def Event(self, *, blocking: bool) -> Event:  # noqa: N802
-        """Make an event; a blocking one lets the thread sleep that waits for it."""
-        ...
-
-    def current_stream(self, device: Any) -> Any:
-        """Return the stream in which this thread starts work on a device."""
-        ...
-
-    def default_stream(self, device: Any) -> Any:
-        """Return the stream in which all threads start work on a device unless they choose another."""
-        ...
-
-    def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Start the work of this thread in another stream, on the device of that."""
-        ...
-
-
-def streams_of(device: Any) -> Streams:
-    torch: Any = required("torch")
-    found: Streams = getattr(torch, device.type)
-    return found
+def streams_of(device: Any) -> Any:
+    """Return the module of torch with the streams and events of a device, such as ``torch.cuda``."""
+    return getattr(required("torch"), device.type)
 
 
 class DeviceArray:
@@ -139,7 +97,7 @@ class Arrival:
     """Copies that were started, in the order of their leaves on each device."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[int, Event]] = []  # the number of the first leaf that each waits for, and the event
+        self.events: list[tuple[int, Any]] = []  # the number of the first leaf that each waits for, and the event
         self.held: list[Any] = []  # what is copied: memory that is not torch's own may be freed with its last tensor
 
     def in_turn(self) -> Iterator[int]:
@@ -291,8 +249,8 @@ class PinnedMemory:
             side.wait_stream(stream)
         first, nbytes, enough = group[0].position, 0, _FIRST
 
-        def mark() -> Event:
-            event = streams.Event(blocking=True)
+        def mark() -> Any:
+            event = streams.Event(blocking=True)  # the thread that waits for it sleeps
             event.record(side)
             arrival.events.append((first, event))
             return event
