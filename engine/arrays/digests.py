@@ -74,11 +74,7 @@ def read_checked(place: Location, known: FileRecord | None, *, limit: int) -> by
 
 def check_file(place: Location, known: FileRecord) -> None:
     """Read a file and compare it with the commit record."""
-    with required(place), place.open_data() as file:
-        if file.size != known.size:
-            raise DamagedCheckpointError(f"{place}: expected {known.size} bytes, found {file.size}")
-        if known.crc32c is not None and (found := digest(file)) != known.crc32c:
-            raise DamagedCheckpointError(f"{place}: expected crc32c {known.crc32c:08x}, found {found:08x}")
+    FileCheck(known).check(place)
 
 
 def check_files(folder: Location, files: Mapping[str, FileRecord]) -> None:
@@ -175,18 +171,20 @@ class FileCheck:
                 reached, crc, ending, chunk = chunk_end, 0, 0, next(chunks, None)
             yield part
         if self.known.crc32c is not None and whole != self.known.crc32c:
-            raise DamagedCheckpointError(
-                f"{place} is damaged: expected crc32c {self.known.crc32c:08x}, found {whole:08x}"
-            )
+            raise DamagedCheckpointError(f"{place}: expected crc32c {self.known.crc32c:08x}, found {whole:08x}")
+
+    def check(self, place: Location) -> None:
+        """Read a file and compare it with what is known; raise DamagedCheckpointError if it differs."""
+        with required(place), place.open_data() as file:
+            if file.size != self.known.size:
+                raise DamagedCheckpointError(f"{place}: expected {self.known.size} bytes, found {file.size}")
+            for _ in self.read(place, file, 0, self.known.size, _STEP):
+                pass
 
     def is_met(self, place: Location) -> bool:
         """Whether a file has exactly these bytes, as far as they are known; all of it is read."""
         try:
-            with place.open_data() as file:
-                if file.size != self.known.size:
-                    return False
-                for _ in self.read(place, file, 0, self.known.size, _STEP):
-                    pass
-        except (ObjectNotFoundError, DamagedCheckpointError):
+            self.check(place)
+        except DamagedCheckpointError:
             return False
         return True

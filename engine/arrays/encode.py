@@ -94,15 +94,6 @@ def _join(parts: list[bytes]) -> Bytes:
     return np.frombuffer(b"".join(parts), np.uint8)
 
 
-def padded(data: Bytes, source: Source) -> Bytes:
-    """Return a chunk's bytes at its full size, padded with zeros."""
-    if len(data) == source.spec.chunk_nbytes:
-        return data
-    whole = np.zeros(source.spec.chunk_nbytes, np.uint8)
-    whole[: len(data)] = data
-    return whole
-
-
 def chunk_bytes(source: Source, number: int) -> Bytes:
     """Return a chunk's bytes; a chunk at the end of an axis may be shorter than its full size."""
     data = chunk_view(source, number)
@@ -217,14 +208,14 @@ def write_compressed(
         segments, offsets, size = _lay_out(stored, layout.segment_bytes)
         file = first_file + number
         write(file, size, segments)
-        placed = [
+        rows = [
             CompressedChunk(chunk.array, chunk.number, file, offset, len(data), checksum_after(data))
             for chunk, offset, data in zip(files_of[number], offsets, stored, strict=True)
         ]
-        return placed, size
+        return rows, size
 
     files = parallel_map(write_batch, range(len(files_of)), _FILES, beside=1, name="holdfast-compressed-file")
-    return [chunk for placed, _ in files for chunk in placed], [size for _, size in files]
+    return [row for rows, _ in files for row in rows], [size for _, size in files]
 
 
 def _compressed(batch: Sequence[ChunkToCompress], sources: Sequence[Source], digests: Digests | None) -> list[bytes]:
@@ -240,13 +231,14 @@ def _compressed(batch: Sequence[ChunkToCompress], sources: Sequence[Source], dig
         group.append(position)
 
     def compress(group: Sequence[int]) -> list[bytes]:
-        chunks = [batch[position] for position in group]
-        raw = [chunk_bytes(sources[chunk.array], chunk.number) for chunk in chunks]
-        for chunk, data in zip(chunks, raw, strict=True):
+        whole = []
+        for chunk in [batch[position] for position in group]:
+            data = chunk_bytes(sources[chunk.array], chunk.number)
             if digests is not None and chunk[:2] in digests:
                 digests[chunk[:2]] = content_digest(data)
-        whole = [padded(data, sources[chunk.array]) for chunk, data in zip(chunks, raw, strict=True)]
-        return compress_chunks(whole, chunks[0].level)
+            missing = sources[chunk.array].spec.chunk_nbytes - len(data)
+            whole.append(np.pad(data, (0, missing)) if missing else data)
+        return compress_chunks(whole, batch[group[0]].level)
 
     found: dict[int, bytes] = {}
     compressed = parallel_map(
@@ -261,25 +253,14 @@ def _lay_out(stored: Sequence[bytes], segment_bytes: int) -> tuple[list[Segment]
     """Place the bytes of chunks one after the other; return segments, the offset of each chunk, and the total."""
     segments: list[Segment] = []
     offsets: list[int] = []
-    members: list[bytes] = []
-    start = end = 0
-
-    def close() -> None:
-        nonlocal members, start, end
-        if members:
-            segments.append(Segment(start, sum(map(len, members)), partial(_pieces, members)))
-            members = []
+    end = 0
+    for members in batches(stored, len, segment_bytes):
         start = end = round_up(end)
-
-    for data in stored:
-        if members and end + len(data) - start > segment_bytes:
-            close()
-        offsets.append(end)
-        members.append(data)
-        end += len(data)
-    size = end
-    close()
-    return segments, offsets, size
+        for data in members:
+            offsets.append(end)
+            end += len(data)
+        segments.append(Segment(start, end - start, partial(_pieces, members)))
+    return segments, offsets, end
 
 
 def _pieces(members: Sequence[bytes]) -> Iterator[Bytes]:

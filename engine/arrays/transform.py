@@ -36,10 +36,8 @@ from ..pytree import (
     flatten,
     format_path,
     has_values,
-    join,
     materialize,
     plan_transformations,
-    split,
     unfilled_error,
     unflatten,
 )
@@ -271,8 +269,7 @@ class _Loader:
         for start, numbers in takers.items():
             leaf, origin = self._source.leaves[start], self._origins[numbers[0]]
             single = len(numbers) == 1 and isinstance(origin, Taken) and origin.function is None
-            # "1" beside 1 has a name that a dictionary of only one of them does not produce.
-            if single and start not in self._cache and join(split(leaf.name)) == leaf.name:
+            if single and start not in self._cache:
                 found[numbers[0]] = leaf
         return found
 
@@ -280,14 +277,10 @@ class _Loader:
         """Load a tree whose leaves become leaves of the new tree; generate their numbers and values."""
         if not names:
             return
-        template: Any = {}
-        for number, name in names.items():
-            template = _put(template, split(name), self._new.values[number])
+        leaves = TreeDef("list", None, [None] * len(names), list)
+        template = Flattened(list(names.values()), [self._new.values[number] for number in names], leaves)
         asked = {name: self._requests[self._new.names[number]] for number, name in names.items() if self._asks(number)}
-        flat = flatten(load_tree(source, like=template, requests=asked))
-        found = dict(zip(flat.names, flat.values, strict=True))
-        for number, name in names.items():
-            yield number, found[name]
+        yield from zip(names, load_tree(source, like=template, requests=asked), strict=True)
 
     def _asks(self, number: int) -> bool:
         return self._new.names[number] in self._requests
@@ -332,8 +325,7 @@ class _Loader:
             if free:
                 yield number, own(value)
                 continue
-            name = join(split(self._new.names[number]))
-            name = name if name not in arrays else f"{name}~{number}"  # "1" beside 1
+            name = self._new.names[number]
             saved[number], arrays[name] = SavedLeaf(name, described), array
         self._raise(differences)
         known = {name: array for name, array in arrays.items() if array is not None}
@@ -343,16 +335,6 @@ class _Loader:
     def _raise(self, differences: Sequence[str]) -> None:
         if differences:
             raise unfilled_error(str(self._source.location), len(self._new.names), differences)
-
-
-def _put(tree: Any, keys: Sequence[str], value: Any) -> Any:
-    if not keys:
-        return value
-    above = tree
-    for key in keys[:-1]:
-        above = above.setdefault(key, {})
-    above[keys[-1]] = value
-    return tree
 
 
 def _described(name: str, value: Any) -> tuple[Saved, ArrayLeaf | None]:

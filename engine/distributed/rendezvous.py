@@ -7,6 +7,7 @@ no other one for ever.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -14,7 +15,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -211,10 +212,8 @@ class Rendezvous:
             return
         if self._within is not None and not self._within._closed:
             self._within.check()
-        try:
+        with self._connected():
             failure = self.coordinator.try_get(f"{self._prefix}/failed")
-        except ConnectionError as error:
-            raise self._gone(error) from error
         if failure is not None:
             facts = json.loads(failure)
             process = int(facts["process"])
@@ -253,11 +252,9 @@ class Rendezvous:
     def _put(self, key: str, value: bytes) -> None:
         parts = split_value(value)
         keys = part_keys(key, len(value))
-        try:
+        with self._connected():
             for one, part in reversed(list(zip(keys, parts, strict=True))):  # the first, which is awaited, comes last
                 self.coordinator.put(one, part)
-        except ConnectionError as error:
-            raise self._gone(error) from error
         self._stored += keys
 
     def _get(self, key: str, process: int, deadline: float) -> bytes:
@@ -276,9 +273,8 @@ class Rendezvous:
         while True:
             remaining = deadline - time.monotonic()
             try:
-                return self.coordinator.get(key, max(min(pause, remaining), 0.001))
-            except ConnectionError as error:
-                raise self._gone(error) from error
+                with self._connected():
+                    return self.coordinator.get(key, max(min(pause, remaining), 0.001))
             except TimeoutError:
                 self.check()
                 if remaining <= pause:
@@ -305,26 +301,27 @@ class Rendezvous:
         return values
 
     def _delete(self, keys: Sequence[str]) -> None:
-        try:
+        with self._connected():
             for key in keys:
                 self.coordinator.delete(key)
-        except ConnectionError as error:
-            raise self._gone(error) from error
         self._deleted.update(keys)
 
     def _missing(self, operation: str, topic: str, processes: Sequence[int]) -> list[int]:
         keys = {process: self._key(operation, topic, process, again=True) for process in processes}
-        try:
+        with self._connected():
             return [process for process, key in keys.items() if self.coordinator.try_get(key) is None]
-        except ConnectionError as error:
-            raise self._gone(error) from error
 
-    def _gone(self, error: ConnectionError) -> PeerFailedError:
-        message = (
-            f"{self.name}: the store that connects the processes is gone, so process 0 or the launcher, its "
-            f"server, must have ended or be stopped ({error}); check their logs"
-        )
-        return PeerFailedError(message, 0)
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Raise PeerFailedError where the store is gone."""
+        try:
+            yield
+        except ConnectionError as error:
+            message = (
+                f"{self.name}: the store that connects the processes is gone, so process 0 or the launcher, its "
+                f"server, must have ended or be stopped ({error}); check their logs"
+            )
+            raise PeerFailedError(message, 0) from error
 
     def _timeout(self, topic: str, timeout: float, missing: Sequence[int]) -> BarrierTimeoutError:
         names = "process " if len(missing) == 1 else "processes "
