@@ -126,7 +126,7 @@ class Life:
             if step not in listed and (step in newest or step % KEEP_PERIOD == 0):
                 self._problem(f"step {step} was reported committed, should be kept, and is gone")
 
-    def _edition(self, summary: hf.CheckpointSummary) -> int | None:
+    def _edition(self, summary: hf.reports.CheckpointSummary) -> int | None:
         """Read a listed step whole and return its edition; None if its content is wrong."""
         step = summary.step
         try:
@@ -169,7 +169,7 @@ class Life:
                 tree["big"] += 1  # changes after save must not matter
                 tree["model"]["kernel"] *= 2
 
-    def _committed(self, report: hf.SaveReport) -> None:
+    def _committed(self, report: hf.reports.SaveReport) -> None:
         self._say(f"committed {report.step} {report.reason}")
         if report.shared_bytes:
             self._say("shared")

@@ -69,7 +69,7 @@ class Holdfast(Contender):
         place = f"s3://{BUCKET}/warm-{os.getpid()}"
         hf.save(place, {"w": np.arange(1000)})
         hf.load(place)
-        hf.as_location(place).remove_tree()
+        hf.storage.as_location(place).remove_tree()
 
     def save(self, array: Bytes) -> None:
         import holdfast as hf

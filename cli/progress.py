@@ -24,7 +24,7 @@ _BETWEEN_FRAMES = 0.1  # seconds
 
 
 class Meter:
-    """Counts the bytes of a call, as :class:`~holdfast.Progress`, and shows them once the call has taken a second."""
+    """A :class:`~holdfast.reports.Progress` that shows the bytes of a call once it has taken a second."""
 
     def __init__(self, what: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._what = what

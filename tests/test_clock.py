@@ -114,7 +114,7 @@ def test_sizes(number: int, text: str) -> None:
 
 
 def test_reports_of_saves_give_sizes_like_commands() -> None:
-    report = hf.SaveReport(
+    report = hf.reports.SaveReport(
         step=7, path="/run/7", reason="last", bytes=999_999, blocked_seconds=0.25, total_seconds=2.0, shared_bytes=512
     )
     assert str(report).startswith(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,12 +37,32 @@ def test_all_is_what_type_checkers_see() -> None:
         )
 
 
+MODULES = [name for name in hf.__all__ if inspect.ismodule(getattr(hf, name))]
+
+
+def test_the_names_of_the_package_are_few() -> None:
+    assert len(hf.__all__) <= 50
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_list_their_names(module: str) -> None:
+    public = getattr(hf, module)
+    assert public.__name__ == f"holdfast.{module}"
+    assert sorted(public.__all__) == sorted(set(public.__all__))
+    own = {name for name, value in vars(public).items() if getattr(value, "__module__", None) == public.__name__}
+    assert {name for name in own if not name.startswith("_")} <= set(public.__all__)
+
+
+def test_a_module_is_loaded_with_its_first_use() -> None:
+    program = "import sys, holdfast as hf; assert 'holdfast.errors' not in sys.modules; hf.errors.StorageError"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 @pytest.mark.parametrize(
     "module",
     [
         "holdfast",
-        "holdfast.graph",
-        "holdfast.components",
+        *(f"holdfast.{name}" for name in MODULES),
         "holdfast.integrations.flax",
         "holdfast.integrations.lightning",
     ],
@@ -76,7 +98,8 @@ def test_errors_are_all_exported() -> None:
     from holdfast.engine import errors
 
     found = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
-    assert found <= set(hf.__all__)
+    assert found == set(hf.errors.__all__)
+    assert {"HoldfastError", "CheckpointNotFoundError", "DamagedCheckpointError"} <= set(hf.__all__)
     assert all(issubclass(getattr(errors, name), errors.HoldfastError) for name in found)
     drawn = {line.split()[-2 if "(" in line else -1] for line in (errors.__doc__ or "").splitlines() if "──" in line}
     assert {name for name in found if name in (errors.__doc__ or "")} == found, drawn

@@ -99,7 +99,7 @@ def test_items_and_steps_are_described(place: str) -> None:
 def test_the_structure_of_a_checkpoint(place: str) -> None:
     hf.save(place, {"params": [np.zeros((2, 3), np.float32), None]})
     found = hf.PyTreeCheckpointer().structure(place)
-    assert found["params"][0] == hf.LeafMetadata("numpy", (2, 3), "float32")
+    assert found["params"][0] == hf.reports.LeafMetadata("numpy", (2, 3), "float32")
     assert [str(leaf) for leaf in found["params"]] == ["float32[2, 3]", "none"]
 
 

@@ -6,6 +6,7 @@ the YAML and options. ``make docs`` runs it, and then MkDocs on that folder.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import pkgutil
@@ -13,42 +14,66 @@ import re
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from .runtime import as_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
-# Pages of the reference of names: the file, its title, and the rooms whose public names are on it.
-SUBJECTS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
-    "callback": ("The callback for loops", "For any training loop.", ("integrations.loop", "engine.stateful")),
-    "files": (
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """A page of the reference of names: names of ``holdfast`` itself, by the rooms they come from, then modules."""
+
+    title: str
+    text: str
+    rooms: Sequence[str] = ()
+    modules: Sequence[str] = ()
+
+
+PAGES: Mapping[str, Page] = {
+    "callback": Page("The callback for loops", "For any training loop.", ["integrations.loop", "engine.stateful"]),
+    "files": Page(
         "Save, load, list, verify",
         "Functions for one checkpoint or a directory of them.",
-        ("engine.api", "engine.inspection", "engine.verification"),
+        ["engine.api", "engine.inspection", "engine.verification"],
     ),
-    "managers": ("Managers", "Many checkpoints of one run: when to save and what to keep.", ("engine.manager",)),
-    "handlers": (
+    "managers": Page("Managers", "Many checkpoints of one run: when to save and what to keep.", ["engine.manager"]),
+    "handlers": Page(
         "Checkpointers and handlers",
         "How one item is written, and types of your own.",
-        ("engine.checkpoint", "engine.handlers", "engine.arrays", "checkpoint_utils", "type_handlers"),
+        ["engine.checkpoint", "engine.handlers", "engine.arrays"],
+        ["handlers", "type_handlers", "checkpoint_utils"],
     ),
-    "trees": ("Trees", "Leaves, and trees under other names.", ("engine.pytree",)),
-    "convert": (
+    "trees": Page("Trees", "Trees under other names.", ["engine.pytree"]),
+    "convert": Page(
         "Formats of other libraries",
         "Import and export.",
-        ("integrations.formats.convert", "integrations.formats.orbax.export"),
+        ["integrations.formats.convert", "integrations.formats.orbax.export"],
     ),
-    "processes": ("Processes", "Programs of several processes.", ("engine.distributed",)),
-    "places": ("Places and time", "Paths, URLs and clocks.", ("engine.storage", "engine.clock")),
-    "errors": ("Errors", "What holdfast raises on purpose is a `HoldfastError`.", ("engine.errors",)),
+    "reports": Page(
+        "Results and progress", "What functions and methods return, and how far they are.", modules=["reports"]
+    ),
+    "processes": Page("Processes", "Programs of several processes.", modules=["processes"]),
+    "places": Page(
+        "Places, time, observers", "Paths, URLs, clocks, observers.", modules=["storage", "clock", "observer"]
+    ),
+    "errors": Page(
+        "Errors", "What holdfast raises on purpose is a `HoldfastError`.", ["engine.errors"], modules=["errors"]
+    ),
+    "graph": Page("Checkpoints of objects", "[The guide](../../graphs.md) has examples.", modules=["graph"]),
+    "components": Page("Trees of components", "[The guide](../../components.md) has examples.", modules=["components"]),
+    "recipes": Page("Recipes", "[The guide](../../recipes.md) has examples.", modules=["recipes"]),
 }
-MODULES = {  # modules with public names of their own
-    "graph": ("holdfast.graph", "Checkpoints of objects", "[The guide](../../graphs.md) has examples."),
-    "components": ("holdfast.components", "Trees of components", "[The guide](../../components.md) has examples."),
-    "recipes": ("holdfast.recipes", "Recipes", "[The guide](../../recipes.md) has examples."),
-}
+
+
+def public_modules() -> list[str]:
+    """Return the modules whose names are public, ``holdfast`` first."""
+    of_pages = [f"holdfast.{module}" for page in PAGES.values() for module in page.modules]
+    return ["holdfast", *of_pages, *integrations()]
 
 
 def integrations() -> list[str]:
@@ -63,29 +88,38 @@ def api_pages() -> dict[str, str]:
     """Return the pages of the reference of names, by their file names.
 
     Raises:
-        LookupError: A public name of ``holdfast`` comes from a module that no page covers.
+        LookupError: No page covers a public name of ``holdfast``, or one of its modules.
     """
     import holdfast
 
-    subjects = {f"holdfast.{room}": file for file, (_, _, rooms) in SUBJECTS.items() for room in rooms}
-    names: dict[str, list[str]] = {file: [] for file in SUBJECTS}
-    for name in sorted({*holdfast.__all__} - {*MODULES}):
+    covered = {f"holdfast.{room}": file for file, page in PAGES.items() for room in page.rooms}
+    modules = {module for page in PAGES.values() for module in page.modules}
+    names: dict[str, list[str]] = {file: [] for file in PAGES}
+    for name in holdfast.__all__:
         value = getattr(holdfast, name)
+        if name in modules:
+            continue
         home = value.__name__ if inspect.ismodule(value) else value.__module__
-        found = [file for room, file in subjects.items() if f"{home}.".startswith(f"{room}.")]
+        found = [file for room, file in covered.items() if f"{home}.".startswith(f"{room}.")]
         if not found:
-            raise LookupError(f"holdfast.{name} comes from {home}: add that to SUBJECTS in {Path(__file__).name}")
+            raise LookupError(f"holdfast.{name} comes from {home}: add that to PAGES in {Path(__file__).name}")
         names[found[0]].append(f"holdfast.{name}")
     documented: dict[Any, str] = {}
-    pages = {
-        f"{file}.md": f"# {title}\n\n{text}\n\n{_entries(names[file], documented)}"
-        for file, (title, text, _) in SUBJECTS.items()
-    }
-    for file, (module, title, text) in MODULES.items():
-        pages[f"{file}.md"] = f"# {title}\n\n`{module}`. {text}\n\n{_entries(_public(module), documented)}"
-    sections = [f"## {module}\n\n{_entries(_public(module), documented)}" for module in integrations()]
-    pages["integrations.md"] = "# Callbacks of frameworks\n\n" + "\n".join(sections)
-    return pages
+    pages = {file: [page.text, _entries(names[file], documented)] for file, page in PAGES.items()}
+    for file, page in PAGES.items():
+        pages[file] += [_section(f"holdfast.{module}", documented) for module in page.modules]
+    of_frameworks = [_section(module, documented) for module in integrations()]
+    pages["integrations"] = of_frameworks
+    titles = {file: page.title for file, page in PAGES.items()} | {"integrations": "Callbacks of frameworks"}
+    return {f"{file}.md": "\n\n".join([f"# {titles[file]}", *filter(None, parts)]) for file, parts in pages.items()}
+
+
+def _section(module: str, documented: dict[Any, str]) -> str:
+    """Return the section of a module: what its docstring says first, and its public names."""
+    text = inspect.getdoc(importlib.import_module(module)) or ""
+    summary = as_markdown(text).partition("\n\n")[0]
+    names = [f"{module}.{name}" for name in importlib.import_module(module).__all__]
+    return f"## {module}\n\n{summary}\n\n{_entries(names, documented)}"
 
 
 def named(name: str) -> Any:
@@ -97,19 +131,11 @@ def named(name: str) -> Any:
         return getattr(named(module), last)
 
 
-def _public(module: str) -> list[str]:
-    return [f"{module}.{name}" for name in importlib.import_module(module).__all__]
-
-
 def _entries(names: list[str], documented: dict[Any, str]) -> str:
     """Return what asks mkdocstrings for the documentation of names; a second name of an object leads to the first."""
     entries = []
     for name in names:
         value = named(name)
-        if inspect.ismodule(value):
-            inner = [f"{name}.{one}" for one in getattr(value, "__all__", _functions(value))]
-            entries.append(f"### {name}\n\n{_entries(inner, documented)}")
-            continue
         first = documented.get(value) if callable(value) else None
         if first is not None:
             entries.append(f"`{name}` is [`{first}`][{first}] under another name.\n")
@@ -117,14 +143,6 @@ def _entries(names: list[str], documented: dict[Any, str]) -> str:
             documented[value] = name
             entries.append(f"::: {name}\n")
     return "\n".join(entries)
-
-
-def _functions(module: Any) -> list[str]:
-    return [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and callable(value) and value.__module__ == module.__name__
-    ]
 
 
 def commands_page() -> str:

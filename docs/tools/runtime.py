@@ -18,9 +18,9 @@ class RuntimeDocumentation(griffe.Extension):
         """Complete the public names of a package once it is read; that it calls others is griffe's convention."""
         if pkg.name != "holdfast":
             return
-        from .prepare import MODULES, integrations
+        from .prepare import public_modules
 
-        for module in ("holdfast", *(one for one, *_ in MODULES.values()), *integrations()):
+        for module in public_modules():
             self._complete(pkg, module)
 
     def _complete(self, package: griffe.Module, module: str) -> None:
@@ -28,11 +28,8 @@ class RuntimeDocumentation(griffe.Extension):
             value = getattr(importlib.import_module(module), name)
             target: Any = package[f"{module}.{name}".removeprefix("holdfast.")]
             target = target.final_target if target.is_alias else target
-            inner = [target]
-            if target.is_module:
-                inner = [one for one in target.members.values() if not one.is_alias]
-            for one in inner:
-                self._describe(one, value if one is target else getattr(value, one.name, None))
+            if not target.is_module:
+                self._describe(target, value)
 
     def _describe(self, target: Any, value: Any) -> None:
         text = inspect.getdoc(value) if target.is_class or target.is_function else None

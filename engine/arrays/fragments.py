@@ -315,6 +315,7 @@ def _mismatch(process: int, own: Sequence[str], theirs: Sequence[str]) -> TreeMi
     return TreeMismatchError(
         f"process {process} saves another tree than process 0, and nothing was committed: every process must save the "
         "same leaves, numbers and plain values, or a resume would give some of them those of another one. What differs "
-        "on purpose is an extra of its own in a callback, and an item of hf.PerProcessCheckpointHandler in a manager:",
+        "on purpose is an extra of its own in a callback, and an item of hf.handlers.PerProcessCheckpointHandler in a "
+        "manager:",
         first_lines(differences),
     )

@@ -356,7 +356,7 @@ class Worker:
             if plan["path"] != self._location.url:
                 raise StateError(
                     f"process {self._rendezvous.index} saves to {self._location.url}, and process 0 to {plan['path']}; "
-                    "all processes have to save to the same path, or each alone, with coordinator=hf.Alone()"
+                    "all processes have to save to the same path, or each alone, with coordinator=hf.processes.Alone()"
                 )
             if sorted(plan["folders"]) != self._items:
                 raise StateError(

@@ -93,7 +93,7 @@ class ProcessGroup:
         if differences:
             text = (
                 f"{what} differ between the processes; give all of them the same, or let each work alone, with "
-                "coordinator=hf.Alone()"
+                "coordinator=hf.processes.Alone()"
             )
             raise StateError(itemized(text, sorted(differences)))
 
@@ -141,7 +141,7 @@ class ProcessGroup:
         if theirs != json.loads(json.dumps(arguments)):
             raise StateError(
                 f"{what}: process {rendezvous.index} was asked for {arguments}, and process 0 for {theirs}; all "
-                "processes must ask for the same, or each works alone, with coordinator=hf.Alone()"
+                "processes must ask for the same, or each works alone, with coordinator=hf.processes.Alone()"
             )
 
     def share(self, what: str, value: Any) -> list[Any]:

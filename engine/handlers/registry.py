@@ -321,5 +321,8 @@ def _missing(leaf: ExternalLeaf) -> str:
         what = f"is in a file of the AggregateHandler {leaf.handler!r:.80}; pass it to PyTreeCheckpointHandler"
     else:
         kind = leaf.details.get("type")
-        what = f"is a {kind!s:.80} of the TypeHandler {leaf.handler!r:.80}; register it with hf.register_type_handler"
+        what = (
+            f"is a {kind!s:.80} of the TypeHandler {leaf.handler!r:.80}; register it with "
+            "hf.type_handlers.register_type_handler"
+        )
     return f"{format_path(leaf.name)} {what}"

@@ -69,7 +69,7 @@ def copy_checkpoint(
         max_bandwidth: The most to copy in a second: bytes, or text such as ``"50 MB/s"``; None for no limit.
         progress: Is told how many bytes there are, and as they are done, those included that were there already.
         coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
-            initialized; ``hf.Alone()`` does it in this process alone.
+            initialized; ``hf.processes.Alone()`` does it in this process alone.
 
     Returns:
         One entry for each checkpoint, in the order of the steps.

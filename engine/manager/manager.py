@@ -49,8 +49,8 @@ class CheckpointManager:
         metadata: Facts about the run, as JSON can hold them; stored beside the checkpoints.
         clock: Where the time comes from.
         coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
-            initialized; ``hf.Alone()`` is this process alone.
-        observer: What observes the run, such as a rehearsal or a trace (``holdfast.engine.observer.Observer``). None is
+            initialized; ``hf.processes.Alone()`` is this process alone.
+        observer: What observes the run, such as a rehearsal or a trace (``holdfast.observer.Observer``). None is
             the observer of the process, which does nothing unless ``holdfast supervise`` or ``holdfast drill`` has
             started the program.
 

@@ -513,5 +513,5 @@ def _check_segments(size: int, segments: Sequence[Segment]) -> None:
         raise ValueError(f"the last segment ends at {end}, after the end of the file ({size})")
 
 
-# A path, a URL (``file://``, ``memory://``, ``s3://``, ``gs://``) or a :class:`~holdfast.Location`.
+# A path, a URL (``file://``, ``memory://``, ``s3://``, ``gs://``) or a :class:`~holdfast.storage.Location`.
 Place = str | os.PathLike[str] | Location

@@ -103,7 +103,7 @@ class Checkpointable:
             step: The number of the step, for ``holdfast ls`` on a directory of steps: ``runs/x/1200`` for step 1200.
             metrics: Metrics to keep with it: numbers by name.
             coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of
-                them is initialized; ``hf.Alone()`` saves the components of this process.
+                them is initialized; ``hf.processes.Alone()`` saves the components of this process.
 
         Returns:
             The path or URL, for all methods that restore.
@@ -133,7 +133,8 @@ class Checkpointable:
             return str(run_on_primary(f"saving components to {where}", [], work, coordinator))
         except BarrierTimeoutError as error:
             message = (
-                f"{error}. Call it on process 0, too, or save from this process alone, with coordinator=hf.Alone()"
+                f"{error}. Call it on process 0, too, or save from this process alone, with "
+                "coordinator=hf.processes.Alone()"
             )
             raise BarrierTimeoutError(message, error.missing) from None
 

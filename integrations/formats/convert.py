@@ -102,7 +102,7 @@ def import_checkpoint(
         overwrite: Replace a checkpoint that is there, or steps of the same numbers.
         progress: Is told how many bytes the sources have, and as they are done.
         coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
-            initialized; ``hf.Alone()`` does it in this process alone.
+            initialized; ``hf.processes.Alone()`` does it in this process alone.
 
     Returns:
         One entry for each checkpoint, in the order of the steps.
@@ -176,7 +176,7 @@ def export_checkpoint(
         overwrite: Replace a file that is there.
         progress: Is told how many bytes the sources have, and as they are done.
         coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
-            initialized; ``hf.Alone()`` does it in this process alone.
+            initialized; ``hf.processes.Alone()`` does it in this process alone.
 
     Returns:
         One entry for each checkpoint that was written.

@@ -22,6 +22,8 @@ from .engine.pytree import (
     unflatten,
 )
 
+__all__ = ["construct_restore_args"]
+
 
 def construct_restore_args(target: Any, sharding_tree: Any = None, set_global_shape: bool = True) -> Any:
     """Make the ``restore_args=`` that restore a tree like another one: with its types, dtypes, shapes and shardings.
@@ -30,9 +32,9 @@ def construct_restore_args(target: Any, sharding_tree: Any = None, set_global_sh
 
     Args:
         target: The tree to restore like. Its leaves may be abstract, such as `jax.ShapeDtypeStruct`; a bare
-            ``object()`` or ``...`` asks for what was saved. So does a :class:`~holdfast.LeafMetadata`, as in the trees
-            that ``structure()`` returns: leaves of jax and torch stay theirs if the library is loaded, and become numpy
-            arrays otherwise.
+            ``object()`` or ``...`` asks for what was saved. So does a :class:`~holdfast.reports.LeafMetadata`, as in
+            the trees that ``structure()`` returns: leaves of jax and torch stay theirs if the library is loaded, and
+            become numpy arrays otherwise.
         sharding_tree: Shardings of jax arrays: one `jax.sharding.Sharding` for all; or a tree of them like the target,
             which may end early with one for all leaves below, and may leave out keys. Leaves without one have the
             target's sharding.

@@ -1,4 +1,4 @@
-"""``holdfast.type_handlers``: handlers for leaves of the user's own types.
+"""Handlers of leaves: of types of your own, and of the one file that holds many small leaves.
 
 Orbax also has calls here that switch OCDBT on. holdfast always stores arrays in an OCDBT database; it accepts these
 calls so that programs written for Orbax run unchanged.
@@ -8,14 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from .engine.arrays import AggregateHandler as AggregateHandler
-from .engine.arrays import MsgpackHandler as MsgpackHandler
+from .engine.arrays import AggregateHandler, MsgpackHandler
 from .engine.errors import OptionError
-from .engine.handlers import DEFAULT_REGISTRY as DEFAULT_REGISTRY
-from .engine.handlers import ParamInfo as ParamInfo
-from .engine.handlers import TypeHandler as TypeHandler
-from .engine.handlers import TypeHandlerRegistry as TypeHandlerRegistry
-from .engine.handlers import register_type_handler as register_type_handler
+from .engine.handlers import DEFAULT_REGISTRY, ParamInfo, TypeHandler, TypeHandlerRegistry, register_type_handler
+
+__all__ = [
+    "DEFAULT_REGISTRY",
+    "AggregateHandler",
+    "MsgpackHandler",
+    "ParamInfo",
+    "TypeHandler",
+    "TypeHandlerRegistry",
+    "create_coordinator_server_and_context",
+    "register_standard_handlers_with_options",
+    "register_type_handler",
+]
 
 
 def create_coordinator_server_and_context() -> tuple[None, None]:

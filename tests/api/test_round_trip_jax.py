@@ -205,16 +205,16 @@ def test_loaded_arrays_are_independent_of_the_checkpoint(place: str) -> None:
 def test_deleted_arrays_and_tracers_are_named(place: str) -> None:
     array = jnp.ones(3)
     array.delete()
-    with pytest.raises(hf.UnsupportedLeafError, match="params/w: was deleted"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="params/w: was deleted"):
         hf.save(place, {"params": {"w": array}})
 
     def traced(x: Any) -> Any:
         hf.save(place, {"params": {"w": x}})
         return x
 
-    with pytest.raises(hf.UnsupportedLeafError, match="params/w: is a tracer"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="params/w: is a tracer"):
         jax.jit(traced)(jnp.ones(3))
-    with pytest.raises(hf.UnsupportedLeafError, match=r"params/w: is a jax\.ShapeDtypeStruct"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"params/w: is a jax\.ShapeDtypeStruct"):
         hf.save(place, {"params": {"w": jax.ShapeDtypeStruct((2,), np.float32)}})
     with pytest.raises(hf.CheckpointNotFoundError):
         hf.load(place)

@@ -162,7 +162,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize(("make", "says"), REFUSED.values(), ids=REFUSED)
 def test_tensors_without_plain_memory_are_named(make: Callable[[], Any], says: str, place: str) -> None:
-    with pytest.raises(hf.UnsupportedLeafError, match=f"model/w: .*{says}"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=f"model/w: .*{says}"):
         hf.save(place, {"model": {"w": make()}})
     with pytest.raises(hf.CheckpointNotFoundError):
         hf.load(place)

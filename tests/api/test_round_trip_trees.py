@@ -111,7 +111,7 @@ def test_containers_within_themselves_and_very_deep_ones(place: str) -> None:
     for _ in range(5000):
         deep = [deep]
     for tree, says in ((circle, "contains itself"), ({"deep": deep}, "deeper than")):
-        with pytest.raises(hf.UnsupportedLeafError, match=says):
+        with pytest.raises(hf.errors.UnsupportedLeafError, match=says):
             hf.save(place, tree)
     ample: Any = A
     for _ in range(130):

@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize(("leaf", "says"), REFUSED.values(), ids=REFUSED)
 def test_unsupported_leaves_are_named_and_leave_nothing_behind(leaf: Any, says: str, tmp_path: Any) -> None:
     tree = {"fine": np.ones(3), "layers": [{"odd.one": leaf}, {"other": leaf}]}
-    with pytest.raises(hf.UnsupportedLeafError, match=says) as caught:
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=says) as caught:
         hf.save(tmp_path / "deep" / "ckpt", tree)
     assert "layers/0/odd.one" in str(caught.value)
     assert "layers/1/other" in str(caught.value)  # all of them, not only the first
@@ -155,7 +155,7 @@ def test_unsupported_leaves_are_named_and_leave_nothing_behind(leaf: Any, says: 
 
 def test_a_path_that_is_too_long(tmp_path: Any, place: str, assert_same: Same) -> None:
     with pytest.raises(
-        hf.UnsupportedLeafError, match=r"the leaf aü+.* has a path of 60001 bytes, expected at most 60000"
+        hf.errors.UnsupportedLeafError, match=r"the leaf aü+.* has a path of 60001 bytes, expected at most 60000"
     ):
         hf.save(tmp_path / "ckpt", {"fine": 1, "a" + "ü" * 30_000: np.ones(3)})
     assert list(tmp_path.iterdir()) == []
@@ -166,13 +166,13 @@ def test_a_path_that_is_too_long(tmp_path: Any, place: str, assert_same: Same) -
 
 def test_a_tree_that_is_too_large_to_be_described(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.engine.format.documents.DOCUMENT_LIMIT", 10_000)
-    with pytest.raises(hf.UnsupportedLeafError, match=r"the tree document has \d+ bytes; the limit is 10000"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"the tree document has \d+ bytes; the limit is 10000"):
         hf.save(tmp_path / "ckpt", ["x" * 100] * 100)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tree_that_cannot_be_saved_leaves_the_checkpoint_that_is_there(place: str) -> None:
     hf.save(place, {"a": 1})
-    with pytest.raises(hf.UnsupportedLeafError, match="b"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="b"):
         hf.save(place, {"b": object()}, overwrite=True)
     assert hf.load(place) == {"a": 1}

@@ -45,7 +45,7 @@ class Files:
 
     def write(self, number: int, size: int, segments: Sequence[Segment]) -> None:
         if number == self._fail_at:
-            raise hf.StorageError("full")
+            raise hf.errors.StorageError("full")
         content = bytearray(size)
         for segment in segments:
             assert segment.offset % PAGE == 0
@@ -78,14 +78,14 @@ def test_every_chunk_lies_where_the_result_says(group: int, monkeypatch: pytest.
 
 
 def test_a_file_that_cannot_be_written() -> None:
-    with pytest.raises(hf.StorageError, match="full"):
+    with pytest.raises(hf.errors.StorageError, match="full"):
         write_compressed(CHUNKS, SOURCES, LAYOUT, 0, Files(fail_at=1).write)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast")]
 
 
 def test_a_chunk_that_cannot_be_read() -> None:
     broken: list[Any] = [*SOURCES[:2], SOURCES[2]._replace(pieces=[]), SOURCES[3]]
-    with pytest.raises(hf.StateError, match=r"this process must write (1000|999) elements"):
+    with pytest.raises(hf.errors.StateError, match=r"this process must write (1000|999) elements"):
         write_compressed(CHUNKS, broken, LAYOUT, 0, Files().write)
 
 

@@ -270,7 +270,10 @@ ABSTRACT = jax.ShapeDtypeStruct((64, 64), np.float32)
         ),
         (
             {"x": T(original_key="head/0", value_fn=lambda v: v[:3]), "y": T(multi_value_fn=lambda tree: "text")},
-            {"x": hf.LeafMetadata("numpy", (64, 64), "float32"), "y": hf.LeafMetadata("int", (), "int64")},
+            {
+                "x": hf.reports.LeafMetadata("numpy", (64, 64), "float32"),
+                "y": hf.reports.LeafMetadata("int", (), "int64"),
+            },
             [
                 "x: expected float32[64, 64] (template), found float32[3, 64] (returned by value_fn)",
                 "y: expected int (template), found str (returned by multi_value_fn)",
@@ -298,7 +301,7 @@ def test_keys_that_cannot_be_filled(transformations: Any, new: Any, lines: list[
 
 
 def test_values_that_cannot_become_leaves(saved: str) -> None:
-    with pytest.raises(hf.UnsupportedLeafError, match="x: is of type"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="x: is of type"):
         hf.load_transformed(saved, {"x": T(multi_value_fn=lambda tree: object())}, {"x": 1})
     assert hf.load_transformed(saved, {"x": T(multi_value_fn=lambda tree: print)}, {"x": ...}) == {"x": print}
 
@@ -324,7 +327,7 @@ def test_a_step_of_a_run_and_one_of_several_items(place: str) -> None:
     renamed = {"x": T(original_key="w")}
     assert hf.load_transformed(place, renamed, {"x": W}, item="ema")["x"][0, 0] == -2
     assert hf.load_transformed(f"{place}/1", renamed, {"x": W}, item="state")["x"][0, 0] == 1
-    with pytest.raises(hf.OptionError, match="has the trees ema, state: name one with item="):
+    with pytest.raises(hf.errors.OptionError, match="has the trees ema, state: name one with item="):
         hf.load_transformed(place, renamed, {"x": W})
     with pytest.raises(hf.CheckpointNotFoundError, match="no tree 'data'; it has ema, state"):
         hf.load_transformed(place, renamed, {"x": W}, item="data")
@@ -339,20 +342,22 @@ class Words:
         self.text = text
 
 
-class WordsHandler(hf.TypeHandler):
+class WordsHandler(hf.type_handlers.TypeHandler):
     name = "words"
 
-    def serialize(self, values: Sequence[Any], infos: Sequence[hf.ParamInfo], args: Sequence[hf.SaveArgs]) -> None:
+    def serialize(
+        self, values: Sequence[Any], infos: Sequence[hf.type_handlers.ParamInfo], args: Sequence[hf.SaveArgs]
+    ) -> None:
         for value, info in zip(values, infos, strict=True):
             assert info.folder is not None
             (info.folder / "words").write_bytes(value.text.encode())
 
-    def deserialize(self, infos: Sequence[hf.ParamInfo], args: Sequence[hf.RestoreArgs]) -> list[Words]:
+    def deserialize(self, infos: Sequence[hf.type_handlers.ParamInfo], args: Sequence[hf.RestoreArgs]) -> list[Words]:
         return [Words((info.folder / "words").read_bytes().decode()) for info in infos if info.folder is not None]
 
 
 def test_leaves_that_a_handler_of_ones_own_keeps(place: str) -> None:
-    hf.register_type_handler(Words, WordsHandler())
+    hf.type_handlers.register_type_handler(Words, WordsHandler())
     try:
         hf.save(place, {"words": Words("some"), "w": W})
         found = hf.load_transformed(place, {"x": T(original_key="words")}, {"x": ..., "w": W})
@@ -362,7 +367,7 @@ def test_leaves_that_a_handler_of_ones_own_keeps(place: str) -> None:
     finally:
         DEFAULT_REGISTRY.unregister(Words)
     assert hf.load_transformed(place, {}, {"w": W})["w"].shape == W.shape
-    with pytest.raises(hf.OptionError, match="need handlers that are missing"):
+    with pytest.raises(hf.errors.OptionError, match="need handlers that are missing"):
         hf.load_transformed(place, {}, {"words": ...})
 
 

@@ -125,5 +125,5 @@ def test_a_large_array_fills_segments_and_files() -> None:
 @pytest.mark.parametrize("size", [4095, 0, -1, 1e6, "1MB", None])
 @pytest.mark.parametrize("name", ["chunk_bytes", "segment_bytes", "data_file_bytes"])
 def test_invalid_sizes(name: str, size: Any) -> None:
-    with pytest.raises(hf.OptionError, match=f"{name}={size!r} must be a whole number of bytes, at least 4096"):
+    with pytest.raises(hf.errors.OptionError, match=f"{name}={size!r} must be a whole number of bytes, at least 4096"):
         hf.Layout(**{name: size})

@@ -176,5 +176,5 @@ def test_requests_that_do_not_fit(name: str, request_: dict[str, Any], message: 
     ],
 )
 def test_requests_that_make_no_sense(name: str, request_: LeafRequest, message: str, reader: TreeReader) -> None:
-    with pytest.raises(hf.OptionError, match=message):
+    with pytest.raises(hf.errors.OptionError, match=message):
         load_tree(reader, requests={name: request_})

@@ -150,7 +150,7 @@ def test_a_pattern_that_matches_nothing_is_an_error(pattern: str, saved: str) ->
 
 @pytest.mark.parametrize("select", [5, [], ["step", 5], b"step", {"step": 1}], ids=plain_id)
 def test_invalid_patterns(select: Any, saved: str) -> None:
-    with pytest.raises(hf.OptionError, match="must be a pattern of paths such as"):
+    with pytest.raises(hf.errors.OptionError, match="must be a pattern of paths such as"):
         hf.load(saved, select=select)
 
 

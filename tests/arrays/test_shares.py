@@ -341,7 +341,7 @@ def test_a_process_that_lacks_its_part(place: str) -> None:
     [leaf] = tree.leaves
     assert isinstance(leaf, ArrayLeaf)
     leaf.pieces.clear()
-    with pytest.raises(hf.StateError, match=r"w: this process must write 1000 elements .* lacks 1000 of them"):
+    with pytest.raises(hf.errors.StateError, match=r"w: this process must write 1000 elements .* lacks 1000 of them"):
         TreeWriter(tree, LAYOUT).write(as_location(place), ProcessInfo(1, 2, "t"))
 
 
@@ -398,13 +398,13 @@ def test_sizes_of_single_leaves(place: str, assert_same: Same) -> None:
     ids=str,
 )
 def test_invalid_options(options: Any, message: str) -> None:
-    with pytest.raises(hf.OptionError, match=message):
+    with pytest.raises(hf.errors.OptionError, match=message):
         TreeWriter(held(TREE, nothing, 0), LAYOUT, **options)
 
 
 @pytest.mark.parametrize("level", [0, 23, -1, 1.5, "3", True])
 def test_invalid_levels(level: Any) -> None:
-    with pytest.raises(hf.OptionError, match=r"compression=.* must be a level of zstd, 1 to 22, or None"):
+    with pytest.raises(hf.errors.OptionError, match=r"compression=.* must be a level of zstd, 1 to 22, or None"):
         hf.Layout(compression=level)
 
 

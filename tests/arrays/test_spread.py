@@ -241,13 +241,15 @@ WRONG: dict[str, tuple[tuple[Part, ...], str]] = {
 def test_invalid_parts(name: str) -> None:
     parts, message = WRONG[name]
     catalog = Catalog(["layers.w"], [leaf((10,), parts)], LAYOUT)
-    with pytest.raises(hf.UnsupportedLeafError, match=f"the leaf layers/w cannot be saved: .*{message}"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=f"the leaf layers/w cannot be saved: .*{message}"):
         WriteAssignment(catalog, 2)
 
 
 def test_parts_that_would_make_millions_of_chunks() -> None:
     size = 3 << 20
     parts = (Part((0,), (1,), (0,)), Part((1,), (size - 1,), (1,)))
-    with pytest.raises(hf.UnsupportedLeafError, match=r"leaf w .* cut into 3145728 chunks of 4 bytes; divide it more"):
+    with pytest.raises(
+        hf.errors.UnsupportedLeafError, match=r"leaf w .* cut into 3145728 chunks of 4 bytes; divide it more"
+    ):
         Catalog(["w"], [leaf((size,), parts)], LAYOUT)
     assert math.prod(chunk_shape((size,), 4, LAYOUT.chunk_bytes)) == 16 * KIB

@@ -126,7 +126,7 @@ def test_templates_that_fit(name: str, place: str, assert_same: Same) -> None:
 
 def test_leaves_that_cannot_be_templates_are_named(place: str) -> None:
     hf.save(place, {"a": 1, "b": 2})
-    with pytest.raises(hf.UnsupportedLeafError, match=r"(?s)template.*a: is of type slice.*b: .*function"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"(?s)template.*a: is of type slice.*b: .*function"):
         hf.load(place, like={"a": slice(3), "b": lambda: 1})
 
 
@@ -154,7 +154,7 @@ def test_items_of_a_checkpoint(place: str, assert_same: Same) -> None:
     with pytest.raises(hf.CheckpointNotFoundError, match="no item 'weights'; it has config, state"):
         hf.load(place, item="weights")
     for arguments in ({"like": {"w": np.ones(2)}}, {"select": "w"}):
-        with pytest.raises(hf.OptionError, match="name one with item="):
+        with pytest.raises(hf.errors.OptionError, match="name one with item="):
             hf.load(place, **arguments)
 
 

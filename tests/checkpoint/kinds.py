@@ -47,11 +47,11 @@ class Kind(ABC):
 
     def files(self, place: str) -> list[str]:
         """Returns the paths of all files but the events, without what tells those of one save from those of another."""
-        paths = _paths(hf.as_location(place), "")
+        paths = _paths(hf.storage.as_location(place), "")
         return sorted(_TOKENS.sub("", path) for path in paths if path != "events.jsonl")
 
 
-def _paths(location: hf.Location, prefix: str) -> list[str]:
+def _paths(location: hf.storage.Location, prefix: str) -> list[str]:
     found: list[str] = []
     for entry in location.entries():
         path = f"{prefix}{entry.name}"

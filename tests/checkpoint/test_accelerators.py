@@ -517,7 +517,7 @@ def test_work_that_fails(gpu: Any, tmp_path: Path) -> None:
 def test_memory_without_a_tensor(gpu: Any, tmp_path: Path) -> None:
     gone = torch.ones(30)
     gone.untyped_storage().resize_(0)
-    with pytest.raises(hf.UnsupportedLeafError, match="has no memory"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="has no memory"):
         Saves(tmp_path).prepare({"x": gone})
 
 
@@ -570,7 +570,7 @@ def test_a_number_of_bytes() -> None:
     assert pickle.loads(pickle.dumps(StagingBuffer(5))).pinned_bytes == 5
     value: Any
     for value in (-1, 1.5, True, "1GB"):
-        with pytest.raises(hf.OptionError, match="pinned_bytes"):
+        with pytest.raises(hf.errors.OptionError, match="pinned_bytes"):
             hf.PyTreeCheckpointHandler(pinned_bytes=value)
 
 

@@ -75,7 +75,7 @@ def test_an_interrupted_wait_does_not_hide_the_save() -> None:
     with pytest.raises(KeyboardInterrupt):
         save.wait()
     assert save.running
-    with pytest.raises(hf.StateError, match="step 3 is still being saved"):
+    with pytest.raises(hf.errors.StateError, match="step 3 is still being saved"):
         save.start(lambda: None, what="step 4")
     go.set()
     save.wait()
@@ -117,7 +117,7 @@ def test_one_at_a_time() -> None:
     save, go = BackgroundSave(), threading.Event()
     save.start(lambda: _wait(go), what="step 3")
     assert save.running
-    with pytest.raises(hf.StateError, match=r"step 4: step 3 is still being saved"):
+    with pytest.raises(hf.errors.StateError, match=r"step 4: step 3 is still being saved"):
         save.start(lambda: None, what="step 4")
     go.set()
     save.wait()

@@ -18,17 +18,23 @@ import pytest
 import holdfast as hf
 
 
-class TextFiles(hf.CheckpointHandler):
+class TextFiles(hf.handlers.CheckpointHandler):
     """Ordinary files, written and read with what Python brings."""
 
-    def save(self, directory: hf.Location, item: Any, *, suffix: str = ".txt", **kwargs: Any) -> None:
+    def save(self, directory: hf.storage.Location, item: Any, *, suffix: str = ".txt", **kwargs: Any) -> None:
         for name, text in item.items():
             path = Path(os.fspath(directory), name + suffix)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 
     def restore(
-        self, directory: hf.Location, item: Any = None, *, files: Any = None, suffix: str = ".txt", **kwargs: Any
+        self,
+        directory: hf.storage.Location,
+        item: Any = None,
+        *,
+        files: Any = None,
+        suffix: str = ".txt",
+        **kwargs: Any,
     ) -> Any:
         root = Path(os.fspath(directory))
         found = {str(path.relative_to(root))[: -len(suffix)]: path for path in root.rglob(f"*{suffix}")}
@@ -45,18 +51,20 @@ class Later:
             file.write(self.text)
 
 
-class AsyncTextFiles(hf.AsyncCheckpointHandler):
+class AsyncTextFiles(hf.handlers.AsyncCheckpointHandler):
     """Takes a snapshot in a coroutine, and writes one file for each future."""
 
     def __init__(self) -> None:
         self.futures: list[Later] = []
 
-    async def async_save(self, directory: hf.Location, item: Any, **kwargs: Any) -> list[hf.SaveFuture]:
+    async def async_save(
+        self, directory: hf.storage.Location, item: Any, **kwargs: Any
+    ) -> list[hf.handlers.SaveFuture]:
         await asyncio.sleep(0)
         self.futures = [Later(os.path.join(directory, name), json.dumps(value)) for name, value in item.items()]
         return list(self.futures)
 
-    def restore(self, directory: hf.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
+    def restore(self, directory: hf.storage.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
         return {path.name: json.loads(path.read_text()) for path in sorted(Path(os.fspath(directory)).iterdir())}
 
 
@@ -76,7 +84,7 @@ def test_a_handler_of_ones_own(tmp_path: Path) -> None:
     assert checkpointer.restore(tmp_path / "other", suffix=".md") == dict(sorted(TEXTS.items()))
     record = json.loads((tmp_path / "texts" / "checkpoint.json").read_text())
     assert sorted(record["items"]["state"]["files"]) == ["deep/er/letter.txt", "empty.txt", "poem.txt"]
-    with pytest.raises(hf.OptionError, match="handler of your own"):
+    with pytest.raises(hf.errors.OptionError, match="handler of your own"):
         hf.load(tmp_path / "texts")
 
 
@@ -131,7 +139,7 @@ def test_an_interrupt_ends_a_coroutine_inside_a_running_loop(tmp_path: Path) -> 
     ended = []
 
     class Slow(AsyncTextFiles):
-        async def async_save(self, directory: hf.Location, item: Any, **kwargs: Any) -> Any:
+        async def async_save(self, directory: hf.storage.Location, item: Any, **kwargs: Any) -> Any:
             os.kill(os.getpid(), signal.SIGINT)
             try:
                 await asyncio.sleep(60)
@@ -154,7 +162,9 @@ def test_an_interrupt_ends_a_coroutine_inside_a_running_loop(tmp_path: Path) -> 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_handler_that_fails(tmp_path: Path, when: str, background: bool) -> None:
     class Failing(AsyncTextFiles):
-        async def async_save(self, directory: hf.Location, item: Any, **kwargs: Any) -> list[hf.SaveFuture]:
+        async def async_save(
+            self, directory: hf.storage.Location, item: Any, **kwargs: Any
+        ) -> list[hf.handlers.SaveFuture]:
             Path(os.fspath(directory), "half").write_text("written")
             if when == "async_save":
                 raise ZeroDivisionError("so soon")
@@ -183,10 +193,12 @@ def test_unknown_arguments(tmp_path: Path) -> None:
     for checkpointer in (hf.PyTreeCheckpointer(), hf.Checkpointer(hf.JsonCheckpointHandler())):
         with pytest.raises(TypeError, match="does not take these arguments: colour") as caught:
             checkpointer.save(tmp_path / "one", {}, colour="blue")
-        assert isinstance(caught.value, hf.OptionError)
+        assert isinstance(caught.value, hf.errors.OptionError)
         assert not (tmp_path / "one").exists()
     hf.save(tmp_path / "one", {"a": 1})
-    with pytest.raises(hf.OptionError, match=r"one/state was not restored: .*: restor_args; did you mean restore_args"):
+    with pytest.raises(
+        hf.errors.OptionError, match=r"one/state was not restored: .*: restor_args; did you mean restore_args"
+    ):
         hf.PyTreeCheckpointer().restore(tmp_path / "one", restor_args={})
 
 
@@ -196,10 +208,10 @@ def test_unknown_arguments_are_reported_with_item_and_step(tmp_path: Path) -> No
     ) as manager:
         items: dict[str, Any] = {"net": {"a": 1}, "meta": {}}
         with pytest.raises(
-            hf.UnknownArgumentError, match=r"7.*: item 'net' was not saved: .*sav_args; did you mean save_"
+            hf.errors.UnknownArgumentError, match=r"7.*: item 'net' was not saved: .*sav_args; did you mean save_"
         ):
             manager.save(7, items, save_kwargs={"net": {"sav_args": hf.SaveArgs()}})
-        with pytest.raises(hf.UnknownArgumentError, match=r"item 'meta' .*arguments: indent\. It takes none"):
+        with pytest.raises(hf.errors.UnknownArgumentError, match=r"item 'meta' .*arguments: indent\. It takes none"):
             manager.save(7, items, save_kwargs={"meta": {"indent": 2}})
         assert manager.all_steps() == []
 
@@ -216,12 +228,12 @@ def test_unknown_arguments_are_reported_with_item_and_step(tmp_path: Path) -> No
 )
 @pytest.mark.parametrize("make", [hf.PyTreeCheckpointHandler, hf.ArrayCheckpointHandler])
 def test_handlers_explain_names_of_other_libraries(make: Any, name: str, advice: str) -> None:
-    with pytest.raises(hf.UnknownArgumentError, match=rf"{make.__name__} .*: {name}.*{advice}.* It takes "):
+    with pytest.raises(hf.errors.UnknownArgumentError, match=rf"{make.__name__} .*: {name}.*{advice}.* It takes "):
         make(**{name: 1})
 
 
 def test_a_save_explains_names_of_other_libraries(tmp_path: Path) -> None:
-    with pytest.raises(hf.UnknownArgumentError, match="ocdbt_target_data_file_size: here it is data_file_bytes"):
+    with pytest.raises(hf.errors.UnknownArgumentError, match="ocdbt_target_data_file_size: here it is data_file_bytes"):
         hf.PyTreeCheckpointer().save(tmp_path / "one", {"a": 1}, ocdbt_target_data_file_size=1 << 20)
     assert not (tmp_path / "one").exists()
 
@@ -275,7 +287,9 @@ def test_async_timeout_names_the_path(tmp_path: Path) -> None:
     go = threading.Event()
 
     class Hanging(AsyncTextFiles):
-        async def async_save(self, directory: hf.Location, item: Any, **kwargs: Any) -> list[hf.SaveFuture]:
+        async def async_save(
+            self, directory: hf.storage.Location, item: Any, **kwargs: Any
+        ) -> list[hf.handlers.SaveFuture]:
             class Future:
                 def result(self, timeout: float | None = None) -> None:
                     assert go.wait(30)
@@ -304,7 +318,7 @@ def test_json(tmp_path: Path, item: Any) -> None:
     "item", [np.ones(3), {"a": object()}, float("nan"), {1, 2}], ids=["array", "object", "NaN", "set"]
 )
 def test_what_json_cannot_hold(tmp_path: Path, item: Any) -> None:
-    with pytest.raises(hf.UnsupportedLeafError, match="cannot be saved as JSON"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="cannot be saved as JSON"):
         hf.Checkpointer(hf.JsonCheckpointHandler()).save(tmp_path / "one", item)
     assert not (tmp_path / "one").exists()
 
@@ -327,7 +341,7 @@ def test_a_step_of_a_manager_is_a_checkpoint(tmp_path: Path) -> None:
     assert hf.PyTreeCheckpointer().restore(tmp_path / "1") == {"a": 1}
     with hf.CheckpointManager(tmp_path / "more", {"x": hf.PyTreeCheckpointer()}) as manager:
         manager.save(1, {"x": 1})
-    with pytest.raises(hf.StateError, match="has the items x; restore it with a CheckpointManager"):
+    with pytest.raises(hf.errors.StateError, match="has the items x; restore it with a CheckpointManager"):
         hf.PyTreeCheckpointer().restore(tmp_path / "more" / "1")
 
 
@@ -342,8 +356,10 @@ def test_a_step_of_a_manager_is_a_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_arguments_of_other_libraries_get_advice(taker: str, call: Any, tmp_path: Path) -> None:
-    with pytest.raises(hf.UnknownArgumentError, match=rf"^{taker} does not .*filesystem: leave it out: a URL names"):
+    with pytest.raises(
+        hf.errors.UnknownArgumentError, match=rf"^{taker} does not .*filesystem: leave it out: a URL names"
+    ):
         call(tmp_path / "x", filesystem=object())
-    with pytest.raises(hf.UnknownArgumentError, match="multiprocessing_options: here it is coordinator="):
+    with pytest.raises(hf.errors.UnknownArgumentError, match="multiprocessing_options: here it is coordinator="):
         call(tmp_path / "x", multiprocessing_options=None)
     assert list(tmp_path.iterdir()) == []

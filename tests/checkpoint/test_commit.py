@@ -21,15 +21,15 @@ from holdfast.engine.steps import read_record
 
 
 @pytest.fixture(params=["local", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[hf.Location]:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[hf.storage.Location]:
     local = request.param == "local"
-    location = hf.as_location(tmp_path / "ckpt" if local else f"memory://commit/{uuid.uuid4().hex}/ckpt")
+    location = hf.storage.as_location(tmp_path / "ckpt" if local else f"memory://commit/{uuid.uuid4().hex}/ckpt")
     yield location
     location.remove_tree()
 
 
 @pytest.fixture
-def unlocked(place: hf.Location, monkeypatch: pytest.MonkeyPatch) -> hf.Location:
+def unlocked(place: hf.storage.Location, monkeypatch: pytest.MonkeyPatch) -> hf.storage.Location:
     """A place without locks: an object store, or a file system that has none."""
 
     def flock(descriptor: int, operation: int) -> None:
@@ -47,21 +47,21 @@ def write(pending: PendingCheckpoint, text: str) -> CheckpointRecord:
     return CheckpointRecord(items={"item": ItemRecord(folder.name, "files", {"file": FileRecord(len(text))})}, time=1.0)
 
 
-def commit(place: hf.Location, text: str, *, overwrite: bool = False) -> PendingCheckpoint:
+def commit(place: hf.storage.Location, text: str, *, overwrite: bool = False) -> PendingCheckpoint:
     pending = PendingCheckpoint(place, ["item"], overwrite=overwrite)
     pending.commit(write(pending, text))
     return pending
 
 
-def content(place: hf.Location) -> str:
+def content(place: hf.storage.Location) -> str:
     return (place / read_record(place).items["item"].folder / "file").read_bytes().decode()
 
 
-def names(place: hf.Location) -> list[str]:
+def names(place: hf.storage.Location) -> list[str]:
     return [entry.name for entry in place.entries()]
 
 
-def test_commit(place: hf.Location) -> None:
+def test_commit(place: hf.storage.Location) -> None:
     pending = PendingCheckpoint(place, ["item"], overwrite=False)
     assert names(place) == [], "nothing is written before something is known to be writable"
     record = write(pending, "one")
@@ -73,7 +73,7 @@ def test_commit(place: hf.Location) -> None:
     assert content(place) == "one"
 
 
-def test_abort(place: hf.Location) -> None:
+def test_abort(place: hf.storage.Location) -> None:
     pending = PendingCheckpoint(place, ["item"], overwrite=False)
     pending.abort()
     write(pending, "one")
@@ -81,7 +81,7 @@ def test_abort(place: hf.Location) -> None:
     assert names(place) == []
 
 
-def test_replace(place: hf.Location) -> None:
+def test_replace(place: hf.storage.Location) -> None:
     commit(place, "one")
     with pytest.raises(hf.CheckpointExistsError, match="a checkpoint is there already"):
         PendingCheckpoint(place, ["item"], overwrite=False)
@@ -96,7 +96,7 @@ def test_replace(place: hf.Location) -> None:
     assert len(names(place)) == 2
 
 
-def test_a_replacement_that_is_given_up(place: hf.Location) -> None:
+def test_a_replacement_that_is_given_up(place: hf.storage.Location) -> None:
     commit(place, "one")
     pending = PendingCheckpoint(place, ["item"], overwrite=True)
     write(pending, "two")
@@ -107,21 +107,21 @@ def test_a_replacement_that_is_given_up(place: hf.Location) -> None:
 
 @pytest.mark.parametrize(("call", "found"), [("write_bytes", "one"), ("remove_tree", "two"), ("remove", "two")])
 def test_an_interrupted_replacement_loses_nothing(
-    place: hf.Location, monkeypatch: pytest.MonkeyPatch, call: str, found: str
+    place: hf.storage.Location, monkeypatch: pytest.MonkeyPatch, call: str, found: str
 ) -> None:
     """As Ctrl-C does while the record is written, or while the old data is removed."""
     commit(place, "one")
     pending = PendingCheckpoint(place, ["item"], overwrite=True)
     record = write(pending, "two")
 
-    real = getattr(hf.Location, call)
+    real = getattr(hf.storage.Location, call)
 
     def interrupted(*arguments: object, **options: object) -> None:
-        monkeypatch.setattr(hf.Location, call, real)  # once
+        monkeypatch.setattr(hf.storage.Location, call, real)  # once
         real(*arguments, **options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hf.Location, call, interrupted)
+    monkeypatch.setattr(hf.storage.Location, call, interrupted)
     with pytest.raises(KeyboardInterrupt):
         pending.commit(record)
     pending.abort()
@@ -131,7 +131,7 @@ def test_an_interrupted_replacement_loses_nothing(
     assert len(names(place)) == 2
 
 
-def test_leftovers_of_a_replacement_go_with_the_next(place: hf.Location) -> None:
+def test_leftovers_of_a_replacement_go_with_the_next(place: hf.storage.Location) -> None:
     commit(place, "one")
     for _ in range(3):
         write(PendingCheckpoint(place, ["item"], overwrite=True), "two")  # and then the process is killed
@@ -140,13 +140,13 @@ def test_leftovers_of_a_replacement_go_with_the_next(place: hf.Location) -> None
     assert len(names(place)) == 2
 
 
-def test_replacing_again_and_again_names_only_the_last(place: hf.Location) -> None:
+def test_replacing_again_and_again_names_only_the_last(place: hf.storage.Location) -> None:
     for number in range(6):
         commit(place, str(number), overwrite=number > 0)
     assert len(read_record(place).replaced) == 1
 
 
-def test_a_marker_cannot_take_away_a_part_of_what_is_committed(place: hf.Location) -> None:
+def test_a_marker_cannot_take_away_a_part_of_what_is_committed(place: hf.storage.Location) -> None:
     commit(place, "one")
     (place / "checkpoint.partial").write_bytes(b'{"folders": ["item/file", "item/state"]}')
     assert not sweep(place)
@@ -154,15 +154,15 @@ def test_a_marker_cannot_take_away_a_part_of_what_is_committed(place: hf.Locatio
 
 
 def test_two_saves_to_one_path(tmp_path: Path) -> None:
-    place = hf.as_location(tmp_path / "ckpt")
+    place = hf.storage.as_location(tmp_path / "ckpt")
     first = PendingCheckpoint(place, ["item"], overwrite=False)
     record = write(first, "one")
-    with pytest.raises(hf.StorageConflictError, match="another save to the same path has begun"):
+    with pytest.raises(hf.errors.StorageConflictError, match="another save to the same path has begun"):
         PendingCheckpoint(place, ["item"], overwrite=False)
     first.commit(record)
     replacing = PendingCheckpoint(place, ["item"], overwrite=True)
     record = write(replacing, "two")
-    with pytest.raises(hf.StorageConflictError, match="another save to the same path has begun"):
+    with pytest.raises(hf.errors.StorageConflictError, match="another save to the same path has begun"):
         PendingCheckpoint(place, ["item"], overwrite=True)
     replacing.leave()
     commit(place, "three", overwrite=True)
@@ -182,7 +182,7 @@ if os.fork() == 0:
     sys.stdin.read()
 os._exit(0)
 """
-    place = hf.as_location(tmp_path / "ckpt")
+    place = hf.storage.as_location(tmp_path / "ckpt")
     command = [sys.executable, "-c", program, str(place)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
@@ -196,7 +196,7 @@ def test_a_marker_that_cannot_be_opened_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It belongs to another user: whether that save is alive is unknown. A manager leaves it alone."""
-    place = hf.as_location(tmp_path / "ckpt")
+    place = hf.storage.as_location(tmp_path / "ckpt")
     first = PendingCheckpoint(place, ["item"], overwrite=False)
     record = write(first, "one")
     real = os.open
@@ -208,10 +208,12 @@ def test_a_marker_that_cannot_be_opened_is_an_error(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refused)
-        with pytest.raises(hf.StoragePermissionError, match=r"cannot read .*checkpoint\.partial"):
+        with pytest.raises(hf.errors.StoragePermissionError, match=r"cannot read .*checkpoint\.partial"):
             first.commit(record)  # and not: that another save has begun
         first.leave()
-        with pytest.raises(hf.StoragePermissionError, match=r"whether that save is alive is unknown .*another path"):
+        with pytest.raises(
+            hf.errors.StoragePermissionError, match=r"whether that save is alive is unknown .*another path"
+        ):
             PendingCheckpoint(place, ["item"], overwrite=False)
         (tmp_path / "run").mkdir()
         place.path.rename(tmp_path / "run" / "5")
@@ -219,29 +221,29 @@ def test_a_marker_that_cannot_be_opened_is_an_error(
             manager.save(6, {"a": 1})
             manager.wait_until_finished()
     assert "whether that save is alive is unknown" in caplog.text
-    assert names(hf.as_location(tmp_path / "run" / "5")) == ["checkpoint.partial", "item"]
+    assert names(hf.storage.as_location(tmp_path / "run" / "5")) == ["checkpoint.partial", "item"]
 
 
-def test_without_locks_the_later_save_wins(unlocked: hf.Location) -> None:
+def test_without_locks_the_later_save_wins(unlocked: hf.storage.Location) -> None:
     first = PendingCheckpoint(unlocked, ["item"], overwrite=False)
     record = write(first, "one")
     second = PendingCheckpoint(unlocked, ["item"], overwrite=False)
     newer = write(second, "two")
-    with pytest.raises(hf.StorageConflictError, match="another save to the same path has begun"):
+    with pytest.raises(hf.errors.StorageConflictError, match="another save to the same path has begun"):
         first.commit(record)
     first.abort()
     second.commit(newer)
     assert content(unlocked) == "two"
 
 
-def test_a_save_that_was_overtaken_does_no_harm(unlocked: hf.Location) -> None:
+def test_a_save_that_was_overtaken_does_no_harm(unlocked: hf.storage.Location) -> None:
     """It finds out when it is about to commit; until then it does not write where the other save does."""
     first = PendingCheckpoint(unlocked, ["item"], overwrite=False)
     record = write(first, "one")
     commit(unlocked, "two")
     (first.folders["item"] / "file").parent.make_directory()
     (first.folders["item"] / "file").write_bytes(b"late")
-    with pytest.raises(hf.StorageConflictError, match="another save to the same path has begun"):
+    with pytest.raises(hf.errors.StorageConflictError, match="another save to the same path has begun"):
         first.commit(record)
     first.abort()
     assert content(unlocked) == "two"
@@ -252,23 +254,23 @@ def test_a_save_that_was_overtaken_does_no_harm(unlocked: hf.Location) -> None:
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_saves_that_begin_at_the_same_moment(tmp_path: Path, overwrite: bool) -> None:
     """As processes that are not connected do."""
-    place = hf.as_location(tmp_path / "ckpt")
+    place = hf.storage.as_location(tmp_path / "ckpt")
     if overwrite:
         commit(place, "none")
     first, second, third = (PendingCheckpoint(place, ["item"], overwrite=overwrite) for _ in range(3))
     record = write(first, "one")
-    with pytest.raises(hf.StorageConflictError, match="connect them"):
+    with pytest.raises(hf.errors.StorageConflictError, match="connect them"):
         second.begin()
     second.abort()
     first.commit(record)
-    with pytest.raises(hf.StorageConflictError):
+    with pytest.raises(hf.errors.StorageConflictError):
         third.begin()
     third.abort()
     assert content(place) == "one"
     assert len(names(place)) == 2
 
 
-def test_delete(place: hf.Location) -> None:
+def test_delete(place: hf.storage.Location) -> None:
     commit(place, "one")
     delete_checkpoint(place)
     assert names(place) == []
@@ -286,7 +288,7 @@ def test_delete(place: hf.Location) -> None:
         pytest.param({".holdfast-0123": "x"}, [".holdfast-0123"], id="not ours without a record"),
     ],
 )
-def test_sweep_without_a_record(place: hf.Location, left: dict[str, str], swept: list[str]) -> None:
+def test_sweep_without_a_record(place: hf.storage.Location, left: dict[str, str], swept: list[str]) -> None:
     for name, text in left.items():
         folder = (place / name).parent
         folder.make_directory()
@@ -307,7 +309,7 @@ def test_sweep_without_a_record(place: hf.Location, left: dict[str, str], swept:
         pytest.param({"notes.txt": "x", "checkpoint.partial": "{}"}, ["notes.txt"], id="a file of the user"),
     ],
 )
-def test_sweep_beside_a_record(place: hf.Location, left: dict[str, str], swept: list[str]) -> None:
+def test_sweep_beside_a_record(place: hf.storage.Location, left: dict[str, str], swept: list[str]) -> None:
     commit(place, "one")
     for name, text in left.items():
         (place / name).parent.make_directory()
@@ -317,7 +319,7 @@ def test_sweep_beside_a_record(place: hf.Location, left: dict[str, str], swept: 
     assert content(place) == "one"
 
 
-def test_sweep_takes_only_the_marker_beside_a_damaged_record(place: hf.Location) -> None:
+def test_sweep_takes_only_the_marker_beside_a_damaged_record(place: hf.storage.Location) -> None:
     commit(place, "one")
     (place / "checkpoint.json").write_bytes(b"{")
     (place / "checkpoint.partial").write_bytes(b'{"folders": ["item"]}')
@@ -325,7 +327,7 @@ def test_sweep_takes_only_the_marker_beside_a_damaged_record(place: hf.Location)
     assert names(place) == ["checkpoint.json", "item"]
 
 
-def test_a_damaged_checkpoint_can_be_replaced(place: hf.Location) -> None:
+def test_a_damaged_checkpoint_can_be_replaced(place: hf.storage.Location) -> None:
     commit(place, "one")
     (place / "checkpoint.json").write_bytes(b"{")
     commit(place, "two", overwrite=True)
@@ -336,19 +338,19 @@ def test_a_damaged_checkpoint_can_be_replaced(place: hf.Location) -> None:
     assert content(place) == "four"
 
 
-def test_a_newer_version_is_not_replaced(place: hf.Location, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_version_is_not_replaced(place: hf.storage.Location, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("holdfast.engine.format.documents.VERSION", 2)
         commit(place, "one")
     (place / "checkpoint.partial").write_bytes(b'{"folders": ["item"]}')
-    with pytest.raises(hf.FormatVersionError):
+    with pytest.raises(hf.errors.FormatVersionError):
         PendingCheckpoint(place, ["item"], overwrite=True)
     assert not sweep(place)
     assert names(place) == ["checkpoint.json", "checkpoint.partial", "item"]
 
 
 @pytest.mark.parametrize("folder", ["..", ".", "a/../b", "a//b", "", "/etc", "a\\b", "a\0b"])
-def test_a_record_cannot_lead_elsewhere(place: hf.Location, folder: str) -> None:
+def test_a_record_cannot_lead_elsewhere(place: hf.storage.Location, folder: str) -> None:
     place.make_directory()
     item = ItemRecord(folder, "files", {})
     write_record(place, CheckpointRecord(items={"item": item}, time=1.0))
@@ -356,7 +358,7 @@ def test_a_record_cannot_lead_elsewhere(place: hf.Location, folder: str) -> None
         read_record(place)
 
 
-def test_a_record_keeps_everything(place: hf.Location) -> None:
+def test_a_record_keeps_everything(place: hf.storage.Location) -> None:
     place.make_directory()
     record = CheckpointRecord(
         items={"a": ItemRecord("a.1", "pytree", {"d/0": FileRecord(3), "tree.json": FileRecord(4, 0xDEADBEEF)})},

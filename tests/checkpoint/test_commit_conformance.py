@@ -51,7 +51,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A disk, and a store without locks."""
     url = str(tmp_path / "store") if request.param == "local" else f"memory://commit/{uuid.uuid4().hex}"
     yield url
-    hf.as_location(url).remove_tree()
+    hf.storage.as_location(url).remove_tree()
 
 
 @pytest.fixture(params=[True, False], ids=["replaced", "new"])
@@ -102,7 +102,7 @@ def test_killed_at_any_operation(
 ) -> None:
     """There is the old checkpoint or the new one."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # this is about programs, not about power
-    for number in _instants(every, 16, kind, old, hf.as_location(store).is_local, 1):
+    for number in _instants(every, 16, kind, old, hf.storage.as_location(store).is_local, 1):
         place = f"{store}/{number}"
         if old:
             kind.save(place, old)
@@ -127,7 +127,7 @@ def test_killed_between_the_record_and_those_of_parts(
 ) -> None:
     """A kill after the record of the root leaves the new checkpoint, whole."""
     place = str(tmp_path / "place")
-    root = hf.as_location(kind.path(place))
+    root = hf.storage.as_location(kind.path(place))
     if old:
         kind.save(place, old)
     written: list[Location] = []
@@ -264,12 +264,12 @@ def test_failure_at_any_operation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    for number in _instants(every, 16, kind, old, 2 * hf.as_location(store).is_local + (times == 1), 1):
+    for number in _instants(every, 16, kind, old, 2 * hf.storage.as_location(store).is_local + (times == 1), 1):
         place = f"{store}/{number}"
         if old:
             kind.save(place, old)
         with monkeypatch.context() as patch:
-            begun = _stops(patch, lambda: hf.StorageFullError("no space"), number, times)
+            begun = _stops(patch, lambda: hf.errors.StorageFullError("no space"), number, times)
             raised = _error_of(kind, place, 2)
         in_doubt = raised is not None and any("could not be taken back" in one for one in _notes(raised))
         assert kind.find(place) == (2 if raised is None or in_doubt else old), number
@@ -279,16 +279,16 @@ def test_failure_at_any_operation(
     assert number > 10
 
 
-def _error_of(kind: Kind, place: str, edition: int) -> hf.StorageError | None:
+def _error_of(kind: Kind, place: str, edition: int) -> hf.errors.StorageError | None:
     """Saves; returns the error of the storage, which is the cause of that of a save in the background."""
     error: BaseException | None = None
     try:
         kind.save(place, edition)
     except hf.SaveFailedError as failure:
         error = failure.__cause__
-    except hf.StorageError as failure:
+    except hf.errors.StorageError as failure:
         error = failure
-    assert error is None or isinstance(error, hf.StorageError)
+    assert error is None or isinstance(error, hf.errors.StorageError)
     return error
 
 
@@ -319,7 +319,7 @@ def test_a_save_that_begins_meanwhile(
 
         monkeypatch.setattr(backend, "write_data", interrupted)
     conflict = _conflict_of(kind, place, 2)
-    if hf.as_location(store).is_local:
+    if hf.storage.as_location(store).is_local:
         assert conflict is None
         assert "another save to the same path has begun" in outcome[1]
     else:  # the later one cannot know that the first is alive
@@ -333,7 +333,7 @@ def test_a_save_that_begins_meanwhile(
 def _conflict_of(kind: Kind, place: str, edition: int) -> str | None:
     """Saves; returns the text of the error where another save prevented that."""
     error = _error_of(kind, place, edition)
-    assert error is None or isinstance(error, hf.StorageConflictError)
+    assert error is None or isinstance(error, hf.errors.StorageConflictError)
     return None if error is None else str(error)
 
 
@@ -348,7 +348,7 @@ def test_overtaken_around_the_record(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     place = f"{store}/place"
-    root = hf.as_location(kind.path(place))
+    root = hf.storage.as_location(kind.path(place))
     if old:
         kind.save(place, old)
     later: list[PendingCheckpoint] = []
@@ -392,7 +392,7 @@ KINDS[{kind.name!r}].save({place!r}, 1)
         assert other.stdout is not None
         assert other.stdout.readline() == b"written\n"
         if kind.name == "step":  # of a run that is alive, too
-            with pytest.raises(hf.OwnershipError, match="a run is writing to"):
+            with pytest.raises(hf.errors.OwnershipError, match="a run is writing to"):
                 intruder.save(kind.path(place), 2)
         else:
             conflict = _conflict_of(intruder, kind.path(place), 2)

@@ -65,7 +65,7 @@ def several_items(place: str) -> None:
     checkpointers = {
         "state": hf.Checkpointer(hf.PyTreeCheckpointHandler(layout=SMALL)),
         "facts": hf.Checkpointer(hf.JsonCheckpointHandler()),
-        "own": hf.Checkpointer(hf.PerProcessCheckpointHandler()),
+        "own": hf.Checkpointer(hf.handlers.PerProcessCheckpointHandler()),
     }
     with hf.CheckpointManager(f"{place}-run", checkpointers) as run:
         run.save(7, {"state": tree(), "facts": {"a": [1]}, "own": {"seed": np.arange(5)}}, metrics={"loss": 0.5})
@@ -392,7 +392,7 @@ def copies_into_live(process: Process, source: str, live: str) -> str:
     ("source", "destination", "error"),
     [
         ("missing", "copy", hf.CheckpointNotFoundError),
-        ("original", "original/inside", hf.OptionError),
+        ("original", "original/inside", hf.errors.OptionError),
         ("original", "full", hf.CheckpointExistsError),
     ],
 )
@@ -462,7 +462,7 @@ def test_rates(text: str | int, rate: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "fast", "-1", 0, True, float("inf"), "5 TB", "1 MB/h"])
 def test_rates_that_are_none(text: Any) -> None:
-    with pytest.raises(hf.OptionError, match="is not a rate"):
+    with pytest.raises(hf.errors.OptionError, match="is not a rate"):
         hf.copy_checkpoint("a", "b", max_bandwidth=text)
 
 

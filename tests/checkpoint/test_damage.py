@@ -206,7 +206,7 @@ def test_when_every_step_is_damaged(run: str, stored: Any) -> None:
         stored(f"{run}/{step}").write("state/tree.json", b"")
     with (
         hf.CheckpointManager(run) as manager,
-        pytest.raises(hf.NoWholeCheckpointError, match=r"(?s)step 2: .*step 1: "),
+        pytest.raises(hf.errors.NoWholeCheckpointError, match=r"(?s)step 2: .*step 1: "),
     ):
         manager.restore_latest()
 
@@ -242,18 +242,18 @@ def test_json_items(place: str, stored: Any, assert_same: Same) -> None:
     files.remove("state/data.json")
     with pytest.raises(hf.DamagedCheckpointError, match=r"data\.json is missing"):
         hf.load(place)
-    with pytest.raises(hf.OptionError, match="is JSON, not a tree of arrays"):
+    with pytest.raises(hf.errors.OptionError, match="is JSON, not a tree of arrays"):
         hf.load(place, select="lr")
 
 
-class Pair(hf.CheckpointHandler):
+class Pair(hf.handlers.CheckpointHandler):
     """A handler of the user's own that checks nothing."""
 
-    def save(self, directory: hf.Location, item: Any, **kwargs: Any) -> None:
+    def save(self, directory: hf.storage.Location, item: Any, **kwargs: Any) -> None:
         for name in ("one", "two"):
             (directory / name).write_bytes(item.encode())
 
-    def restore(self, directory: hf.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> str:
+    def restore(self, directory: hf.storage.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> str:
         return (directory / "one").read_bytes().decode() + (directory / "two").read_bytes().decode()
 
 
@@ -283,17 +283,19 @@ def test_items_of_handlers_that_check_nothing(place: str, stored: Any) -> None:
 
 def test_another_handler_than_the_one_that_wrote_it_is_no_damage(run: str) -> None:
     with hf.CheckpointManager(run, hf.Checkpointer(Pair())) as manager:
-        with pytest.raises(hf.OptionError, match="written by a handler of kind 'pytree'; Pair is of kind 'files'"):
+        with pytest.raises(
+            hf.errors.OptionError, match="written by a handler of kind 'pytree'; Pair is of kind 'files'"
+        ):
             manager.restore_latest()
         assert manager.all_steps() == [1, 2]
-    with pytest.raises(hf.OptionError, match="kind 'pytree'; JsonCheckpointHandler is of kind 'json'"):
+    with pytest.raises(hf.errors.OptionError, match="kind 'pytree'; JsonCheckpointHandler is of kind 'json'"):
         hf.CheckpointManager(run, hf.Checkpointer(hf.JsonCheckpointHandler())).restore(2)
 
 
 def test_only_documents_have_a_limit(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The index of a large tree does not: it grows with the number of chunks."""
     hf.save(place, {f"leaf {number}": np.zeros(1) for number in range(300)})
-    location = hf.as_location(place) / "state"
+    location = hf.storage.as_location(place) / "state"
     sizes = {path: len((location / path).read_bytes()) for path in ("tree.json", "manifest.ocdbt", "d/index")}
     limit = max(sizes["tree.json"], sizes["manifest.ocdbt"])
     assert sizes["d/index"] > 2 * limit

@@ -68,7 +68,7 @@ def test_order_of_one_save(disk: Disk) -> None:
 def test_done_means_synced(disk: Disk) -> None:
     reported: list[bool] = []
 
-    def listen(report: hf.SaveReport) -> None:
+    def listen(report: hf.reports.SaveReport) -> None:
         last = len(disk.calls) - 1 - disk.calls[::-1].index(("rename", f"{report.step}/checkpoint.json"))
         reported.append(("fsync", str(report.step)) in disk.calls[last:])
 
@@ -101,10 +101,10 @@ def test_one_checkpoint_survives_a_power_cut(disk: Disk, save: Callable[..., obj
     assert hf.load(place)["note"] == "1 0"
 
 
-class Files(hf.CheckpointHandler):
+class Files(hf.handlers.CheckpointHandler):
     """A handler of a user: ordinary files in ordinary folders, which the handler does not sync."""
 
-    def save(self, directory: hf.Location, item: Any, **kwargs: Any) -> None:
+    def save(self, directory: hf.storage.Location, item: Any, **kwargs: Any) -> None:
         inner = os.path.join(os.fspath(directory), "inner", "most")
         os.makedirs(inner)
         for name, text in item.items():
@@ -112,7 +112,7 @@ class Files(hf.CheckpointHandler):
             os.write(descriptor, text.encode())
             os.close(descriptor)
 
-    def restore(self, directory: hf.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
+    def restore(self, directory: hf.storage.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
         inner = Path(os.fspath(directory), "inner", "most")
         return {path.name: path.read_text() for path in sorted(inner.iterdir())}
 

@@ -81,7 +81,7 @@ def test_records_among_others(name: str, place: str, stored: Any) -> None:
     reader = hf.CheckpointManager(place, options=hf.CheckpointManagerOptions(read_only=True))
     if name.startswith("kind_"):  # no damage that could be passed over
         assert second.damage is None
-        with pytest.raises(hf.OptionError, match="was written by a handler of kind"):
+        with pytest.raises(hf.errors.OptionError, match="was written by a handler of kind"):
             reader.restore_latest()
     else:
         restored = reader.restore_latest()
@@ -112,7 +112,7 @@ def test_newer_versions_are_told_apart_from_damage(place: str, stored: Any) -> N
     record["version"] = 2
     digest = f"crc32c:{crc32c(json.dumps(record, separators=(',', ':')).encode()):08x}"
     stored(place).write(RECORD, json.dumps({**record, "digest": digest}).encode())
-    with pytest.raises(hf.FormatVersionError, match=r"version 2.*upgrade holdfast"):
+    with pytest.raises(hf.errors.FormatVersionError, match=r"version 2.*upgrade holdfast"):
         hf.load(place)
 
 

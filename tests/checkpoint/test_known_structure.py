@@ -209,8 +209,8 @@ class Saves:
     def check(self, tree: Tree) -> None:
         try:
             expected = self.write(hf.PyTreeCheckpointHandler().prepare(tree, snapshot=False))
-        except hf.UnsupportedLeafError as error:
-            with pytest.raises(hf.UnsupportedLeafError, match=f"^{re.escape(str(error))}$"):
+        except hf.errors.UnsupportedLeafError as error:
+            with pytest.raises(hf.errors.UnsupportedLeafError, match=f"^{re.escape(str(error))}$"):
                 self.handler.prepare(tree, snapshot=True)
             return
         prepared = self.handler.prepare(tree, snapshot=True)
@@ -277,7 +277,7 @@ def test_any_changes_between_saves(
         else:  # a save that ends before its first byte, or that cannot write
             try:
                 prepared = saves.handler.prepare(tree, snapshot=True)
-            except hf.UnsupportedLeafError:
+            except hf.errors.UnsupportedLeafError:
                 continue
             if fate == "failed":
                 with pytest.raises(OSError, match=r"/proc"):
@@ -384,7 +384,7 @@ def test_the_arguments_of_a_save(tmp_path: Path, known: list[bool]) -> None:
 
 
 def test_a_type_handler_that_comes_later(tmp_path: Path) -> None:
-    class Refuses(hf.TypeHandler):
+    class Refuses(hf.type_handlers.TypeHandler):
         name = "refuses"
 
         def param_infos(self, values: Any, names: Any) -> Any:
@@ -394,7 +394,7 @@ def test_a_type_handler_that_comes_later(tmp_path: Path) -> None:
 
         def deserialize(self, infos: Any, args: Any) -> Any: ...
 
-    registry = hf.TypeHandlerRegistry()
+    registry = hf.type_handlers.TypeHandlerRegistry()
     saves, tree = Saves(tmp_path), {"array": np.ones(3)}
     saves.handler = hf.PyTreeCheckpointHandler(type_handler_registry=registry)
     saves.check(tree)

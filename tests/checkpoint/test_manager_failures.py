@@ -61,7 +61,7 @@ def test_told_once(failing: hf.CheckpointManager, tell: Callable[[hf.CheckpointM
     with pytest.raises(hf.SaveFailedError, match=r"step 2 of .*run was not saved: .*No space left") as caught:
         tell(failing)
     assert caught.value.step == 2
-    assert isinstance(caught.value.__cause__, hf.StorageFullError)
+    assert isinstance(caught.value.__cause__, hf.errors.StorageFullError)
     failing.check_for_errors()
     failing.wait_until_finished()
     failing.close()
@@ -81,7 +81,7 @@ def test_looking_does_not_tell(failing: hf.CheckpointManager) -> None:
 
 
 def test_a_save_that_is_refused_keeps_the_earlier_error(failing: hf.CheckpointManager) -> None:
-    with pytest.raises(hf.UnsupportedLeafError):
+    with pytest.raises(hf.errors.UnsupportedLeafError):
         failing.save(3, {"weights": object()})
     with pytest.raises(hf.SaveFailedError, match="step 2 of"):
         failing.save(3, tree(3))
@@ -105,7 +105,7 @@ def test_a_save_in_the_foreground_fails_at_once(root: Path, fault: Fault) -> Non
     with hf.CheckpointManager(root / "run", hf.PyTreeCheckpointer()) as manager:
         manager.save(1, tree(1))
         fault.start(errno.EDQUOT, ("posix_fallocate", "pwrite"))
-        with pytest.raises(hf.StorageFullError, match="free some space"):
+        with pytest.raises(hf.errors.StorageFullError, match="free some space"):
             manager.save(2, tree(2))
         fault.stop()
         manager.check_for_errors()
@@ -137,7 +137,7 @@ def test_a_step_whose_deletion_stops_half_way_is_not_listed(root: Path, fault: F
             manager.save(step, tree(step))
         manager.wait_until_finished()
         fault.start(errno.EACCES, ("unlink", "rmdir"))
-        with pytest.raises(hf.StoragePermissionError):
+        with pytest.raises(hf.errors.StoragePermissionError):
             manager.delete(1)
         fault.stop()
         assert (run / "1" / "state").exists()
@@ -151,7 +151,7 @@ def test_a_step_whose_deletion_stops_half_way_is_not_listed(root: Path, fault: F
 def test_a_directory_that_cannot_be_taken_yet(root: Path, fault: Fault, call: str) -> None:
     with hf.CheckpointManager(root / "run") as manager:
         fault.start(errno.ENOSPC, (call,))
-        with pytest.raises(hf.StorageFullError):
+        with pytest.raises(hf.errors.StorageFullError):
             manager.acquire()
         fault.stop()
         manager.save(1, tree(1))
@@ -166,7 +166,7 @@ def test_a_failing_sweep_is_done_again(root: Path, fault: Fault) -> None:
     (run / "5" / "half").write_text("written")
     with hf.CheckpointManager(run) as manager:
         fault.start(errno.EACCES, ("unlink",))
-        with pytest.raises(hf.StoragePermissionError):
+        with pytest.raises(hf.errors.StoragePermissionError):
             manager.save(1, tree(1))
         fault.stop()
         manager.save(2, tree(2))
@@ -178,7 +178,7 @@ def test_a_failing_sweep_is_done_again(root: Path, fault: Fault) -> None:
 def test_a_listener_that_fails_is_told_and_the_step_stays(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     heard: list[Any] = []
 
-    def listener(report: hf.SaveReport) -> None:
+    def listener(report: hf.reports.SaveReport) -> None:
         heard.append(report.step)
         raise ZeroDivisionError("no such luck")
 

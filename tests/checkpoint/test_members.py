@@ -97,7 +97,7 @@ def test_a_single_path_is_saved_together(tmp_path: Path) -> None:
 def test_paths_that_differ_are_told(tmp_path: Path) -> None:
     def run(coordinator: Coordinator) -> Any:
         checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(), coordinator=coordinator, barrier_timeout_secs=10)
-        with pytest.raises((hf.StateError, hf.PeerFailedError)) as caught:
+        with pytest.raises((hf.errors.StateError, hf.errors.PeerFailedError)) as caught:
             checkpointer.save(tmp_path / str(coordinator.process_index), tree(5))
         return str(caught.value)
 
@@ -114,7 +114,7 @@ def test_steps_that_differ_are_told(tmp_path: Path) -> None:
         return str(caught.value)
 
     results = unwrap(together(2, run))
-    assert all(f"process 1 saves to {hf.as_location(tmp_path / '4').url}" in text for text in results)
+    assert all(f"process 1 saves to {hf.storage.as_location(tmp_path / '4').url}" in text for text in results)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
@@ -161,14 +161,16 @@ def test_plain_values_that_differ_are_refused(tmp_path: Path, name: str, large: 
         assert "\n  count" in text
         assert "same" not in text.partition("leaves, numbers")[2].partition("count")[0]
         assert message in text
-        assert "hf.PerProcessCheckpointHandler" in text
+        assert "hf.handlers.PerProcessCheckpointHandler" in text
     assert [found.step for found in hf.list_checkpoints(tmp_path)] == [1, 3]
 
 
 def test_values_that_are_alike_are_no_difference(tmp_path: Path) -> None:
     def run(coordinator: Coordinator) -> Any:
         own = {"nan": float("nan"), "half": np.float16(0.5), "set": {"a", "b", "c"}, "none": None, "zero": -0.0}
-        own["large"] = np.full(3, coordinator.process_index)  # arrays are not compared: hf.check_replicas does that
+        own["large"] = np.full(
+            3, coordinator.process_index
+        )  # arrays are not compared: hf.processes.check_replicas does that
         with manager(tmp_path, coordinator) as several:
             several.save(1, own)
 
@@ -191,7 +193,7 @@ def test_options_that_differ_are_told_at_the_start(tmp_path: Path, option: dict[
         several = manager(tmp_path, coordinator, **{"save_interval_steps": 2, **own})
         try:
             several.acquire()
-        except hf.StateError as error:
+        except hf.errors.StateError as error:
             return str(error)
         return ""
 
@@ -206,12 +208,12 @@ def test_directories_that_differ_are_told_at_the_start(tmp_path: Path, call: str
 
     def run(coordinator: Coordinator) -> str:
         several = manager(tmp_path / f"12-00-0{coordinator.process_index // 2}", coordinator)
-        with pytest.raises(hf.StateError) as caught:
+        with pytest.raises(hf.errors.StateError) as caught:
             getattr(several, call)()
         return str(caught.value)
 
     for text in unwrap(together(3, run)):
-        assert text.endswith("/12-00-00', and process 2 has " + repr(hf.as_location(tmp_path / "12-00-01").url))
+        assert text.endswith("/12-00-00', and process 2 has " + repr(hf.storage.as_location(tmp_path / "12-00-01").url))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -219,7 +221,7 @@ def test_items_that_differ_are_told(tmp_path: Path) -> None:
     """Before, an item that only process 0 had of each process was saved with the share of process 0 alone."""
 
     def run(coordinator: Coordinator) -> Any:
-        handlers = {"state": hf.PyTreeCheckpointHandler(), "own": hf.PerProcessCheckpointHandler()}
+        handlers = {"state": hf.PyTreeCheckpointHandler(), "own": hf.handlers.PerProcessCheckpointHandler()}
         items = {name: hf.AsyncCheckpointer(handler) for name, handler in handlers.items()}
         if coordinator.process_index == 1:
             del items["own"]
@@ -261,7 +263,7 @@ def test_a_leaf_that_one_process_cannot_save(tmp_path: Path) -> None:
         return caught.value, several.all_steps()
 
     results = unwrap(together(3, run))
-    assert isinstance(results[1][0], hf.UnsupportedLeafError)
+    assert isinstance(results[1][0], hf.errors.UnsupportedLeafError)
     for process in (0, 2):
         assert isinstance(results[process][0], hf.SaveFailedError)
         assert "process 1" in str(results[process][0])
@@ -397,7 +399,7 @@ def test_all_fall_back_when_one_finds_damage(tmp_path: Path) -> None:
             alone.save(step, tree(step))
 
     class SeesDamage(hf.PyTreeCheckpointHandler):
-        def restore(self, directory: hf.Location, item: Any = None, **kwargs: Any) -> Any:
+        def restore(self, directory: hf.storage.Location, item: Any = None, **kwargs: Any) -> Any:
             if directory.parent.name == "2":
                 raise hf.DamagedCheckpointError("a flipped bit")
             return super().restore(directory, item, **kwargs)
@@ -420,7 +422,7 @@ def test_a_step_that_one_process_has_not_seen_yet(tmp_path: Path) -> None:
         several = manager(tmp_path, coordinator) if coordinator.process_index else None
         turns.wait(30)
         if several is None:
-            with manager(tmp_path, hf.Alone()) as alone:
+            with manager(tmp_path, hf.processes.Alone()) as alone:
                 alone.save(7, tree(7))
             several = manager(tmp_path, coordinator)
         turns.wait(30)
@@ -438,20 +440,20 @@ def test_a_template_that_does_not_fit_on_one_process(tmp_path: Path) -> None:
     def run(coordinator: Coordinator) -> Any:
         several = manager(tmp_path, coordinator)
         template = {"only": 1} if coordinator.process_index == 1 else tree()
-        with pytest.raises((hf.TreeMismatchError, hf.PeerFailedError)) as caught:
+        with pytest.raises((hf.TreeMismatchError, hf.errors.PeerFailedError)) as caught:
             several.restore_latest(template)
         several.close()
         return type(caught.value), str(caught.value)
 
     results = unwrap(together(2, run))
-    assert [kind for kind, _ in results] == [hf.PeerFailedError, hf.TreeMismatchError]
+    assert [kind for kind, _ in results] == [hf.errors.PeerFailedError, hf.TreeMismatchError]
     assert "process 1" in results[0][1]
 
 
 def test_a_directory_of_another_run_is_refused_everywhere(tmp_path: Path) -> None:
     def run(coordinator: Coordinator) -> Any:
         several = manager(tmp_path, coordinator)
-        with pytest.raises((hf.OwnershipError, hf.PeerFailedError)) as caught:
+        with pytest.raises((hf.errors.OwnershipError, hf.errors.PeerFailedError)) as caught:
             several.acquire()
         return str(caught.value)
 

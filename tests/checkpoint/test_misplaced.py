@@ -39,7 +39,7 @@ def train(run: Path, *, steps: int = 2, several: int = 1, **arguments: Any) -> N
                 manager.save(step, weights(step))
 
     if several == 1:
-        process(hf.Alone())
+        process(hf.processes.Alone())
     for result in together(several, process) if several > 1 else ():
         if isinstance(result, BaseException):
             raise result

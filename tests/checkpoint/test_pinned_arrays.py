@@ -155,9 +155,9 @@ def test_an_array_that_was_donated_before(put: list[Any], tmp_path: Path) -> Non
             manager.save(step, tree)
         tree = a_tree(2)
         donate({"plain": tree["plain"]})
-        with pytest.raises(hf.UnsupportedLeafError, match=r"plain.*was deleted or donated"):
+        with pytest.raises(hf.errors.UnsupportedLeafError, match=r"plain.*was deleted or donated"):
             manager.save(2, tree)
         tree = a_tree(2)
         donate({"divided": tree["divided"]})
-        with pytest.raises(hf.UnsupportedLeafError, match=r"divided.*was deleted or donated"):
+        with pytest.raises(hf.errors.UnsupportedLeafError, match=r"divided.*was deleted or donated"):
             manager.save(2, tree)

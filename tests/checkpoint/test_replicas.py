@@ -34,14 +34,14 @@ def checked(count: int, change: Change, only: int = 1) -> list[Any]:
         mine = tree()
         if coordinator.process_index == only:
             change(mine)
-        hf.check_replicas(mine, coordinator=coordinator, timeout_secs=10)
+        hf.processes.check_replicas(mine, coordinator=coordinator, timeout_secs=10)
 
     return together(count, run)
 
 
 def test_the_same_everywhere() -> None:
     assert checked(3, lambda mine: None) == [None] * 3
-    hf.check_replicas(tree())
+    hf.processes.check_replicas(tree())
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_trees_that_differ(change: Change) -> None:
 
 def test_a_process_that_cannot_take_part() -> None:
     first, second = checked(2, lambda mine: mine.update(w=object()))
-    assert isinstance(second, hf.UnsupportedLeafError)
-    assert isinstance(first, hf.PeerFailedError)
+    assert isinstance(second, hf.errors.UnsupportedLeafError)
+    assert isinstance(first, hf.errors.PeerFailedError)
 
 
 @pytest.mark.parametrize("altered", [None, 2, 3])
@@ -96,7 +96,9 @@ def test_parts_are_compared_among_those_who_hold_them(monkeypatch: pytest.Monkey
         return [ArrayLeaf(values.dtype, (10, 3), pieces, True, {"kind": "numpy"}, parts)]
 
     monkeypatch.setattr(replicas, "describe", describe)
-    results = together(4, lambda one: hf.check_replicas({"w": one.process_index}, coordinator=one, timeout_secs=10))
+    results = together(
+        4, lambda one: hf.processes.check_replicas({"w": one.process_index}, coordinator=one, timeout_secs=10)
+    )
     for result in results:
         if altered is None:
             assert result is None
@@ -108,7 +110,7 @@ def test_parts_are_compared_among_those_who_hold_them(monkeypatch: pytest.Monkey
 def test_many_differences_are_cut_short() -> None:
     def run(coordinator: Coordinator) -> None:
         mine = {f"leaf{number:03}": coordinator.process_index for number in range(50)}
-        hf.check_replicas(mine, coordinator=coordinator, timeout_secs=10)
+        hf.processes.check_replicas(mine, coordinator=coordinator, timeout_secs=10)
 
     [first, *_] = together(12, run)
     assert len(first.differences) == 21

@@ -214,7 +214,7 @@ def test_pins_reach_the_mirror_and_prune_leaves_it(
 ) -> None:
     run, mirror = mirrored
     output_of(capsys, "pin", run, 2)
-    assert read_record(hf.as_location(mirror / "2")).pinned
+    assert read_record(hf.storage.as_location(mirror / "2")).pinned
     assert f"the mirror {mirror} keeps what its own rules keep" in output_of(
         capsys, "prune", run, "--keep-latest", 1, "--yes"
     )

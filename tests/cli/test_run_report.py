@@ -428,7 +428,7 @@ def test_norms_with_nan_are_not_finite(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path) as manager:
         for step, value in ((1, 1.0), (2, np.nan)):
             manager.save(step, {"a": {"w": np.full(4, value)}, "b": np.ones(9), "count": step})
-    found = facts.read_run(hf.as_location(tmp_path), facts.Reading()).statistics
+    found = facts.read_run(hf.storage.as_location(tmp_path), facts.Reading()).statistics
     assert found is not None
     assert found.steps == [1, 2]
     assert found.groups.keys() == {"a", "b"}
@@ -448,7 +448,7 @@ def test_a_directory_without_checkpoints(capsys: pytest.CaptureFixture[str], tmp
 
 def test_a_long_run_and_a_large_tree_make_a_small_file() -> None:
     summaries = [
-        hf.CheckpointSummary(
+        hf.reports.CheckpointSummary(
             step=step,
             path=f"/run/{step}",
             time=float(step),
@@ -465,9 +465,11 @@ def test_a_long_run_and_a_large_tree_make_a_small_file() -> None:
         + [saved(1e4 * start + step, 25 * start + step, str(start), metrics={"loss": 1.0}) for step in range(25)]
     ]
     leaves = [
-        hf.LeafSummary(item="state", path=f"block_{n // 100}/layer_{n % 100 // 10}/w{n % 10}", kind="numpy", dtype="f4")
+        hf.reports.LeafSummary(
+            item="state", path=f"block_{n // 100}/layer_{n % 100 // 10}/w{n % 10}", kind="numpy", dtype="f4"
+        )
         for n in range(99_000)
-    ] + [hf.LeafSummary(item="flat", path=f"leaf {n}", kind="numpy", dtype="f4") for n in range(1000)]
+    ] + [hf.reports.LeafSummary(item="flat", path=f"leaf {n}", kind="numpy", dtype="f4") for n in range(1000)]
     run = facts.RunFacts("run", "/run", summaries, read_history(events), newest=summaries[-1], leaves=leaves)
     text = page.draw_page([run], now=2e4, version="0")
     assert len(text) < 2 << 20
@@ -485,7 +487,7 @@ def test_statistics_of_many_leaves_are_bounded(tmp_path: Path, monkeypatch: pyte
     with hf.CheckpointManager(tmp_path) as manager:
         manager.save(1, tree)
     monkeypatch.setattr(facts, "_STATISTICS", 10)
-    found = facts.read_run(hf.as_location(tmp_path), facts.Reading()).statistics
+    found = facts.read_run(hf.storage.as_location(tmp_path), facts.Reading()).statistics
     assert found is not None
     assert (found.number, found.damaged, found.examples) == (40, 1, ["state/w3"])
     assert {leaf.path for leaf in found.leaves} == {"w3", *(f"w{n}" for n in range(31, 40))}

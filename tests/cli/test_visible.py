@@ -101,7 +101,7 @@ def test_what_is_plain_stays() -> None:
     ],
 )
 def test_passwords_in_addresses_are_not_repeated(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(hf.InvalidLocationError) as caught:
+    with pytest.raises(hf.errors.InvalidLocationError) as caught:
         hf.load(address)
     assert "secret" not in str(caught.value)
     assert "***" in str(caught.value)

@@ -207,7 +207,7 @@ def test_r03_components_that_were_given_to_the_constructor(place: str) -> None:
     assert same(weights(found.inner.others["two"]), weights(outer.inner.others["two"]))
     alone = f"{path}/inner"
     with pytest.raises(
-        hf.OptionError, match=r"pass them by name: first \(it is the component policy, which is not part"
+        hf.errors.OptionError, match=r"pass them by name: first \(it is the component policy, which is not part"
     ):
         Injected.from_checkpoint(alone)
     part = Injected.from_checkpoint(alone, first=found.policy)
@@ -221,7 +221,7 @@ def test_r04_constructor_arguments_are_overridden(place: str) -> None:
     found = Trainer.from_checkpoint(path, lr=9.0)
     assert (found.lr, found.iterations) == (9.0, 2)
     assert found.learner.optimizer.param_groups[0]["lr"] == 9.0
-    with pytest.raises(hf.OptionError, match=r"takes no argument 'rate'; it takes names, lr"):
+    with pytest.raises(hf.errors.OptionError, match=r"takes no argument 'rate'; it takes names, lr"):
         Trainer.from_checkpoint(path, rate=1)
 
 
@@ -401,7 +401,7 @@ def test_r10_parts_born_from_state_are_restored(place: str) -> None:
 
 def test_r11_wrong_and_unknown_classes(place: str) -> None:
     path = trained().save_to_path(f"{place}/trainer")
-    with pytest.raises(hf.OptionError, match=r"holds a .*:Trainer, which is no .*:Policy"):
+    with pytest.raises(hf.errors.OptionError, match=r"holds a .*:Trainer, which is no .*:Policy"):
         Policy.from_checkpoint(path)
 
     def saved_by_a_class_that_is_gone() -> str:
@@ -422,7 +422,9 @@ def test_r11_wrong_and_unknown_classes(place: str) -> None:
     import gc
 
     gc.collect()  # the class is only reachable by itself
-    with pytest.raises(hf.NotAllowedError, match=r"saved_by_a_class_that_is_gone.*not allowed: nothing was imported"):
+    with pytest.raises(
+        hf.errors.NotAllowedError, match=r"saved_by_a_class_that_is_gone.*not allowed: nothing was imported"
+    ):
         Here.from_checkpoint(gone)
     old = f"{name}.saved_by_a_class_that_is_gone.<locals>.Gone"
     full = next(key for key in (old, f"{Here.__module__}:{old.partition(':')[2]}") if key.startswith(Here.__module__))
@@ -483,12 +485,12 @@ def test_r12_values_of_all_kinds_come_back(place: str, use_msgpack: bool) -> Non
 def test_r12_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     odd = Odd()
     odd.state = {"deep": [1, object()]}
-    with pytest.raises(hf.UnsupportedLeafError, match="odd/deep/1"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="odd/deep/1"):
         odd.save_to_path(tmp_path / "odd")
     trainer = trained()
     trainer.runner.socket = open(os.devnull)  # type: ignore[attr-defined]  # noqa: SIM115 - what cannot be saved
     try:
-        with pytest.raises(hf.UnsupportedLeafError, match="socket"):
+        with pytest.raises(hf.errors.UnsupportedLeafError, match="socket"):
             trainer.save_to_path(tmp_path / "trainer")
     finally:
         trainer.runner.socket.close()  # type: ignore[attr-defined]
@@ -516,7 +518,7 @@ def test_r13_functions_have_to_be_allowed(place: str) -> None:
     assert found.function is scale
     assert repr(found.flags) == repr(flags)
     path = Scaled(os.getcwd, {}).save_to_path(f"{place}/b")
-    with pytest.raises(hf.NotAllowedError, match=r"names .*:getcwd, which is not allowed"):
+    with pytest.raises(hf.errors.NotAllowedError, match=r"names .*:getcwd, which is not allowed"):
         Scaled.from_checkpoint(path)
     assert Scaled.from_checkpoint(path, allowed=[os.getcwd]).function is os.getcwd
     assert Scaled.from_checkpoint(path, allowed="posix:*" if sys.platform != "win32" else "nt:*").function is os.getcwd
@@ -549,11 +551,11 @@ def test_r14_a_failed_save_leaves_the_old_one_whole(tmp_path: Path, monkeypatch:
         module = "engine.checkpoint.commit" if target == "write_record" else "integrations.components.saving"
 
         def fail(*_: Any) -> None:
-            raise hf.StorageFullError("no space")
+            raise hf.errors.StorageFullError("no space")
 
         with monkeypatch.context() as patch:
             patch.setattr(f"holdfast.{module}.{target}", fail)
-            with pytest.raises(hf.StorageFullError):
+            with pytest.raises(hf.errors.StorageFullError):
                 trained(5).save_to_path(path, overwrite=True)
         running = Trainer()
         running.restore_from_path(path, strict=True)
@@ -626,7 +628,7 @@ class Counters(Checkpointable):
 def test_r16_released_versions_load(form: str) -> None:
     path = Path(__file__).parent / "released" / "1.0" / form
     assert hf.verify(path).ok
-    with pytest.raises(hf.NotAllowedError, match="__main__:Counters"):
+    with pytest.raises(hf.errors.NotAllowedError, match="__main__:Counters"):
         Checkpointable.from_checkpoint(path)
     renamed = Checkpointable.from_checkpoint(path, renamed={"__main__:Counters": Counters}, strict=True)
     for found in (renamed, Counters.from_checkpoint(path, strict=True)):
@@ -714,5 +716,5 @@ def test_r18_steps_are_listed_with_their_metrics(place: str) -> None:
     assert Trainer.from_checkpoint(best.path).iterations == 2
     assert hf.verify(place).ok
     for wrong in ({"step": -1}, {"step": True}, {"metrics": {"loss": "x"}}):
-        with pytest.raises(hf.OptionError):
+        with pytest.raises(hf.errors.OptionError):
             trainer.save_to_path(f"{place}/x", **wrong)

@@ -21,7 +21,7 @@ from holdfast.engine.steps import read_record
 from holdfast.engine.storage import as_location
 
 RAN: list[Any] = []
-REFUSALS = (hf.DamagedCheckpointError, hf.FormatVersionError, hf.CheckpointNotFoundError)
+REFUSALS = (hf.DamagedCheckpointError, hf.errors.FormatVersionError, hf.CheckpointNotFoundError)
 
 
 class Part(Checkpointable):
@@ -172,7 +172,7 @@ def test_specs_that_would_run_code(saved: Path, spec: dict[str, Any]) -> None:
     import sys
 
     forge(saved, "", lambda body: body.update(constructor=spec))
-    with pytest.raises(hf.NotAllowedError, match="nothing was imported"):
+    with pytest.raises(hf.errors.NotAllowedError, match="nothing was imported"):
         Whole.from_checkpoint(saved)
     assert "antigravity" not in sys.modules
     assert RAN == []
@@ -222,7 +222,7 @@ def test_what_a_package_imports_is_not_of_the_package(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     forge(saved, "", lambda body: body.update(constructor={"args": [value], "kwargs": {}}))
-    with pytest.raises(hf.NotAllowedError, match="not allowed by that name: it was not called"):
+    with pytest.raises(hf.errors.NotAllowedError, match="not allowed by that name: it was not called"):
         Whole.from_checkpoint(saved, allowed="some_game.*")
     assert not (tmp_path / "ran").exists()
 
@@ -232,7 +232,7 @@ def test_what_a_package_imports_is_not_of_the_package(
 @pytest.mark.usefixtures("package")
 def test_what_a_pattern_allows(saved: Path, name: str, pattern: str) -> None:
     forge(saved, "", lambda body: body.update(constructor={"args": [{"name": name}], "kwargs": {}}))
-    with pytest.raises(hf.NotAllowedError, match="nothing was imported"):
+    with pytest.raises(hf.errors.NotAllowedError, match="nothing was imported"):
         Whole.from_checkpoint(saved)
     Whole.from_checkpoint(saved, allowed=pattern)
 
@@ -241,7 +241,7 @@ def test_what_a_pattern_allows(saved: Path, name: str, pattern: str) -> None:
 @pytest.mark.parametrize("arguments", [{}, {"fallback": False}])
 def test_classes_that_are_none_of_components(saved: Path, name: str, arguments: dict[str, Any]) -> None:
     forge(saved, "", lambda body: body.update({"class": name}))
-    with pytest.raises(hf.NotAllowedError):
+    with pytest.raises(hf.errors.NotAllowedError):
         Whole.from_checkpoint(saved, **arguments)
 
 
@@ -273,7 +273,9 @@ def test_classes_that_are_none_of_components(saved: Path, name: str, arguments: 
 def test_specs_that_are_not_valid(saved: Path, value: Any) -> None:
     spec = {"args": [], "kwargs": {"rate": value}}
     forge(saved, "", lambda body: body.update(constructor=spec))
-    with pytest.raises((hf.DamagedCheckpointError, hf.NotAllowedError, hf.FormatVersionError, hf.OptionError)):
+    with pytest.raises(
+        (hf.DamagedCheckpointError, hf.errors.NotAllowedError, hf.errors.FormatVersionError, hf.errors.OptionError)
+    ):
         Whole.from_checkpoint(saved)
     assert RAN == []
 
@@ -301,10 +303,10 @@ def test_specs_with_too_few_arguments(saved: Path, tmp_path: Path) -> None:
 
     path = Path(Needy(2).save_to_path(tmp_path / "needy"))
     forge(path, "", lambda body: body.update(constructor={"args": [], "kwargs": {}}))
-    with pytest.raises(hf.OptionError, match="missing a required argument: 'size'"):
+    with pytest.raises(hf.errors.OptionError, match="missing a required argument: 'size'"):
         Needy.from_checkpoint(path)
     forge(path, "", lambda body: body.update(constructor={"args": [1, 2], "kwargs": {"other": 1}}))
-    with pytest.raises(hf.OptionError, match="does not take the saved arguments any more"):
+    with pytest.raises(hf.errors.OptionError, match="does not take the saved arguments any more"):
         Needy.from_checkpoint(path)
     assert Whole.from_checkpoint(saved).count == 7
 
@@ -321,7 +323,7 @@ def test_deep_specs(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"layout": "2.0"}, hf.FormatVersionError),
+        ({"layout": "2.0"}, hf.errors.FormatVersionError),
         ({"layout": "1.7", "something new": 5}, None),
         ({"layout": 1}, hf.DamagedCheckpointError),
         ({"layout": "1"}, hf.DamagedCheckpointError),

@@ -182,7 +182,7 @@ def test_components_without_the_mixin(place: str) -> None:
         one.plain.step()
     assert torch.equal(running.plain.net.weight, host.plain.net.weight)
     assert torch.equal(running.plain.frozen.weight, host.plain.frozen.weight)
-    with pytest.raises(hf.NotAllowedError, match=r":Plain, which is not allowed"):
+    with pytest.raises(hf.errors.NotAllowedError, match=r":Plain, which is not allowed"):
         Checkpointable.from_checkpoint(f"{path}/plain")
     state = read_state(path)
     assert set(state["plain"]) == {"steps", "optimizer", "net", "opponents/frozen"}
@@ -289,7 +289,7 @@ def test_constructors_that_take_objects(place: str) -> None:
         Config(0.5, (3,)), 1, np.float32(2), limits=Limits(0, 1), part=Statistics(3), extra={"t": torch.float16}
     )
     path = made.save_to_path(place)
-    with pytest.raises(hf.NotAllowedError, match=":Config, which is not allowed"):
+    with pytest.raises(hf.errors.NotAllowedError, match=":Config, which is not allowed"):
         Configured.from_checkpoint(path)
     found = Configured.from_checkpoint(path, allowed=[Config, Limits])
     assert found.given == made.given
@@ -372,7 +372,7 @@ def test_arguments_of_all_kinds(place: str, value: Any) -> None:
 def test_functions_with_some_of_their_arguments(place: str) -> None:
     found = Anything.from_checkpoint(Anything(functools.partial(add, 1, other=2)).save_to_path(place)).given
     assert found() == 3
-    with pytest.raises(hf.OptionError, match="is a lambda, which has no name"):
+    with pytest.raises(hf.errors.OptionError, match="is a lambda, which has no name"):
         Anything.from_checkpoint(Anything(lambda: 0).save_to_path(f"{place}/x"))
 
 
@@ -380,7 +380,7 @@ def test_arguments_that_cannot_be_kept(place: str, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING, "holdfast"):
         path = Configured(Config(0.5), limits=object(), part=None).save_to_path(place)  # type: ignore[arg-type]
     assert "'limits' is a builtins.object, which a constructor spec cannot hold" in caplog.text
-    with pytest.raises(hf.OptionError, match=r"not kept; pass them by name: limits \(is a builtins.object"):
+    with pytest.raises(hf.errors.OptionError, match=r"not kept; pass them by name: limits \(is a builtins.object"):
         Configured.from_checkpoint(path, allowed=[Config])
     assert Configured.from_checkpoint(path, allowed=[Config], limits=None).rate == 0.5
 
@@ -569,9 +569,9 @@ def test_names_of_components(place: str) -> None:
     assert found.parts["v1.2"].total[0] == 1
     found.restore_from_path(f"{path}/v1%252E2", component="state")
     assert found.parts["state"].total[0] == 1
-    with pytest.raises(hf.OptionError, match="two components called 'a/b', or one inside the other"):
+    with pytest.raises(hf.errors.OptionError, match="two components called 'a/b', or one inside the other"):
         Named(["a", "a/b"]).save_to_path(f"{place}/x")
-    with pytest.raises(hf.OptionError, match="a component called ''"):
+    with pytest.raises(hf.errors.OptionError, match="a component called ''"):
         Named([""]).save_to_path(f"{place}/x")
 
 

@@ -113,20 +113,25 @@ def test_components_that_differ_are_errors_unless_that_is_said(run: Path, caplog
 @pytest.mark.parametrize("item", [None, Trainer, Checkpointable], ids=str)
 def test_a_new_component_is_made(run: Path, item: Any) -> None:
     checkpointer = components()["trainer"]
-    found = checkpointer.handler.restore(hf.as_location(run) / "2/trainer", item)
+    found = checkpointer.handler.restore(hf.storage.as_location(run) / "2/trainer", item)
     assert type(found) is Trainer
     assert looks(found) == (2, 2, 2, 3)
-    found = checkpointer.handler.restore(hf.as_location(run) / "2/trainer", item, overrides={"rate": 7.0})
+    found = checkpointer.handler.restore(hf.storage.as_location(run) / "2/trainer", item, overrides={"rate": 7.0})
     assert found.rate == 7.0
 
 
 @pytest.mark.parametrize(
     ("item", "arguments", "error", "message"),
     [
-        (Better, {}, hf.OptionError, "holds a .*Trainer, which is no .*Better"),
-        (None, {"keep": "rate"}, hf.OptionError, "keep= is for a running component"),
-        (Trainer(), {"overrides": {"rate": 1}}, hf.OptionError, "are for a new component, and a running one was given"),
-        (Trainer(), {"stric": False}, hf.UnknownArgumentError, "did you mean strict"),
+        (Better, {}, hf.errors.OptionError, "holds a .*Trainer, which is no .*Better"),
+        (None, {"keep": "rate"}, hf.errors.OptionError, "keep= is for a running component"),
+        (
+            Trainer(),
+            {"overrides": {"rate": 1}},
+            hf.errors.OptionError,
+            "are for a new component, and a running one was given",
+        ),
+        (Trainer(), {"stric": False}, hf.errors.UnknownArgumentError, "did you mean strict"),
     ],
     ids=["class", "keep", "overrides", "typo"],
 )
@@ -134,14 +139,14 @@ def test_arguments_that_are_not_valid(
     run: Path, item: Any, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        ComponentCheckpointHandler().restore(hf.as_location(run) / "2/trainer", item, **arguments)
+        ComponentCheckpointHandler().restore(hf.storage.as_location(run) / "2/trainer", item, **arguments)
 
 
 def test_what_cannot_be_saved_stops_nothing_that_is_there(run: Path) -> None:
     trainer = trained(3)
     trainer.mean = np.array([object()])
     with hf.CheckpointManager(run, components()) as manager:
-        with pytest.raises(hf.UnsupportedLeafError, match="mean"):
+        with pytest.raises(hf.errors.UnsupportedLeafError, match="mean"):
             manager.save(3, {"trainer": trainer, "note": {}})
         assert manager.all_steps() == [1, 2]
     assert sorted(path.name for path in run.iterdir() if path.name.isdigit()) == ["1", "2"]
@@ -161,20 +166,20 @@ def test_the_layout_of_a_path(tmp_path: Path) -> None:
     path = trained(2).save_to_path(tmp_path / "x", layout=hf.Layout(compression=3, chunk_bytes=4096))
     assert levels(Path(path) / "state") == {3}
     assert levels(Path(path) / "policies" / "main" / "state") == {3}
-    database = ArrayDatabase(hf.as_location(path) / "state")
+    database = ArrayDatabase(hf.storage.as_location(path) / "state")
     assert [one.grid for one in database.metadata(["mean"]) if one is not None] == [(4,)]
     assert looks(Trainer.from_checkpoint(path)) == (2, 2, 2, 3)
-    with pytest.raises(hf.OptionError, match="msgpack are not compressed"):
+    with pytest.raises(hf.errors.OptionError, match="msgpack are not compressed"):
         trained().save_to_path(tmp_path / "y", layout=hf.Layout(compression=3), use_msgpack=True)
-    with pytest.raises(hf.OptionError, match="must be a Layout"):
+    with pytest.raises(hf.errors.OptionError, match="must be a Layout"):
         trained().save_to_path(tmp_path / "y", layout={"compression": 3})  # type: ignore[arg-type]
     assert not (tmp_path / "y").exists()
 
 
 def levels(folder: Path) -> set[int | None]:
     database, names = (
-        ArrayDatabase(hf.as_location(folder)),
-        [leaf.name for leaf in TreeReader(hf.as_location(folder)).leaves],
+        ArrayDatabase(hf.storage.as_location(folder)),
+        [leaf.name for leaf in TreeReader(hf.storage.as_location(folder)).leaves],
     )
     return {one.compression for one in database.metadata(names) if one is not None}
 
@@ -335,15 +340,15 @@ def test_a_record_that_belongs_to_another_tree(run: Path) -> None:
 # ---- compatibility
 
 
-class EarlierHandler(hf.AsyncCheckpointHandler):
+class EarlierHandler(hf.handlers.AsyncCheckpointHandler):
     """An earlier handler for components, which digested every file."""
 
     kind = "components"
 
-    async def async_save(self, directory: hf.Location, item: Trainer, **kwargs: Any) -> list[Any]:
+    async def async_save(self, directory: hf.storage.Location, item: Trainer, **kwargs: Any) -> list[Any]:
         return [_Future(lambda: item.save_to_path(directory))]
 
-    def restore(self, directory: hf.Location, item: Any = None, **kwargs: Any) -> Any:
+    def restore(self, directory: hf.storage.Location, item: Any = None, **kwargs: Any) -> Any:
         raise AssertionError("it is read by the one of today")
 
 
@@ -365,15 +370,15 @@ def test_checkpoints_of_an_earlier_handler(tmp_path: Path) -> None:
     assert ("state/policies/main", "l1/weight") in {(leaf.item, leaf.path) for leaf in hf.describe(tmp_path / "x")}
 
 
-class Listing(hf.CheckpointHandler):
+class Listing(hf.handlers.CheckpointHandler):
     """The handler of another library, whose kind happens to have the same name."""
 
     kind = "components"
 
-    def save(self, directory: hf.Location, item: Any, **kwargs: Any) -> None:
+    def save(self, directory: hf.storage.Location, item: Any, **kwargs: Any) -> None:
         (directory / "list.json").write_bytes(json.dumps(item).encode())
 
-    def restore(self, directory: hf.Location, item: Any = None, **kwargs: Any) -> Any:
+    def restore(self, directory: hf.storage.Location, item: Any = None, **kwargs: Any) -> Any:
         return json.loads((directory / "list.json").read_bytes())
 
 

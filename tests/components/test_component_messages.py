@@ -119,8 +119,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         hf.CheckpointNotFoundError,
         "one of these is a tree of components: give ~/managed/7/learner",
     ),
-    "lost slash": (lambda: restored("s3:/bucket/run"), hf.InvalidLocationError, "pass URLs as str"),
-    "scheme": (lambda: Learner().save_to_path("s4://bucket/run"), hf.InvalidLocationError, "s3://bucket/name"),
+    "lost slash": (lambda: restored("s3:/bucket/run"), hf.errors.InvalidLocationError, "pass URLs as str"),
+    "scheme": (lambda: Learner().save_to_path("s4://bucket/run"), hf.errors.InvalidLocationError, "s3://bucket/name"),
     "shape": (
         lambda: restored("run/policies/p0", Policy(5)),
         hf.TreeMismatchError,
@@ -143,59 +143,59 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         hf.TreeMismatchError,
         "keep: '**/learning_rate' matches no value that was saved, and nothing was changed",
     ),
-    "keep of another kind": (lambda: restored("run", keep=5), hf.OptionError, "keep=5 must be a pattern"),
+    "keep of another kind": (lambda: restored("run", keep=5), hf.errors.OptionError, "keep=5 must be a pattern"),
     "another class": (
         lambda: Policy.from_checkpoint("run"),
-        hf.OptionError,
+        hf.errors.OptionError,
         "run holds a tests.components.test_component_messages:Learner, which is no .*:Policy: call from_checkpoint on",
     ),
     "override": (
         lambda: Learner.from_checkpoint("run", learning_rate=1),
-        hf.OptionError,
+        hf.errors.OptionError,
         "Learner takes no argument 'learning_rate'; it takes names, rate",
     ),
     "import path": (
         lambda: Brain.from_checkpoint("run/policies/p0", renamed={"game.Policy": Brain}),
-        hf.OptionError,
+        hf.errors.OptionError,
         "'game.Policy' is not an import path; write 'package.module:Name'",
     ),
     "renamed to a class that is not allowed": (
         lambda: Checkpointable.from_checkpoint(
             "run/policies/p0", renamed={f"{Policy.__module__}:Policy": "no_such_module:Brain"}
         ),
-        hf.NotAllowedError,
+        hf.errors.NotAllowedError,
         ":Policy, now no_such_module:Brain, which is not allowed: nothing was imported",
     ),
     "module that is gone": (
         lambda: Checkpointable.from_checkpoint(
             "run/policies/p0", renamed={f"{Policy.__module__}:Policy": "no_such_module:Brain"}, trust=True
         ),
-        hf.OptionError,
+        hf.errors.OptionError,
         "cannot be imported: No module named 'no_such_module'. If it has another name now, pass renamed=",
     ),
     "new argument": (
         lambda: Brain.from_checkpoint("run/policies/p0", renamed={f"{Policy.__module__}:Policy": Brain}),
-        hf.OptionError,
+        hf.errors.OptionError,
         "Brain cannot be made of the saved arguments: missing a required .*argument: 'act'; pass it by name",
     ),
     "allowed class": (
         lambda: Learner.from_checkpoint("run", allowed=Policy),  # type: ignore[arg-type]
-        hf.OptionError,
+        hf.errors.OptionError,
         "Policy'> must be a list of classes, functions and patterns of import paths",
     ),
     "allowed number": (
         lambda: Learner.from_checkpoint("run", allowed=[5]),
-        hf.OptionError,
+        hf.errors.OptionError,
         "allowed=5 is neither a class or function nor a pattern of import paths",
     ),
     "state of another kind": (
         lambda: Learner().save_to_path("new", state=[1]),  # type: ignore[arg-type]
-        hf.OptionError,
+        hf.errors.OptionError,
         r"state= must be a dictionary as get_state\(\) returns it, found list",
     ),
     "no component": (
         lambda: hf.Checkpointer(ComponentCheckpointHandler()).save("new", {"a": 1}),
-        hf.UnsupportedLeafError,
+        hf.errors.UnsupportedLeafError,
         "the component is a dict, which has no attributes that could be restored in place",
     ),
     "over a part": (
@@ -295,8 +295,8 @@ def test_what_does_not_fit_may_be_kept() -> None:
 
 def test_arguments_of_rllib_are_explained(tmp_path: Path) -> None:
     policy = Policy()
-    with pytest.raises(hf.UnknownArgumentError, match=r"save_to_path .*filesystem: leave it out: a URL"):
+    with pytest.raises(hf.errors.UnknownArgumentError, match=r"save_to_path .*filesystem: leave it out: a URL"):
         policy.save_to_path(tmp_path / "one", filesystem=object())  # type: ignore[arg-type]
     assert not (tmp_path / "one").exists()
-    with pytest.raises(hf.UnknownArgumentError, match=r"restore_from_path .*filesystem: leave it out"):
+    with pytest.raises(hf.errors.UnknownArgumentError, match=r"restore_from_path .*filesystem: leave it out"):
         policy.restore_from_path(policy.save_to_path(tmp_path / "one"), filesystem=object())  # type: ignore[arg-type]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from holdfast import OptionError
 from holdfast.components import Checkpointable
+from holdfast.errors import OptionError
 
 
 class Module(Checkpointable):

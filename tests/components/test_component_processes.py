@@ -75,7 +75,9 @@ def test_process_0_may_save_by_itself_now_and_then(tmp_path: Path) -> None:
 
 def test_a_process_saves_what_is_its_own(tmp_path: Path) -> None:
     def work(one: Coordinator) -> Any:
-        return Trainer(one.process_index).save_to_path(tmp_path / str(one.process_index), coordinator=hf.Alone())
+        return Trainer(one.process_index).save_to_path(
+            tmp_path / str(one.process_index), coordinator=hf.processes.Alone()
+        )
 
     assert [Trainer.from_checkpoint(path).index for path in together(work)] == [0, 1, 2]
 
@@ -85,7 +87,7 @@ def test_a_failure_is_told_to_all(tmp_path: Path) -> None:
     first, *others = together(lambda one: Trainer(one.process_index).save_to_path(tmp_path / "x", coordinator=one))
     assert isinstance(first, hf.CheckpointExistsError)
     for other in others:
-        assert isinstance(other, hf.PeerFailedError)
+        assert isinstance(other, hf.errors.PeerFailedError)
         assert "process 0 failed: CheckpointExistsError" in str(other)
 
 
@@ -96,9 +98,9 @@ def test_process_0_saves_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     assert first == str(tmp_path / "0")
     for other in others:
-        assert isinstance(other, hf.BarrierTimeoutError)
+        assert isinstance(other, hf.errors.BarrierTimeoutError)
         assert other.missing == (0,)
-        assert "coordinator=hf.Alone()" in str(other)
+        assert "coordinator=hf.processes.Alone()" in str(other)
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
@@ -111,7 +113,7 @@ def manage(process: Process, directory: str) -> list[Any]:
         manager.wait_until_finished()
         found = manager.restore(2, Trainer())
         path = trainer.save_to_path(f"{directory}/all")
-        own = trainer.save_to_path(f"{directory}/{process.index}", coordinator=hf.Alone())
+        own = trainer.save_to_path(f"{directory}/{process.index}", coordinator=hf.processes.Alone())
     trees = [found, Trainer.from_checkpoint(path), Trainer.from_checkpoint(own)]
     return [tree.index for tree in trees] + [int(tree.runner.seen[0]) for tree in trees]
 

@@ -114,7 +114,7 @@ def place(kind: str) -> Any:
             return
         url = f"memory://test_component_properties{directory}"
         yield url
-        hf.as_location(url).remove_tree()
+        hf.storage.as_location(url).remove_tree()
 
 
 @given(tree=TREES, kind=places(), use_msgpack=st.booleans())
@@ -130,7 +130,7 @@ def test_trees_come_back(tree: Any, kind: str, use_msgpack: bool) -> None:
         assert hf.verify(path).ok
         for name, below in tree[1].items():
             part = made(below, empty=True)
-            folder = hf.as_location(path) / "/".join(named_path(name, saved))
+            folder = hf.storage.as_location(path) / "/".join(named_path(name, saved))
             part.restore_from_path(folder, strict=True)
             assert looks(part) == looks(saved.boxes[name])
             assert looks(read_state(folder)) == looks(read_state(path)[name])
@@ -285,7 +285,9 @@ HOSTILE = st.recursive(
 @example({"set": [{"dict": []}]})
 def test_hostile_specs_are_data_or_refused(value: Any) -> None:
     decoder = SpecDecoder(Permissions(base=Checkpointable), lambda _: None, lambda _: None, "here")
-    with contextlib.suppress(hf.DamagedCheckpointError, hf.NotAllowedError, hf.OptionError, hf.FormatVersionError):
+    with contextlib.suppress(
+        hf.DamagedCheckpointError, hf.errors.NotAllowedError, hf.errors.OptionError, hf.errors.FormatVersionError
+    ):
         decoder.decode(json.loads(json.dumps(value)))
 
 
@@ -300,7 +302,7 @@ def test_hostile_specs_are_data_or_refused(value: Any) -> None:
 def test_hostile_descriptions(changes: dict[str, Any]) -> None:
     description = Description(type="a:B", constructor={"args": [], "kwargs": {}})
     body = decode_document(description.encode(), "component", source="")
-    with contextlib.suppress(hf.DamagedCheckpointError, hf.FormatVersionError):
+    with contextlib.suppress(hf.DamagedCheckpointError, hf.errors.FormatVersionError):
         Description.decode(encode_document("component", {**body, **changes}), source="here")
 
 
@@ -311,8 +313,8 @@ def test_hostile_descriptions(changes: dict[str, Any]) -> None:
 @settings(max_examples=200)
 def test_names_that_people_write(text: str, known: list[str]) -> None:
     paths = [(), *(named_path(name, None) for name in known)]
-    with contextlib.suppress(hf.OptionError):
+    with contextlib.suppress(hf.errors.OptionError):
         assert component_path(format_component_path(component_path(text))) == component_path(text)
-    with contextlib.suppress(hf.OptionError, hf.TreeMismatchError):
+    with contextlib.suppress(hf.errors.OptionError, hf.TreeMismatchError):
         chosen = Selection(text, None, {path: path for path in paths}, "here")
         assert any(chosen.has(path) for path in paths)

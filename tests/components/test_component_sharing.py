@@ -416,7 +416,9 @@ def test_a_save_that_would_lose_moments_is_an_error(place: str) -> None:
     own = Own()
     learner = own.learner()
     for act in (lambda: learner.save_to_path(place), learner.get_state):
-        with pytest.raises(hf.UnsupportedLeafError, match=r"optimizer: 4 of its parameters, of shapes \[4, 3\], ") as e:
+        with pytest.raises(
+            hf.errors.UnsupportedLeafError, match=r"optimizer: 4 of its parameters, of shapes \[4, 3\], "
+        ) as e:
             act()
         assert "attribute of a component" in str(e.value)
         assert "__untracked__" in str(e.value)
@@ -441,7 +443,7 @@ class Held(Checkpointable):
 
 
 def test_a_component_inside_of_another_object_is_not_left_out_silently(place: str) -> None:
-    with pytest.raises(hf.UnsupportedLeafError, match="Held: holder/policy: a component inside of an object"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="Held: holder/policy: a component inside of an object"):
         Held().save_to_path(place)
     assert not as_location(place).exists()
 

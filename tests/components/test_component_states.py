@@ -251,7 +251,7 @@ def test_a_class_of_a_program_is_found_by_its_qualified_name(tmp_path: Path) -> 
     members = tmp_path / "saved" / "policies"
     assert program.Policy.from_checkpoint(members / "a").weights.tolist() == [7, 7, 7]
     assert program.League.Member.from_checkpoint(members / "b").weights.tolist() == [7, 7]
-    with pytest.raises(hf.NotAllowedError, match=r"__main__:League.Member, which is not allowed"):
+    with pytest.raises(hf.errors.NotAllowedError, match=r"__main__:League.Member, which is not allowed"):
         program.Policy.from_checkpoint(members / "b")
 
 

@@ -156,7 +156,7 @@ def test_running_components_are_restored(tmp_path: Path, ray_class: type, form: 
 
 def test_components_are_made_of_classes_that_the_caller_names(tmp_path: Path, ray_class: type) -> None:
     path = write(tmp_path / "x", ray_class, "pkl") / "rl_module" / "p0"
-    with pytest.raises(hf.NotAllowedError, match="ray_stub:Trainer, which is not allowed: nothing was imported"):
+    with pytest.raises(hf.errors.NotAllowedError, match="ray_stub:Trainer, which is not allowed: nothing was imported"):
         Module.from_checkpoint(path)
     named = Module.from_checkpoint(path, renamed={"ray_stub:Trainer": Module})
     for made in (named, Module.from_checkpoint(path, fallback=True)):
@@ -184,7 +184,7 @@ def test_what_a_restore_does_not_need_is_no_damage(tmp_path: Path, ray_class: ty
         learner = Learner()
         learner.restore_from_path(path)
         assert learner.updates == 7
-        with pytest.raises((hf.NotAllowedError, hf.DamagedCheckpointError, hf.OptionError)):
+        with pytest.raises((hf.errors.NotAllowedError, hf.DamagedCheckpointError, hf.errors.OptionError)):
             Learner.from_checkpoint(path)
     (path / "state.pkl").write_bytes(pickled({"updates": 8, "policy_mapping_fn": Made("lambda")}))
     learner.restore_from_path(path)
@@ -226,7 +226,7 @@ def test_hostile_pickles_run_nothing(tmp_path: Path, ray_class: type, caplog: py
     assert "bad" not in state
     assert "list" not in state
     assert "left out objects that are not data: bad" in caplog.text
-    with pytest.raises((hf.NotAllowedError, hf.DamagedCheckpointError)):
+    with pytest.raises((hf.errors.NotAllowedError, hf.DamagedCheckpointError)):
         Learner.from_checkpoint(path)
     (path / "state.pkl").write_bytes(pickled(Hostile()))
     with pytest.raises(hf.DamagedCheckpointError, match="not a dictionary of data"):

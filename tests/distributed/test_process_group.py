@@ -21,8 +21,8 @@ def group(coordinator: Coordinator, timeout: float = 10.0) -> ProcessGroup:
 
 def test_alone_nothing_is_sent() -> None:
     found = object()  # that JSON could not hold
-    assert group(hf.Alone()).decide("it", lambda: found) is found
-    assert run_on_primary("it", [found], lambda: found, hf.Alone()) is found
+    assert group(hf.processes.Alone()).decide("it", lambda: found) is found
+    assert run_on_primary("it", [found], lambda: found, hf.processes.Alone()) is found
 
 
 @pytest.mark.parametrize("arguments", [None, [1, ["a"]]], ids=["decide", "with arguments"])
@@ -41,14 +41,14 @@ def test_an_error_of_process_0_reaches_all(arguments: Any) -> None:
     first, *others = together(COUNT, lambda one: group(one).decide("it", fail, arguments=arguments))
     assert isinstance(first, ZeroDivisionError)
     for other in others:
-        assert isinstance(other, hf.PeerFailedError)
+        assert isinstance(other, hf.errors.PeerFailedError)
         assert "process 0 failed: ZeroDivisionError: no such luck" in str(other)
 
 
 def test_a_result_that_json_cannot_hold_reaches_all_as_an_error() -> None:
     first, *others = together(COUNT, lambda one: group(one).decide("it", object))
     assert isinstance(first, TypeError)
-    assert all(isinstance(other, hf.PeerFailedError) for other in others)
+    assert all(isinstance(other, hf.errors.PeerFailedError) for other in others)
 
 
 @pytest.mark.parametrize("arguments", [None, [1]], ids=["decide", "with arguments"])
@@ -59,7 +59,7 @@ def test_a_process_0_that_does_not_come_is_named(arguments: Any) -> None:
         return group(one, 0.2).decide("it", dict, arguments=arguments)
 
     for other in together(COUNT, work)[1:]:
-        assert isinstance(other, hf.BarrierTimeoutError)
+        assert isinstance(other, hf.errors.BarrierTimeoutError)
         assert other.missing == (0,)
 
 
@@ -76,7 +76,7 @@ def test_processes_that_ask_for_something_else() -> None:
 
     *others, last = together(COUNT, work)
     assert others == ["done", "done"]
-    assert isinstance(last, hf.StateError)
+    assert isinstance(last, hf.errors.StateError)
     assert "process 2 was asked for [True], and process 0 for [False]" in str(last)
 
 

@@ -35,7 +35,7 @@ def test_checkpointer(tmp_path: Path) -> None:
     checkpointer.save(tmp_path / "one", STATE)
     assert checkpointer.restore(tmp_path / "one")["step"] == 3
     assert str(checkpointer.structure(tmp_path / "one")["mean"]) == "float64[4]"
-    with pytest.raises(hf.UnsupportedLeafError):
+    with pytest.raises(hf.errors.UnsupportedLeafError):
         checkpointer.save(tmp_path / "two", {"mean": INPUTS, "code": print})
     assert not (tmp_path / "two").exists()
 
@@ -52,14 +52,14 @@ def test_async_checkpointer(tmp_path: Path) -> None:
         hf.AsyncCheckpointer(TextLines())  # type: ignore[arg-type]  # that is what the error is about
 
 
-class TextLines(hf.CheckpointHandler):
+class TextLines(hf.handlers.CheckpointHandler):
     """A list of texts as one file."""
 
-    def save(self, directory: hf.Location, item: Any, *, end: str = "\n", **kwargs: Any) -> None:
+    def save(self, directory: hf.storage.Location, item: Any, *, end: str = "\n", **kwargs: Any) -> None:
         with open(directory / "lines", "w") as file:
             file.writelines(line + end for line in item)
 
-    def restore(self, directory: hf.Location, item: Any = None, *, end: str = "\n", **kwargs: Any) -> Any:
+    def restore(self, directory: hf.storage.Location, item: Any = None, *, end: str = "\n", **kwargs: Any) -> Any:
         with open(directory / "lines") as file:
             return file.read().split(end)[:-1]
 
@@ -73,7 +73,7 @@ def test_checkpoint_handler(tmp_path: Path) -> None:
     assert checkpointer.structure(tmp_path / "one") is None
 
     class Interrupted(TextLines):
-        def save(self, directory: hf.Location, item: Any, *, end: str = "\n", **kwargs: Any) -> None:
+        def save(self, directory: hf.storage.Location, item: Any, *, end: str = "\n", **kwargs: Any) -> None:
             super().save(directory, item[:1], end=end)
             raise KeyboardInterrupt
 
@@ -82,24 +82,26 @@ def test_checkpoint_handler(tmp_path: Path) -> None:
     assert not (tmp_path / "two").exists()
 
 
-class DeviceArrays(hf.AsyncCheckpointHandler):
+class DeviceArrays(hf.handlers.AsyncCheckpointHandler):
     """Copies from the device while it is awaited, and writes in futures of the standard library."""
 
     def __init__(self) -> None:
         self.executor = ThreadPoolExecutor(1)
         self.may_write = threading.Event()
 
-    async def async_save(self, directory: hf.Location, item: Any, **kwargs: Any) -> list[hf.SaveFuture]:
+    async def async_save(
+        self, directory: hf.storage.Location, item: Any, **kwargs: Any
+    ) -> list[hf.handlers.SaveFuture]:
         await asyncio.sleep(0)
         on_host = {name: np.array(value) for name, value in item.items()}
         return [self.executor.submit(self._write, directory, name, array) for name, array in on_host.items()]
 
-    def _write(self, directory: hf.Location, name: str, array: NDArray[Any]) -> int:
+    def _write(self, directory: hf.storage.Location, name: str, array: NDArray[Any]) -> int:
         assert self.may_write.wait(30)
         np.save(f"{directory}/{name}.npy", array)
         return array.nbytes
 
-    def restore(self, directory: hf.Location, item: Any = None, **kwargs: Any) -> Any:
+    def restore(self, directory: hf.storage.Location, item: Any = None, **kwargs: Any) -> Any:
         return {path.stem: np.load(path) for path in sorted(directory.path.glob("*.npy"))}
 
 
@@ -158,7 +160,7 @@ def test_save_args(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["labels"], LABELS)
 
     sharded = jax.device_put(jnp.asarray(INPUTS[:8]), NamedSharding(MESH, Spec("data")))
-    with pytest.raises(hf.UnsupportedLeafError, match="w: is sharded over devices; leave out aggregate=True"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="w: is sharded over devices; leave out aggregate=True"):
         checkpointer.save(tmp_path / "two", {"w": sharded}, save_args={"w": hf.SaveArgs(aggregate=True)})
 
 
@@ -205,7 +207,7 @@ def test_array_checkpoint_handler(tmp_path: Path) -> None:
     assert (found.dtype, found.sharding) == (np.float16, NamedSharding(MESH, Spec()))
     assert hf.load(tmp_path / "one").shape == INPUTS.shape
     for item in ({"a": INPUTS}, [1.0], None, "text"):
-        with pytest.raises(hf.UnsupportedLeafError, match="ArrayCheckpointHandler saves one array"):
+        with pytest.raises(hf.errors.UnsupportedLeafError, match="ArrayCheckpointHandler saves one array"):
             hf.Checkpointer(hf.ArrayCheckpointHandler()).save(tmp_path / "two", item)
 
 
@@ -224,23 +226,25 @@ class Sparse:
         self.dense = dense
 
 
-class SparseHandler(hf.TypeHandler):
+class SparseHandler(hf.type_handlers.TypeHandler):
     """Stores where something is, and what."""
 
     name = "sparse"
 
-    def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.ParamInfo]:
+    def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.type_handlers.ParamInfo]:
         return [
-            hf.ParamInfo(name=name, facts={"shape": list(value.dense.shape)})
+            hf.type_handlers.ParamInfo(name=name, facts={"shape": list(value.dense.shape)})
             for name, value in zip(names, values, strict=True)
         ]
 
-    def serialize(self, values: Sequence[Any], infos: Sequence[hf.ParamInfo], args: Sequence[hf.SaveArgs]) -> None:
+    def serialize(
+        self, values: Sequence[Any], infos: Sequence[hf.type_handlers.ParamInfo], args: Sequence[hf.SaveArgs]
+    ) -> None:
         for value, info in zip(values, infos, strict=True):
             (places,) = np.nonzero(value.dense.reshape(-1))
             np.savez(f"{info.folder}/sparse.npz", places=places, values=value.dense.reshape(-1)[places])
 
-    def deserialize(self, infos: Sequence[hf.ParamInfo], args: Sequence[hf.RestoreArgs]) -> list[Any]:
+    def deserialize(self, infos: Sequence[hf.type_handlers.ParamInfo], args: Sequence[hf.RestoreArgs]) -> list[Any]:
         found = []
         for info in infos:
             with np.load(f"{info.folder}/sparse.npz") as stored:
@@ -253,7 +257,7 @@ class SparseHandler(hf.TypeHandler):
 def test_type_handler(tmp_path: Path) -> None:
     """``param_infos``, ``serialize`` and ``deserialize``, for leaves of a type of one's own."""
     one_hot = np.eye(3)[LABELS]
-    registry = hf.TypeHandlerRegistry({Sparse: SparseHandler()})
+    registry = hf.type_handlers.TypeHandlerRegistry({Sparse: SparseHandler()})
     checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry))
     checkpointer.save(tmp_path / "one", {"inputs": INPUTS, "labels": Sparse(one_hot)})
     restored = checkpointer.restore(tmp_path / "one")
@@ -261,7 +265,7 @@ def test_type_handler(tmp_path: Path) -> None:
     np.testing.assert_array_equal(restored["inputs"], INPUTS)
 
 
-class NumpyArchive(hf.AggregateHandler):
+class NumpyArchive(hf.type_handlers.AggregateHandler):
     """One file of numpy's for all small leaves."""
 
     name, filename = "npz", "aggregate.npz"
@@ -277,8 +281,8 @@ class NumpyArchive(hf.AggregateHandler):
             return dict(stored)
 
 
-@pytest.mark.parametrize("handler", [hf.MsgpackHandler(), NumpyArchive()], ids=["msgpack", "another"])
-def test_aggregate_handler(tmp_path: Path, handler: hf.AggregateHandler) -> None:
+@pytest.mark.parametrize("handler", [hf.type_handlers.MsgpackHandler(), NumpyArchive()], ids=["msgpack", "another"])
+def test_aggregate_handler(tmp_path: Path, handler: hf.type_handlers.AggregateHandler) -> None:
     """Several leaves in one file; what was stored as an array is not in it."""
     checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(aggregate_handler=handler))
     save_args = {"mean": hf.SaveArgs(aggregate=True), "step": hf.SaveArgs(aggregate=True)}

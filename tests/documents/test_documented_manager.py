@@ -116,13 +116,13 @@ def test_checkpoint_manager_with_save_kwargs_and_restore_kwargs(tmp_path: Path) 
     mngr.close()
 
 
-class Notes(hf.CheckpointHandler):
+class Notes(hf.handlers.CheckpointHandler):
     """A handler that has just the two methods that it must have."""
 
-    def save(self, directory: hf.Location, item: Any) -> None:  # type: ignore[override]  # as people write them
+    def save(self, directory: hf.storage.Location, item: Any) -> None:  # type: ignore[override]  # as people write them
         (directory / "notes.txt").write_bytes(item.encode())
 
-    def restore(self, directory: hf.Location, item: Any = None) -> Any:  # type: ignore[override]  # as people write them
+    def restore(self, directory: hf.storage.Location, item: Any = None) -> Any:  # type: ignore[override]  # as people write them
         return (directory / "notes.txt").read_bytes().decode()
 
 
@@ -188,9 +188,11 @@ def test_checkpoint_manager_wants_arguments_by_item(tmp_path: Path) -> None:
     items = {"state": Checkpointer(PyTreeCheckpointHandler()), "facts": Checkpointer(JsonCheckpointHandler())}
     with CheckpointManager(tmp_path, items) as mngr:
         mngr.save(0, {"state": {"w": INPUTS}, "facts": {}})
-        with pytest.raises(hf.OptionError, match="restore_kwargs for unknown items: restore_args; this manager has"):
+        with pytest.raises(
+            hf.errors.OptionError, match="restore_kwargs for unknown items: restore_args; this manager has"
+        ):
             mngr.restore(0, restore_kwargs={"restore_args": RestoreArgs()})
-        with pytest.raises(hf.OptionError, match="save_kwargs for unknown items: save_args"):
+        with pytest.raises(hf.errors.OptionError, match="save_kwargs for unknown items: save_args"):
             mngr.save(1, {"state": {"w": INPUTS}, "facts": {}}, save_kwargs={"save_args": SaveArgs()})
-        with pytest.raises(hf.OptionError, match=r"give templates by item, as \{'state': ...\}; found ndarray"):
+        with pytest.raises(hf.errors.OptionError, match=r"give templates by item, as \{'state': ...\}; found ndarray"):
             mngr.restore(0, INPUTS)

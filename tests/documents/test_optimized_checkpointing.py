@@ -55,7 +55,7 @@ def test_enabling_ocdbt(directory: Path) -> None:
     spec = {"driver": "ocdbt", "base": f"file://{directory}/one/state/", "path": "inputs/"}
     found = ts.open({"driver": "zarr3", "kvstore": spec}).result().read().result()
     np.testing.assert_array_equal(found, INPUTS)
-    with pytest.raises(hf.OptionError, match="always stores arrays in an OCDBT database"):
+    with pytest.raises(hf.errors.OptionError, match="always stores arrays in an OCDBT database"):
         hf.PyTreeCheckpointHandler(use_ocdbt=False)
-    with pytest.raises(hf.OptionError, match="always stores arrays in an OCDBT database"):
+    with pytest.raises(hf.errors.OptionError, match="always stores arrays in an OCDBT database"):
         hf.type_handlers.register_standard_handlers_with_options(use_ocdbt=False)

@@ -202,7 +202,7 @@ def test_examples_with_a_manager(old_state: TrainState, tmp_path: Path) -> None:
         kernel = cast["params"]["params"]["Dense_2"]["kernel"]
         assert kernel.dtype == np.float16
         np.testing.assert_array_equal(kernel, old_state.params["params"]["Dense_1"]["kernel"].astype(np.float16))
-        with pytest.raises(hf.OptionError, match="template"):
+        with pytest.raises(hf.errors.OptionError, match="template"):
             manager.restore(3, restore_kwargs={"transforms": INSERTED})
 
 

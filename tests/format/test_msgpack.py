@@ -122,7 +122,7 @@ def as_map(shape: Any, dtype: Any, data: Any) -> bytes:
 @pytest.mark.parametrize("reader", READERS)
 def test_all_readers_refuse_the_same_arrays(reader: str, parts: tuple[Any, Any, Any]) -> None:
     content = (as_map if reader == "RLlib" else as_extension)(*parts)
-    with pytest.raises((hf.DamagedCheckpointError, hf.FormatVersionError)):
+    with pytest.raises((hf.DamagedCheckpointError, hf.errors.FormatVersionError)):
         READERS[reader](content)
 
 

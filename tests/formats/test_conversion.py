@@ -77,7 +77,9 @@ def test_import_reports_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCap
     (done,) = import_checkpoint(pt(tmp_path, {"w": torch.ones(1), "f": print}), tmp_path / "plain")
     assert done.left_out == ("f (the class or function builtins.print)",)
     assert hf.load(tmp_path / "plain") == {"w": 1.0}
-    with pytest.raises(hf.UnsupportedLeafError, match=r"none of its arrays can be read:\n  f \(the class or function"):
+    with pytest.raises(
+        hf.errors.UnsupportedLeafError, match=r"none of its arrays can be read:\n  f \(the class or function"
+    ):
         import_checkpoint(pt(tmp_path, {"f": print, "name": "x"}), tmp_path / "objects")
     assert not (tmp_path / "objects").exists()
     lightning = {"state_dict": {"w": torch.ones(1)}, "pytorch-lightning_version": "2", "hyper_parameters": {"f": print}}
@@ -104,7 +106,7 @@ def test_import_does_not_replace_anything(tmp_path: Path) -> None:
 def test_import_of_our_own(tmp_path: Path) -> None:
     hf.save(tmp_path / "a", {"x": 1})
 
-    with pytest.raises(hf.OptionError, match="already"):
+    with pytest.raises(hf.errors.OptionError, match="already"):
         import_checkpoint(tmp_path / "a", tmp_path / "b")
     with pytest.raises(hf.CheckpointNotFoundError):
         import_checkpoint(tmp_path / "missing", tmp_path / "b")
@@ -173,7 +175,7 @@ def test_an_export_that_the_disk_refuses_leaves_nothing_behind(tmp_path: Path, k
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        with pytest.raises(hf.StorageError, match=r"cannot write .*File too large"):
+        with pytest.raises(hf.errors.StorageError, match=r"cannot write .*File too large"):
             export_checkpoint(tmp_path / "ckpt", tmp_path / "out" / "x", kind)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -187,14 +189,16 @@ def test_a_file_does_not_take_the_place_of_a_directory(tmp_path: Path, kind: Any
 
     with pytest.raises(hf.CheckpointExistsError, match="is a directory; give the name of a file"):
         export_checkpoint(tmp_path / "ckpt", tmp_path, kind, overwrite=True)
-    with pytest.raises(hf.StorageError):
+    with pytest.raises(hf.errors.StorageError):
         export_checkpoint(tmp_path / "ckpt", "/proc/x", kind)
 
 
 def test_export_for_torch_names_what_does_not_fit(tmp_path: Path) -> None:
     hf.save(tmp_path / "ckpt", {"a": np.array(["x"]), "b": jnp.ones(2, jnp.int4), "c": np.ones(1)})
 
-    with pytest.raises(hf.UnsupportedLeafError, match=r"a: torch cannot store elements of type str\d+\n  b: .* int4$"):
+    with pytest.raises(
+        hf.errors.UnsupportedLeafError, match=r"a: torch cannot store elements of type str\d+\n  b: .* int4$"
+    ):
         export_checkpoint(tmp_path / "ckpt", tmp_path / "x.pt", "torch")
     assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt"]
 
@@ -206,7 +210,7 @@ def test_export_of_one_item_of_one_step(tmp_path: Path, to: Any) -> None:
         for step in (1, 2):
             manager.save(step, {"a": {"x": np.full(2, step)}, "b": {"y": np.ones(1)}}, force=True)
 
-    with pytest.raises(hf.OptionError, match="trees a, b"):
+    with pytest.raises(hf.errors.OptionError, match="trees a, b"):
         export_checkpoint(tmp_path / "run", tmp_path / "x", to)
     with pytest.raises(hf.CheckpointNotFoundError, match="no tree 'c'"):
         export_checkpoint(tmp_path / "run", tmp_path / "x", to, item="c")
@@ -235,5 +239,5 @@ def test_export_for_orbax_and_back(tmp_path: Path) -> None:
 
 
 def test_export_to_something_unknown(tmp_path: Path) -> None:
-    with pytest.raises(hf.OptionError, match="one of 'safetensors', 'orbax', 'torch'"):
+    with pytest.raises(hf.errors.OptionError, match="one of 'safetensors', 'orbax', 'torch'"):
         export_checkpoint(tmp_path, tmp_path / "x", "onnx")  # type: ignore[arg-type]  # what is tested

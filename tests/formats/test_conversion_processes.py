@@ -51,7 +51,7 @@ def test_an_export(run: Path, tmp_path: Path, to: Any) -> None:
 def test_an_export_in_place(run: Path) -> None:
     results = together(COUNT, lambda one: hf.add_orbax_metadata(run, coordinator=one))
 
-    assert results == [[hf.as_location(run / str(step)) for step in (1, 2)]] * COUNT
+    assert results == [[hf.storage.as_location(run / str(step)) for step in (1, 2)]] * COUNT
     with ocp.CheckpointManager(run) as manager:
         args = ocp.args.Composite(state=ocp.args.StandardRestore())
         assert manager.restore(2, args=args).state["w"].tolist() == [2] * 4
@@ -65,7 +65,7 @@ def test_a_failure_is_told_to_all(run: Path, tmp_path: Path) -> None:
 
     assert isinstance(results[0], hf.CheckpointNotFoundError)
     for result in results[1:]:
-        assert isinstance(result, hf.PeerFailedError)
+        assert isinstance(result, hf.errors.PeerFailedError)
         assert "process 0 failed: CheckpointNotFoundError" in str(result)
 
 
@@ -77,14 +77,16 @@ def test_processes_that_ask_for_different_things(run: Path, tmp_path: Path) -> N
     results = together(COUNT, work)
 
     assert results[0] == results[1]
-    assert isinstance(results[2], hf.StateError)
-    assert "hf.Alone()" in str(results[2])
+    assert isinstance(results[2], hf.errors.StateError)
+    assert "hf.processes.Alone()" in str(results[2])
 
 
 def test_one_process_alone(run: Path, tmp_path: Path) -> None:
     def work(one: Coordinator) -> Any:
         target = tmp_path / f"{one.process_index}.safetensors"
-        return hf.export_checkpoint(run, target, "safetensors", coordinator=hf.Alone() if one.process_index else one)
+        return hf.export_checkpoint(
+            run, target, "safetensors", coordinator=hf.processes.Alone() if one.process_index else one
+        )
 
     assert [done.path for (done,) in together(COUNT, work)] == [
         str(tmp_path / f"{i}.safetensors") for i in range(COUNT)

@@ -210,7 +210,7 @@ class Evil:
 def test_nothing_is_run(tmp_path: Path) -> None:
     path = saved(tmp_path, {"x": torch.ones(1), "y": Evil()})
 
-    with pytest.raises(hf.UnsupportedLeafError, match=r"y: an object of .*open"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"y: an object of .*open"):
         loaded(path)
     assert loaded(path, select="x")["x"].tolist() == [1]
     rewritten(path, lambda metadata: setattr(metadata, "storage_meta", Evil()))

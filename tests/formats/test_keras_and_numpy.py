@@ -77,7 +77,9 @@ def test_without_h5py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [weights_h5(tmp_path / "m.weights.h5"), keras(tmp_path / "m.keras")]
     monkeypatch.setitem(sys.modules, "h5py", None)
     for path in paths:
-        with pytest.raises(hf.OptionError, match=rf"{path.name} is a file of Keras.*pip install 'holdfast\[keras\]'"):
+        with pytest.raises(
+            hf.errors.OptionError, match=rf"{path.name} is a file of Keras.*pip install 'holdfast\[keras\]'"
+        ):
             hf.load(path)
 
 
@@ -94,7 +96,7 @@ def test_a_file_of_hdf5_does_not_lead_outside(tmp_path: Path) -> None:
         layout[:] = h5py.VirtualSource(str(tmp_path / "secret.h5"), "/layers/dense/vars/1", (3,))
         file.create_virtual_dataset("virtual", layout)
     others = ["elsewhere", "raw", "text", "virtual"]
-    with pytest.raises(hf.UnsupportedLeafError) as raised:
+    with pytest.raises(hf.errors.UnsupportedLeafError) as raised:
         hf.load(path)
     assert [line.strip().partition(":")[0] for line in str(raised.value).splitlines()[1:]] == others
     assert hf.load(path, select="w")["w"].tolist() == KERNEL.tolist()
@@ -132,7 +134,7 @@ def test_every_group_is_visited_once(tmp_path: Path) -> None:
             group = below
     found = hf.load(tmp_path / "m.h5", select=["a/w", "tied"])
     assert found["a"]["w"].tolist() == found["tied"].tolist() == KERNEL.tolist()
-    with pytest.raises(hf.UnsupportedLeafError, match=r"a/again: another name of a$"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"a/again: another name of a$"):
         hf.load(tmp_path / "m.h5", select="a/**")
 
 
@@ -196,7 +198,7 @@ def test_an_array_of_a_compressed_archive_is_in_memory_once(tmp_path: Path) -> N
 
 def test_objects_of_numpy_are_not_unpickled(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", w=KERNEL, odd=np.array([print], object))
-    with pytest.raises(hf.UnsupportedLeafError, match="odd: pickled Python objects"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="odd: pickled Python objects"):
         hf.load(tmp_path / "a.npz")
     assert hf.load(tmp_path / "a.npz", select="w")["w"].tolist() == KERNEL.tolist()
 

@@ -214,7 +214,7 @@ def test_a_run_stays_ours_when_its_steps_are_made_readable(tmp_path: Path) -> No
 @both
 def test_leaves_that_orbax_cannot_store(tmp_path: Path, export: Export, leaf: Any, what: str) -> None:
     hf.save(tmp_path / "ours", {"fine": np.ones(2), "odd": leaf})
-    with pytest.raises(hf.UnsupportedLeafError, match=rf"odd: .*{what}"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=rf"odd: .*{what}"):
         export(tmp_path / "ours", tmp_path / "theirs")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
     assert not (tmp_path / "ours" / "state" / "_METADATA").exists()
@@ -223,14 +223,14 @@ def test_leaves_that_orbax_cannot_store(tmp_path: Path, export: Export, leaf: An
 def test_names_that_orbax_would_confuse(tmp_path: Path) -> None:
     hf.save(tmp_path / "ours", {"a.b": np.ones(1), "a": {"b": np.zeros(1)}})
     for export in (copied, in_place):
-        with pytest.raises(hf.UnsupportedLeafError, match=r"Orbax would give it the name 'a\.b'"):
+        with pytest.raises(hf.errors.UnsupportedLeafError, match=r"Orbax would give it the name 'a\.b'"):
             export(tmp_path / "ours", tmp_path / "theirs")
 
 
 def test_names_that_only_a_copy_can_have(tmp_path: Path) -> None:
     saved = {"a.b": np.ones(1), "c/d": {"50%": np.zeros(2)}, 7: np.ones(3), "t/u": "text"}
     hf.save(tmp_path / "ours", saved)
-    with pytest.raises(hf.UnsupportedLeafError, match=r"stored as 'a%2Eb' and Orbax would look for 'a\.b'"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"stored as 'a%2Eb' and Orbax would look for 'a\.b'"):
         in_place(tmp_path / "ours", tmp_path / "theirs")
     with ocp.StandardCheckpointer() as checkpointer:
         found = checkpointer.restore(copied(tmp_path / "ours", tmp_path / "theirs"))
@@ -247,7 +247,7 @@ def test_checkpoints_of_others_become_orbax_s(tmp_path: Path) -> None:
     found = hf.load(tmp_path / "new", like={"w": np.zeros(3, np.int64), "key": jax.random.key(0)})
     assert found["w"].tolist() == [0, 1, 2]
     assert found["key"] == jax.random.key(1)
-    with pytest.raises(hf.OptionError, match="a checkpoint of Orbax: only checkpoints of holdfast"):
+    with pytest.raises(hf.errors.OptionError, match="a checkpoint of Orbax: only checkpoints of holdfast"):
         add_orbax_metadata(tmp_path / "old")
 
 
@@ -289,7 +289,7 @@ def test_in_an_object_store(tmp_path: Path) -> None:
     found = hf.load("memory://orbax/theirs")
     assert found["w"].tolist() == [0, 1, 2, 3]
     assert hf.verify("memory://orbax/theirs").ok
-    hf.as_location("memory://orbax").remove_tree()
+    hf.storage.as_location("memory://orbax").remove_tree()
 
 
 @both
@@ -313,7 +313,7 @@ def test_compressed_and_aggregated_leaves(tmp_path: Path) -> None:
     hf.Checkpointer(hf.PyTreeCheckpointHandler()).save(
         tmp_path / "aggregated", aggregated, save_args={"w": hf.SaveArgs(aggregate=True), "v": hf.SaveArgs()}
     )
-    with pytest.raises(hf.UnsupportedLeafError, match="w: it is aggregated with other leaves"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="w: it is aggregated with other leaves"):
         add_orbax_metadata(tmp_path / "aggregated")
     with ocp.StandardCheckpointer() as checkpointer:
         found = checkpointer.restore(copied(tmp_path / "aggregated", tmp_path / "theirs"))
@@ -323,7 +323,7 @@ def test_compressed_and_aggregated_leaves(tmp_path: Path) -> None:
 def test_what_each_process_has_of_its_own(tmp_path: Path) -> None:
     checkpointers = {
         "model": hf.Checkpointer(hf.PyTreeCheckpointHandler()),
-        "loader": hf.Checkpointer(hf.PerProcessCheckpointHandler()),
+        "loader": hf.Checkpointer(hf.handlers.PerProcessCheckpointHandler()),
     }
     with hf.CheckpointManager(tmp_path / "ours", checkpointers) as manager:
         manager.save(1, {"model": {"w": np.ones(3)}, "loader": {"place": 5}})

@@ -123,11 +123,11 @@ def test_every_kind_of_item(several_items: Path) -> None:
 def test_items_by_their_names(several_items: Path) -> None:
     assert hf.load(several_items, item="key", like=jax.random.key(0)) == jax.random.key(9)
     assert hf.load(several_items, item="array", like=jnp.zeros(7, jnp.int32)).tolist() == list(range(7))
-    with pytest.raises(hf.OptionError, match="name one with item="):
+    with pytest.raises(hf.errors.OptionError, match="name one with item="):
         hf.load(several_items, like={"w": jnp.zeros(3)})
     with pytest.raises(hf.CheckpointNotFoundError, match="no item 'never_saved'"):
         hf.load(several_items, item="never_saved")
-    with pytest.raises(hf.OptionError, match="'extra' is JSON"):
+    with pytest.raises(hf.errors.OptionError, match="'extra' is JSON"):
         hf.load(several_items, item="extra", select="*")
 
 
@@ -145,7 +145,7 @@ def test_items_of_unknown_kinds_are_listed_and_skipped(
         assert "dataset" not in hf.load(copy)
     assert "skipped items that holdfast does not read: dataset (PyGrainCheckpointHandler)" in caplog.text
     assert ("dataset", "PyGrainCheckpointHandler") in {(leaf.item, leaf.kind) for leaf in hf.describe(copy)}
-    with pytest.raises(hf.OptionError, match=r"only Orbax reads item 'dataset' \(PyGrainCheckpointHandler\)"):
+    with pytest.raises(hf.errors.OptionError, match=r"only Orbax reads item 'dataset' \(PyGrainCheckpointHandler\)"):
         hf.load(copy, item="dataset")
 
 
@@ -310,9 +310,9 @@ def test_metrics_that_are_no_json(run: Path, tmp_path: Path) -> None:
 
 
 def test_on_google_cloud_storage_only_what_is_marked_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = hf.as_location("gs://bucket/run/12")
+    place = hf.storage.as_location("gs://bucket/run/12")
     marked: set[str] = set()
-    monkeypatch.setattr(hf.Location, "exists", lambda self: self.url in marked)
+    monkeypatch.setattr(hf.storage.Location, "exists", lambda self: self.url in marked)
     assert not is_finished(place, frozenset({"_CHECKPOINT_METADATA"}))
     assert is_finished(place, frozenset({"_CHECKPOINT_METADATA", "commit_success.txt"}))
     marked.add("gs://bucket/run/12/commit_success.txt")
@@ -356,7 +356,7 @@ def test_a_checkpointer_restores_what_orbax_saved(tmp_path: Path, kind: Any, use
 
 def test_checkpointers_name_what_they_cannot_restore(several_items: Path, run: Path) -> None:
     with pytest.raises(
-        hf.OptionError, match="has the trees array, key, numpy_state, params: restore it with a Checkpoi"
+        hf.errors.OptionError, match="has the trees array, key, numpy_state, params: restore it with a Checkpoi"
     ):
         hf.PyTreeCheckpointer().restore(several_items / "4")
     assert hf.Checkpointer(hf.JsonCheckpointHandler()).restore(several_items / "4") == {"q": [1, 2], "text": "x"}
@@ -386,7 +386,7 @@ def test_a_reading_manager_shows_the_steps_of_orbax(run: Path, prefix: str | Non
         assert found.step == 12
         with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint of step 3; there are 2, 12"):
             manager.restore(3)
-        with pytest.raises(hf.StateError, match="read_only=True"):
+        with pytest.raises(hf.errors.StateError, match="read_only=True"):
             manager.save(13, state(13))
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     with hf.CheckpointManager(run, options=reading(step_prefix="other")) as manager:

@@ -63,7 +63,7 @@ def test_exported_trees_without_arrays(tmp_path: Path, tree: Any) -> None:
 def test_a_tree_with_nothing_in_it_is_refused_as_orbax_refuses_it(tmp_path: Path) -> None:
     hf.save(tmp_path / "ours", {})
 
-    with pytest.raises(hf.UnsupportedLeafError, match="without leaves"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="without leaves"):
         hf.export_checkpoint(tmp_path / "ours", tmp_path / "exported", "orbax")
 
 

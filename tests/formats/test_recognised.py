@@ -58,7 +58,7 @@ def test_objects_are_shown_and_not_read(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1), "x": print}, tmp_path / "x.pt")
 
     assert hf.describe(tmp_path / "x.pt")[1].value == "'(the class or function builtins.print, which is not read)'"
-    with pytest.raises(hf.UnsupportedLeafError):
+    with pytest.raises(hf.errors.UnsupportedLeafError):
         hf.load(tmp_path / "x.pt")
 
 
@@ -81,7 +81,7 @@ def test_objects_that_are_left_out_are_named_when_a_whole_file_is_loaded(
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_in_an_object_store(tmp_path: Path, kind: str) -> None:
     path = written(tmp_path, kind, {"a.b": torch.arange(3), "c": torch.ones(2)})
-    place = hf.as_location(f"memory://recognised/{kind}")
+    place = hf.storage.as_location(f"memory://recognised/{kind}")
     for file in [path] if path.is_file() else path.iterdir():
         (place / path.name / file.name if path.is_dir() else place / path.name).write_bytes(file.read_bytes())
 

@@ -129,7 +129,7 @@ def test_every_leaf_that_does_not_fit_is_named(tmp_path: Path) -> None:
     source = NativeCheckpoint(as_location(tmp_path / "ckpt")).tree("state")
 
     with pytest.raises(
-        hf.UnsupportedLeafError, match=r"a/b: its tensor would have the name 'a\.b' of a\.b\n.*c: .*complex128"
+        hf.errors.UnsupportedLeafError, match=r"a/b: its tensor would have the name 'a\.b' of a\.b\n.*c: .*complex128"
     ):
         export_safetensors(source, as_location(tmp_path / "x.safetensors"))
 

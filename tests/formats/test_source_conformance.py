@@ -280,7 +280,7 @@ def test_nothing_is_executed(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_importing(case: Case, path: Path, tmp_path: Path) -> None:
     if case.format == "holdfast":
-        with pytest.raises(hf.OptionError, match="is a checkpoint of holdfast already"):
+        with pytest.raises(hf.errors.OptionError, match="is a checkpoint of holdfast already"):
             hf.import_checkpoint(path, tmp_path / "ours")
         return
 
@@ -420,9 +420,9 @@ def test_a_checkpoint_without_abilities(fake: FakeTree) -> None:
     assert checkpoint.items_to_load() == ["state", "notes"]
     assert checkpoint.files("state") is None
     assert same(checkpoint.load("state", select="net/w")["net"]["w"], ARRAYS["net.w"])
-    with pytest.raises(hf.OptionError, match="not one that can be read"):
+    with pytest.raises(hf.errors.OptionError, match="not one that can be read"):
         checkpoint.value("x")
-    with pytest.raises(hf.OptionError, match="is JSON, not a tree"):
+    with pytest.raises(hf.errors.OptionError, match="is JSON, not a tree"):
         checkpoint.load("notes", like={})
 
 
@@ -431,11 +431,11 @@ def test_the_only_tree(fake: FakeTree) -> None:
     none = FakeCheckpoint(fake.location, {}, {"x": "odd"})
 
     assert two.only_tree("b") == "b"
-    with pytest.raises(hf.OptionError, match="a, b"):
+    with pytest.raises(hf.errors.OptionError, match="a, b"):
         two.only_tree()
-    with pytest.raises(hf.OptionError):
+    with pytest.raises(hf.errors.OptionError):
         none.only_tree()
-    with pytest.raises(hf.OptionError, match="none of the items"):
+    with pytest.raises(hf.errors.OptionError, match="none of the items"):
         none.items_to_load()
 
 

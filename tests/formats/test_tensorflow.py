@@ -33,7 +33,7 @@ def guide(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("prefix", sorted(SEEN))
 def test_every_tensor_is_what_tensorflow_reads(prefix: str) -> None:
     expected = SEEN[prefix]["variables"]
-    variables = BundleTree.open(hf.as_location(FIXTURES / prefix)).variables
+    variables = BundleTree.open(hf.storage.as_location(FIXTURES / prefix)).variables
 
     assert variables.shapes() == {name: facts["shape"] for name, facts in expected.items()}
     assert {name: str(dtype) for name, dtype in variables.dtypes().items()} == {
@@ -218,7 +218,7 @@ def test_other_files_called_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fixture", ["guide", "shards"])
 def test_places_that_are_no_disk(fixture: str) -> None:
-    place = hf.as_location(f"memory://tensorflow/{fixture}")
+    place = hf.storage.as_location(f"memory://tensorflow/{fixture}")
     for file in (FIXTURES / fixture).iterdir():
         (place / file.name).write_bytes(file.read_bytes())
 

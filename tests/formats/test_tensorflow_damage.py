@@ -52,7 +52,7 @@ def test_every_byte_of_a_checkpoint(tmp_path: Path) -> None:
 
 def test_every_byte_of_a_graph_of_objects(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "objects", tmp_path, dirs_exist_ok=True)
-    place = hf.as_location(tmp_path / "objects-1")
+    place = hf.storage.as_location(tmp_path / "objects-1")
 
     def read() -> Any:
         tree = BundleTree.open(place)
@@ -101,4 +101,4 @@ def test_a_restore_from_a_damaged_checkpoint_changes_nothing(tmp_path: Path) -> 
 
     assert not live.any()
     assert not kernel.any()
-    assert open_graph(hf.as_location(tmp_path)).load(["step"]) == [51]  # what is whole can be read
+    assert open_graph(hf.storage.as_location(tmp_path)).load(["step"]) == [51]  # what is whole can be read

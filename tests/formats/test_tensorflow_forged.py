@@ -45,9 +45,9 @@ def test_elements_of_an_unknown_type_are_left_out(tmp_path: Path) -> None:
     assert hf.load(path).keys() == {"w"}
     (done,) = hf.import_checkpoint(path, tmp_path / "ours")
     assert done.left_out == ("'odd' (elements of TensorFlow's type 99, which holdfast does not read)",)
-    variables = BundleTree.open(hf.as_location(path)).variables
+    variables = BundleTree.open(hf.storage.as_location(path)).variables
     assert variables.dtypes() == {"odd": None, "w": np.float32}
-    with pytest.raises(hf.UnsupportedLeafError, match="type 99"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="type 99"):
         variables.read("odd")
 
 
@@ -65,7 +65,7 @@ def test_text_that_would_be_very_many_leaves_is_left_out(tmp_path: Path) -> None
     path = write(tmp_path, [(b"t", text_entry([70_000], stored, checksum)), (b"u", text_entry([0], b"", 0))], stored)
 
     assert hf.load(path).keys() == {"u"}
-    assert BundleTree.open(hf.as_location(path)).left_out == (
+    assert BundleTree.open(hf.storage.as_location(path)).left_out == (
         "'t' (70000 pieces of text that no array of numpy can hold)",
     )
     assert graph.load_checkpoint(path).get_variable_to_shape_map().keys() >= {"u"}
@@ -73,7 +73,7 @@ def test_text_that_would_be_very_many_leaves_is_left_out(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("header", [message((3, message((2, 2)))), message((3, message((1, 3), (3, 1))))])
 def test_newer_versions_are_refused(tmp_path: Path, header: bytes) -> None:
-    with pytest.raises(hf.FormatVersionError, match=r"forged\.index: it needs version"):
+    with pytest.raises(hf.errors.FormatVersionError, match=r"forged\.index: it needs version"):
         hf.load(write(tmp_path, [], header=header))
 
 

@@ -44,7 +44,7 @@ def test_values_by_path_as_well() -> None:
     )
     assert reader.graph.slots("optimizer")["net/l1/kernel"]["m"] == "optimizer/slots/net/l1/kernel/m"
     assert not reader.has_tensor("net/l3/kernel")
-    with pytest.raises(hf.ObjectNotFoundError, match="VARIABLE_VALUE"):
+    with pytest.raises(hf.errors.ObjectNotFoundError, match="VARIABLE_VALUE"):
         reader.get_tensor("net/l3/kernel")
 
 

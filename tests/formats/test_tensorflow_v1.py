@@ -42,7 +42,7 @@ def test_it_is_refused_by_name(
         v1(tmp_path / name)
     (tmp_path / "checkpoint").write_text('model_checkpoint_path: "/old/model.ckpt-100"\n')
 
-    with pytest.raises(hf.FormatVersionError, match=rf"{files[0]} is a TensorFlow checkpoint .*V1.*Saver"):
+    with pytest.raises(hf.errors.FormatVersionError, match=rf"{files[0]} is a TensorFlow checkpoint .*V1.*Saver"):
         hf.load(tmp_path / asked)
 
     assert main(["ls", str(tmp_path / asked)]) == 1

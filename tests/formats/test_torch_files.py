@@ -167,7 +167,7 @@ def test_a_template_and_a_selection(tmp_path: Path) -> None:
     found = loaded(path, like={"model": model.state_dict()}, select="model/**")
 
     assert all(torch.equal(found["model"][name], value) for name, value in model.state_dict().items())
-    with pytest.raises(hf.UnsupportedLeafError, match=r"other: the class or function builtins\.object"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"other: the class or function builtins\.object"):
         loaded(path)
 
 
@@ -192,7 +192,7 @@ def test_objects_are_refused_by_name(tmp_path: Path, value: Any, what: str) -> N
 
     if what != "object":
         assert loaded(path, select="good")["good"].tolist() == [1]
-    with pytest.raises((hf.UnsupportedLeafError, hf.DamagedCheckpointError), match=what):
+    with pytest.raises((hf.errors.UnsupportedLeafError, hf.DamagedCheckpointError), match=what):
         loaded(path)
 
 
@@ -215,7 +215,7 @@ def test_lightning_checkpoints_lose_what_is_no_data_outside_the_weights(tmp_path
     ]
     assert loaded(path)["hyper_parameters"] == {"lr": 0.1}
     saved(tmp_path, {**checkpoint, "state_dict": {"w": Custom()}})
-    with pytest.raises(hf.UnsupportedLeafError, match=r"state_dict/w: an object of .*Custom"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"state_dict/w: an object of .*Custom"):
         loaded(path)
 
 
@@ -227,7 +227,7 @@ class Evil:
 def test_nothing_is_run(tmp_path: Path) -> None:
     path = saved(tmp_path, {"x": Evil()})
 
-    with pytest.raises(hf.UnsupportedLeafError, match=r"x: an object of (io|_io|builtins)\.open"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"x: an object of (io|_io|builtins)\.open"):
         loaded(path)
 
     assert not Path("/tmp/holdfast-was-run").exists()

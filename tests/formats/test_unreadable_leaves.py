@@ -83,12 +83,12 @@ def with_an_object_of_torch(place: Path) -> str:
 
 CASES = {
     with_an_object_of_the_program: (
-        hf.UnsupportedLeafError,
+        hf.errors.UnsupportedLeafError,
         r"budget: a 'Money' of the program, which only its handler",
     ),
     with_a_folder_gone: (hf.DamagedCheckpointError, r"lost: "),
     with_a_text_gone: (hf.DamagedCheckpointError, r"other: _strings\.json has no text for leaf other"),
-    with_an_object_of_torch: (hf.UnsupportedLeafError, r"f: the class or function builtins\.print"),
+    with_an_object_of_torch: (hf.errors.UnsupportedLeafError, r"f: the class or function builtins\.print"),
 }
 
 

@@ -88,7 +88,7 @@ def of_an_optimizer() -> dict[str, Any]:
 def test_what_is_more_than_its_values_is_missing(place: str, saved: Any, live: Any) -> None:
     path = graph.Checkpoint(**saved()).write(f"{place}/x")
     status = graph.Checkpoint(**live()).read(path).expect_partial()
-    with pytest.raises(hf.UnmatchedObjectsError, match=r"in the checkpoint, not in the program .*\n?.*buffer/"):
+    with pytest.raises(hf.errors.UnmatchedObjectsError, match=r"in the checkpoint, not in the program .*\n?.*buffer/"):
         status.assert_consumed()
 
 

@@ -34,7 +34,7 @@ def test_paths_round_trip(keys: list[str]) -> None:
 
 @pytest.mark.parametrize("text", ["", "a//b", "a..b", "a/%zz", 3])
 def test_what_is_no_path(text: Any) -> None:
-    with pytest.raises(hf.OptionError, match="path"):
+    with pytest.raises(hf.errors.OptionError, match="path"):
         parse_path(text)
 
 
@@ -58,7 +58,7 @@ def test_filters(select: Any, exclude: Any, chosen: list[str]) -> None:
 
 def test_filters_that_are_none() -> None:
     for wrong in (3, [], [None]):
-        with pytest.raises(hf.OptionError, match="select"):
+        with pytest.raises(hf.errors.OptionError, match="select"):
             PathFilter(wrong)  # type: ignore[arg-type]  # that is the point
 
 
@@ -70,7 +70,7 @@ def test_long_chains_of_objects(place: str, length: int, fails: bool) -> None:
         last = last.next
     checkpoint = graph.Checkpoint(first=first)
     if fails:
-        with pytest.raises(hf.UnsupportedLeafError, match=r"first/next.*nothing was written"):
+        with pytest.raises(hf.errors.UnsupportedLeafError, match=r"first/next.*nothing was written"):
             checkpoint.write(place)
         return
     path = checkpoint.write(place)

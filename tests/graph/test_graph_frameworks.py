@@ -408,7 +408,7 @@ def test_a_save_overwrites_nothing_that_was_built_since(
     checkpoint, status, value, saved = built_late(library, place)
     before = value()
     for _ in range(2):
-        with pytest.raises(hf.StateError, match=r"(?s)built since the restore.*net/b(?!.*would lose)") as error:
+        with pytest.raises(hf.errors.StateError, match=r"(?s)built since the restore.*net/b(?!.*would lose)") as error:
             checkpoint.save(f"{place}/ckpt")
         assert "try_complete" in str(error.value)
         assert "expect_partial" in str(error.value)
@@ -494,7 +494,7 @@ def test_from_torch_to_nnx(place: str) -> None:
     np.testing.assert_allclose(
         nnx_net.l1(jnp.asarray(x)), torch_net.l1(torch.from_numpy(x)).detach().numpy(), rtol=1e-5, atol=1e-6
     )
-    with pytest.raises(hf.OptionError, match="no array"):
+    with pytest.raises(hf.errors.OptionError, match="no array"):
         checkpoint.restore(path, rename={"net.l1": ("net.l2", np.transpose)})
 
 

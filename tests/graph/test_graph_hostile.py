@@ -95,7 +95,7 @@ def test_what_is_no_document_is_refused(forge: Callable[[Change], str], content:
     path = forge(lambda document: None)
     reseal(path, content)
     checkpoint = graph.Checkpoint(n=0)
-    with pytest.raises((hf.DamagedCheckpointError, hf.FormatVersionError)):
+    with pytest.raises((hf.DamagedCheckpointError, hf.errors.FormatVersionError)):
         checkpoint.read(path)
     assert hf.load(path, select="n") == {"n": 1}  # the values need no graph
 

@@ -114,7 +114,7 @@ def test_boxes_are_made_by_the_program(place: str) -> None:
     checkpoint.listed.append(graph.Value(0.0))
     assert checkpoint.listed[0].value == 1
     assert status.report.pending == ("listed/1", "mapped/n")
-    with pytest.raises(hf.StateError, match="mapped/n"):
+    with pytest.raises(hf.errors.StateError, match="mapped/n"):
         checkpoint.write(f"{place}/y")
     status.expect_partial()
     assert graph.load_checkpoint(path).graph.type_of("mapped/n").endswith("Value")

@@ -341,7 +341,7 @@ def test_t19_partial_silence(place: str, caplog: pytest.LogCaptureFixture) -> No
 
 def test_t22_root_or_named(place: str) -> None:
     m = graph.Node(w=np.ones(1))
-    with pytest.raises(hf.OptionError, match="w="):
+    with pytest.raises(hf.errors.OptionError, match="w="):
         graph.Checkpoint(root=m, w=np.zeros(1))
     assert graph.Checkpoint(root=m, w=m.w).w is m.w
 
@@ -388,12 +388,12 @@ def test_t22_a_weak_root(place: str) -> None:
     "root", [np.ones(3), torch.optim.SGD([torch.ones(1)], 0.1), (1, 2)], ids=["array", "optimizer", "tuple"]
 )
 def test_t22_what_cannot_be_a_root(root: Any) -> None:
-    with pytest.raises(hf.OptionError, match="name"):
+    with pytest.raises(hf.errors.OptionError, match="name"):
         graph.Checkpoint(root)
 
 
 def test_names_of_methods_are_taken() -> None:
-    with pytest.raises(hf.OptionError, match="'save'"):
+    with pytest.raises(hf.errors.OptionError, match="'save'"):
         graph.Checkpoint(save=1)
     assert graph.Node(save=1).save == 1
 
@@ -402,7 +402,7 @@ def test_a_save_does_not_lose_values_that_wait(place: str) -> None:
     path = graph.Checkpoint(a=np.ones(1), b=np.ones(1)).save(f"{place}/ckpt")
     checkpoint = graph.Checkpoint(a=np.zeros(1))
     status = checkpoint.restore(path)
-    with pytest.raises(hf.StateError, match=r"waiting.*b"):
+    with pytest.raises(hf.errors.StateError, match=r"waiting.*b"):
         checkpoint.save(f"{place}/ckpt")
     assert checkpoint.save_counter == 1
     status.expect_partial()
@@ -435,17 +435,17 @@ def test_a_list_that_is_changed_behind_the_checkpoint(place: str) -> None:
     mine: list[Any] = []
     checkpoint.listed = mine
     mine.append(np.zeros(1))
-    with pytest.raises(hf.UnsupportedLeafError, match="listed"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="listed"):
         checkpoint.save(f"{place}/ckpt")
 
 
 def test_what_cannot_be_saved_is_named(place: str) -> None:
-    with pytest.raises(hf.UnsupportedLeafError, match=r"net/it: .*list_iterator"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"net/it: .*list_iterator"):
         graph.Checkpoint(net=graph.Node(it=iter([1]))).save(f"{place}/ckpt")
     checkpoint = graph.Checkpoint(w=1, it=graph.Untracked(iter([1])))
     checkpoint.save(f"{place}/ckpt")
     assert next(checkpoint.it) == 1
-    with pytest.raises(hf.UnsupportedLeafError, match="w"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="w"):
         graph.Checkpoint(w=np.array([object()])).save(f"{place}/ckpt")
 
 

@@ -53,7 +53,7 @@ def test_t02_bare_write(place: str) -> None:
 def test_a_number_is_no_path() -> None:
     number: Any = 3
     for action in (graph.Checkpoint().restore, graph.Checkpoint().read, graph.load_checkpoint):
-        with pytest.raises(hf.OptionError, match="directory/ckpt-3"):
+        with pytest.raises(hf.errors.OptionError, match="directory/ckpt-3"):
             action(number)
 
 
@@ -169,7 +169,7 @@ def test_t07_a_fresh_counter_in_a_used_directory(place: str) -> None:
         one.save()
         with graph.CheckpointManager(second, place, max_to_keep=None) as two:
             two.save()
-            with pytest.raises(hf.OwnershipError):
+            with pytest.raises(hf.errors.OwnershipError):
                 one.save()
     assert first.save_counter == 1
     steps = [hf.load(f"{place}/ckpt-{number}", select="step")["step"] for number in (1, 2)]
@@ -229,23 +229,23 @@ def test_t09_interval(place: str) -> None:
 
 
 def test_t09_options_that_make_no_sense(place: str) -> None:
-    with pytest.raises(hf.OptionError, match="step_counter"):
+    with pytest.raises(hf.errors.OptionError, match="step_counter"):
         graph.CheckpointManager(graph.Checkpoint(), place, 1, checkpoint_interval=2)
-    with pytest.raises(hf.OptionError, match="checkpoint_interval"):
+    with pytest.raises(hf.errors.OptionError, match="checkpoint_interval"):
         graph.CheckpointManager(graph.Checkpoint(), place, 1, step_counter=graph.Value(), checkpoint_interval=0)
-    with pytest.raises(hf.OptionError, match="max_to_keep"):
+    with pytest.raises(hf.errors.OptionError, match="max_to_keep"):
         graph.CheckpointManager(graph.Checkpoint(), place, 0)
-    with pytest.raises(hf.OptionError, match="hours"):
+    with pytest.raises(hf.errors.OptionError, match="hours"):
         graph.CheckpointManager(graph.Checkpoint(), place, 1, 0)
     wrong: Any = "3"
-    with pytest.raises(hf.OptionError, match="hours"):
+    with pytest.raises(hf.errors.OptionError, match="hours"):
         graph.CheckpointManager(graph.Checkpoint(), place, 1, wrong)
-    with pytest.raises(hf.OptionError, match="checkpoint_interval"):
+    with pytest.raises(hf.errors.OptionError, match="checkpoint_interval"):
         graph.CheckpointManager(graph.Checkpoint(), place, 1, step_counter=graph.Value(), checkpoint_interval=wrong)
-    with pytest.raises(hf.OptionError, match="must be a Checkpoint"):
+    with pytest.raises(hf.errors.OptionError, match="must be a Checkpoint"):
         graph.CheckpointManager(wrong, place, 1)
     manager = graph.CheckpointManager(graph.Checkpoint(a=1), place, 1)
-    with manager, pytest.raises(hf.OptionError, match="'x' is not a whole number"):
+    with manager, pytest.raises(hf.errors.OptionError, match="'x' is not a whole number"):
         manager.save("x")
 
 
@@ -259,7 +259,7 @@ def test_t09_a_failed_save_leaves_interval_and_counter(tmp_path: Path, monkeypat
         step.assign(5)
         with monkeypatch.context() as broken:
             broken.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "no space")))
-            with pytest.raises(hf.StorageError):
+            with pytest.raises(hf.errors.StorageError):
                 manager.save()
         assert checkpoint.save_counter == 1
         assert manager.save() == str(tmp_path / "ckpt-2")

@@ -138,7 +138,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_values_outside_of_attributes_are_refused_before_the_first_step(tmp_path: Path, name: str) -> None:
-    refused = pytest.raises(hf.UnsupportedLeafError, match=rf"holder/thing: is of type .*{name}.*__untracked__")
+    refused = pytest.raises(hf.errors.UnsupportedLeafError, match=rf"holder/thing: is of type .*{name}.*__untracked__")
     with refused:
         graph.Checkpoint(holder=Holder(REFUSED[name]())).save(tmp_path / "graph")
     saved = graph.Checkpoint(holder=Holder(1)).write(tmp_path / "number")
@@ -245,7 +245,9 @@ def test_containers_of_other_classes(tmp_path: Path) -> None:
             super().__init__(a=1)
             self.__dict__ = self
 
-    with pytest.raises(hf.UnsupportedLeafError, match=r"replay: is a .*Replay with attributes of its own \(position\)"):
+    with pytest.raises(
+        hf.errors.UnsupportedLeafError, match=r"replay: is a .*Replay with attributes of its own \(position\)"
+    ):
         graph.Checkpoint(replay=Replay()).save(tmp_path / "x")
     state = collections.OrderedDict(torch.nn.Linear(1, 1).state_dict())
     again = graph.Checkpoint(settings=Settings(), state=state)
@@ -254,9 +256,9 @@ def test_containers_of_other_classes(tmp_path: Path) -> None:
 
 def test_a_masked_array_is_refused(tmp_path: Path) -> None:
     masked = np.ma.MaskedArray([1.0, 2.0], mask=[True, False])
-    with pytest.raises(hf.UnsupportedLeafError, match=r"a: is a masked array"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"a: is a masked array"):
         graph.Checkpoint(a=masked).save(tmp_path / "x")
-    with pytest.raises(hf.UnsupportedLeafError, match=r"a: is a masked array"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"a: is a masked array"):
         hf.save(tmp_path / "y", {"a": masked})
 
 

@@ -118,13 +118,13 @@ def test_t23_inspect(saved: str) -> None:
         assert "alias/b" not in shapes
         assert reader.has_tensor("alias/b")
         assert not reader.has_tensor("net")
-        with pytest.raises(hf.ObjectNotFoundError, match="nat/bias"):
+        with pytest.raises(hf.errors.ObjectNotFoundError, match="nat/bias"):
             reader.get_tensor("nat/bias")
         leads = {"net/bias": True, "alias/b": True, "odd/a.Sb.Sc": True, "net": False, "nat/b": False}
         for name, there in leads.items():
             assert reader.has_tensor(f"{name}/.ATTRIBUTES/VARIABLE_VALUE") is there
         assert reader.get_tensor("alias/b/.ATTRIBUTES/VARIABLE_VALUE").tolist() == [0, 1, 2]
-        with pytest.raises(hf.ObjectNotFoundError, match=r"nat/b/\.ATTRIBUTES"):
+        with pytest.raises(hf.errors.ObjectNotFoundError, match=r"nat/b/\.ATTRIBUTES"):
             reader.get_tensor("nat/b/.ATTRIBUTES/VARIABLE_VALUE")
 
 
@@ -158,7 +158,7 @@ def test_t23_the_graph(saved: str) -> None:
     assert view.children("alias") == {"b": "net/bias"}
     assert view.same("net/bias", "alias/b")
     assert view.type_of("net").endswith("Node")
-    with pytest.raises(hf.ObjectNotFoundError, match="nat"):
+    with pytest.raises(hf.errors.ObjectNotFoundError, match="nat"):
         view.children("nat")
 
 
@@ -540,5 +540,5 @@ def test_namespaces_and_enumerations(place: str) -> None:
     with pytest.raises(hf.TreeMismatchError, match=r"color: expected a member .*Fewer \(program: BLUE\), found 'RED'"):
         checkpoint.restore(path)
     assert (checkpoint.color, checkpoint.space.name) == (Fewer.BLUE, "b")
-    with pytest.raises(hf.UnsupportedLeafError, match=r"both/0: is a member of an enumeration"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"both/0: is a member of an enumeration"):
         graph.Checkpoint(both=(Color.RED, Color.BLUE)).save(f"{place}/x")

@@ -187,7 +187,9 @@ def test_a_class_that_is_gone_is_named(place: str, monkeypatch: pytest.MonkeyPat
     path = graph.Checkpoint(batches=saved).write(f"{place}/x")
     monkeypatch.delitem(globals(), "Transition")
     monkeypatch.setattr("holdfast.engine.stateful._classes", {})
-    with pytest.raises(hf.StateError, match=r"test_graph_sequences:Transition with the fields observation, reward"):
+    with pytest.raises(
+        hf.errors.StateError, match=r"test_graph_sequences:Transition with the fields observation, reward"
+    ):
         graph.Checkpoint(batches=Batches()).restore(path)
 
 

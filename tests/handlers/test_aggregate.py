@@ -104,7 +104,7 @@ def test_arrays_of_three_libraries(place: str, pytrees: hf.PyTreeCheckpointer) -
 def test_sharded_leaves_are_refused(place: str, pytrees: hf.PyTreeCheckpointer) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
     tree = {"a": {"w": jax.device_put(jnp.arange(4.0), NamedSharding(mesh, Spec("x")))}, "b": 1}
-    with pytest.raises(hf.UnsupportedLeafError, match=r"(?s)nothing was written.*a/w: is sharded over devices"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"(?s)nothing was written.*a/w: is sharded over devices"):
         pytrees.save(place, tree, save_args=ALL)
     with pytest.raises(hf.CheckpointNotFoundError):
         hf.load(place)
@@ -185,7 +185,7 @@ def test_any_arrays_in_msgpack(leaves: dict[str, NDArray[Any]]) -> None:
         assert found[name].tobytes() == array.tobytes()
 
 
-class Lines(hf.AggregateHandler):
+class Lines(hf.type_handlers.AggregateHandler):
     """Another format: one line of numbers for each leaf."""
 
     name = "lines"
@@ -205,7 +205,7 @@ def test_another_aggregate_handler(place: str, stored: Any) -> None:
     lines.save(place, tree, save_args={"a": ALL})
     assert stored(place).read()["state/leaves.txt"] == b"a.n 0 1 2"
     assert lines.restore(place)["a"]["n"].tolist() == [0, 1, 2]
-    with pytest.raises(hf.OptionError, match="a/n is in a file of the AggregateHandler 'lines'"):
+    with pytest.raises(hf.errors.OptionError, match="a/n is in a file of the AggregateHandler 'lines'"):
         hf.load(place)
     assert hf.load(place, select="b")["b"].tolist() == [1, 1]
     assert hf.verify(place).ok
@@ -269,6 +269,6 @@ def test_casting_leaves_the_item_alone(place: str) -> None:
 
 def test_complex_numbers_are_not_cut(place: str, pytrees: hf.PyTreeCheckpointer) -> None:
     with pytest.raises(
-        hf.UnsupportedLeafError, match="a: complex128 cannot be cast to float32, which has no imaginary"
+        hf.errors.UnsupportedLeafError, match="a: complex128 cannot be cast to float32, which has no imaginary"
     ):
         pytrees.save(place, {"a": np.ones(2, complex)}, save_args=hf.SaveArgs(dtype=np.float32))

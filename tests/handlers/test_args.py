@@ -67,9 +67,9 @@ def test_arguments_find_their_leaves(given: Any, expected: list[Any]) -> None:
     ids=["unknown", "index", "below a leaf", "text", "other args", "number"],
 )
 def test_arguments_without_a_leaf(given: Any, message: str, place: str) -> None:
-    with pytest.raises(hf.OptionError, match=message):
+    with pytest.raises(hf.errors.OptionError, match=message):
         broadcast_prefix(given, flatten(TREE).structure, hf.SaveArgs, "save_args")
-    with pytest.raises(hf.OptionError, match=message):
+    with pytest.raises(hf.errors.OptionError, match=message):
         hf.PyTreeCheckpointer().save(place, TREE, save_args=given)
     with pytest.raises(hf.CheckpointNotFoundError):
         hf.load(place)
@@ -119,7 +119,7 @@ def test_dtypes_of_three_libraries(given: Any, expected: Any) -> None:
     ],
 )
 def test_invalid_arguments(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(hf.OptionError, match=message):
+    with pytest.raises(hf.errors.OptionError, match=message):
         make()
 
 
@@ -184,5 +184,5 @@ def test_args_for_a_target(mesh: Mesh) -> None:
         other = hf.checkpoint_utils.construct_restore_args(target, shardings, set_global_shape=False)
         assert other["w"].request().sharding is everywhere
         assert other["w"].request().shape is None
-    with pytest.raises(hf.OptionError, match="sharding_tree: the tree has no v"):
+    with pytest.raises(hf.errors.OptionError, match="sharding_tree: the tree has no v"):
         hf.checkpoint_utils.construct_restore_args(target, {"v": everywhere})

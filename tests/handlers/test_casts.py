@@ -36,7 +36,7 @@ def test_saving_values_that_do_not_fit(
     place: str, value: Any, dtype: Any, message: str, options: dict[str, Any]
 ) -> None:
     save_args = {"a": {"b": hf.SaveArgs(dtype=dtype, **options)}}
-    with pytest.raises(hf.UnsupportedLeafError, match=f"a/b: expected values that .*{message}"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=f"a/b: expected values that .*{message}"):
         hf.PyTreeCheckpointer().save(place, {"a": {"b": value}, "c": np.zeros(3)}, save_args=save_args)
     with pytest.raises(hf.CheckpointNotFoundError):
         hf.load(place)

@@ -74,7 +74,7 @@ def test_all_arguments_together(tmp_path: Path) -> None:
     assert stored_bytes(tmp_path / "one") < 50_000
 
 
-class Words(hf.TypeHandler):
+class Words(hf.type_handlers.TypeHandler):
     """Text as a file."""
 
     name = "words"
@@ -88,7 +88,7 @@ class Words(hf.TypeHandler):
 
 
 def test_several_processes_write_aggregates_and_leaves_of_handlers_once(place: str) -> None:
-    registry = hf.TypeHandlerRegistry({str: Words()})
+    registry = hf.type_handlers.TypeHandlerRegistry({str: Words()})
     handler = hf.PyTreeCheckpointHandler(type_handler_registry=registry, compression=1)
     tree: dict[str, Any] = {
         "w": np.arange(50_000),

@@ -57,9 +57,9 @@ def test_as_it_was_saved(
 
 
 def test_arguments_for_leaves_that_there_are_not(place: str, checkpointer: hf.PyTreeCheckpointer) -> None:
-    with pytest.raises(hf.OptionError, match="restore_args: the tree has no v"):
+    with pytest.raises(hf.errors.OptionError, match="restore_args: the tree has no v"):
         checkpointer.restore(place, restore_args={"v": hf.RestoreArgs()})
-    with pytest.raises(hf.OptionError, match="restore_args: the tree has no w/x"):
+    with pytest.raises(hf.errors.OptionError, match="restore_args: the tree has no w/x"):
         checkpointer.restore(place, {"w": {"y": object()}}, restore_args={"w": {"x": hf.RestoreArgs()}})
     template = {**TREE, "v": np.zeros(2)}
     args = hf.checkpoint_utils.construct_restore_args(template)
@@ -109,7 +109,9 @@ def test_a_train_state_on_another_mesh(place: str) -> None:
 
 def test_unknown_axes_of_a_mesh(place: str, checkpointer: hf.PyTreeCheckpointer) -> None:
     restore_args = {"w": hf.ArrayRestoreArgs(mesh=MESH, mesh_axes=Spec("q"))}
-    with pytest.raises(hf.OptionError, match=r"w: mesh_axes=.*'q'.* must name axes of the mesh.* has the axes x, y"):
+    with pytest.raises(
+        hf.errors.OptionError, match=r"w: mesh_axes=.*'q'.* must name axes of the mesh.* has the axes x, y"
+    ):
         checkpointer.restore(place, restore_args=restore_args)
 
 
@@ -130,24 +132,28 @@ def test_a_structure_is_a_template(place: str, assert_same: Callable[[Any, Any],
     metadata = checkpointer.structure(place)
     assert_same(checkpointer.restore(place, metadata), checkpointer.restore(place))
     assert_same(hf.load(place, like=metadata), hf.load(place))
-    changed = {**metadata, "half": hf.LeafMetadata("jax", (5,), "bfloat16"), "key": hf.LeafMetadata("str", (), None)}
+    changed = {
+        **metadata,
+        "half": hf.reports.LeafMetadata("jax", (5,), "bfloat16"),
+        "key": hf.reports.LeafMetadata("str", (), None),
+    }
     for args in (None, hf.RestoreArgs()):
         with pytest.raises(hf.TreeMismatchError) as caught:
             checkpointer.restore(place, changed, restore_args=args)
         half, key = caught.value.differences
         assert half == "half: expected bfloat16[5] (template), found bfloat16[4] (checkpoint)"
         assert key.startswith("key: expected str (template), found key")
-    with pytest.raises(hf.UnsupportedLeafError, match="half: is a LeafMetadata, which has no values"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="half: is a LeafMetadata, which has no values"):
         hf.save(place + "-other", metadata)
 
 
 def test_metadata_as_the_new_tree_of_transformations(place: str) -> None:
     hf.save(place, {"a": np.arange(4.0)})
     transforms = {"z": hf.Transform(original_key="a")}
-    found = hf.load_transformed(place, transforms, {"z": hf.LeafMetadata("numpy", (4,), "float64")})
+    found = hf.load_transformed(place, transforms, {"z": hf.reports.LeafMetadata("numpy", (4,), "float64")})
     np.testing.assert_array_equal(found["z"], np.arange(4.0))
     with pytest.raises(hf.TreeMismatchError, match=r"z: expected float64\[9\] \(template\)|a.*expected float64\[9\]"):
-        hf.load_transformed(place, transforms, {"z": hf.LeafMetadata("numpy", (9,), "float64")})
+        hf.load_transformed(place, transforms, {"z": hf.reports.LeafMetadata("numpy", (9,), "float64")})
 
 
 @pytest.mark.parametrize("as_template", [False, True])

@@ -28,25 +28,27 @@ class Rare(Vocabulary):
     pass
 
 
-class VocabularyHandler(hf.TypeHandler):
+class VocabularyHandler(hf.type_handlers.TypeHandler):
     """Files in the folder of the leaf."""
 
     name = "vocabulary"
 
-    def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.ParamInfo]:
+    def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.type_handlers.ParamInfo]:
         for value, name in zip(values, names, strict=True):
             if not all(isinstance(word, str) for word in value.words):
-                raise hf.UnsupportedLeafError(f"{name}: words are text")
+                raise hf.errors.UnsupportedLeafError(f"{name}: words are text")
         facts = [{"count": len(value.words), "class": type(value).__name__} for value in values]
-        return [hf.ParamInfo(name=name, facts=fact) for name, fact in zip(names, facts, strict=True)]
+        return [hf.type_handlers.ParamInfo(name=name, facts=fact) for name, fact in zip(names, facts, strict=True)]
 
-    def serialize(self, values: Sequence[Any], infos: Sequence[hf.ParamInfo], args: Sequence[hf.SaveArgs]) -> Any:
+    def serialize(
+        self, values: Sequence[Any], infos: Sequence[hf.type_handlers.ParamInfo], args: Sequence[hf.SaveArgs]
+    ) -> Any:
         for value, info in zip(values, infos, strict=True):
             assert info.folder is not None
             for number, word in enumerate(value.words):
                 (info.folder / f"{number}.txt").write_bytes(word.encode())
 
-    def deserialize(self, infos: Sequence[hf.ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
+    def deserialize(self, infos: Sequence[hf.type_handlers.ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
         found = []
         for info, asked in zip(infos, args, strict=True):
             assert info.folder is not None
@@ -55,7 +57,7 @@ class VocabularyHandler(hf.TypeHandler):
         return found
 
 
-class Elsewhere(hf.TypeHandler):
+class Elsewhere(hf.type_handlers.TypeHandler):
     """Another storage: the checkpoint holds only the place of the leaf."""
 
     name = "elsewhere"
@@ -63,14 +65,16 @@ class Elsewhere(hf.TypeHandler):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.ParamInfo]:
-        return [hf.ParamInfo(name=name, facts={"file": f"{name}.npy"}) for name in names]
+    def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.type_handlers.ParamInfo]:
+        return [hf.type_handlers.ParamInfo(name=name, facts={"file": f"{name}.npy"}) for name in names]
 
-    def serialize(self, values: Sequence[Any], infos: Sequence[hf.ParamInfo], args: Sequence[hf.SaveArgs]) -> Any:
+    def serialize(
+        self, values: Sequence[Any], infos: Sequence[hf.type_handlers.ParamInfo], args: Sequence[hf.SaveArgs]
+    ) -> Any:
         for value, info, asked in zip(values, infos, args, strict=True):
             np.save(self.directory / info.facts["file"], value if asked.dtype is None else value.astype(asked.dtype))
 
-    def deserialize(self, infos: Sequence[hf.ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
+    def deserialize(self, infos: Sequence[hf.type_handlers.ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
         return [np.load(self.directory / info.facts["file"]) for info in infos]
 
 
@@ -79,12 +83,12 @@ TREE: dict[str, Any] = {"w": np.arange(3), "text": {"vocabulary": Vocabulary(WOR
 
 
 @pytest.fixture
-def registry() -> hf.TypeHandlerRegistry:
-    return hf.TypeHandlerRegistry({Vocabulary: VocabularyHandler()})
+def registry() -> hf.type_handlers.TypeHandlerRegistry:
+    return hf.type_handlers.TypeHandlerRegistry({Vocabulary: VocabularyHandler()})
 
 
 @pytest.fixture
-def checkpointer(registry: hf.TypeHandlerRegistry) -> hf.Checkpointer:
+def checkpointer(registry: hf.type_handlers.TypeHandlerRegistry) -> hf.Checkpointer:
     return hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry))
 
 
@@ -117,11 +121,13 @@ def test_subclasses_and_bare_leaves(place: str, checkpointer: hf.Checkpointer) -
 
 def test_without_the_handler(place: str, checkpointer: hf.Checkpointer) -> None:
     checkpointer.save(place, TREE)
-    with pytest.raises(hf.OptionError) as caught:
+    with pytest.raises(hf.errors.OptionError) as caught:
         hf.load(place)
     message = str(caught.value)
     assert "text/vocabulary is a" in message
-    assert "Vocabulary of the TypeHandler 'vocabulary'; register it with hf.register_type_handler" in message
+    assert (
+        "Vocabulary of the TypeHandler 'vocabulary'; register it with hf.type_handlers.register_type_handler" in message
+    )
     assert "rest/1" in message
     assert place in message
     assert hf.load(place, select=["w", "rest/0"])["w"].tolist() == [0, 1, 2]
@@ -153,13 +159,13 @@ def test_damaged_files_are_found(tmp_path: Path, checkpointer: hf.Checkpointer) 
 
 
 def test_unsupported_leaves_show_before_anything_is_written(place: str, checkpointer: hf.Checkpointer) -> None:
-    with pytest.raises(hf.UnsupportedLeafError, match="text: words are text"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="text: words are text"):
         checkpointer.save(place, {"text": Vocabulary([1])})  # type: ignore[list-item]  # that is the mistake
     with pytest.raises(hf.CheckpointNotFoundError):
         hf.load(place)
 
 
-def test_a_snapshot_in_the_background(place: str, registry: hf.TypeHandlerRegistry) -> None:
+def test_a_snapshot_in_the_background(place: str, registry: hf.type_handlers.TypeHandlerRegistry) -> None:
     leaf = Vocabulary(["before"])
     with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
         checkpointer.save(place, {"v": leaf, "w": np.ones(3)})
@@ -168,7 +174,7 @@ def test_a_snapshot_in_the_background(place: str, registry: hf.TypeHandlerRegist
 
 
 def test_another_storage_medium(place: str, tmp_path: Path) -> None:
-    registry = hf.TypeHandlerRegistry({np.ndarray: Elsewhere(tmp_path)})
+    registry = hf.type_handlers.TypeHandlerRegistry({np.ndarray: Elsewhere(tmp_path)})
     handler = hf.PyTreeCheckpointHandler(type_handler_registry=registry)
     checkpointer = hf.Checkpointer(handler)
     checkpointer.save(place, {"a": {"w": np.arange(4.0)}, "n": 3}, save_args={"a": hf.SaveArgs(dtype=np.float16)})
@@ -180,7 +186,7 @@ def test_another_storage_medium(place: str, tmp_path: Path) -> None:
 
 
 def test_the_default_registry(place: str) -> None:
-    hf.register_type_handler(Vocabulary, VocabularyHandler())
+    hf.type_handlers.register_type_handler(Vocabulary, VocabularyHandler())
     try:
         hf.save(place, TREE)
         assert hf.load(place)["text"] == TREE["text"]
@@ -190,16 +196,16 @@ def test_the_default_registry(place: str) -> None:
             assert manager.restore(0)["text"] == TREE["text"]
     finally:
         DEFAULT_REGISTRY.unregister(Vocabulary)
-    with pytest.raises(hf.OptionError, match="register_type_handler"):
+    with pytest.raises(hf.errors.OptionError, match="register_type_handler"):
         hf.load(place)
 
 
-def test_registering_twice(registry: hf.TypeHandlerRegistry) -> None:
-    with pytest.raises(hf.OptionError, match="Vocabulary has the handler 'vocabulary' already"):
+def test_registering_twice(registry: hf.type_handlers.TypeHandlerRegistry) -> None:
+    with pytest.raises(hf.errors.OptionError, match="Vocabulary has the handler 'vocabulary' already"):
         registry.register(Vocabulary, VocabularyHandler())
-    with pytest.raises(hf.OptionError, match="another handler has the name 'vocabulary'"):
+    with pytest.raises(hf.errors.OptionError, match="another handler has the name 'vocabulary'"):
         registry.register(dict, VocabularyHandler())
-    with pytest.raises(hf.OptionError, match="needs a name"):
+    with pytest.raises(hf.errors.OptionError, match="needs a name"):
         registry.register(dict, object())  # type: ignore[arg-type]  # that is the mistake
     other = VocabularyHandler()
     registry.register(Vocabulary, other, override=True)
@@ -210,14 +216,14 @@ def test_registering_twice(registry: hf.TypeHandlerRegistry) -> None:
     assert registry.find(Vocabulary()) is None
 
 
-def test_handlers_that_lose_leaves(place: str, registry: hf.TypeHandlerRegistry) -> None:
+def test_handlers_that_lose_leaves(place: str, registry: hf.type_handlers.TypeHandlerRegistry) -> None:
     class Forgetful(VocabularyHandler):
-        def deserialize(self, infos: Sequence[hf.ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
+        def deserialize(self, infos: Sequence[hf.type_handlers.ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
             return []
 
     hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)).save(place, TREE)
     registry.register(Vocabulary, Forgetful(), override=True)
-    with pytest.raises(hf.OptionError, match=r"gave 0 values for 2 leaves: text/vocabulary \(.*Vocabul"):
+    with pytest.raises(hf.errors.OptionError, match=r"gave 0 values for 2 leaves: text/vocabulary \(.*Vocabul"):
         hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)).restore(place)
 
 
@@ -229,7 +235,7 @@ def _fail(*_: Any) -> Any:
 def test_errors_while_saving_say_where(place: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     handler = VocabularyHandler()
     monkeypatch.setattr(handler, method, _fail)
-    registry = hf.TypeHandlerRegistry({Vocabulary: handler})
+    registry = hf.type_handlers.TypeHandlerRegistry({Vocabulary: handler})
     with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
         with pytest.raises((KeyError, hf.SaveFailedError)) as caught:
             _save_and_wait(checkpointer, place)
@@ -245,7 +251,7 @@ def _save_and_wait(checkpointer: hf.AsyncCheckpointer, place: str) -> None:
 
 
 def test_errors_while_restoring_say_where(
-    place: str, registry: hf.TypeHandlerRegistry, monkeypatch: pytest.MonkeyPatch
+    place: str, registry: hf.type_handlers.TypeHandlerRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry))
     checkpointer.save(place, TREE)
@@ -259,12 +265,12 @@ def test_errors_while_restoring_say_where(
 
 def test_facts_are_json(place: str) -> None:
     class Odd(VocabularyHandler):
-        def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.ParamInfo]:
+        def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.type_handlers.ParamInfo]:
             facts: Mapping[str, Any] = {"fact": object()}
-            return [hf.ParamInfo(name=name, facts=facts) for name in names]
+            return [hf.type_handlers.ParamInfo(name=name, facts=facts) for name in names]
 
-    registry = hf.TypeHandlerRegistry({Vocabulary: Odd()})
-    with pytest.raises(hf.UnsupportedLeafError, match="text/vocabulary: its facts are not JSON"):
+    registry = hf.type_handlers.TypeHandlerRegistry({Vocabulary: Odd()})
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="text/vocabulary: its facts are not JSON"):
         hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)).save(place, TREE)
     with pytest.raises(hf.CheckpointNotFoundError):
         hf.load(place)
@@ -273,14 +279,14 @@ def test_facts_are_json(place: str) -> None:
 @pytest.mark.parametrize("to", ["safetensors", "torch", "orbax"])
 def test_other_formats_have_no_place_for_it(tmp_path: Path, checkpointer: hf.Checkpointer, to: Any) -> None:
     checkpointer.save(tmp_path / "one", TREE)
-    with pytest.raises(hf.UnsupportedLeafError, match="text/vocabulary"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="text/vocabulary"):
         hf.export_checkpoint(tmp_path / "one", tmp_path / "two", to=to)
     assert not (tmp_path / "two").exists()
 
 
 def test_coroutines_and_futures(place: str) -> None:
     class Later:
-        def __init__(self, place: hf.Location, text: str) -> None:
+        def __init__(self, place: hf.storage.Location, text: str) -> None:
             self.place, self.text = place, text
 
         def result(self, timeout: float | None = None) -> None:
@@ -298,7 +304,7 @@ def test_coroutines_and_futures(place: str) -> None:
             found: list[Any] = super().deserialize(infos, args)
             return found
 
-    registry = hf.TypeHandlerRegistry({Vocabulary: Asynchronous()})
+    registry = hf.type_handlers.TypeHandlerRegistry({Vocabulary: Asynchronous()})
     with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
         checkpointer.save(place, TREE)
         assert checkpointer.restore(place)["text"] == TREE["text"]
@@ -327,6 +333,6 @@ def test_forged_descriptions(
     assert len(look(place)) == 1
     files.edit(lambda body: body["items"]["state"]["files"].pop("leaves/0/2.txt"))
     files.remove("state/leaves/0/2.txt")
-    with pytest.raises((hf.OptionError, hf.StorageError)) as caught:
+    with pytest.raises((hf.errors.OptionError, hf.errors.StorageError)) as caught:
         checkpointer.restore(place)
     assert len(str(caught.value)) < 1000

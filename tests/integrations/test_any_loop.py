@@ -336,7 +336,7 @@ def test_objects_that_do_not_match_stay_as_they_are(place: str, state: Any, line
             checkpoint.restore_or_initialize(state)
         assert all(line in str(caught.value) for line in lines), str(caught.value)
         assert all(map(torch.equal, before.values(), net.state_dict().values()))
-        with pytest.raises(hf.StateError, match="has not restored"):  # and the loop cannot go on without it
+        with pytest.raises(hf.errors.StateError, match="has not restored"):  # and the loop cannot go on without it
             checkpoint.on_step(2, state)
 
 
@@ -395,7 +395,7 @@ def test_weights_of_another_checkpoint_need_one_module(place: str, modules: int)
     with (
         hf.CheckpointCallback(f"{place}/other", init_from=f"{place}/weights", save_at_end=False) as checkpoint,
         pytest.raises(
-            hf.OptionError, match=f"needs one torch module in the state, and this is {modules} torch modules"
+            hf.errors.OptionError, match=f"needs one torch module in the state, and this is {modules} torch modules"
         ),
     ):
         checkpoint.restore_or_initialize(state)
@@ -421,10 +421,10 @@ def test_names_of_options_are_no_names_of_extras(name: str, tmp_path: Path) -> N
     state = {"w": np.ones(2)}
     mistaken: dict[str, Any] = {name: "initialize"}
     with hf.CheckpointCallback(tmp_path) as checkpoint:
-        with pytest.raises(hf.OptionError, match=rf"pass it to CheckpointCallback\(..., {name}=...\)"):
+        with pytest.raises(hf.errors.OptionError, match=rf"pass it to CheckpointCallback\(..., {name}=...\)"):
             checkpoint.restore_or_initialize(state, **mistaken)
         checkpoint.restore_or_initialize(state)
-        with pytest.raises(hf.OptionError, match=f"{name}= is an option"):
+        with pytest.raises(hf.errors.OptionError, match=f"{name}= is an option"):
             checkpoint.on_step(1, state, **mistaken)
 
 
@@ -568,7 +568,7 @@ def test_a_new_rate_of_optax_is_said_and_can_be_chosen(
 
 def test_a_choice_of_hyperparameters_that_is_none(tmp_path: Path) -> None:
     choice: Any = "mine"
-    with pytest.raises(hf.OptionError, match="must be 'saved' or 'program'"):
+    with pytest.raises(hf.errors.OptionError, match="must be 'saved' or 'program'"):
         hf.CheckpointCallback(tmp_path, hyperparameters=choice)
 
 
@@ -595,7 +595,7 @@ def test_the_callback_takes_whatever_a_manager_takes(tmp_path: Path) -> None:
     with pytest.raises(hf.CheckpointExistsError):
         hf.CheckpointCallback(tmp_path, resume="never", step_prefix="step").restore_or_initialize(state)
     for wrong in ({"barrier_timeout_secs": "soon"}, {"item_intervals": {"extras": 0}}):
-        with pytest.raises(hf.OptionError, match=next(iter(wrong))):
+        with pytest.raises(hf.errors.OptionError, match=next(iter(wrong))):
             hf.CheckpointCallback(tmp_path, **wrong)
 
 
@@ -604,12 +604,14 @@ def test_steps_that_go_down_are_refused(tmp_path: Path) -> None:
     with hf.CheckpointCallback(tmp_path, save_interval_steps=5) as checkpoint:
         checkpoint.restore_or_initialize(state)
         checkpoint.on_step(5, state)
-        with pytest.raises(hf.OptionError, match=r"on_step\(3\) came after step 5"):
+        with pytest.raises(hf.errors.OptionError, match=r"on_step\(3\) came after step 5"):
             checkpoint.on_step(3, state)
         checkpoint.on_step(10, state)
     with hf.CheckpointCallback(tmp_path) as checkpoint:
         checkpoint.restore_or_initialize(state)
-        with pytest.raises(hf.OptionError, match=r"on_step\(1\) came after step 10"):  # a loop that begins at 0 again
+        with pytest.raises(
+            hf.errors.OptionError, match=r"on_step\(1\) came after step 10"
+        ):  # a loop that begins at 0 again
             checkpoint.on_step(1, state)
         checkpoint.manager.restore(5, {"state": state})  # a program that goes back says so
         assert checkpoint.on_step(6, state).saved is False

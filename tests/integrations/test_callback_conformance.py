@@ -353,9 +353,9 @@ def test_a_step_that_is_named_and_not_there(driver: Driver, place: str) -> None:
     StoredFiles(f"{place}/1").write("checkpoint.json", b"{")
     with pytest.raises(hf.HoldfastError, match="1"):
         driver.train(place, 3, resume=1)
-    with pytest.raises(hf.OptionError, match="resume='best' needs best_fn="):
+    with pytest.raises(hf.errors.OptionError, match="resume='best' needs best_fn="):
         driver.train(place, 3, resume="best")
-    with pytest.raises(hf.OptionError, match="resume=-1 must not be negative"):
+    with pytest.raises(hf.errors.OptionError, match="resume=-1 must not be negative"):
         driver.train(place, 3, resume=-1)
 
 
@@ -382,7 +382,7 @@ def test_damaged_checkpoints_only(driver: Driver, place: str, resume: str) -> No
     driver.train(place, 2, **EVERY_STEP)
     for step in (1, 2):
         StoredFiles(place).write(f"{step}/checkpoint.json", b"{")
-    with pytest.raises(hf.NoWholeCheckpointError, match="step 2"):
+    with pytest.raises(hf.errors.NoWholeCheckpointError, match="step 2"):
         driver.train(place, 3, resume=resume)
 
 
@@ -461,7 +461,7 @@ def owned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_a_second_live_run_is_refused(driver: Driver, owned: Path) -> None:
-    with pytest.raises(hf.OwnershipError, match="another run"):
+    with pytest.raises(hf.errors.OwnershipError, match="another run"):
         driver.train(owned, 1)
 
 
@@ -472,7 +472,7 @@ def test_a_save_that_fails_in_the_background_is_raised(
 
     def fails(save: Save) -> Any:
         if save._location.name == "3":
-            raise hf.StorageFullError("no space left for step 3")
+            raise hf.errors.StorageFullError("no space left for step 3")
         return write(save)
 
     monkeypatch.setattr(Save, "write", fails)
@@ -517,5 +517,5 @@ def test_the_options_are_those_of_every_callback(driver: Driver) -> None:
 def test_options_that_make_no_sense_are_refused(
     driver: Driver, place: str, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(hf.OptionError, match=message):
+    with pytest.raises(hf.errors.OptionError, match=message):
         driver.callback(place, **options)

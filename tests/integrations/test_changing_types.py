@@ -309,7 +309,7 @@ def test_functions_come_from_the_program(place: str) -> None:
     assert saved["state"]["layer"]["activation"] is ...
     functions: list[Any] = [scaled_by(jnp.ones(2)), scaled_by([1.0]), [].append, partial(jnp.add, jnp.ones(2))]
     for function in functions:
-        with pytest.raises(hf.UnsupportedLeafError, match=r"layer/activation: .* is code.*eqx\.partition"):
+        with pytest.raises(hf.errors.UnsupportedLeafError, match=r"layer/activation: .* is code.*eqx\.partition"):
             train({"layer": Layer(jnp.ones(2), function)}, lambda state: state, f"{place}/other", 1)
 
 

@@ -171,7 +171,10 @@ def test_a_loop_that_forgets_to_restore_is_stopped_before_it_mixes_two_runs(tmp_
     with CheckpointCallback(tmp_path) as checkpoint:  # into an empty directory there is nothing to restore
         run(checkpoint, 1, 2)
     for _ in range(2):
-        with CheckpointCallback(tmp_path) as checkpoint, pytest.raises(hf.StateError, match="restore_or_initialize"):
+        with (
+            CheckpointCallback(tmp_path) as checkpoint,
+            pytest.raises(hf.errors.StateError, match="restore_or_initialize"),
+        ):
             checkpoint.on_step(1, state_at(1))
     assert hf.CheckpointManager(tmp_path).all_steps() == [2]
 
@@ -237,7 +240,7 @@ def test_extras_asked_of_a_checkpoint_without_any(tmp_path: Path) -> None:
 )
 def test_data_without_a_state_is_refused_before_the_first_step(tmp_path: Path, data: Any) -> None:
     with CheckpointCallback(tmp_path / "run", save_interval_steps=1) as checkpoint:
-        with pytest.raises(hf.OptionError, match=rf"^data= is a {type(data).__name__}, .*state_dict and"):
+        with pytest.raises(hf.errors.OptionError, match=rf"^data= is a {type(data).__name__}, .*state_dict and"):
             checkpoint.restore_or_initialize(state_at(0), data=data)
         _, start = checkpoint.restore_or_initialize(state_at(0), text="abc", pair=(np.ones(2), {1: 2}), empty=[])
 
@@ -255,7 +258,7 @@ def test_an_array_extra_of_another_shape_is_an_error(tmp_path: Path) -> None:
 def test_an_extra_forgotten_at_a_step_is_an_error(tmp_path: Path) -> None:
     with CheckpointCallback(tmp_path) as checkpoint:
         checkpoint.restore_or_initialize(state_at(0), data=Positions())
-        with pytest.raises(hf.StateError, match="data="):
+        with pytest.raises(hf.errors.StateError, match="data="):
             checkpoint.on_step(1, state_at(1))
 
 
@@ -385,9 +388,9 @@ def test_closing_by_hand_is_the_same_as_leaving_the_block(tmp_path: Path) -> Non
     checkpoint.close()
     checkpoint.close()
     assert hf.CheckpointManager(tmp_path).all_steps() == [2, 3]
-    with pytest.raises(hf.StateError, match="closed"):
+    with pytest.raises(hf.errors.StateError, match="closed"):
         checkpoint.on_step(4, state_at(4))
-    with pytest.raises(hf.StateError, match="closed"):
+    with pytest.raises(hf.errors.StateError, match="closed"):
         checkpoint.restore_or_initialize(state_at(0))
 
 
@@ -396,7 +399,7 @@ def test_the_step_of_a_train_state_must_agree(tmp_path: Path) -> None:
     state = train_state.TrainState.create(apply_fn=None, params={"w": np.zeros(2)}, tx=optax.sgd(0.1))
     with CheckpointCallback(tmp_path) as checkpoint:
         checkpoint.on_step(0, state)
-        with pytest.raises(hf.OptionError, match=r"on_step\(1\).*step=0.*step \+ 1"):
+        with pytest.raises(hf.errors.OptionError, match=r"on_step\(1\).*step=0.*step \+ 1"):
             checkpoint.on_step(1, state)
         checkpoint.on_step(1, state.replace(step=1))
 
@@ -486,9 +489,15 @@ def test_a_metric_that_is_gone_does_not_cost_the_step(tmp_path: Path, caplog: py
 
 
 def test_metrics_that_are_no_mapping_are_refused(tmp_path: Path) -> None:
-    with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint, pytest.raises(hf.OptionError, match="loss"):
+    with (
+        CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint,
+        pytest.raises(hf.errors.OptionError, match="loss"),
+    ):
         checkpoint.on_eval(1, [0.5])  # type: ignore[arg-type]  # what is to be refused
-    with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint, pytest.raises(hf.OptionError, match="loss"):
+    with (
+        CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint,
+        pytest.raises(hf.errors.OptionError, match="loss"),
+    ):
         checkpoint.on_step(1, state_at(1), metrics=0.5)  # type: ignore[arg-type]  # what is to be refused
 
 

@@ -198,7 +198,7 @@ def test_states_of_other_kinds(tmp_path: Path) -> None:
         state, _ = callback.restore_or_initialize(fresh)
     assert (state["params"]["w"].tolist(), state["other"]) == ([1, 1], 3)
     with (
-        pytest.raises(hf.OptionError, match="a list without params"),
+        pytest.raises(hf.errors.OptionError, match="a list without params"),
         CheckpointCallback(tmp_path / "b", init_from=tmp_path / "ckpt") as callback,
     ):
         callback.restore_or_initialize([jnp.zeros(2)])
@@ -206,7 +206,7 @@ def test_states_of_other_kinds(tmp_path: Path) -> None:
 
 def test_it_is_never_passed_over(tmp_path: Path) -> None:
     with (
-        pytest.raises(hf.StateError, match="takes effect in restore_or_initialize"),
+        pytest.raises(hf.errors.StateError, match="takes effect in restore_or_initialize"),
         CheckpointCallback(tmp_path / "run", init_from=tmp_path / "x") as callback,
     ):
         callback.on_step(1, {"params": jnp.ones(1)})
@@ -218,7 +218,7 @@ def test_it_is_never_passed_over(tmp_path: Path) -> None:
 
 
 def test_places_that_are_none() -> None:
-    with pytest.raises(hf.InvalidLocationError):
+    with pytest.raises(hf.errors.InvalidLocationError):
         CheckpointCallback("memory://init-from", init_from="ftp://x")
 
 

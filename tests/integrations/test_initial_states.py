@@ -171,9 +171,11 @@ def test_a_template_with_shardings(program: str, place: str) -> None:
 
 def test_what_is_no_function_of_jax(place: str) -> None:
     with hf.CheckpointCallback(place) as checkpoint:
-        with pytest.raises(hf.OptionError, match=r"make_torch was passed as the function.*Pass the state itself"):
+        with pytest.raises(
+            hf.errors.OptionError, match=r"make_torch was passed as the function.*Pass the state itself"
+        ):
             checkpoint.restore_or_initialize(make_torch)
-        with pytest.raises(hf.OptionError, match="like= is the template of a function"):
+        with pytest.raises(hf.errors.OptionError, match="like= is the template of a function"):
             checkpoint.restore_or_initialize({"w": 1}, like={"w": 2})
 
 
@@ -207,7 +209,7 @@ class Counter:
     ],
 )
 def test_what_no_save_can_take_is_found_before_the_first_step(state: Any, extras: Any, said: str, place: str) -> None:
-    with hf.CheckpointCallback(place) as checkpoint, pytest.raises(hf.UnsupportedLeafError) as raised:
+    with hf.CheckpointCallback(place) as checkpoint, pytest.raises(hf.errors.UnsupportedLeafError) as raised:
         checkpoint.restore_or_initialize(state, **extras)
     assert said in str(raised.value)
 
@@ -219,7 +221,7 @@ def test_what_no_save_can_take_is_found_at_the_first_step(place: str) -> None:
         ({}, {"log": threading.Lock()}, "log: is of type _thread.lock"),
     ]
     for extras, changes, said in cases:
-        error = pytest.raises(hf.UnsupportedLeafError, match=re.escape(said))
+        error = pytest.raises(hf.errors.UnsupportedLeafError, match=re.escape(said))
         with error, hf.CheckpointCallback(place, save_interval_steps=100) as checkpoint:
             state, _ = checkpoint.restore_or_initialize({"w": 1}, **extras)
             checkpoint.on_step(1, {**state, **changes}, **extras)
@@ -230,7 +232,9 @@ def test_an_abstract_state_needs_a_checkpoint(tmp_path: Path) -> None:
     for resume in ("auto", "never"):
         with (
             hf.CheckpointCallback(tmp_path / "run", resume=resume) as checkpoint,
-            pytest.raises(hf.OptionError, match=r"is abstract, and there is no checkpoint.*key, n, w.*restore_or_init"),
+            pytest.raises(
+                hf.errors.OptionError, match=r"is abstract, and there is no checkpoint.*key, n, w.*restore_or_init"
+            ),
         ):
             checkpoint.restore_or_initialize(abstract)
     assert not (tmp_path / "run").exists()

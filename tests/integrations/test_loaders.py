@@ -198,9 +198,9 @@ def test_loaders_that_would_go_on_with_others() -> None:
         (iter([1, 2]), "not an iterator"),
         (3, "needs a loader"),
     ):
-        with pytest.raises(hf.OptionError, match=message):
+        with pytest.raises(hf.errors.OptionError, match=message):
             hf.skip_to(loader)  # type: ignore[arg-type]
-    with pytest.raises(hf.OptionError, match="number of batches"):
+    with pytest.raises(hf.errors.OptionError, match="number of batches"):
         hf.skip_to([1], -1)
     assert list(hf.skip_to([])) == []
 
@@ -243,7 +243,7 @@ def test_iterators_that_write_files(tmp_path: Path) -> None:
         assert next(again) == 6
     graph.Checkpoint(data=other).restore(path).assert_consumed()
     assert next(other) == 6
-    with pytest.raises(hf.StateError, match=r"Silent.save\(path\) wrote no file"):
+    with pytest.raises(hf.errors.StateError, match=r"Silent.save\(path\) wrote no file"):
         graph.Checkpoint(data=Silent()).write(tmp_path / "silent")
 
 
@@ -396,9 +396,12 @@ def test_a_sampler_that_draws_without_a_state_is_refused(sampler: Callable[[], A
     batches = torch.utils.data.BatchSampler(sampler(), 3, False)
     kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     for loader in (stateful_loader(sampler=sampler), kind(Samples(), batch_sampler=batches)):
-        with CheckpointCallback(tmp_path) as checkpoint, pytest.raises(hf.OptionError, match="which has no state"):
+        with (
+            CheckpointCallback(tmp_path) as checkpoint,
+            pytest.raises(hf.errors.OptionError, match="which has no state"),
+        ):
             checkpoint.restore_or_initialize({"w": 0}, data=loader)
-    with pytest.raises(hf.OptionError, match="draws its order"):
+    with pytest.raises(hf.errors.OptionError, match="draws its order"):
         hf.skip_to(DataLoader(Samples(), batch_sampler=batches))
 
 

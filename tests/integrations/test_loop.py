@@ -20,7 +20,9 @@ from holdfast.integrations.loop import CheckpointCallback
 @pytest.mark.parametrize("name", ["step", "metrics"])
 def test_names_that_an_extra_cannot_have(tmp_path: Path, name: str) -> None:
     checkpoint = CheckpointCallback(tmp_path)
-    with pytest.raises(hf.OptionError, match=f"an extra cannot be called '{name}', as the callback uses this name"):
+    with pytest.raises(
+        hf.errors.OptionError, match=f"an extra cannot be called '{name}', as the callback uses this name"
+    ):
         checkpoint.restore_or_initialize({"w": np.zeros(2)}, **{name: 3})
     assert list(tmp_path.iterdir()) == []
 
@@ -71,7 +73,7 @@ def test_weights_for_a_state_without_params(tmp_path: Path) -> None:
     hf.save(tmp_path / "weights", {"params": {"w": np.ones(2)}})
     with (
         CheckpointCallback(tmp_path / "run", init_from=tmp_path / "weights", save_at_end=False) as checkpoint,
-        pytest.raises(hf.OptionError, match="or one module of nnx, and this is a list without params"),
+        pytest.raises(hf.errors.OptionError, match="or one module of nnx, and this is a list without params"),
     ):
         checkpoint.restore_or_initialize([np.zeros(2)])
 

@@ -132,7 +132,7 @@ def test_an_option_has_the_same_effect_everywhere(place: str, case: str, tmp_pat
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused_is_refused_everywhere(place: str, case: str, tmp_path: Path) -> None:
-    with pytest.raises(hf.OptionError, match=next(iter(REFUSED[case]))):
+    with pytest.raises(hf.errors.OptionError, match=next(iter(REFUSED[case]))):
         PLACES[place](tmp_path, **REFUSED[case])
 
 
@@ -213,9 +213,9 @@ def test_callbacks_take_their_options_by_name(tmp_path: Path) -> None:
 def test_names_of_other_libraries_are_explained(tmp_path: Path, name: str, advice: str) -> None:
     takes: tuple[Any, ...] = (FlaxCallback, LightningCallback)
     for take in takes:
-        with pytest.raises(hf.UnknownArgumentError, match=f"Callback.*'{name}'.*{advice}"):
+        with pytest.raises(hf.errors.UnknownArgumentError, match=f"Callback.*'{name}'.*{advice}"):
             take(tmp_path, **{name: 1})
-    with pytest.raises(hf.UnknownArgumentError, match=f"CheckpointManagerOptions.*{advice}"):
+    with pytest.raises(hf.errors.UnknownArgumentError, match=f"CheckpointManagerOptions.*{advice}"):
         hf.CheckpointManagerOptions(**{name: 1})  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
@@ -238,7 +238,9 @@ def test_signals_are_given_by_name(taker: str, tmp_path: Path) -> None:
     several = TAKERS[taker](tmp_path, signals=["SIGTERM", "USR1", "SIGTERM"], grace_secs="30s")
     assert several.preemption_signals() == (signal.SIGTERM, signal.SIGUSR1)
     for refused in ("SIGKILL", "STOP", "SIGNAL"):
-        with pytest.raises(hf.OptionError, match=f"signals: '{refused}' is not a signal that a process can handle"):
+        with pytest.raises(
+            hf.errors.OptionError, match=f"signals: '{refused}' is not a signal that a process can handle"
+        ):
             TAKERS[taker](tmp_path, signals=[refused])
     assert list(tmp_path.iterdir()) == []
 
@@ -246,5 +248,5 @@ def test_signals_are_given_by_name(taker: str, tmp_path: Path) -> None:
 def test_signals_are_given_by_number_and_alone(tmp_path: Path) -> None:
     assert FlaxCallback(tmp_path, signals=[signal.SIGINT])._options.preemption_signals() == (signal.SIGINT,)
     assert FlaxCallback(tmp_path, signals="SIGINT")._options.preemption_signals() == (signal.SIGINT,)
-    with pytest.raises(hf.OptionError, match="grace_secs=0 is not a duration"):
+    with pytest.raises(hf.errors.OptionError, match="grace_secs=0 is not a duration"):
         FlaxCallback(tmp_path, grace_secs=0)

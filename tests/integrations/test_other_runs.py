@@ -235,7 +235,7 @@ def test_facts_about_a_step(tmp_path: Path) -> None:
         manager.save(1, {"w": np.ones(2)}, custom_metadata=facts)
         facts["epoch"] = 2
         manager.save(2, {"w": np.ones(2)}, metrics={"loss": 1.0})
-        with pytest.raises(hf.OptionError, match="custom_metadata= cannot be stored as JSON"):
+        with pytest.raises(hf.errors.OptionError, match="custom_metadata= cannot be stored as JSON"):
             manager.save(3, {"w": np.ones(2)}, custom_metadata={"rate": np.float32(1)})
         manager.wait_until_finished()
         manager.record_metrics(1, {"loss": 2.0})

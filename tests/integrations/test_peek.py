@@ -109,7 +109,7 @@ def test_a_damaged_step_is_passed_over(tmp_path: Path) -> None:
         assert found.step == 2
     for step in (1, 2):
         (tmp_path / str(step) / "extras" / "tree.json").write_bytes(b"{")
-    with hf.CheckpointCallback(tmp_path) as checkpoint, pytest.raises(hf.NoWholeCheckpointError, match="step 3"):
+    with hf.CheckpointCallback(tmp_path) as checkpoint, pytest.raises(hf.errors.NoWholeCheckpointError, match="step 3"):
         checkpoint.peek()
 
 

@@ -57,7 +57,7 @@ def test_a_recipe_begins_from_a_step(tmp_path: Path) -> None:
     assert [train(resume=resume).start for resume in (2, "best", "auto")] == [2, best, 4]
     with pytest.raises(hf.CheckpointNotFoundError, match=r"checkpoint\.resume=9, but .* has no such step.*1, 2, 3, 4"):
         train(resume=9)
-    with pytest.raises(hf.OptionError, match=r"checkpoint\.resume: resume='best' needs best_fn="):
+    with pytest.raises(hf.errors.OptionError, match=r"checkpoint\.resume: resume='best' needs best_fn="):
         train(resume="best", best_fn="null")
 
 

@@ -73,13 +73,15 @@ def test_damaged_steps_that_a_run_passes_over(tmp_path: Path) -> None:
 
 
 def refused(pending: PendingCheckpoint, record: object) -> None:
-    raise hf.StorageFullError("full")
+    raise hf.errors.StorageFullError("full")
 
 
 def test_a_save_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = hf.CheckpointManager(tmp_path)
-    monkeypatch.setattr(manager._run.ownership, "check", lambda **_: (_ for _ in ()).throw(hf.StorageFullError("full")))
-    with pytest.raises(hf.StorageFullError):
+    monkeypatch.setattr(
+        manager._run.ownership, "check", lambda **_: (_ for _ in ()).throw(hf.errors.StorageFullError("full"))
+    )
+    with pytest.raises(hf.errors.StorageFullError):
         manager.save(1, TREE)
     manager.close()
     monkeypatch.undo()
@@ -164,7 +166,7 @@ def test_readers_and_stores_write_no_events(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["started", "saved", "closed"]
     with hf.CheckpointManager("memory://events/run") as manager:
         manager.save(1, TREE)
-    assert "events.jsonl" not in {entry.name for entry in hf.as_location("memory://events/run").entries()}
+    assert "events.jsonl" not in {entry.name for entry in hf.storage.as_location("memory://events/run").entries()}
 
 
 def test_a_torn_line_is_removed_and_a_spoilt_one_skipped(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class Failing(hf.PyTreeCheckpointHandler):
                 merge = prepared.merge
 
                 def write(self, *_: Any) -> bytes:
-                    raise hf.StorageError("the disk is gone")
+                    raise hf.errors.StorageError("the disk is gone")
 
             return Broken()
         return prepared
@@ -41,7 +41,9 @@ def make(request: pytest.FixtureRequest, place: str) -> Iterator[Make]:
     """Makes a manager that saves in this thread, or in the background."""
     made = []
 
-    def make(handler: hf.CheckpointHandler, clock: FakeClock | None = None, **options: Any) -> hf.CheckpointManager:
+    def make(
+        handler: hf.handlers.CheckpointHandler, clock: FakeClock | None = None, **options: Any
+    ) -> hf.CheckpointManager:
         options = {"save_interval_steps": None, **options}
         made.append(
             hf.CheckpointManager(
@@ -61,7 +63,7 @@ def fail(manager: hf.CheckpointManager, handler: Failing, step: int, **arguments
         manager.wait_until_finished()
 
     handler.fails = True
-    with pytest.raises((hf.SaveFailedError, hf.StorageError), match="the disk is gone"):
+    with pytest.raises((hf.SaveFailedError, hf.errors.StorageError), match="the disk is gone"):
         save()
     handler.fails = False
     assert step not in manager.all_steps()
@@ -93,7 +95,7 @@ def test_the_first_step(make: Make, force: bool) -> None:
 
 def test_the_first_step_that_is_refused(make: Make) -> None:
     manager = make(Failing(), save_interval_steps=10)
-    with pytest.raises(hf.UnsupportedLeafError):
+    with pytest.raises(hf.errors.UnsupportedLeafError):
         manager.save(10, {"step": object()})
     assert manager.should_save(11)
 

@@ -53,9 +53,9 @@ class Interrupt:
 @pytest.fixture
 def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Interrupt]]:
     found = Interrupt()
-    real, write = threading.Thread.start, hf.Location.write_data_files
+    real, write = threading.Thread.start, hf.storage.Location.write_data_files
 
-    def write_data_files(self: hf.Location, files: Any) -> None:
+    def write_data_files(self: hf.storage.Location, files: Any) -> None:
         found.writes.set()
         assert found.go.wait(30)
         write(self, files)
@@ -72,7 +72,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Inter
         monkeypatch.setattr(threading.Thread, "start", start)
         return found
 
-    monkeypatch.setattr(hf.Location, "write_data_files", write_data_files)
+    monkeypatch.setattr(hf.storage.Location, "write_data_files", write_data_files)
     yield at
     for thread in found.threads:
         if thread.ident is not None:

@@ -119,7 +119,7 @@ def test_a_step_that_is_replaced_meanwhile(tmp_path: Path, monkeypatch: pytest.M
 def test_what_cannot_be_recorded(tmp_path: Path) -> None:
     with trainer(tmp_path, step_prefix="ckpt") as run:
         save(run, 1)
-        for arguments, error in (((2, {"a": 1}), hf.CheckpointNotFoundError), ((1, {"a": "b"}), hf.OptionError)):
+        for arguments, error in (((2, {"a": 1}), hf.CheckpointNotFoundError), ((1, {"a": "b"}), hf.errors.OptionError)):
             with pytest.raises(error):
                 hf.record_metrics(tmp_path, *arguments, step_prefix="ckpt")
         with pytest.raises(hf.CheckpointNotFoundError):

@@ -59,7 +59,7 @@ def test_retention_removes_a_link_and_leaves_the_step(run: Path, other: Path) ->
 def pin(run: Path) -> None:
     with hf.CheckpointManager(run) as manager:
         manager.acquire()
-        with pytest.raises(hf.InvalidLocationError, match=r"run/4: this is a symbolic link to .*other/4"):
+        with pytest.raises(hf.errors.InvalidLocationError, match=r"run/4: this is a symbolic link to .*other/4"):
             manager.pin(4)
 
 
@@ -84,13 +84,13 @@ def roll_back(run: Path) -> None:
 
 
 def save_there(run: Path) -> None:
-    with pytest.raises(hf.InvalidLocationError, match=r"run/4: this is a symbolic link"):
+    with pytest.raises(hf.errors.InvalidLocationError, match=r"run/4: this is a symbolic link"):
         hf.save(run / "4", tree(7), overwrite=True)
 
 
 def copy_there(run: Path) -> None:
     make(run.parent / "third", 4)
-    with pytest.raises(hf.InvalidLocationError, match=r"run/4: this is a symbolic link"):
+    with pytest.raises(hf.errors.InvalidLocationError, match=r"run/4: this is a symbolic link"):
         hf.copy_checkpoint(run.parent / "third", run, overwrite=True)
 
 

@@ -92,11 +92,11 @@ def test_templates(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("several", [False, True], ids=["one item", "several items"])
 def test_save_kwargs_reach_the_handler(tmp_path: Path, several: bool) -> None:
-    class Handler(hf.CheckpointHandler):
-        def save(self, directory: hf.Location, item: Any, **kwargs: Any) -> None:
+    class Handler(hf.handlers.CheckpointHandler):
+        def save(self, directory: hf.storage.Location, item: Any, **kwargs: Any) -> None:
             (directory.path / "arguments").write_text(json.dumps(kwargs))
 
-        def restore(self, directory: hf.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
+        def restore(self, directory: hf.storage.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
             return json.loads((directory.path / "arguments").read_text()), kwargs
 
     checkpointer = hf.Checkpointer(Handler())
@@ -105,7 +105,7 @@ def test_save_kwargs_reach_the_handler(tmp_path: Path, several: bool) -> None:
     if several:
         manager.save(1, {"one": items, "two": items}, save_kwargs={"two": arguments})
         assert manager.restore(1, restore_kwargs={"one": {"x": 1}}) == {"one": ({}, {"x": 1}), "two": (arguments, {})}
-        with pytest.raises(hf.OptionError, match="unknown items: three"):
+        with pytest.raises(hf.errors.OptionError, match="unknown items: three"):
             manager.save(2, {"one": items, "two": items}, save_kwargs={"three": arguments})
     else:
         manager.save(1, items, save_kwargs=arguments)
@@ -122,7 +122,7 @@ def test_save_kwargs_reach_the_handler(tmp_path: Path, several: bool) -> None:
 )
 def test_items_that_do_not_fit(tmp_path: Path, items: Any) -> None:
     manager = hf.CheckpointManager(tmp_path, {"one": hf.PyTreeCheckpointer(), "two": hf.PyTreeCheckpointer()})
-    with pytest.raises(hf.OptionError, match="this manager saves the items one, two"):
+    with pytest.raises(hf.errors.OptionError, match="this manager saves the items one, two"):
         manager.save(1, items)
     assert manager.all_steps() == []
     assert not (tmp_path / "1").exists()
@@ -137,7 +137,7 @@ def test_items_that_do_not_fit(tmp_path: Path, items: Any) -> None:
     ],
 )
 def test_checkpointers_that_make_no_sense(tmp_path: Path, checkpointers: Any, what: str) -> None:
-    with pytest.raises(hf.OptionError, match=what):
+    with pytest.raises(hf.errors.OptionError, match=what):
         hf.CheckpointManager(tmp_path, checkpointers)
 
 
@@ -172,7 +172,7 @@ def test_force(tmp_path: Path, checkpointer: hf.Checkpointer | None) -> None:
     ("step", "what"), [(-1, "must not be negative"), (1.5, "must be a whole number"), ("3", "must be a whole number")]
 )
 def test_steps_that_are_none(tmp_path: Path, step: Any, what: str) -> None:
-    with pytest.raises(hf.OptionError, match=what):
+    with pytest.raises(hf.errors.OptionError, match=what):
         hf.CheckpointManager(tmp_path).save(step, tree(1))
 
 
@@ -212,7 +212,7 @@ def test_metadata(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path, metadata={"name": "other"}) as manager:
         manager.acquire()
     assert hf.CheckpointManager(tmp_path).metadata() == {"name": "other"}
-    with pytest.raises(hf.OptionError, match="metadata"):
+    with pytest.raises(hf.errors.OptionError, match="metadata"):
         hf.CheckpointManager(tmp_path, metadata={"array": np.ones(3)}).acquire()
 
 
@@ -243,7 +243,7 @@ def test_metrics_that_come_later(tmp_path: Path) -> None:
         assert manager.all_steps() == [3], "a better one makes the old best go"
         with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint of step 1; there are 3"):
             manager.record_metrics(1, {"loss": 0.0})
-        with pytest.raises(hf.OptionError, match="metric 'loss' is not a number but 'low'"):
+        with pytest.raises(hf.errors.OptionError, match="metric 'loss' is not a number but 'low'"):
             manager.record_metrics(3, {"loss": "low"})
     with hf.CheckpointManager(tmp_path, options=options) as manager:
         assert manager.metrics(3) == {"loss": 0.1}
@@ -320,14 +320,14 @@ def test_metrics_may_be_any_containers_of_numbers(
     ],
 )
 def test_metrics_that_are_no_numbers(tmp_path: Path, given: Any, said: str) -> None:
-    with hf.CheckpointManager(tmp_path) as manager, pytest.raises(hf.OptionError, match=said):
+    with hf.CheckpointManager(tmp_path) as manager, pytest.raises(hf.errors.OptionError, match=said):
         manager.save(1, tree(1), metrics=given)
     assert not (tmp_path / "1").exists()
 
 
 def test_a_save_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path) as manager:
-        with pytest.raises(hf.UnsupportedLeafError, match="b/c"):
+        with pytest.raises(hf.errors.UnsupportedLeafError, match="b/c"):
             manager.save(1, {"a": 1, "b": {"c": object()}})
         with pytest.raises(hf.CheckpointNotFoundError):
             manager.record_metrics(1, {"loss": 1.0})
@@ -427,7 +427,7 @@ def test_all_damaged(tmp_path: Path) -> None:
             manager.save(step, tree(step))
     damage(tmp_path, 1, DATA)
     damage(tmp_path, 2, "manifest.ocdbt")
-    with pytest.raises(hf.NoWholeCheckpointError, match=r"(?s)every checkpoint is damaged.*step 2: .*step 1: "):
+    with pytest.raises(hf.errors.NoWholeCheckpointError, match=r"(?s)every checkpoint is damaged.*step 2: .*step 1: "):
         hf.CheckpointManager(tmp_path).restore_latest()
 
 
@@ -494,7 +494,7 @@ def test_empty_folders_of_steps_are_swept(tmp_path: Path) -> None:
 
 def test_a_save_that_is_alive_is_not_swept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A program saves into the directory of a run without its manager."""
-    pending = PendingCheckpoint(hf.as_location(tmp_path / "5"), ["state"], overwrite=False)
+    pending = PendingCheckpoint(hf.storage.as_location(tmp_path / "5"), ["state"], overwrite=False)
     pending.begin()
     with hf.CheckpointManager(tmp_path) as manager:
         manager.acquire()
@@ -523,12 +523,12 @@ def test_closed(tmp_path: Path) -> None:
     manager.close()
     assert manager.all_steps() == [1]
     assert manager.restore(1)["a"] == 1
-    with pytest.raises(hf.StateError, match="closed"):
+    with pytest.raises(hf.errors.StateError, match="closed"):
         manager.save(2, tree(2))
 
 
 def test_listeners_hear_of_every_commit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    reports: list[hf.SaveReport] = []
+    reports: list[hf.reports.SaveReport] = []
     with caplog.at_level(logging.INFO, "holdfast"), hf.CheckpointManager(tmp_path) as manager:
         manager.add_listener(reports.append)
         manager.save(1, tree(1))
@@ -550,11 +550,13 @@ def test_the_loop_goes_on_while_saving(tmp_path: Path) -> None:
             started.set()
             assert go.wait(30)
 
-    class Handler(hf.AsyncCheckpointHandler):
-        async def async_save(self, directory: hf.Location, item: Any, **kwargs: Any) -> list[hf.SaveFuture]:
+    class Handler(hf.handlers.AsyncCheckpointHandler):
+        async def async_save(
+            self, directory: hf.storage.Location, item: Any, **kwargs: Any
+        ) -> list[hf.handlers.SaveFuture]:
             return [Slow()]
 
-        def restore(self, directory: hf.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
+        def restore(self, directory: hf.storage.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
             return None
 
     with hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(Handler())) as manager:
@@ -575,14 +577,14 @@ def test_the_loop_goes_on_while_saving(tmp_path: Path) -> None:
 def test_a_save_that_hangs_is_named(tmp_path: Path) -> None:
     go = threading.Event()
 
-    class Hanging(hf.CheckpointHandler):
-        def save(self, directory: hf.Location, item: Any, **kwargs: Any) -> None:
+    class Hanging(hf.handlers.CheckpointHandler):
+        def save(self, directory: hf.storage.Location, item: Any, **kwargs: Any) -> None:
             return None
 
-        def restore(self, directory: hf.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
+        def restore(self, directory: hf.storage.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
             return None
 
-    def listener(report: hf.SaveReport) -> None:
+    def listener(report: hf.reports.SaveReport) -> None:
         assert go.wait(30)
 
     options = hf.CheckpointManagerOptions(save_timeout_secs=0.01)
@@ -621,7 +623,7 @@ def test_a_step_of_a_newer_version_is_an_error_not_a_fallback(tmp_path: Path, mo
             patch.setattr("holdfast.engine.format.documents.VERSION", 2)
             manager.save(2, tree(2))
     with hf.CheckpointManager(tmp_path, hf.PyTreeCheckpointer()) as manager:
-        with pytest.raises(hf.FormatVersionError, match="newer"):
+        with pytest.raises(hf.errors.FormatVersionError, match="newer"):
             manager.restore_latest()
         assert manager.restore(1)["a"] == 1
 
@@ -647,6 +649,6 @@ def test_a_step_for_which_there_is_no_thread_can_be_saved_again(
 def test_a_first_step_that_could_not_be_saved_is_still_due(tmp_path: Path) -> None:
     options = hf.CheckpointManagerOptions(save_interval_steps=10)
     with hf.CheckpointManager(tmp_path, hf.PyTreeCheckpointer(), options) as manager:
-        with pytest.raises(hf.UnsupportedLeafError):
+        with pytest.raises(hf.errors.UnsupportedLeafError):
             manager.save(10, {"a": object()})
         assert manager.save(10, tree(10))

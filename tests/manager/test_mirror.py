@@ -47,7 +47,7 @@ def arrives(run: hf.CheckpointManager, step: int | None) -> None:
     wait_until(run, lambda status: status.step == step and status.copying is None)
 
 
-def wait_until(run: hf.CheckpointManager, holds: Callable[[hf.MirrorStatus], bool]) -> None:
+def wait_until(run: hf.CheckpointManager, holds: Callable[[hf.reports.MirrorStatus], bool]) -> None:
     mirror = run._mirror
     assert mirror is not None
     with mirror._wake:  # which the thread notifies of all that it does
@@ -80,7 +80,7 @@ class Broken:
     """A mirror whose requests fail on demand."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
-        self.error: type[hf.StorageError] | None = None
+        self.error: type[hf.errors.StorageError] | None = None
         for name in ("entries", "write_bytes", "write_data", "read_bytes"):
             monkeypatch.setattr(Location, name, self._failing(name, getattr(Location, name), prefix))
 
@@ -90,7 +90,7 @@ class Broken:
             if (
                 self.error is not None
                 and place.url.startswith(prefix)
-                and (writes or self.error is not hf.StorageFullError)
+                and (writes or self.error is not hf.errors.StorageFullError)
             ):
                 raise self.error(f"cannot {name} {place.url}: broken")
             return method(place, *args, **kwargs)
@@ -279,7 +279,7 @@ def test_a_copy_gives_way_to_a_save(
         if second.is_set():
             assert saving.wait(60)
             if end == "it fails":
-                raise hf.StorageFullError("full")
+                raise hf.errors.StorageFullError("full")
         return write(save)
 
     def takes(throttle: copying.Throttle, count: int, *, sent: bool = True) -> None:
@@ -325,7 +325,7 @@ def test_the_measured_rate_is_that_of_a_copy_that_does_not_give_way(monkeypatch:
 
 
 def test_a_save_that_cannot_begin_leaves_the_mirror_as_it_was(tmp_path: Path, place: str) -> None:
-    with manager(tmp_path / "run", place) as run, pytest.raises(hf.UnsupportedLeafError):
+    with manager(tmp_path / "run", place) as run, pytest.raises(hf.errors.UnsupportedLeafError):
         run.save(1, {"w": object()})
     assert not run._mirror._saving  # type: ignore[union-attr]
 
@@ -363,7 +363,7 @@ def test_what_the_mirror_could_not_delete_stays_deleted(
         run.save(1, tree(1), force=True)
         run.wait_until_finished()
         if not again:
-            broken.error = hf.StorageUnavailableError
+            broken.error = hf.errors.StorageUnavailableError
             run.delete_after(1)
     if again:
         with hf.CheckpointManager(tmp_path / "run") as run:
@@ -391,7 +391,9 @@ def test_the_mirror_of_another_run_is_refused(tmp_path: Path, place: str) -> Non
         with manager(tmp_path / name, f"{place}/{name}") as run:
             run.save(step, tree(step))
 
-    with pytest.raises(hf.OptionError, match=rf"belongs to another run, that in {tmp_path}/a, and not to the one in"):
+    with pytest.raises(
+        hf.errors.OptionError, match=rf"belongs to another run, that in {tmp_path}/a, and not to the one in"
+    ):
         manager(tmp_path / "b", f"{place}/a")
 
     assert steps(tmp_path / "b") == [3]
@@ -406,7 +408,7 @@ def test_a_foreign_mirror_that_could_not_be_read_at_first_gets_nothing(
     for name in ("a", "b"):
         with manager(tmp_path / name, f"{place}/{name}") as run:
             run.save(1, tree(1))
-    broken.error = hf.StorageUnavailableError
+    broken.error = hf.errors.StorageUnavailableError
     with manager(tmp_path / "b", f"{place}/a") as run:
         run.save(2, tree(2))
         run.wait_until_finished()
@@ -446,7 +448,7 @@ def test_an_old_directory_beside_the_mirror_of_another_run_is_refused(tmp_path: 
         with manager(tmp_path / name, f"{place}/{name}") as run:
             run.save(step, tree(step))
     without_identity(as_location(tmp_path / "b"))
-    with pytest.raises(hf.OptionError, match="belongs to another run"):
+    with pytest.raises(hf.errors.OptionError, match="belongs to another run"):
         manager(tmp_path / "b", f"{place}/a")
 
 
@@ -517,7 +519,7 @@ class Part(Checkpointable):
     [
         (hf.PyTreeCheckpointHandler(layout=LAYOUT), tree(0) | {"v": np.arange(10_000.0)}, {}),
         (hf.PyTreeCheckpointHandler(), np.arange(10_000.0), {"layout": LAYOUT}),
-        (hf.PerProcessCheckpointHandler(hf.PyTreeCheckpointHandler(layout=LAYOUT)), np.arange(10_000.0), {}),
+        (hf.handlers.PerProcessCheckpointHandler(hf.PyTreeCheckpointHandler(layout=LAYOUT)), np.arange(10_000.0), {}),
         (ComponentCheckpointHandler(layout=LAYOUT), Part(), {}),
     ],
     ids=["tree", "asked for", "per process", "components"],
@@ -538,9 +540,11 @@ def test_data_files_that_will_be_uploaded_are_small(
 # ---- trouble
 
 
-@pytest.mark.parametrize("error", [hf.StorageUnavailableError, hf.StorageFullError, hf.StoragePermissionError])
+@pytest.mark.parametrize(
+    "error", [hf.errors.StorageUnavailableError, hf.errors.StorageFullError, hf.errors.StoragePermissionError]
+)
 def test_trouble_is_told_once_and_tried_again(
-    tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture, error: type[hf.StorageError]
+    tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture, error: type[hf.errors.StorageError]
 ) -> None:
     caplog.set_level(logging.INFO, "holdfast")
     with manager(tmp_path / "run", place) as run:
@@ -568,7 +572,7 @@ def test_what_failed_copies_leave_does_not_pile_up(tmp_path: Path, place: str, m
     def refused(pending: PendingCheckpoint, record: CheckpointRecord) -> None:
         if pending.location.url.startswith(as_location(place).url) and record.step != 4:
             tried.append(record.step)
-            raise hf.StorageFullError("full")
+            raise hf.errors.StorageFullError("full")
         commit(pending, record)
 
     monkeypatch.setattr(PendingCheckpoint, "commit", refused)
@@ -588,7 +592,7 @@ def test_the_end_of_a_run_says_what_the_mirror_lacks(
     with manager(tmp_path / "run", place) as run:
         run.save(1, tree(1))
         arrives(run, 1)
-        broken.error = hf.StorageFullError
+        broken.error = hf.errors.StorageFullError
         run.save(2, tree(2))
     assert f"step 2 is in {tmp_path}/run/2, and not in the mirror {place}, where the newest is step 1" in caplog.text
     assert f"holdfast cp {tmp_path}/run/2 {place}/2" in caplog.text
@@ -599,7 +603,7 @@ def test_a_run_with_steps_begins_although_the_mirror_is_down(
 ) -> None:
     with manager(tmp_path / "run", place) as run:
         run.save(1, tree(1))
-    broken.error = hf.StorageUnavailableError
+    broken.error = hf.errors.StorageUnavailableError
     with manager(tmp_path / "run", place) as run:
         assert run.latest_step() == 1
         run.save(2, tree(2))
@@ -613,8 +617,8 @@ def test_a_run_with_steps_begins_although_the_mirror_is_down(
 def test_an_empty_directory_beside_a_mirror_that_is_down_is_no_fresh_start(
     tmp_path: Path, place: str, broken: Broken
 ) -> None:
-    broken.error = hf.StorageUnavailableError
-    with pytest.raises(hf.StorageUnavailableError) as caught:
+    broken.error = hf.errors.StorageUnavailableError
+    with pytest.raises(hf.errors.StorageUnavailableError) as caught:
         manager(tmp_path / "run", place)
     assert "take the option mirror away" in "".join(caught.value.__notes__)
 
@@ -672,13 +676,13 @@ def test_a_preemption_does_not_begin_what_does_not_fit(
     ],
 )
 def test_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((hf.OptionError, hf.InvalidLocationError), match=message):
+    with pytest.raises((hf.errors.OptionError, hf.errors.InvalidLocationError), match=message):
         hf.Mirror(**options)
 
 
 def test_the_mirror_is_another_place(tmp_path: Path) -> None:
     for directory, mirror in (("a", "a"), ("a", "a/b"), ("a/b", "a")):
-        with pytest.raises(hf.OptionError, match="must not contain each other"):
+        with pytest.raises(hf.errors.OptionError, match="must not contain each other"):
             manager(tmp_path / directory, str(tmp_path / mirror))
 
 

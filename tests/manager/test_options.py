@@ -57,7 +57,7 @@ from holdfast.engine.manager import (
     ],
 )
 def test_options_that_make_no_sense(given: dict[str, Any], what: str) -> None:
-    with pytest.raises(hf.OptionError, match=what):
+    with pytest.raises(hf.errors.OptionError, match=what):
         hf.CheckpointManagerOptions(**given)
 
 
@@ -105,5 +105,5 @@ def test_retention_is_written_down() -> None:
 
 @pytest.mark.parametrize("document", [{"max_to_keep": "many"}, {"best_mode": 3}, {"keep_steps": 4}, []])
 def test_documents_that_make_no_sense(document: Any) -> None:
-    with pytest.raises(hf.OptionError):
+    with pytest.raises(hf.errors.OptionError):
         hf.CheckpointManagerOptions.from_document(document)

@@ -76,7 +76,7 @@ def test_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -> 
                 lambda: manager.pin(1),
             ):
                 manager.reload()
-                with pytest.raises(hf.OwnershipError, match=f"process {process.pid} on {socket.gethostname()}"):
+                with pytest.raises(hf.errors.OwnershipError, match=f"process {process.pid} on {socket.gethostname()}"):
                     act()
             assert manager.restore(1) == {"by": "the other process"}, "reading is for everybody"
             assert sorted(os.listdir(tmp_path)) == ["1", "events.jsonl", "options.json", "owner.json"]
@@ -107,7 +107,7 @@ def test_a_read_only_manager_looks_at_a_directory_that_is_taken(tmp_path: Path) 
         with hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True)) as reader:
             assert reader.all_steps() == [1]
             assert not reader.should_save(2)
-            with pytest.raises(hf.StateError, match="read_only"):
+            with pytest.raises(hf.errors.StateError, match="read_only"):
                 reader.save(2, TREE)
             owner.save(2, TREE)
             owner.wait_until_finished()
@@ -131,7 +131,7 @@ def test_the_newer_manager_takes_over(tmp_path: Path, kind: str) -> None:
     newer.wait_until_finished()
     assert newer.all_steps() == [1, 2], "the save that was under way is waited for, and seen"
     for act in (lambda: older.save(3, TREE), older.acquire, lambda: older.record_metrics(1, {"loss": 1.0})):
-        with pytest.raises(hf.OwnershipError, match=r"another manager has taken over .* process \d+ on "):
+        with pytest.raises(hf.errors.OwnershipError, match=r"another manager has taken over .* process \d+ on "):
             act()
     assert older.restore(1)["weights"].tolist() == TREE["weights"].tolist()
     older.close()
@@ -202,7 +202,7 @@ def test_a_newer_manager_waits_for_a_save_that_another_thread_begins(tmp_path: P
     for thread in (saving, taking):
         thread.join()
     assert ended == [None]
-    with pytest.raises(hf.OwnershipError):
+    with pytest.raises(hf.errors.OwnershipError):
         older.save(2, TREE)
     older.close()
     newer.close()
@@ -233,7 +233,7 @@ def test_nothing_is_saved_once_another_thread_has_closed_the_manager(
     slow.written.set()
     for thread in (saving, closing):
         thread.join()
-    assert isinstance(ended[0], hf.StateError)
+    assert isinstance(ended[0], hf.errors.StateError)
     assert not manager.is_saving_in_progress()
     assert not (tmp_path / "2").exists()
 
@@ -256,7 +256,7 @@ def test_closing_gives_the_directory_back(tmp_path: Path) -> None:
     manager.close()
     program = f"import holdfast as hf; hf.CheckpointManager({str(tmp_path)!r}).acquire()"
     subprocess.run([sys.executable, "-c", program], check=True)
-    with pytest.raises(hf.StateError, match="closed; make a new one"):
+    with pytest.raises(hf.errors.StateError, match="closed; make a new one"):
         manager.save(2, TREE)
 
 
@@ -278,7 +278,7 @@ def test_without_locks_the_older_finds_out_at_the_next_save(tmp_path: Path, monk
     older.save(1, TREE)
     older.wait_until_finished()
     (tmp_path / "owner.json").write_text('{"token": "of another", "pid": 1, "host": "elsewhere"}')
-    with pytest.raises(hf.OwnershipError, match="process 1 on elsewhere"):
+    with pytest.raises(hf.errors.OwnershipError, match="process 1 on elsewhere"):
         older.save(2, TREE)
     assert not (tmp_path / "2").exists()
     older.close()
@@ -319,7 +319,7 @@ def test_a_run_whose_directory_is_taken_away(
                 said = f"another manager has taken over .* process {process.pid} on"
             left = sorted(tmp_path.rglob("*"))
             for act in (lambda: manager.save(6, TREE), lambda: manager.save(7, TREE), lambda: manager.pin(5)):
-                with pytest.raises(hf.OwnershipError, match=said):
+                with pytest.raises(hf.errors.OwnershipError, match=said):
                     act()
             assert sorted(tmp_path.rglob("*")) == left
     if joined:
@@ -333,7 +333,7 @@ def test_a_run_goes_on_when_its_directory_is_back(tmp_path: Path) -> None:
         manager.save(1, TREE)
         manager.wait_until_finished()
         move(run)
-        with pytest.raises(hf.OwnershipError, match="Move it back, and this run goes on"):
+        with pytest.raises(hf.errors.OwnershipError, match="Move it back, and this run goes on"):
             manager.save(2, TREE)
         (tmp_path / "elsewhere").rename(run)
         manager.save(3, TREE)
@@ -343,8 +343,8 @@ def test_a_run_goes_on_when_its_directory_is_back(tmp_path: Path) -> None:
 def test_in_an_object_store_the_commit_notices(place: str) -> None:
     with hf.CheckpointManager(place, hf.PyTreeCheckpointer()) as manager:
         manager.save(1, TREE)
-        (hf.as_location(place) / "owner.json").remove()
-        with pytest.raises(hf.OwnershipError, match=r"its owner\.json was moved or deleted"):
+        (hf.storage.as_location(place) / "owner.json").remove()
+        with pytest.raises(hf.errors.OwnershipError, match=r"its owner\.json was moved or deleted"):
             manager.save(2, TREE)
     assert hf.CheckpointManager(place).all_steps() == [1]
 
@@ -365,7 +365,9 @@ def test_nobody_saves_a_step_into_the_run_of_another_process(
             ("run/7", lambda: hf.copy_checkpoint(single, run / "7")),
             ("run/7", lambda: hf.import_checkpoint(tmp_path / "weights.safetensors", run / "7")),
         ):
-            with pytest.raises(hf.OwnershipError, match=rf"{name}: a run is writing to .*process {process.pid} on"):
+            with pytest.raises(
+                hf.errors.OwnershipError, match=rf"{name}: a run is writing to .*process {process.pid} on"
+            ):
                 act()
         message = error_of(capsys, "cp", single, run / "8", status=1)
         assert f"run is writing to {run}" in message

@@ -78,7 +78,7 @@ def test_what_the_caller_says(tmp_path: Path) -> None:
         run.save(10, {"policy": state(10)["policy"]})  # left out, although it would be due
         run.save(20, state(20))
         run.save(30, state(30), force=True)  # the last save before the end has everything
-        with pytest.raises(hf.OptionError, match="saves the items policy, replay; given: replay"):
+        with pytest.raises(hf.errors.OptionError, match="saves the items policy, replay; given: replay"):
             run.save(40, {"replay": state(40)["replay"]})
     assert steps_with(tmp_path, "replay") == [20, 30]
     for options, message in (
@@ -86,7 +86,7 @@ def test_what_the_caller_says(tmp_path: Path) -> None:
         ({"item_intervals": {"policy": 5, "replay": 5}}, "names every item"),
         ({"item_intervals": {"replay": 0}}, "must be a dictionary of whole numbers"),
     ):
-        with pytest.raises(hf.OptionError, match=message):
+        with pytest.raises(hf.errors.OptionError, match=message):
             manager(tmp_path, **options)
     hf.CheckpointManagerOptions.from_document(hf.CheckpointManagerOptions(item_intervals={"replay": 5}).to_document())
 

@@ -12,14 +12,14 @@ import holdfast as hf
 from holdfast.components import Checkpointable, read_state
 from holdfast.engine.sources.weights import load_weights
 
-Read = Callable[[hf.Location], Any]
+Read = Callable[[hf.storage.Location], Any]
 
 
 def tree(edition: int) -> dict[str, Any]:
     return {"weights": np.full(5000, edition), "edition": edition}
 
 
-def reader(run: hf.Location) -> hf.CheckpointManager:
+def reader(run: hf.storage.Location) -> hf.CheckpointManager:
     """Returns a manager that looks on, as an evaluation does, and saw the directory before."""
     return hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(read_only=True))
 
@@ -30,7 +30,7 @@ def whole(found: Any) -> int:
     return int(found["edition"])
 
 
-def verified(run: hf.Location) -> int:
+def verified(run: hf.storage.Location) -> int:
     report = hf.verify(run)
     assert report.ok, report
     return 10 if 2 in [one.step for one in report.checkpoints] else 3
@@ -56,8 +56,8 @@ STEP: dict[str, Read] = {
 
 
 @pytest.fixture
-def run(instant: str, place: str, tmp_path: Any) -> hf.Location:
-    return hf.as_location(tmp_path / "run" if instant == "data on a disk" else place)
+def run(instant: str, place: str, tmp_path: Any) -> hf.storage.Location:
+    return hf.storage.as_location(tmp_path / "run" if instant == "data on a disk" else place)
 
 
 @pytest.fixture
@@ -67,20 +67,20 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], ob
     def schedule(name: str, act: Callable[[], object]) -> None:
         done: list[str] = []
 
-        def before(place: hf.Location) -> None:
+        def before(place: hf.storage.Location) -> None:
             inside = place.url.rpartition("/2/")[2]
             if not done and "/2/" in place.url and (inside == name or (name.startswith("data") and "d/" in inside)):
                 done.append(inside)
                 act()
 
         for method in ("read_bytes", "open_data", "entries"):
-            real = getattr(hf.Location, method)
+            real = getattr(hf.storage.Location, method)
 
-            def call(self: hf.Location, *arguments: Any, real: Any = real, **options: Any) -> Any:
+            def call(self: hf.storage.Location, *arguments: Any, real: Any = real, **options: Any) -> Any:
                 before(self)
                 return real(self, *arguments, **options)
 
-            monkeypatch.setattr(hf.Location, method, call)
+            monkeypatch.setattr(hf.storage.Location, method, call)
 
     return schedule
 
@@ -88,7 +88,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], ob
 INSTANTS = ["state/manifest.ocdbt", "state/tree.json", "data", "data on a disk"]
 
 
-def writer(run: hf.Location) -> hf.CheckpointManager:
+def writer(run: hf.storage.Location) -> hf.CheckpointManager:
     manager = hf.CheckpointManager(run, hf.PyTreeCheckpointer())
     for step in (1, 2):
         manager.save(step, tree(step))
@@ -97,7 +97,7 @@ def writer(run: hf.Location) -> hf.CheckpointManager:
 
 @pytest.mark.parametrize("instant", INSTANTS)
 @pytest.mark.parametrize("read", [*NEWEST.values(), *STEP.values()], ids=[*NEWEST, *(f"{name} 2" for name in STEP)])
-def test_a_step_is_replaced_meanwhile(instant: str, read: Read, run: hf.Location, meanwhile: Any) -> None:
+def test_a_step_is_replaced_meanwhile(instant: str, read: Read, run: hf.storage.Location, meanwhile: Any) -> None:
     with writer(run) as manager:
         meanwhile(instant, lambda: manager.save(2, tree(10), force=True))
         assert read(run) in (10, None)
@@ -105,7 +105,9 @@ def test_a_step_is_replaced_meanwhile(instant: str, read: Read, run: hf.Location
 
 @pytest.mark.parametrize("instant", INSTANTS)
 @pytest.mark.parametrize("read", NEWEST.values(), ids=NEWEST)
-def test_the_newest_step_is_deleted_meanwhile(instant: str, read: Read, run: hf.Location, meanwhile: Any) -> None:
+def test_the_newest_step_is_deleted_meanwhile(
+    instant: str, read: Read, run: hf.storage.Location, meanwhile: Any
+) -> None:
     with writer(run) as manager:
 
         def act() -> None:
@@ -119,7 +121,7 @@ def test_the_newest_step_is_deleted_meanwhile(instant: str, read: Read, run: hf.
 @pytest.mark.parametrize("instant", ["data", "data on a disk"])
 @pytest.mark.parametrize("read", STEP.values(), ids=STEP)
 def test_a_step_that_was_asked_for_is_deleted_meanwhile(
-    instant: str, read: Read, run: hf.Location, meanwhile: Any
+    instant: str, read: Read, run: hf.storage.Location, meanwhile: Any
 ) -> None:
     with writer(run) as manager:
         meanwhile(instant, lambda: manager.delete(2))
@@ -128,7 +130,7 @@ def test_a_step_that_was_asked_for_is_deleted_meanwhile(
 
 
 def test_a_list_while_a_step_is_replaced(place: str, tmp_path: Any, meanwhile: Any) -> None:
-    for run in (hf.as_location(place), hf.as_location(tmp_path)):
+    for run in (hf.storage.as_location(place), hf.storage.as_location(tmp_path)):
         with writer(run) as manager:
             meanwhile("state", lambda manager=manager: manager.save(2, tree(10), force=True))
             assert [one.damage for one in hf.list_checkpoints(run)] == [None, None]

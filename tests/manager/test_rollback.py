@@ -53,7 +53,7 @@ def test_delete_after(place: str, caplog: pytest.LogCaptureFixture) -> None:
     trained(place, 1, 2, 3, 4)
     with hf.CheckpointManager(place) as manager:
         manager.pin(3)
-        (hf.as_location(place) / "4" / "checkpoint.json").write_bytes(b"{")
+        (hf.storage.as_location(place) / "4" / "checkpoint.json").write_bytes(b"{")
         manager.reload()
         manager.restore(2)
         assert manager.delete_after(2) == [3, 4]
@@ -62,9 +62,9 @@ def test_delete_after(place: str, caplog: pytest.LogCaptureFixture) -> None:
         manager.save(3, {"branch": "new"})
         assert branches(manager) == {1: "old", 2: "old", 3: "new"}
         assert "later steps" not in caplog.text
-        with pytest.raises(hf.OptionError, match="must not be negative"):
+        with pytest.raises(hf.errors.OptionError, match="must not be negative"):
             manager.delete_after(-1)
-    with pytest.raises(hf.StateError, match="read_only"):
+    with pytest.raises(hf.errors.StateError, match="read_only"):
         hf.CheckpointManager(place, options=hf.CheckpointManagerOptions(read_only=True)).delete_after(1)
 
 
@@ -102,7 +102,7 @@ def test_a_step_that_could_not_be_replaced_is_still_due(place: str) -> None:
     trained(place, 1, 2)
     with hf.CheckpointManager(place) as manager:
         manager.restore(1)
-        with pytest.raises(hf.UnsupportedLeafError):
+        with pytest.raises(hf.errors.UnsupportedLeafError):
             manager.save(2, {"branch": object()})
         assert manager.save(2, {"branch": "new"})
         assert branches(manager) == {1: "old", 2: "new"}

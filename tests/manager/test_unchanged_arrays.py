@@ -46,9 +46,9 @@ def manager(run: Path, **options: Any) -> hf.CheckpointManager:
     return hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(**options))
 
 
-def save(run: hf.CheckpointManager, step: int, items: Any, **arguments: Any) -> hf.SaveReport:
+def save(run: hf.CheckpointManager, step: int, items: Any, **arguments: Any) -> hf.reports.SaveReport:
     """Save a step, wait, and return the report."""
-    reports: list[hf.SaveReport] = []
+    reports: list[hf.reports.SaveReport] = []
     run.add_listener(reports.append)
     run.save(step, items, **arguments)
     run.wait_until_finished()
@@ -181,7 +181,7 @@ def test_handlers_of_other_kinds(run: Path) -> None:
     agent = Agent()
     checkpointers: dict[str, hf.Checkpointer] = {
         "agent": hf.AsyncCheckpointer(ComponentCheckpointHandler()),
-        "own": hf.Checkpointer(hf.PerProcessCheckpointHandler()),
+        "own": hf.Checkpointer(hf.handlers.PerProcessCheckpointHandler()),
         "facts": hf.Checkpointer(hf.JsonCheckpointHandler()),
     }
     with hf.CheckpointManager(run, checkpointers) as writer:
@@ -412,7 +412,7 @@ def test_the_newest_step_shares_nothing_with_the_one_to_fall_back_to(
 
 def _refuse(*, at_once: bool = False) -> None:
     if not at_once:
-        raise hf.StorageError("not now")
+        raise hf.errors.StorageError("not now")
 
 
 def flip(path: Path) -> None:

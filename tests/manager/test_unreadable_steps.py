@@ -144,7 +144,7 @@ def test_what_cannot_be_moved_aside_either(run: Path, disk: BrokenDisk, caplog: 
     disk.moves = False
     with check_resumes(run, caplog) as manager:
         with pytest.raises(
-            hf.StorageError, match=r"run/3: this step cannot be read .*Repair the file system or remove"
+            hf.errors.StorageError, match=r"run/3: this step cannot be read .*Repair the file system or remove"
         ):
             manager.save(3, tree(3))
         manager.save(4, tree(4))  # the run goes on
@@ -168,7 +168,7 @@ import os, signal, sys
 import holdfast as hf
 manager = hf.CheckpointManager(sys.argv[1], hf.PyTreeCheckpointer())
 manager.restore(3)
-hf.Location.write_data_files = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+hf.storage.Location.write_data_files = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 manager.save(3, {"step": 4}, force=True)
 """
 

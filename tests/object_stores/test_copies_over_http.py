@@ -42,7 +42,7 @@ def test_bytes_that_are_read_twice_count_once(store: Store, tmp_path: Path, monk
 def test_an_upload_that_fails_goes_on(store: Store, tmp_path: Path, code: tuple[int, str]) -> None:
     hf.save(tmp_path / "original", {"w": WEIGHTS}, layout=SMALL)
     store.server.fail(r"(PUT|POST) .*\.0\.3$", answer=store.server.error(*code), times=1000)
-    with pytest.raises(hf.StorageError):
+    with pytest.raises(hf.errors.StorageError):
         hf.copy_checkpoint(tmp_path / "original", f"{store.url}/copy")
     with pytest.raises(hf.CheckpointNotFoundError):
         hf.load(f"{store.url}/copy")
@@ -63,7 +63,7 @@ def test_the_bandwidth_counts_what_is_sent(store: Store, tmp_path: Path) -> None
     """Over plain http, requests to S3 are signed by a hash of the data, which reads it once more."""
     time = Waiting()
     hf.save(tmp_path / "original", {"w": np.arange(1_000_000, dtype=np.float32)})
-    original, copy = hf.as_location(tmp_path / "original"), hf.as_location(f"{store.url}/copy")
+    original, copy = hf.storage.as_location(tmp_path / "original"), hf.storage.as_location(f"{store.url}/copy")
     record = read_record(original)
     copy_step(original, copy, record, throttle=Throttle(record.nbytes / 100, changed=time, now=lambda: time.now))
     assert 99 <= time.now <= 101

@@ -57,7 +57,7 @@ def check_nothing_left(store: Store) -> None:
     """Checks that every object belongs to a step, or to the run."""
     wanted = {"run/owner.json", "run/options.json"}
     for step in manager(f"{store.url}/run", read_only=True).all_steps():
-        record = read_record(hf.as_location(f"{store.url}/run/{step}"))
+        record = read_record(hf.storage.as_location(f"{store.url}/run/{step}"))
         wanted.add(f"run/{step}/checkpoint.json")
         for item in record.items.values():
             wanted.update(f"run/{step}/{item.folder}/{file}" for file in item.files)

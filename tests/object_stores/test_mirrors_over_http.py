@@ -59,6 +59,6 @@ def test_a_run_is_killed_while_its_mirror_is_in_trouble(
 
 def test_no_run_begins_beside_a_mirror_that_is_down(s3: Store, tmp_path: Path) -> None:
     s3.server.fail(".", answer=s3.server.error(503, "SlowDown"), times=10_000)
-    with pytest.raises(hf.StorageUnavailableError) as caught:
+    with pytest.raises(hf.errors.StorageUnavailableError) as caught:
         hf.CheckpointManager(tmp_path / "run", options=hf.CheckpointManagerOptions(mirror=f"{s3.url}/mirror"))
     assert "the run does not start" in caught.value.__notes__[0]

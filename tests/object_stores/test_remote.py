@@ -20,15 +20,15 @@ def tree(step: int) -> dict[str, Any]:
     return {"w": np.full((60, 100), step, np.float32), "step": step, "name": "x" * step, "none": None}
 
 
-class Note(hf.CheckpointHandler):
+class Note(hf.handlers.CheckpointHandler):
     """A handler of the user's own: text in files of its own choice."""
 
-    def save(self, directory: hf.Location, item: Any, **kwargs: Any) -> None:
+    def save(self, directory: hf.storage.Location, item: Any, **kwargs: Any) -> None:
         (directory / "note.txt").write_bytes(item.encode())
         (directory / "below").make_directory()
         (directory / "below" / "copy.txt").write_bytes(item.encode())
 
-    def restore(self, directory: hf.Location, item: Any = None, **kwargs: Any) -> str:
+    def restore(self, directory: hf.storage.Location, item: Any = None, **kwargs: Any) -> str:
         return (directory / "below" / "copy.txt").read_bytes().decode()
 
 
@@ -200,5 +200,5 @@ def test_places_may_be_locations_paths_and_urls(tmp_path: Path, place: str) -> N
     assert hf.load(str(tmp_path / "a")) == 1
     assert hf.load(tmp_path / "b") == 2
     assert hf.load(f"{place}/c") == 3
-    with pytest.raises(hf.InvalidLocationError, match="ftp"):
+    with pytest.raises(hf.errors.InvalidLocationError, match="ftp"):
         hf.load("ftp://somewhere/else")

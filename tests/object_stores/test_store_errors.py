@@ -75,18 +75,18 @@ def test_trouble_that_passes_is_not_noticed_by_a_save(store: Store, pattern: str
 LASTING: dict[str, tuple[dict[str, Any], type[hf.HoldfastError], str]] = {
     "busy": (
         {"answer": (503, "SlowDown")},
-        hf.StorageUnavailableError,
+        hf.errors.StorageUnavailableError,
         r"3 retry attempts.*(AWS_ENDPOINT_URL|GCS_HTTP)",
     ),
-    "reset": ({"how": "reset"}, hf.StorageUnavailableError, "try again"),
+    "reset": ({"how": "reset"}, hf.errors.StorageUnavailableError, "try again"),
     "forbidden": (
         {"answer": (403, "AccessDenied")},
-        hf.StoragePermissionError,
+        hf.errors.StoragePermissionError,
         "credentials.*listing, reading, writing and del",
     ),
-    "expired": ({"answer": (400, "ExpiredToken")}, hf.StoragePermissionError, "ExpiredToken.*credentials"),
-    "full": ({"answer": (403, "QuotaExceeded")}, hf.StorageFullError, "free some space"),
-    "silent": ({"how": "never"}, hf.StorageUnavailableError, r"no answer after \d+ s; check the connection"),
+    "expired": ({"answer": (400, "ExpiredToken")}, hf.errors.StoragePermissionError, "ExpiredToken.*credentials"),
+    "full": ({"answer": (403, "QuotaExceeded")}, hf.errors.StorageFullError, "free some space"),
+    "silent": ({"how": "never"}, hf.errors.StorageUnavailableError, r"no answer after \d+ s; check the connection"),
 }
 """Faults that stay: the error, and a part of its message."""
 
@@ -145,7 +145,7 @@ def test_a_commit_that_arrives_late(store: Store, old: bool, monkeypatch: pytest
     never = store.server.fail(
         r"(PUT|POST).*checkpoint\.json", times=ALWAYS, how="never", answer=store.server.error(500, "InternalError")
     )
-    with store.server.watch() as seen, pytest.raises(hf.StorageUnavailableError, match="no answer") as caught:
+    with store.server.watch() as seen, pytest.raises(hf.errors.StorageUnavailableError, match="no answer") as caught:
         hf.save(url, TREE, overwrite=old)
     assert any("next run" in note for note in caught.value.__notes__)
     if old:
@@ -168,7 +168,7 @@ def test_a_list_that_is_refused_is_not_an_empty_directory(store: Store) -> None:
     for status in (401, 403):
         store.server.reset()
         store.server.fail("(prefix|startOffset)=|run/", times=ALWAYS, answer=store.server.error(status, "AccessDenied"))
-        with pytest.raises(hf.StoragePermissionError, match=f"cannot list {store.url}/run: .*credentials"):
+        with pytest.raises(hf.errors.StoragePermissionError, match=f"cannot list {store.url}/run: .*credentials"):
             hf.CheckpointManager(f"{store.url}/run")
 
 
@@ -180,7 +180,9 @@ def test_a_bucket_that_is_not_there(s3: Store) -> None:
         lambda: hf.list_checkpoints("s3://elsewhere/run"),
     ]
     for attempt in attempts:
-        with pytest.raises(hf.ObjectNotFoundError, match=r"NoSuchBucket.*is there a bucket 'elsewhere'") as caught:
+        with pytest.raises(
+            hf.errors.ObjectNotFoundError, match=r"NoSuchBucket.*is there a bucket 'elsewhere'"
+        ) as caught:
             attempt()
         assert s3.server.url in str(caught.value)
 
@@ -189,9 +191,9 @@ def test_a_bucket_of_google_that_is_not_there(gs: Store) -> None:
     """For a missing bucket, Google only says that an object is missing; a write fails before anything can be lost."""
     with pytest.raises(hf.CheckpointNotFoundError):
         hf.load("gs://elsewhere/ckpt")
-    with pytest.raises(hf.ObjectNotFoundError, match="is there a bucket 'elsewhere'"):
+    with pytest.raises(hf.errors.ObjectNotFoundError, match="is there a bucket 'elsewhere'"):
         hf.save("gs://elsewhere/ckpt", TREE)
-    with pytest.raises(hf.ObjectNotFoundError, match="is there a bucket 'elsewhere'"):
+    with pytest.raises(hf.errors.ObjectNotFoundError, match="is there a bucket 'elsewhere'"):
         hf.CheckpointManager("gs://elsewhere/run").acquire()
     assert gs.stored() == []
 
@@ -215,7 +217,7 @@ def test_credentials_that_are_wrong(
             monkeypatch.delenv(name)
         else:
             monkeypatch.setenv(name, value)
-    with pytest.raises(hf.StoragePermissionError, match=message):
+    with pytest.raises(hf.errors.StoragePermissionError, match=message):
         hf.CheckpointManager(f"{s3.url}/run")
 
 
@@ -227,7 +229,9 @@ def test_no_server_listens(s3: Store, monkeypatch: pytest.MonkeyPatch, caplog: p
     monkeypatch.setattr(object_store, "WARN_AFTER", 0.01)
     with (
         caplog.at_level(logging.WARNING, "holdfast"),
-        pytest.raises(hf.StorageUnavailableError, match=f"asked {address}, the value of AWS_ENDPOINT_URL, region"),
+        pytest.raises(
+            hf.errors.StorageUnavailableError, match=f"asked {address}, the value of AWS_ENDPOINT_URL, region"
+        ),
     ):
         hf.CheckpointManager(f"{s3.url}/run")
     assert f"{s3.url}/run: still waiting to list it" in caplog.text
@@ -242,7 +246,7 @@ def test_a_background_save_that_cannot_be_written_is_told_once(store: Store) -> 
         run.save(2, TREE)
         with pytest.raises(hf.SaveFailedError, match=r"step 2 .*AccessDenied") as caught:
             run.wait_until_finished()
-        assert isinstance(caught.value.__cause__, hf.StoragePermissionError)
+        assert isinstance(caught.value.__cause__, hf.errors.StoragePermissionError)
         fault.times = 0
         run.save(3, TREE)
         run.wait_until_finished()
@@ -263,9 +267,9 @@ def test_a_store_that_ignores_ranges(store: Store, url: str) -> None:
 
 def test_no_thread_is_left_behind(store: Store, url: str) -> None:
     trouble(store, r"\.0\.\d+$", times=ALWAYS, answer=(403, "AccessDenied"))
-    with pytest.raises(hf.StoragePermissionError):
+    with pytest.raises(hf.errors.StoragePermissionError):
         hf.load(url)
-    with pytest.raises(hf.StoragePermissionError):
+    with pytest.raises(hf.errors.StoragePermissionError):
         hf.save(f"{store.url}/new", TREE, layout=SMALL)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast")]
 
@@ -276,7 +280,7 @@ def test_an_address_with_a_password(scheme: str, variable: str, request: Any, mo
     store.server.fail("", answer=store.server.error(503, "SlowDown"), times=1000)
     monkeypatch.setenv(variable, store.server.url.replace("//", "//user:of-nobody@"))
     with pytest.raises(
-        hf.StorageUnavailableError, match=f"asked {store.server.url}, the value of {variable}"
+        hf.errors.StorageUnavailableError, match=f"asked {store.server.url}, the value of {variable}"
     ) as caught:
         hf.load(f"{store.url}/ckpt")
     assert "nobody" not in str(caught.value)

@@ -51,9 +51,9 @@ def test_the_older_run_finds_out_before_it_commits(store: Store) -> None:
     older.save(3, TREE)
     with pytest.raises(hf.SaveFailedError, match=r"another manager has taken over .* process \d+ on ") as caught:
         older.wait_until_finished()
-    assert isinstance(caught.value.__cause__, hf.OwnershipError)
+    assert isinstance(caught.value.__cause__, hf.errors.OwnershipError)
     for act in (lambda: older.save(4, TREE), lambda: older.delete(1), lambda: older.pin(1)):
-        with pytest.raises(hf.OwnershipError):
+        with pytest.raises(hf.errors.OwnershipError):
             act()
     older.close()
     reader = hf.CheckpointManager(url, options=hf.CheckpointManagerOptions(read_only=True))
@@ -85,7 +85,7 @@ def test_a_store_that_is_silent_for_a_while_is_no_other_run(store: Store) -> Non
             run.save(2, TREE, force=True)
             with pytest.raises(hf.SaveFailedError) as caught:
                 run.wait_until_finished()
-            assert isinstance(caught.value.__cause__, hf.StorageUnavailableError)
+            assert isinstance(caught.value.__cause__, hf.errors.StorageUnavailableError)
             fault.times = 0
             run.save(2, TREE, force=True)
             run.wait_until_finished()
@@ -179,7 +179,9 @@ def test_several_threads_save_to_one_path(store: Store, old: bool) -> None:
             hf.save(url, {"w": np.full(5000, 9)})
         outcomes = saves(url, range(3), overwrite=old)
         failed = [value for value in outcomes if isinstance(outcomes[value], hf.HoldfastError)]
-        assert all(isinstance(outcomes[value], hf.StorageConflictError | hf.CheckpointExistsError) for value in failed)
+        assert all(
+            isinstance(outcomes[value], hf.errors.StorageConflictError | hf.CheckpointExistsError) for value in failed
+        )
         [found] = set(hf.load(url)["w"].tolist())
         assert found in set(range(3)) - set(failed)
         assert old or len(failed) == 2
@@ -235,7 +237,7 @@ def test_a_save_is_overtaken_after_its_last_look(store: Store, old: bool) -> Non
     hf.save(url, {"w": np.full(5000, 2)}, overwrite=True)
     go_on.set()
     thread.join()
-    assert isinstance(outcome[0], hf.StorageConflictError)
+    assert isinstance(outcome[0], hf.errors.StorageConflictError)
     assert set(hf.load(url)["w"].tolist()) == {2}
     assert hf.verify(url).ok
     assert len({key.split("/")[1] for key in store.stored("ckpt/")}) == 2
@@ -255,7 +257,7 @@ def test_the_first_record_counts(store: Store, old: bool) -> None:
     assert set(hf.load(url)["w"].tolist()) == {1}
     second_goes_on.set()
     second.join()
-    assert isinstance(second_outcome[0], hf.StorageConflictError)
+    assert isinstance(second_outcome[0], hf.errors.StorageConflictError)
     assert set(hf.load(url)["w"].tolist()) == {1}
     assert hf.verify(url).ok
     assert len({key.split("/")[1] for key in store.stored("ckpt/")}) == 2

@@ -17,7 +17,7 @@ def train(process: Process, environment: dict[str, str], url: str, last: int) ->
     os.environ.update(environment)
     items = {
         "state": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler(layout=hf.Layout(chunk_bytes=4096))),
-        "data": hf.Checkpointer(hf.PerProcessCheckpointHandler()),
+        "data": hf.Checkpointer(hf.handlers.PerProcessCheckpointHandler()),
     }
     with hf.CheckpointManager(url, items, hf.CheckpointManagerOptions(max_to_keep=2)) as run:
         for step in range(1 + (run.latest_step() or 0), last + 1):

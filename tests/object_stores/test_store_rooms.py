@@ -59,7 +59,7 @@ def test_a_component_that_cannot_be_written_leaves_the_old_one(store: Store) -> 
     made.save_to_path(url)
     made.count = 2
     store.server.fail(r"(PUT|POST).*manifest", times=1000, answer=store.server.error(403, "AccessDenied"))
-    with pytest.raises(hf.StoragePermissionError, match="credentials"):
+    with pytest.raises(hf.errors.StoragePermissionError, match="credentials"):
         made.save_to_path(url, overwrite=True)
     store.server.reset()
     assert Counter.from_checkpoint(url).count == 1
@@ -88,7 +88,7 @@ def test_a_flax_loop(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     assert start >= 4
     assert float(state["w"][0]) == straight
     store.server.fail(".", times=1000, answer=store.server.error(403, "AccessDenied"))
-    with caplog.at_level(logging.ERROR), pytest.raises(hf.StoragePermissionError, match="credentials"):
+    with caplog.at_level(logging.ERROR), pytest.raises(hf.errors.StoragePermissionError, match="credentials"):
         run(12)
 
 
@@ -122,7 +122,7 @@ def test_a_tree_of_components_whose_commit_has_no_answer(
     if done:
         made.save_to_path(url, overwrite=True)
     else:
-        with store.server.watch() as seen, pytest.raises(hf.StorageUnavailableError, match="no answer"):
+        with store.server.watch() as seen, pytest.raises(hf.errors.StorageUnavailableError, match="no answer"):
             made.save_to_path(url, overwrite=True)
         assert Counter.from_checkpoint(url).count == 1
         commit = re.compile(rf"(PUT|POST) .*\b{store.bucket}\b.*three/checkpoint\.json")

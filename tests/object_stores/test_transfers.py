@@ -174,7 +174,9 @@ def test_credentials_that_no_header_can_have(
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert not client.put("other", 4, lambda sent: iter([DATA[:4]]), PATIENT)
-            with pytest.raises(hf.StoragePermissionError, match=f"the value of {name} holds a character") as caught:
+            with pytest.raises(
+                hf.errors.StoragePermissionError, match=f"the value of {name} holds a character"
+            ) as caught:
                 hf.load(f"{store.url}/ckpt")
             assert "nobody" not in "".join(traceback.format_exception(caught.value))
     assert store.stored() == ["object"]

@@ -38,8 +38,8 @@ def sent(store: Store) -> int:
     return found
 
 
-def save(run: hf.CheckpointManager, step: int, items: Tree) -> hf.SaveReport:
-    reports: list[hf.SaveReport] = []
+def save(run: hf.CheckpointManager, step: int, items: Tree) -> hf.reports.SaveReport:
+    reports: list[hf.reports.SaveReport] = []
     run.add_listener(reports.append)
     run.save(step, items)
     run.wait_until_finished()
@@ -188,13 +188,13 @@ def test_a_run_that_is_copied(store: Store, tmp_path: Path, damage: bool, caplog
     check(f"{store.url}/copy", list(range(STEPS)))
 
 
-class BlobHandler(hf.CheckpointHandler):
+class BlobHandler(hf.handlers.CheckpointHandler):
     """Bytes in one file, which has the same name in every step."""
 
-    def save(self, directory: hf.Location, item: Any, **kwargs: Any) -> None:
+    def save(self, directory: hf.storage.Location, item: Any, **kwargs: Any) -> None:
         (directory.path / "blob").write_bytes(item)
 
-    def restore(self, directory: hf.Location, item: Any = None, **kwargs: Any) -> bytes:
+    def restore(self, directory: hf.storage.Location, item: Any = None, **kwargs: Any) -> bytes:
         return (directory / "blob").read_bytes()
 
 

@@ -78,7 +78,7 @@ def by_callback(directory: str, objects: dict[str, Any]) -> Any:
 
 
 def by_manager(directory: str, objects: dict[str, Any]) -> Any:
-    own = hf.Checkpointer(hf.PerProcessCheckpointHandler())
+    own = hf.Checkpointer(hf.handlers.PerProcessCheckpointHandler())
     with hf.CheckpointManager(directory, {"own": own, "common": hf.Checkpointer(hf.PyTreeCheckpointHandler())}) as run:
         streams = ("batches", "noise")
         template = {"batches": objects["batches"].get_state(), "noise": objects["noise"].bit_generator.state}
@@ -170,7 +170,7 @@ def go_on(process: Process, directory: str) -> dict[str, Any]:
         with CheckpointCallback(directory, save_interval_steps=1, resume="auto", reshard=reshard) as checkpoint:
             try:
                 state, start = checkpoint.restore_or_initialize({"w": np.zeros(2)}, **objects)
-            except hf.StateError as error:
+            except hf.errors.StateError as error:
                 found["refused"] = str(error)
                 continue
             found |= {"start": start, "taken": data.taken, "average": checkpoint.extras["average"]}

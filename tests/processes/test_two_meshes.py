@@ -92,7 +92,7 @@ def save_stages(process: Process, path: str) -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stage = float(process.index // 2)
     weight = distribute_tensor(torch.full((4, 2), stage), mesh["dp"], [Shard(0)], src_data_rank=None)
-    with pytest.raises((hf.TreeMismatchError, hf.PeerFailedError)) as raised:
+    with pytest.raises((hf.TreeMismatchError, hf.errors.PeerFailedError)) as raised:
         hf.save(path, {"weight": weight})
     return str(raised.value)
 

@@ -69,7 +69,7 @@ def test_many_stars_and_a_long_path_take_no_time() -> None:
 @pytest.mark.parametrize("wrong", [3, [], [None], b"a", {"a": 1}])
 @pytest.mark.parametrize("option", ["select", "exclude"])
 def test_only_text_is_a_pattern(option: str, wrong: Any) -> None:
-    with pytest.raises(hf.OptionError, match=f"{option}=.* must be a pattern of paths such as"):
+    with pytest.raises(hf.errors.OptionError, match=f"{option}=.* must be a pattern of paths such as"):
         PathFilter(**{option: wrong})
 
 

@@ -19,8 +19,8 @@ SHORT = [
 
 def levels(path: Path) -> set[int | None]:
     database, names = (
-        ArrayDatabase(hf.as_location(path)),
-        [leaf.name for leaf in TreeReader(hf.as_location(path)).leaves],
+        ArrayDatabase(hf.storage.as_location(path)),
+        [leaf.name for leaf in TreeReader(hf.storage.as_location(path)).leaves],
     )
     return {found.compression for found in database.metadata(names) if found is not None}
 
@@ -49,5 +49,5 @@ def test_arrays_are_compressed_when_asked(
 def test_levels_that_zstd_does_not_have() -> None:
     from holdfast.integrations.options import CallbackOptions
 
-    with pytest.raises(hf.OptionError, match="23"):
+    with pytest.raises(hf.errors.OptionError, match="23"):
         CallbackOptions(compression=23)

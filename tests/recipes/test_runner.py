@@ -130,7 +130,7 @@ def test_raising_the_steps_trains_on(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.usefixtures("trained")
 def test_another_model_does_not_resume() -> None:
-    with pytest.raises(hf.OptionError) as caught:
+    with pytest.raises(hf.errors.OptionError) as caught:
         train("flax_digits", "seed=7", "model.hidden=[9]", "train.steps=3")
 
     assert str(caught.value).splitlines() == [
@@ -150,7 +150,7 @@ def test_changes_that_are_allowed_are_named_and_remembered(caplog: pytest.LogCap
     assert train("flax_digits", change, "train.steps=3", "checkpoint.allow_changes=[optimizer]").step == 3
     assert "changed since the last time: optimizer.learning_rate: 0.003 (checkpoints), 0.5 (now)" in caplog.messages
     assert train("flax_digits", change, "train.steps=4") == Outcome(start=3, step=4, preempted=False)
-    with pytest.raises(hf.OptionError, match=r"learning_rate: 0.5 \(checkpoints\), 0.003 \(now\)"):
+    with pytest.raises(hf.errors.OptionError, match=r"learning_rate: 0.5 \(checkpoints\), 0.003 \(now\)"):
         train("flax_digits", "train.steps=5")
 
 

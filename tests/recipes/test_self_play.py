@@ -163,7 +163,7 @@ def test_a_checkpoint_holds_what_was_when_it_was_saved() -> None:
 def test_arrays_are_compressed_when_asked() -> None:
     train("train.steps=1", "checkpoint.compression=3")
 
-    place = hf.as_location(saved("runs/self_play", 1)) / "learner/policies/p0/state"
+    place = hf.storage.as_location(saved("runs/self_play", 1)) / "learner/policies/p0/state"
     found = ArrayDatabase(place).metadata([leaf.name for leaf in TreeReader(place).leaves])
     assert {one.compression for one in found if one is not None} == {3}
     assert train("train.steps=2") == Outcome(start=1, step=2, preempted=False)
@@ -189,7 +189,7 @@ def test_the_first_error_is_the_one_that_is_raised(
 
 def test_the_learning_rate_is_that_of_the_configuration() -> None:
     train("train.steps=1")
-    with pytest.raises(hf.OptionError, match=r"learning_rate: 0.003 \(checkpoints\), 0.5 \(now\)"):
+    with pytest.raises(hf.errors.OptionError, match=r"learning_rate: 0.003 \(checkpoints\), 0.5 \(now\)"):
         train("optimizer.learning_rate=0.5")
 
     allowed = "checkpoint.allow_changes=[optimizer]"
@@ -238,7 +238,7 @@ def test_a_policy_plays_alone(tmp_path: Path) -> None:
 def test_a_policy_is_no_trainer() -> None:
     trainer().save_to_path("all")
 
-    with pytest.raises(hf.OptionError, match="self_play:Policy, which is no"):
+    with pytest.raises(hf.errors.OptionError, match="self_play:Policy, which is no"):
         Trainer.from_checkpoint("all/learner/policies/p0")
 
 

@@ -219,7 +219,7 @@ def test_the_newest(
         with pytest.raises((hf.CheckpointNotFoundError, SystemExit, json.JSONDecodeError)):
             newest_of(front, directory, capsys, tmp_path / "out.safetensors")
     elif case.make is numbered_by_a_graph and front in ("hf.load", "export"):
-        assert named(find_checkpoint(hf.as_location(directory))) == case.newest
+        assert named(find_checkpoint(hf.storage.as_location(directory))) == case.newest
     else:
         assert newest_of(front, directory, capsys, tmp_path / "out.safetensors") == case.newest
 
@@ -245,11 +245,11 @@ def test_managers_see_the_steps_of_their_prefix(case: Case, directory: Path, ser
 
 def test_a_number_that_two_names_have_is_refused(tmp_path: Path) -> None:
     two_prefixes(tmp_path)
-    assert named(find_checkpoint(hf.as_location(tmp_path), 7)) == "a-7"
+    assert named(find_checkpoint(hf.storage.as_location(tmp_path), 7)) == "a-7"
     for ask in (hf.describe, hf.verify):
-        with pytest.raises(hf.OptionError, match=r"step 1 is there more than once \(a-1, b-1\); give the path"):
+        with pytest.raises(hf.errors.OptionError, match=r"step 1 is there more than once \(a-1, b-1\); give the path"):
             ask(tmp_path, 1)
-    with pytest.raises(hf.OptionError, match=r"step 1 is there more than once"):
+    with pytest.raises(hf.errors.OptionError, match=r"step 1 is there more than once"):
         hf.export_checkpoint(tmp_path, tmp_path.parent / "orbax", "orbax")
     assert hf.load(tmp_path / "a-1") == {"name": "a-1"}
 

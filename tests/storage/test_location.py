@@ -223,7 +223,7 @@ def test_an_object_is_not_changed_in_the_middle(place: str) -> None:
         (as_location(place) / "x").open("r+b")
 
 
-class Notes(hf.CheckpointHandler):
+class Notes(hf.handlers.CheckpointHandler):
     """A handler as its author wrote it for a path."""
 
     def save(self, directory: Any, item: dict[str, str], **kwargs: Any) -> None:

@@ -287,7 +287,7 @@ def add_orbax_metadata(
         source: A checkpoint, or a directory of steps.
         step: Which step of such a directory; None is all of them.
         coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
-            initialized; ``hf.Alone()`` does it in this process alone.
+            initialized; ``hf.processes.Alone()`` does it in this process alone.
 
     Returns:
         The directories of the checkpoints.

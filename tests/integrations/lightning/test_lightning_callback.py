@@ -130,7 +130,7 @@ def test_what_a_resume_needs_is_never_left_out(program: Any, new_directory: NewD
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             pl_module.secret = Secretive()
 
-    with pytest.raises(hf.UnsupportedLeafError, match=r"state_dict/secret\._extra_state \(object\)"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"state_dict/secret\._extra_state \(object\)"):
         program.run(new_directory(), callbacks=(Adds(),))
 
 
@@ -212,14 +212,14 @@ def test_checkpoints_are_never_started_over(
     directory = new_directory()
     program.run(directory, max_epochs=1)
     monkeypatch.setattr(CheckpointCallback, "ckpt_path", None)  # as if a trainer did not ask any more
-    with pytest.raises(hf.StateError, match="up to step 5, but the trainer does not begin with one"):
+    with pytest.raises(hf.errors.StateError, match="up to step 5, but the trainer does not begin with one"):
         program.run(directory)
 
 
 def test_checkpoint_of_something_else(program: Any, new_directory: NewDirectory) -> None:
     directory = new_directory()
     hf.save(f"{directory}/5", {"weights": np.zeros(3)})
-    with pytest.raises(hf.StateError, match="was not saved from a Lightning trainer"):
+    with pytest.raises(hf.errors.StateError, match="was not saved from a Lightning trainer"):
         load_checkpoint(f"{directory}/5")
 
 

@@ -114,5 +114,5 @@ def test_strategies_that_shard_first_are_refused(other: Any, program: Any) -> No
     path, _ = other
     trainer = SimpleNamespace(strategy=SimpleNamespace(restore_checkpoint_after_setup=True))
 
-    with pytest.raises(hf.OptionError, match="does not work with SimpleNamespace"):
+    with pytest.raises(hf.errors.OptionError, match="does not work with SimpleNamespace"):
         take_weights(trainer, program.Model(), path / "weights.pt")

@@ -63,7 +63,7 @@ def test_a_module_is_made_from_a_step(program: Any, new_directory: NewDirectory)
 def test_what_cannot_be_loaded(program: Any, new_directory: NewDirectory) -> None:
     directory = new_directory()
     program.run(directory, max_epochs=1, checkpoint={"save_interval_steps": 5})
-    with pytest.raises(hf.OptionError, match="does not rank its checkpoints by the name of a metric"):
+    with pytest.raises(hf.errors.OptionError, match="does not rank its checkpoints by the name of a metric"):
         load_from_checkpoint(program.Model, directory, step="best")
     with pytest.raises(hf.CheckpointNotFoundError, match="/7"):
         load_from_checkpoint(program.Model, directory, 7)

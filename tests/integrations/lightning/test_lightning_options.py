@@ -113,7 +113,7 @@ def test_what_managers_take(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(hf.OptionError, match=message):
+    with pytest.raises(hf.errors.OptionError, match=message):
         CheckpointCallback(tmp_path, **options)
 
 

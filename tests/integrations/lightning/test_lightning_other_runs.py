@@ -60,7 +60,9 @@ def test_both_callbacks_in_one_directory(program: Any, tmp_path: Path) -> None:
 def test_two_callbacks_of_one_directory_are_refused(program: Any, tmp_path: Path) -> None:
     """Each would take what the other saves for a call of ``trainer.save_checkpoint``, and save every step."""
     same = [CheckpointCallback(tmp_path / "run"), CheckpointCallback(f"{tmp_path}/other/../run")]
-    with pytest.raises(hf.OptionError, match=rf"the trainer has 2 callbacks that save to {tmp_path}/run: leave one"):
+    with pytest.raises(
+        hf.errors.OptionError, match=rf"the trainer has 2 callbacks that save to {tmp_path}/run: leave one"
+    ):
         fit(program, same, 1)
     assert not (tmp_path / "run").exists()
     fit(program, [CheckpointCallback(tmp_path / "run"), CheckpointCallback(tmp_path / "other")], 1)

@@ -501,7 +501,7 @@ def test_a_strategy_that_divides_modules_is_refused(program: Any, new_directory:
     class ModelParallelStrategy(lightning.strategies.SingleDeviceStrategy):
         _save_distributed_checkpoint = True
 
-    with pytest.raises(hf.OptionError, match="partial='initialize' does not work with ModelParallelStrategy"):
+    with pytest.raises(hf.errors.OptionError, match="partial='initialize' does not work with ModelParallelStrategy"):
         fit(
             program,
             new_directory(),

@@ -313,7 +313,7 @@ def test_hooks_that_do_not_apply_do_nothing() -> None:
 
 
 def test_unknown_lightning_is_refused() -> None:
-    with pytest.raises(hf.StateError, match=r"Loop has no method on_advance_end\(\)"):
+    with pytest.raises(hf.errors.StateError, match=r"Loop has no method on_advance_end\(\)"):
         LoopHooks().place(Loop(), "on_advance_end", lambda original: None)
 
 
@@ -345,7 +345,7 @@ def test_a_new_version_of_lightning_is_told_by_what_it_has_moved() -> None:
     check_version(trainer)
     del trainer._logger_connector._callback_metrics
     with pytest.raises(
-        hf.StateError, match=r"holdfast supports \(2.5 and 2.6\); it has no .*connector._callback_metrics"
+        hf.errors.StateError, match=r"holdfast supports \(2.5 and 2.6\); it has no .*connector._callback_metrics"
     ):
         check_version(trainer)
 

@@ -66,9 +66,9 @@ def test_one_directory_for_all_folds_is_refused(
     if restarts:
         start_again()
         program.run(directory, max_epochs=1)
-    with pytest.raises(hf.StateError, match=r"finished with another module.*directory of its own"):
+    with pytest.raises(hf.errors.StateError, match=r"finished with another module.*directory of its own"):
         program.run(directory, max_epochs=1)
-    with pytest.raises(hf.StateError, match="finished with another module"):
+    with pytest.raises(hf.errors.StateError, match="finished with another module"):
         program.run(directory, max_epochs=2)
     for way in ({"checkpoint": {"resume": "must"}}, {"ckpt_path": "last"}):
         assert program.run(directory, max_epochs=2, **way).trainer.global_step == 10

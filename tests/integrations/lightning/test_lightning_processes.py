@@ -260,5 +260,5 @@ def trainer(*names: str, **attributes: Any) -> Any:
     ],
 )
 def test_other_strategies_are_refused(refused: Any, message: str) -> None:
-    with pytest.raises(hf.StateError, match=message):
+    with pytest.raises(hf.errors.StateError, match=message):
         check_strategy(refused)

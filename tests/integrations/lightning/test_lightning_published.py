@@ -105,5 +105,5 @@ def test_what_is_no_link_stays(program: Any, tmp_path: Path) -> None:
     ],
 )
 def test_invalid_options(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(hf.OptionError, match=message):
+    with pytest.raises(hf.errors.OptionError, match=message):
         CheckpointCallback(tmp_path, **options)

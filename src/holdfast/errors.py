@@ -1,0 +1,67 @@
+"""Every error that holdfast raises on purpose; `holdfast` itself has those that programs catch most often.
+
+Each also derives from a built-in exception, and :class:`HoldfastError` is the base of all.
+
+>>> import holdfast as hf
+>>> try:
+...     hf.load("/tmp/no/such/checkpoint")
+... except hf.errors.HoldfastError as error:
+...     isinstance(error, FileNotFoundError)
+True
+"""
+
+from __future__ import annotations
+
+from .engine.errors import (
+    BarrierTimeoutError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    FormatVersionError,
+    HoldfastError,
+    InvalidLocationError,
+    NotAllowedError,
+    NoWholeCheckpointError,
+    ObjectNotFoundError,
+    OptionError,
+    OwnershipError,
+    PeerFailedError,
+    SaveFailedError,
+    StateError,
+    StorageConflictError,
+    StorageError,
+    StorageFullError,
+    StoragePermissionError,
+    StorageUnavailableError,
+    TreeMismatchError,
+    UnknownArgumentError,
+    UnmatchedObjectsError,
+    UnsupportedLeafError,
+)
+
+__all__ = [
+    "BarrierTimeoutError",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "DamagedCheckpointError",
+    "FormatVersionError",
+    "HoldfastError",
+    "InvalidLocationError",
+    "NoWholeCheckpointError",
+    "NotAllowedError",
+    "ObjectNotFoundError",
+    "OptionError",
+    "OwnershipError",
+    "PeerFailedError",
+    "SaveFailedError",
+    "StateError",
+    "StorageConflictError",
+    "StorageError",
+    "StorageFullError",
+    "StoragePermissionError",
+    "StorageUnavailableError",
+    "TreeMismatchError",
+    "UnknownArgumentError",
+    "UnmatchedObjectsError",
+    "UnsupportedLeafError",
+]

@@ -1,0 +1,31 @@
+"""Handlers: how one item of a checkpoint, such as a tree or a JSON document, is written and read.
+
+A handler of your own derives from one of the base classes here. Handlers of single leaves are in
+`holdfast.type_handlers`.
+"""
+
+from __future__ import annotations
+
+from .engine.handlers import (
+    ArrayCheckpointHandler,
+    AsyncCheckpointHandler,
+    CheckpointHandler,
+    JsonCheckpointHandler,
+    PerProcessCheckpointHandler,
+    PreparedCheckpointHandler,
+    PreparedItem,
+    PyTreeCheckpointHandler,
+    SaveFuture,
+)
+
+__all__ = [
+    "ArrayCheckpointHandler",
+    "AsyncCheckpointHandler",
+    "CheckpointHandler",
+    "JsonCheckpointHandler",
+    "PerProcessCheckpointHandler",
+    "PreparedCheckpointHandler",
+    "PreparedItem",
+    "PyTreeCheckpointHandler",
+    "SaveFuture",
+]

@@ -1,0 +1,21 @@
+"""Programs of several processes: how they meet and wait for each other, and a check that their trees are the same."""
+
+from __future__ import annotations
+
+from .engine.checkpoint import (
+    check_replicas,
+)
+from .engine.distributed import (
+    Alone,
+    Coordinator,
+    ProcessInfo,
+    current_coordinator,
+)
+
+__all__ = [
+    "Alone",
+    "Coordinator",
+    "ProcessInfo",
+    "check_replicas",
+    "current_coordinator",
+]
