@@ -183,7 +183,7 @@ CHANGES: dict[str, Change] = {
 def fill(tree: Any, value: int) -> None:
     """Change every element in place, as a training step does."""
     if isinstance(tree, torch.Tensor):
-        if tree.untyped_storage().nbytes() and not tree.is_inference() and tree.layout is torch.strided:
+        if tree.layout is torch.strided and tree.untyped_storage().nbytes() and not tree.is_inference():
             with torch.no_grad():
                 (tree if 0 not in tree.stride() else tree[:1]).copy_(torch.tensor(value % 2))
     elif isinstance(tree, np.ndarray) and tree.flags.writeable and tree.dtype.kind != "U":
