@@ -8,34 +8,20 @@ from __future__ import annotations
 
 import bisect
 import datetime
-import html
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from ...engine.clock import format_size
 from .history import WORDS, Attempt, History, Note, Save, duration
+from .markup import Markup, tag
 
 WIDTH, HEIGHT = 1000.0, 100.0  # of the drawings, in their own units
 _POINTS = 600  # points that a line has at most
 _BUCKETS = 120  # columns of the lane that shows how long the loop waited
 _GAP = 0.04  # width of a pause between two starts that is longer than that, as a share of the whole
 _BARS = 150
-
-escape = html.escape
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The numbers of a chart, for the pointer and the arrow keys."""
-
-    chart: str  # the id of its element
-    x: Sequence[float]
-    y: Sequence[float]
-    label: str
-    at: Sequence[float]  # where the points are, as shares of the width
+_MARKS = 200  # marks, and pauses, of a timeline
 
 
 # ---- time
@@ -62,16 +48,14 @@ class TimeScale:
                 if pause > short:
                     self.pauses.append((place, width, pause))
                 place += width
-                self._add(begin, place)
+                self._times.append(begin)
+                self._places.append(place)
             place += end - begin
-            self._add(end, place)
+            self._times.append(end)
+            self._places.append(place)
         whole = place or 1.0
         self._places = [one / whole for one in self._places]
         self.pauses = [(where / whole, width / whole, pause) for where, width, pause in self.pauses]
-
-    def _add(self, time: float, place: float) -> None:
-        self._times.append(time)
-        self._places.append(place)
 
     def place(self, time: float) -> float:
         """Return where a time is, from 0 to 1."""
@@ -93,13 +77,13 @@ def _between(value: float, given: Sequence[float], wanted: Sequence[float]) -> f
     return wanted[right - 1] + share * (wanted[right] - wanted[right - 1])
 
 
-def clock_text(time: float, *, with_date: bool = True) -> str:
+def clock_text(time: float) -> str:
     """Return a time in UTC."""
     try:
         moment = datetime.datetime.fromtimestamp(time, datetime.UTC)
     except (OverflowError, ValueError, OSError):
         return "?"
-    return moment.strftime("%Y-%m-%d %H:%M:%S" if with_date else "%H:%M:%S")
+    return moment.strftime("%Y-%m-%d %H:%M:%S")
 
 
 # ---- the timeline
@@ -117,7 +101,7 @@ _SYMBOLS = {
 }
 
 
-def timeline(history: History) -> tuple[str, bool]:
+def timeline(history: History) -> tuple[Markup, bool]:
     """Draw the life of a run: its starts, saves, how long the loop waited for them, and what went wrong.
 
     Returns:
@@ -125,44 +109,42 @@ def timeline(history: History) -> tuple[str, bool]:
     """
     attempts = history.attempts
     scale = TimeScale((attempt.began, attempt.ended) for attempt in attempts)
-    days = clock_text(attempts[0].began)[:10] != clock_text(attempts[-1].ended)[:10]
-    lanes = [
-        _lane("program", _drawn(_programs(attempts, scale), "programs")),
-        _lane("saves", _drawn(_saves(history.saves, scale), "saves")),
-        _waiting_lane(attempts, scale),
-        _lane("events", f'<div class="marks">{"".join(_marks(history.notes, scale))}</div>'),
-    ]
-    pauses = "".join(
-        f'<span class="pause" style="left:{100 * where:.2f}%;width:{100 * width:.2f}%" '
-        f'title="nothing ran for {duration(pause)}"></span>'
-        for where, width, pause in scale.pauses[:200]
+    shown = (
+        slice(5, 16) if clock_text(attempts[0].began)[:10] != clock_text(attempts[-1].ended)[:10] else slice(11, None)
     )
-    ticks = "".join(
-        f'<span class="tick tick-{part}" style="left:{25 * part}%">{escape(_tick(scale.time(part / 4), days))}</span>'
+    pauses = [
+        tag(
+            "span",
+            class_="pause",
+            style=f"left:{100 * where:.2f}%;width:{100 * width:.2f}%",
+            title=f"nothing ran for {duration(pause)}",
+        )
+        for where, width, pause in scale.pauses[:_MARKS]
+    ]
+    ticks = (
+        tag("span", clock_text(scale.time(part / 4))[shown], class_=f"tick tick-{part}", style=f"left:{25 * part}%")
         for part in range(5)
     )
-    drawn = (
-        f'<div class="timeline" role="group" aria-label="Timeline of the run">{"".join(lanes)}'
-        f'<div class="lane axis"><div class="lane-name"></div><div class="plot">{pauses}{ticks}</div></div></div>'
+    lanes = (
+        _lane("program", _drawn(_programs(attempts, scale), "programs")),
+        _lane("saves", _drawn(_saves(history.saves, scale), "saves")),
+        _lane("waited for saves", *_waiting(attempts, scale)),
+        _lane("events", tag("div", *_marks(history.notes, scale), class_="marks")),
+        _lane("", *pauses, *ticks, kind="lane axis"),
     )
-    return drawn, bool(pauses)
+    return tag("div", *lanes, class_="timeline", role="group", aria_label="Timeline of the run"), bool(pauses)
 
 
-def _tick(time: float, days: bool) -> str:
-    text = clock_text(time)
-    return text[5:16] if days else text[11:]
+def _lane(name: str, *plot: Markup, kind: str = "lane") -> Markup:
+    return tag("div", tag("div", name, class_="lane-name"), tag("div", *plot, class_="plot"), class_=kind)
 
 
-def _lane(name: str, plot: str) -> str:
-    return f'<div class="lane"><div class="lane-name">{name}</div><div class="plot">{plot}</div></div>'
-
-
-def _drawn(content: Iterable[str], kind: str) -> str:
+def _drawn(content: Iterable[Markup], kind: str) -> Markup:
     box = f"0 0 {WIDTH:g} {HEIGHT:g}"
-    return f'<svg class="{kind}" viewBox="{box}" preserveAspectRatio="none" role="img">{"".join(content)}</svg>'
+    return tag("svg", *content, class_=kind, viewBox=box, preserveAspectRatio="none", role="img")
 
 
-def _programs(attempts: Sequence[Attempt], scale: TimeScale) -> Iterator[str]:
+def _programs(attempts: Sequence[Attempt], scale: TimeScale) -> Iterator[Markup]:
     for number, attempt in enumerate(attempts):
         left, right = WIDTH * scale.place(attempt.began), WIDTH * scale.place(attempt.ended)
         how = attempt.how or "lost"
@@ -170,8 +152,8 @@ def _programs(attempts: Sequence[Attempt], scale: TimeScale) -> Iterator[str]:
         yield _rectangle(left, max(2.0, right - left - 1.0), 0.0, HEIGHT, f"how-{how}", text)
 
 
-def _saves(saves: Sequence[Save], scale: TimeScale) -> Iterator[str]:
-    """Draw every save: the time until it was durable, and where it was; those at one place once."""
+def _saves(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
+    """Draw the time that each save took, and a line where it was durable; of several at one place, only the first."""
     seen: set[int] = set()
     for save in saves:
         right = WIDTH * scale.place(save.time)
@@ -182,10 +164,10 @@ def _saves(saves: Sequence[Save], scale: TimeScale) -> Iterator[str]:
         text = f"step {save.step}: {format_size(save.bytes)} in {duration(save.total)}, waited {duration(save.blocked)}"
         if right - left > 1.0:
             yield _rectangle(left, right - left, 30.0, 40.0, "writing", text)
-        yield f'<path class="saved" d="M{right:.1f} 10V90"><title>{escape(text)}</title></path>'
+        yield tag("path", tag("title", text), class_="saved", d=f"M{right:.1f} 10V90")
 
 
-def _waiting_lane(attempts: Sequence[Attempt], scale: TimeScale) -> str:
+def _waiting(attempts: Sequence[Attempt], scale: TimeScale) -> Iterator[Markup]:
     """Draw how large a share of each stretch of time the training loop waited for saves."""
     waited = [0.0] * _BUCKETS
     for save in itertools.chain.from_iterable(attempt.saves for attempt in attempts):
@@ -195,57 +177,54 @@ def _waiting_lane(attempts: Sequence[Attempt], scale: TimeScale) -> str:
         min(1.0, seconds / max(1e-9, scale.time((number + 1) / _BUCKETS) - scale.time(number / _BUCKETS)))
         for number, seconds in enumerate(waited)
     ]
-    most = max(shares)
-    width = WIDTH / _BUCKETS
+    most, width = max(shares), WIDTH / _BUCKETS
     bars = (
-        _rectangle(number * width, width * 0.8, HEIGHT * (1 - share / most), HEIGHT * share / most, "waited", "")
+        _rectangle(number * width, width * 0.8, HEIGHT * (1 - share / most), HEIGHT * share / most, "waited")
         for number, share in enumerate(shares)
         if share
     )
-    label = f'<span class="most">{percent(most)} at most</span>' if most else ""
-    return _lane("waited for saves", f"{_drawn(bars, 'waiting')}{label}")
+    yield _drawn(bars, "waiting")
+    if most:
+        yield tag("span", f"{percent(most)} at most", class_="most")
 
 
-def _marks(notes: Sequence[Note], scale: TimeScale) -> Iterator[str]:
-    marked = [note for note in notes if note.mark in _SYMBOLS]
-    for note in marked[:200]:
+def _marks(notes: Sequence[Note], scale: TimeScale) -> Iterator[Markup]:
+    for note in [note for note in notes if note.mark in _SYMBOLS][:_MARKS]:
         text = f"{clock_text(note.time)} {note.title}{f': {note.text}' if note.text else ''}"
-        yield (
-            f'<span class="mark {note.tone}" style="left:{100 * scale.place(note.time):.2f}%" tabindex="0" role="img" '
-            f'data-mark="{note.mark}" aria-label="{escape(text)}" title="{escape(text)}">{_SYMBOLS[note.mark]}</span>'
+        yield tag(
+            "span",
+            _SYMBOLS[note.mark],
+            class_=f"mark {note.tone}",
+            style=f"left:{100 * scale.place(note.time):.2f}%",
+            tabindex=0,
+            role="img",
+            data_mark=note.mark,
+            aria_label=text,
+            title=text,
         )
 
 
-def _rectangle(x: float, width: float, y: float, height: float, kind: str, text: str) -> str:
-    title = f"<title>{escape(text)}</title>" if text else ""
-    return (
-        f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}">{title}</rect>'
-        if title
-        else f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"/>'
-    )
+def _rectangle(x: float, width: float, y: float, height: float, kind: str, text: str = "") -> Markup:
+    title = (tag("title", text),) if text else ()
+    places = {"x": x, "y": y, "width": width, "height": height}
+    return tag("rect", *title, class_=kind, **{name: f"{value:.1f}" for name, value in places.items()})
 
 
 # ---- lines over steps
 
 
 def line_chart(
-    chart: str,
-    title: str,
-    values: Mapping[int, float],
-    kept: Iterable[int] = (),
-    best: int | None = None,
-    unit: str = "",
-) -> tuple[str, Reading]:
+    title: str, values: Mapping[int, float], kept: Iterable[int] = (), best: int | None = None, unit: str = ""
+) -> Markup:
     """Draw values over steps, with the kept checkpoints as dots and the best one larger.
 
-    Returns:
-        The HTML of the chart, and its numbers.
+    The attribute ``data-readings`` has a line for each point, its place as a share of the width and its text, which the
+    page's script shows.
     """
     finite = sorted((step, value) for step, value in values.items() if math.isfinite(value))
-    points = _thinned(finite)
-    steps = [step for step, _ in points]
+    known, points, lost = dict(finite), _thinned(finite), len(values) - len(finite)
     low, high = _range([value for _, value in points])
-    first, last = (steps[0], steps[-1]) if steps else (0, 0)
+    first, last = (points[0][0], points[-1][0]) if points else (0, 0)
 
     def x(step: float) -> float:
         return WIDTH * (step - first) / (last - first) if last > first else WIDTH / 2
@@ -253,80 +232,78 @@ def line_chart(
     def y(value: float) -> float:
         return HEIGHT * (high - value) / (high - low)
 
-    line = "".join(
-        f"{'L' if number else 'M'}{x(step):.1f} {y(value):.1f}" for number, (step, value) in enumerate(points)
-    )
-    drawn = [f'<path class="line" d="{line}"/>'] if len(points) > 1 else []
-    if len(points) <= 60 or len(points) == 1:
-        drawn.append(f'<path class="dot" d="{"".join(_dot(x(s), y(v)) for s, v in points)}"/>')
-    known = dict(finite)
-    dots = [step for step in kept if step in known]
-    if dots:
-        drawn.append(f'<path class="kept" d="{"".join(_dot(x(s), y(known[s])) for s in dots[-_POINTS:])}"/>')
-    if best is not None and best in known:
-        drawn.append(f'<path class="best" d="{_dot(x(best), y(known[best]))}"/>')
+    def dots(kind: str, steps: Iterable[int]) -> Markup:
+        return tag("path", class_=kind, d="".join(f"M{x(step):.1f} {y(known[step]):.1f}h0" for step in steps))
+
     levels = _levels(low, high)
-    grid = "".join(f'<path class="grid" d="M0 {y(level):.1f}H{WIDTH:g}"/>' for level in levels)
-    labels = "".join(
-        f'<span class="level" style="top:{y(level):.1f}%">{escape(number_text(level, unit))}</span>' for level in levels
-    )
-    lost = len(values) - len(finite)
+    drawn = [tag("path", class_="grid", d=f"M0 {y(level):.1f}H{WIDTH:g}") for level in levels]
+    if len(points) > 1:
+        places = (f"{x(step):.1f} {y(value):.1f}" for step, value in points)
+        drawn.append(tag("path", class_="line", d="M" + "L".join(places)))
+    if len(points) <= 60:
+        drawn.append(dots("dot", [step for step, _ in points]))
+    if kept := [step for step in kept if step in known]:
+        drawn.append(dots("kept", kept[-_POINTS:]))
+    if best is not None and best in known:
+        drawn.append(dots("best", [best]))
+    now = number_text(finite[-1][1], unit) if finite else "-"
     summary = f"{title}: {len(values)} values"
     if finite:
-        summary += f" from step {finite[0][0]} to {finite[-1][0]}, last {number_text(finite[-1][1], unit)}"
+        summary += f" from step {finite[0][0]} to {finite[-1][0]}, last {now}"
     if lost:
         summary += f", {lost} of them not finite"
-    now = number_text(finite[-1][1], unit) if finite else "-"
-    badge = f'<span class="alarm">{lost} not finite</span>' if lost else ""
-    markup = (
-        f'<figure class="chart" id="{chart}"><figcaption><b>{escape(title)}</b> <span>{escape(now)}</span>{badge}'
-        f'</figcaption><div class="plot" tabindex="0" role="img" aria-label="{escape(summary)}">'
-        f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" preserveAspectRatio="none" aria-hidden="true">{grid}{"".join(drawn)}'
-        f'</svg>{labels}<output class="reading" hidden></output></div>'
-        f'<div class="axis"><span>{first}</span><span>step</span><span>{last}</span></div></figure>'
+    readings = (f"{round(x(step) / WIDTH, 4)}\tstep {step:g}: {number_text(value, unit)}" for step, value in points)
+    alarm = (tag("span", f"{lost} not finite", class_="alarm"),) if lost else ()
+    plot = tag(
+        "div",
+        tag("svg", *drawn, viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}", preserveAspectRatio="none", aria_hidden="true"),
+        *(tag("span", number_text(one, unit), class_="level", style=f"top:{y(one):.1f}%") for one in levels),
+        tag("output", class_="reading", hidden=True),
+        class_="plot",
+        tabindex=0,
+        role="img",
+        aria_label=summary,
+        data_readings="\n".join(readings),
     )
-    at = [round(x(step) / WIDTH, 4) for step in steps]
-    return markup, Reading(chart, steps, [value for _, value in points], unit, at)
+    return _figure((tag("b", title), " ", tag("span", now), *alarm), plot, first, last)
 
 
-def size_chart(sizes: Sequence[tuple[int, int, int]]) -> str:
+def _figure(caption: Iterable[str], plot: Markup, first: int, last: int) -> Markup:
+    axis = tag("div", tag("span", f"{first}"), tag("span", "step"), tag("span", f"{last}"), class_="axis")
+    return tag("figure", tag("figcaption", *caption), plot, axis, class_="chart")
+
+
+def size_chart(sizes: Sequence[tuple[int, int, int]]) -> Markup:
     """Draw the sizes of steps: ``(step, own bytes, shared bytes)``; of many, the largest in each of some groups."""
     group = max(1, math.ceil(len(sizes) / _BARS))
     bars = [max(sizes[begin : begin + group], key=lambda one: one[1] + one[2]) for begin in range(0, len(sizes), group)]
-    most = max((own + shared for _, own, shared in bars), default=0) or 1
-    width = WIDTH / max(1, len(bars))
+    most = max(own + shared for _, own, shared in bars) or 1
+    width = WIDTH / len(bars)
     fill = min(width * 0.8, 60.0)
     drawn = []
     for number, (step, own, shared) in enumerate(bars):
-        left, own_height, shared_height = (
-            number * width + (width - fill) / 2,
-            HEIGHT * own / most,
-            HEIGHT * shared / most,
-        )
-        text = f"step {step}: {format_size(own + shared)}" + (
-            f", of which {format_size(shared)} shared" if shared else ""
-        )
+        left = number * width + (width - fill) / 2
+        own_height, shared_height = HEIGHT * own / most, HEIGHT * shared / most
+        text = f"step {step}: {format_size(own + shared)}"
+        text += f", of which {format_size(shared)} shared" if shared else ""
         drawn.append(_rectangle(left, fill, HEIGHT - own_height, own_height, "own", text))
         if shared:
             drawn.append(_rectangle(left, fill, HEIGHT - own_height - shared_height, shared_height, "shared", text))
-    first, last = (bars[0][0], bars[-1][0]) if bars else (0, 0)
-    return (
-        '<figure class="chart"><figcaption><b>Size of the kept steps</b> <span class="key own">own</span> '
-        '<span class="key shared">shared with other steps</span></figcaption>'
-        f'<div class="plot">{_drawn(drawn, "sizes")}<span class="level" style="top:0%">{format_size(most)}</span></div>'
-        f'<div class="axis"><span>{first}</span><span>step</span><span>{last}</span></div></figure>'
-    )
+    keys = (tag("span", "own", class_="key own"), " ", tag("span", "shared with other steps", class_="key shared"))
+    level = tag("span", format_size(most), class_="level", style="top:0%")
+    plot = tag("div", _drawn(drawn, "sizes"), level, class_="plot")
+    return _figure((tag("b", "Size of the kept steps"), " ", *keys), plot, bars[0][0], bars[-1][0])
 
 
-def sparkline(values: Sequence[float | None]) -> str:
+def sparkline(values: Sequence[float | None]) -> Markup:
     """Draw a few numbers in a line of text."""
     known = [(number, value) for number, value in enumerate(values) if value is not None and math.isfinite(value)]
     if len(known) < 2:
-        return ""
+        return Markup()
     low, high = min(value for _, value in known), max(value for _, value in known)
     span, last = (high - low) or 1.0, max(1, len(values) - 1)
     points = " ".join(f"{76 * number / last + 2:.1f},{16 - 14 * (value - low) / span:.1f}" for number, value in known)
-    return f'<svg class="spark" viewBox="0 0 80 18" aria-hidden="true"><polyline points="{points}"/></svg>'
+    return tag("svg", tag("polyline", points=points), class_="spark", viewBox="0 0 80 18", aria_hidden="true")
 
 
 def number_text(value: float, unit: str = "") -> str:
@@ -343,24 +320,6 @@ def percent(share: float) -> str:
     ('100 %', '5.9 %', '0.012 %')
     """
     return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"
-
-
-def readings_json(readings: Iterable[Reading]) -> list[dict[str, Any]]:
-    """Return the numbers of charts for the script of the page."""
-    return [
-        {
-            "id": one.chart,
-            "at": list(one.at),
-            "text": [
-                f"step {step:g}: {number_text(value, one.label)}" for step, value in zip(one.x, one.y, strict=True)
-            ],
-        }
-        for one in readings
-    ]
-
-
-def _dot(x: float, y: float) -> str:
-    return f"M{x:.1f} {y:.1f}h0"
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -119,6 +119,11 @@ class History:
         """All committed saves, in the order of the events."""
         return [save for attempt in self.attempts for save in attempt.saves]
 
+    @property
+    def blocked(self) -> float:
+        """Seconds that the training loop waited for saves."""
+        return sum(attempt.blocked for attempt in self.attempts)
+
     def ended(self, *how: How) -> int:
         """Return how many starts have ended in some ways."""
         return sum(attempt.how in how for attempt in self.attempts)

@@ -45,15 +45,16 @@ for (const button of document.querySelectorAll("button[data-unfold]")) {
   });
 }
 
-for (const chart of JSON.parse(document.getElementById("readings").textContent)) {
-  const plot = document.getElementById(chart.id).querySelector(".plot");
+for (const plot of document.querySelectorAll("[data-readings]")) {
+  const readings = plot.dataset.readings.split("\n").filter(Boolean).map((line) => line.split("\t"));
+  const at = readings.map(([place]) => Number(place));
   const output = plot.querySelector(".reading");
-  let shown = chart.at.length - 1;
+  let shown = at.length - 1;
   const show = (number) => {
-    if (!chart.at.length) return;
-    shown = Math.max(0, Math.min(chart.at.length - 1, number));
-    const width = plot.clientWidth, place = chart.at[shown] * width;
-    output.textContent = chart.text[shown];
+    if (!at.length) return;
+    shown = Math.max(0, Math.min(at.length - 1, number));
+    const width = plot.clientWidth, place = at[shown] * width;
+    output.textContent = readings[shown][1];
     output.hidden = false;
     const half = output.offsetWidth / 2;
     const middle = Math.max(half - 46, Math.min(width - half + 8, place));
@@ -63,18 +64,18 @@ for (const chart of JSON.parse(document.getElementById("readings").textContent))
   const hide = () => { output.hidden = true; };
   plot.addEventListener("pointermove", (event) => {
     const place = (event.clientX - plot.getBoundingClientRect().left) / plot.clientWidth;
-    let low = 0, high = chart.at.length - 1;
+    let low = 0, high = at.length - 1;
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (chart.at[middle] < place) low = middle + 1; else high = middle;
+      if (at[middle] < place) low = middle + 1; else high = middle;
     }
-    show(low > 0 && place - chart.at[low - 1] < chart.at[low] - place ? low - 1 : low);
+    show(low > 0 && place - at[low - 1] < at[low] - place ? low - 1 : low);
   });
   plot.addEventListener("pointerleave", hide);
   plot.addEventListener("focus", () => show(shown));
   plot.addEventListener("blur", hide);
   plot.addEventListener("keydown", (event) => {
-    const moved = { ArrowLeft: shown - 1, ArrowRight: shown + 1, Home: 0, End: chart.at.length - 1 }[event.key];
+    const moved = { ArrowLeft: shown - 1, ArrowRight: shown + 1, Home: 0, End: at.length - 1 }[event.key];
     if (moved === undefined) return;
     event.preventDefault();
     show(moved);

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import html
 import importlib.resources
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from string import Template
 
 from ...engine.clock import format_size
 from ...engine.errors import shortened
 from ...engine.inspection import CheckpointSummary
 from ...engine.sources import LeafStatistics
 from ..report import age, count, metrics_text
-from .charts import (
-    Reading,
-    clock_text,
-    line_chart,
-    number_text,
-    percent,
-    readings_json,
-    size_chart,
-    sparkline,
-    timeline,
-)
+from .charts import clock_text, line_chart, number_text, percent, size_chart, sparkline, timeline
 from .facts import RunFacts, Statistics
 from .history import WORDS, Attempt, Note, duration
+from .markup import Markup, join, tag
 from .tree import draw_tree
 
 GENERATOR = '<meta name="generator" content="holdfast report">'
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 _STEPS = 500  # rows of a table of steps, and of starts
 _NOTES = 300  # things that happened
 _METRICS = 16  # charts of metrics
 _GROUPS = 6  # charts of norms
 
-escape = html.escape
 _BAD = ("crashed", "hung", "failed")
 
 
@@ -50,90 +38,73 @@ def draw_page(runs: Sequence[RunFacts], *, now: float, version: str, left_out: i
         version: The version of holdfast.
         left_out: How many runs there are beside these.
     """
-    readings: list[Reading] = []
-    sections = "".join(_run(run, number, now, readings, len(runs) == 1) for number, run in enumerate(runs))
-    title = runs[0].name if len(runs) == 1 else count(len(runs), "run", "runs")
-    overview = _overview(runs, now, left_out) if len(runs) > 1 else ""
+    only = len(runs) == 1
+    sections = [_run(run, number, now, only=only) for number, run in enumerate(runs)]
     files = importlib.resources.files(__package__)
-    style, script = ((files / name).read_text("utf-8") for name in ("page.css", "page.js"))
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{GENERATOR}\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(title)} - holdfast report</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
-        f"{overview}{sections}</main>\n"
-        f"<footer>Made by holdfast {escape(version)} on {clock_text(now)}. All times are UTC.</footer>\n"
-        f'<script type="application/json" id="readings">{embedded_json(readings_json(readings))}</script>\n'
-        f"<script>\n{script}</script>\n</body>\n</html>\n"
+    frame, style, script = ((files / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js"))
+    return Template(frame).substitute(
+        title=join([runs[0].name if only else count(len(runs), "run", "runs")]),
+        style=style,
+        content=join([*([] if only else _overview(runs, now, left_out)), *sections]),
+        version=join([version]),
+        time=clock_text(now),
+        script=script,
     )
-
-
-def embedded_json(value: Any) -> str:
-    """Return JSON that cannot end the script element that it stands in, nor open another.
-
-    >>> embedded_json({"name": "</script><!--<script>"})
-    '{"name":"\\\\u003c/script>\\\\u003c!--\\\\u003cscript>"}'
-    """
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII, so that U+2028 and U+2029 are escaped
-    return text.replace("<", "\\u003c")
 
 
 # ---- the parts of a run
 
 
-def _run(run: RunFacts, number: int, now: float, readings: list[Reading], only: bool) -> str:
+def _run(run: RunFacts, number: int, now: float, *, only: bool) -> Markup:
     parts = [
         _head(run, "h1" if only else "h2"),
         _alarms(run, now),
         _figures(run, now),
         _timeline(run),
-        _metrics(run, number, readings),
-        _saves(run, number, readings),
+        _metrics(run),
+        _saves(run),
         _steps(run),
-        _statistics(run, number, readings),
+        _statistics(run),
         _tree(run),
         _starts(run),
         _facts(run),
     ]
-    return f'<section class="run" id="run-{number}">{"".join(parts)}</section>\n'
+    return join([tag("section", *parts, class_="run", id=f"run-{number}"), "\n"])
 
 
-def _state(run: RunFacts) -> tuple[str, str]:
-    """Return the state of a run in a word, and its tone."""
+def _state(run: RunFacts) -> Markup:
+    """Return the state of a run in a word, coloured."""
     attempts = run.history.attempts
     if not attempts:
-        return ("no events", "plain") if run.checkpoints else ("no checkpoints", "plain")
-    how = attempts[-1].how or "lost"
-    tone = {"finished": "good", "preempted": "warn", "lost": "warn"}.get(how, "bad" if how in _BAD else "info")
-    return WORDS[how], tone
+        word, tone = "no events" if run.checkpoints else "no checkpoints", "plain"
+    else:
+        how = attempts[-1].how or "lost"
+        tones = {"finished": "good", "preempted": "warn", "lost": "warn"}
+        word, tone = WORDS[how], tones.get(how, "bad" if how in _BAD else "info")
+    return tag("span", word, class_=f"pill {tone}")
 
 
-def _head(run: RunFacts, heading: str) -> str:
-    word, tone = _state(run)
-    return (
-        f'<header><{heading}>{escape(run.name)} <span class="pill {tone}">{escape(word)}</span></{heading}>'
-        f'<p class="place"><code>{escape(run.place)}</code></p></header>'
-    )
+def _head(run: RunFacts, heading: str) -> Markup:
+    place = tag("p", tag("code", run.place), class_="place")
+    return tag("header", tag(heading, run.name, " ", _state(run)), place)
 
 
-def _alarms(run: RunFacts, now: float) -> str:
+def _alarms(run: RunFacts, now: float) -> Markup:
     found: list[tuple[str, str]] = []
     found += [("bad", f"Step {one.step} is damaged: {one.damage}") for one in run.damaged[:10]]
     if len(run.damaged) > 10:
         found.append(("bad", f"{len(run.damaged) - 10} more steps are damaged; holdfast verify lists them"))
     found += [("bad", note) for note in run.notes]
     history = run.history
-    if history.attempts and history.attempts[-1].how in (*_BAD, "lost"):
-        last = history.attempts[-1]
+    last = history.attempts[-1] if history.attempts else None
+    if last is not None and last.how in (*_BAD, "lost"):
         at = f" after step {last.last_step}" if last.last_step is not None else ""
         why = f": {last.why}" if last.why else ""
         whole = [one.step for one in run.checkpoints if one.damage is None]
         saved = f" The newest whole step is {whole[-1]}; the same command again goes on from it." if whole else ""
         tone = "bad" if last.how in _BAD else "warn"
         found.append((tone, f"The last start {WORDS[last.how or 'lost']}{at}{why}.{saved}"))
-    if history.attempts and history.attempts[-1].how == "open":
-        last = history.attempts[-1]
+    if last is not None and last.how == "open":
         text = f"The last start runs on {last.host}, or was lost there; its last event came {age(now - last.last)} ago"
         found.append(("plain", text))
     if run.statistics is not None and run.statistics.damaged:
@@ -150,11 +121,10 @@ def _alarms(run: RunFacts, now: float) -> str:
             "No events: they are kept beside runs on file systems, not in object stores, copies or single checkpoints"
         )
         found.append(("plain", text))
-    items = "".join(f'<li class="{tone}">{escape(text)}</li>' for tone, text in found)
-    return f'<ul class="alarms">{items}</ul>' if items else ""
+    return tag("ul", *(tag("li", text, class_=tone) for tone, text in found), class_="alarms") if found else Markup()
 
 
-def _figures(run: RunFacts, now: float) -> str:
+def _figures(run: RunFacts, now: float) -> Markup:
     history, newest = run.history, run.newest
     found: list[tuple[str, str, str]] = []
     if newest is not None:
@@ -173,9 +143,9 @@ def _figures(run: RunFacts, now: float) -> str:
         text = ", ".join(f"{number} {what}" for number, what in kinds if number)
         found.append(("Starts", str(len(history.attempts)), text or "no interruption"))
         ran = sum(attempt.ended - attempt.began for attempt in history.attempts)
-        blocked = sum(attempt.blocked for attempt in history.attempts)
         found.append(("Ran", duration(ran), ""))
-        found.append(("Waited for saves", duration(blocked), f"{percent(blocked / ran)} of the time" if ran else ""))
+        share = f"{percent(history.blocked / ran)} of the time" if ran else ""
+        found.append(("Waited for saves", duration(history.blocked), share))
         steps, seconds = sum(one.steps for one in history.redone), sum(one.seconds for one in history.redone)
         if len(history.attempts) > 1:
             text = f"{duration(seconds)} lost" if steps else "nothing lost"
@@ -184,79 +154,81 @@ def _figures(run: RunFacts, now: float) -> str:
         shared = sum(one.bytes for one in run.checkpoints) - run.disk_bytes
         text = f"{format_size(run.disk_bytes)} on disk{f', {format_size(shared)} shared' if shared else ''}"
         found.append(("Kept", count(len(run.checkpoints), "step", "steps"), text))
-    cards = "".join(
-        f"<div><dt>{escape(name)}</dt><dd><b>{escape(value)}</b><span>{escape(text)}</span></dd></div>"
-        for name, value, text in found
-    )
-    return f'<dl class="figures">{cards}</dl>' if cards else ""
+    cards = (tag("div", tag("dt", name), tag("dd", tag("b", value), tag("span", text))) for name, value, text in found)
+    return tag("dl", *cards, class_="figures") if found else Markup()
 
 
-def _timeline(run: RunFacts) -> str:
+def _timeline(run: RunFacts) -> Markup:
     if not run.history.attempts:
-        return ""
+        return Markup()
+    ends = {attempt.how for attempt in run.history.attempts}
+    keys = [_key(f"how-{how}", WORDS[how]) for how in WORDS if how in ends]
+    drawn, has_pauses = timeline(run.history)
+    keys += [_key("writing", "being written"), *([_key("cut", "pause, cut short")] if has_pauses else [])]
     notes = run.history.notes
     shown = notes[-_NOTES:]
-    more = (
-        f'<p class="left-out">{len(notes) - len(shown)} earlier lines are left out.</p>' if len(notes) > _NOTES else ""
+    story = tag(
+        "details",
+        tag("summary", "What happened"),
+        _left_out(len(notes) - len(shown), "earlier lines are left out."),
+        tag("ol", *map(_note, shown), class_="notes"),
+        open=True if len(shown) <= 40 else None,
+        class_="story",
     )
-    keys = "".join(
-        f'<span class="key how-{how}">{escape(WORDS[how])}</span>'
-        for how in WORDS
-        if any(attempt.how == how for attempt in run.history.attempts)
-    )
-    drawn, has_pauses = timeline(run.history)
-    pause = '<span class="key cut">pause, cut short</span>' if has_pauses else ""
-    items = "".join(map(_note, shown))
-    is_open = " open" if len(shown) <= 40 else ""
-    return (
-        f'<h3>Timeline</h3><p class="keys">{keys}<span class="key writing">being written</span>{pause}</p>'
-        f'{drawn}<details{is_open} class="story"><summary>What happened</summary>{more}'
-        f'<ol class="notes">{items}</ol></details>'
-    )
+    return join([tag("h3", "Timeline"), tag("p", *keys, class_="keys"), drawn, story])
 
 
-def _note(note: Note) -> str:
-    text = f"<span>{escape(note.text)}</span>" if note.text else ""
+def _key(kind: str, text: str) -> Markup:
+    return tag("span", text, class_=f"key {kind}")
+
+
+def _left_out(number: int, text: str) -> Markup:
+    """Return a line about what is not shown; nothing where all is."""
+    return tag("p", f"{number} {text}", class_="left-out") if number > 0 else Markup()
+
+
+def _note(note: Note) -> Markup:
     moment = clock_text(note.time)
-    return (
-        f'<li class="{note.tone}"><time datetime="{moment.replace(" ", "T")}Z">{moment}</time>'
-        f"<div><b>{escape(note.title)}</b> {text}</div></li>"
-    )
+    when = tag("time", moment, datetime=f"{moment.replace(' ', 'T')}Z")
+    text = (tag("span", note.text),) if note.text else ()
+    return tag("li", when, tag("div", tag("b", note.title), " ", *text), class_=note.tone)
 
 
-def _metrics(run: RunFacts, number: int, readings: list[Reading]) -> str:
+def _charts(title: str, charts: Sequence[Markup]) -> Markup:
+    return join([tag("h3", title), tag("div", *charts, class_="charts")]) if charts else Markup()
+
+
+def _metrics(run: RunFacts) -> Markup:
     metrics = run.history.metrics
     if not metrics:
-        return ""
+        return Markup()
     names = sorted(metrics, key=lambda name: (name != run.best_metric, -len(metrics[name]), name))
     kept = [one.step for one in run.checkpoints]
-    charts = []
-    for place, name in enumerate(names[:_METRICS]):
-        best = run.best if name == run.best_metric else None
-        markup, reading = line_chart(f"metric-{number}-{place}", name, metrics[name], kept, best)
-        charts.append(markup)
-        readings.append(reading)
-    left = names[_METRICS:]
-    more = f'<p class="left-out">{len(left)} metrics are left out: {escape(shortened(left, 20))}</p>' if left else ""
-    key = '<p class="keys"><span class="key kept">kept checkpoint</span>'
-    key += '<span class="key best">best</span></p>' if run.best is not None else "</p>"
-    return f'<h3>Metrics</h3>{key}<div class="charts">{"".join(charts)}</div>{more}'
-
-
-def _saves(run: RunFacts, number: int, readings: list[Reading]) -> str:
-    saves, charts = run.history.saves, []
-    shown = [
-        ("waited", "The loop waited", {save.step: save.blocked for save in saves}, "s"),
-        ("took", "Until the save was durable", {save.step: save.total for save in saves}, "s"),
+    charts = [
+        line_chart(name, metrics[name], kept, run.best if name == run.best_metric else None)
+        for name in names[:_METRICS]
     ]
-    for name, title, values, unit in shown if len(saves) > 1 else ():
-        markup, reading = line_chart(f"{name}-{number}", title, values, unit=unit)
-        charts.append(markup)
-        readings.append(reading)
+    left = names[_METRICS:]
+    keys = [_key("kept", "kept checkpoint"), *([_key("best", "best")] if run.best is not None else [])]
+    return join(
+        [
+            tag("h3", "Metrics"),
+            tag("p", *keys, class_="keys"),
+            tag("div", *charts, class_="charts"),
+            _left_out(len(left), f"metrics are left out: {shortened(left, 20)}"),
+        ]
+    )
+
+
+def _saves(run: RunFacts) -> Markup:
+    saves, charts = run.history.saves, []
+    if len(saves) > 1:
+        charts.append(line_chart("The loop waited", {save.step: save.blocked for save in saves}, unit="s"))
+        charts.append(line_chart("Until the save was durable", {save.step: save.total for save in saves}, unit="s"))
     sizes = [(one.step, one.bytes - one.shared_bytes, one.shared_bytes) for one in run.checkpoints if one.bytes]
     if sizes:
         charts.append(size_chart(sizes))
-    return f'<h3>Saves</h3><div class="charts">{"".join(charts)}</div>' if charts else ""
+    return _charts("Saves", charts)
 
 
 # ---- tables
@@ -264,226 +236,215 @@ def _saves(run: RunFacts, number: int, readings: list[Reading]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell of a table."""
+    """One cell of a table: what it shows, what it is sorted by if not its text, and its class."""
 
     text: str
-    order: float | str | None = None  # what it is sorted by, if not its text
-    markup: str = ""  # HTML instead of the text
+    order: float | str | None = None
     tone: str = ""
 
 
-def table(name: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], *, numbers: Sequence[str] = ()) -> str:
-    """Return a table that the page's script sorts and filters.
+class Number(Cell):
+    """A cell of a column of numbers, which is aligned to the right."""
 
-    Args:
-        name: What it shows, for people who do not see it.
-        columns: The headings.
-        rows: The cells.
-        numbers: The columns that are aligned to the right.
+    __slots__ = ()
+
+
+def table(name: str, rows: Sequence[Mapping[str, Cell]]) -> Markup:
+    """Return a table that the page's script sorts and filters; ``name`` is for people who do not see it.
+
+    Every row has the same columns: their headings, and the cells.
     """
-    right = [column in numbers for column in columns]
-    heads = "".join(
-        f'<th scope="col" class="{"n" if is_right else "t"}"><button type="button">{escape(column)}</button></th>'
-        for column, is_right in zip(columns, right, strict=True)
+    if not rows:
+        return Markup()
+    heads = (
+        tag("th", tag("button", column, type="button"), scope="col", class_="n" if isinstance(cell, Number) else "t")
+        for column, cell in rows[0].items()
     )
-    body = "".join(
-        f"<tr>{''.join(_cell(cell, is_right) for cell, is_right in zip(row, right, strict=True))}</tr>" for row in rows
-    )
-    return (
-        f'<div class="table" tabindex="0" role="region" aria-label="{escape(name)}"><table class="sortable">'
-        f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
+    body = (tag("tr", *map(_cell, row.values())) for row in rows)
+    whole = tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *body), class_="sortable")
+    return tag("div", whole, class_="table", tabindex=0, role="region", aria_label=name)
 
 
-def _cell(cell: Cell, is_right: bool) -> str:
-    order = "" if cell.order is None else f' data-v="{escape(_order(cell.order))}"'
-    kinds = " ".join(filter(None, ["n" if is_right else "", cell.tone]))
-    kind = f' class="{kinds}"' if kinds else ""
-    return f"<td{kind}{order}>{cell.markup or escape(cell.text)}</td>"
+def _cell(cell: Cell) -> Markup:
+    kinds = " ".join(filter(None, ["n" if isinstance(cell, Number) else "", cell.tone]))
+    order = f"{cell.order:.17g}" if isinstance(cell.order, float) else cell.order
+    return tag("td", cell.text, class_=kinds or None, data_v=order)
 
 
-def _order(value: float | str) -> str:
-    return f"{value:.17g}" if isinstance(value, float) else str(value)
-
-
-def _steps(run: RunFacts) -> str:
+def _steps(run: RunFacts) -> Markup:
     if not run.checkpoints:
-        return ""
+        return Markup()
     shown = _shown_steps(run)
-    left = len(run.checkpoints) - len(shown)
-    more = (
-        f'<p class="left-out">{left} of {len(run.checkpoints)} steps are left out here: those that are damaged, best '
-        "or pinned and the newest are shown. holdfast ls lists all.</p>"
-        if left
-        else ""
+    text = (
+        f"of {len(run.checkpoints)} steps are left out here: those that are damaged, best or pinned and the newest "
+        "are shown. holdfast ls lists all."
     )
-    columns = ["Step", "Saved", "Size", "Own", "Metrics", "Saved because", "Kept because", "State"]
     rows = [_step(run, one) for one in shown]
-    return f"<h3>Kept steps</h3>{table('Kept steps', columns, rows, numbers=['Step', 'Size', 'Own'])}{more}"
+    return join(
+        [tag("h3", "Kept steps"), table("Kept steps", rows), _left_out(len(run.checkpoints) - len(shown), text)]
+    )
 
 
 def _shown_steps(run: RunFacts) -> list[CheckpointSummary]:
     """Return the newest steps, and those that stand out, in the order of the run."""
-    if len(run.checkpoints) <= _STEPS:
-        return run.checkpoints
-    chosen = {
-        place for place, one in enumerate(run.checkpoints) if one.damage or one.step == run.best or _is_pinned(one)
-    }
-    chosen = set(sorted(chosen)[-_STEPS // 2 :])
-    for place in reversed(range(len(run.checkpoints))):
-        if len(chosen) >= _STEPS:
-            break
-        chosen.add(place)
-    return [run.checkpoints[place] for place in sorted(chosen)]
+    places = range(len(run.checkpoints))
+    special = [place for place in places if _stands_out(run, run.checkpoints[place])][-_STEPS // 2 :]
+    others = sorted(set(places).difference(special))
+    chosen = sorted([*special, *others[-(_STEPS - len(special)) :]])
+    return [run.checkpoints[place] for place in chosen]
 
 
-def _is_pinned(one: CheckpointSummary) -> bool:
-    return any("pinned" in reason for reason in one.kept)
+def _stands_out(run: RunFacts, one: CheckpointSummary) -> bool:
+    return bool(one.damage) or one.step == run.best or any("pinned" in reason for reason in one.kept)
 
 
-def _step(run: RunFacts, one: CheckpointSummary) -> list[Cell]:
+def _step(run: RunFacts, one: CheckpointSummary) -> dict[str, Cell]:
     name, metrics = one.path.rpartition("/")[2], metrics_text(one.metrics)[:300]
-    best_mark = ' <span class="badge">best</span>' if one.step == run.best and run.best_metric else ""
-    return [
-        Cell("", one.step, f"{escape(name)}{best_mark}"),
-        Cell("-" if one.time is None else clock_text(one.time), one.time or 0.0, tone="one-line"),
-        Cell(format_size(one.bytes), float(one.bytes)),
-        Cell(format_size(one.bytes - one.shared_bytes), float(one.bytes - one.shared_bytes)),
-        Cell("", metrics, "".join(f'<span class="whole">{escape(part)}</span> ' for part in metrics.split(", "))),
-        Cell(one.reason),
-        Cell(", ".join(one.kept)),
-        Cell("whole" if one.damage is None else f"damaged: {one.damage}", tone="" if one.damage is None else "bad"),
-    ]
+    best = [" ", tag("span", "best", class_="badge")] if one.step == run.best and run.best_metric else []
+    own = one.bytes - one.shared_bytes
+    return {
+        "Step": Number(join([name, *best]), one.step),
+        "Saved": Cell("-" if one.time is None else clock_text(one.time), one.time or 0.0, "one-line"),
+        "Size": Number(format_size(one.bytes), one.bytes),
+        "Own": Number(format_size(own), own),
+        "Metrics": Cell(join(join([tag("span", part, class_="whole"), " "]) for part in metrics.split(", ")), metrics),
+        "Saved because": Cell(one.reason),
+        "Kept because": Cell(", ".join(one.kept)),
+        "State": Cell("whole") if one.damage is None else Cell(f"damaged: {one.damage}", tone="bad"),
+    }
 
 
-def _starts(run: RunFacts) -> str:
+def _starts(run: RunFacts) -> Markup:
     attempts = run.history.attempts
-    if not attempts:
-        return ""
-    shown = list(enumerate(attempts))[-_STEPS:]
-    left = len(attempts) - len(shown)
-    more = f'<p class="left-out">{left} earlier starts are left out.</p>' if left else ""
-    columns = ["Start", "Began", "Ran", "From step", "To step", "Saves", "Written", "Waited", "Ended", "Where"]
-    rows = [_start(number, attempt) for number, attempt in shown]
-    numbers = ["Start", "Ran", "From step", "To step", "Saves", "Written", "Waited"]
-    return f"<h3>Starts</h3>{table('Starts of the program', columns, rows, numbers=numbers)}{more}"
+    rows = [_start(number, attempt) for number, attempt in enumerate(attempts)][-_STEPS:]
+    left = _left_out(len(attempts) - len(rows), "earlier starts are left out.")
+    return join([tag("h3", "Starts"), table("Starts of the program", rows), left]) if rows else Markup()
 
 
-def _start(number: int, attempt: Attempt) -> list[Cell]:
+def _start(number: int, attempt: Attempt) -> dict[str, Cell]:
     how = attempt.how or "lost"
     why = "; ".join(filter(None, [attempt.why, "" if attempt.status is None else f"status {attempt.status}"]))
     ran = attempt.ended - attempt.began
     written = sum(save.bytes for save in attempt.saves)
-    first, last = attempt.restored, attempt.last_step
-    return [
-        Cell(str(number + 1), float(number)),
-        Cell(clock_text(attempt.began), attempt.began, tone="one-line"),
-        Cell(duration(ran), ran),
-        Cell("-" if first is None else str(first), -1.0 if first is None else float(first)),
-        Cell("-" if last is None else str(last), -1.0 if last is None else float(last)),
-        Cell(str(len(attempt.saves)), float(len(attempt.saves))),
-        Cell(format_size(written), float(written)),
-        Cell(duration(attempt.blocked), attempt.blocked),
-        Cell(f"{WORDS[how]}{f': {why}' if why else ''}"[:300], tone="bad" if how in _BAD else ""),
-        Cell(f"{attempt.host}, {attempt.pid}" if attempt.host else "", tone="one-line"),
-    ]
+    return {
+        "Start": Number(str(number + 1), number),
+        "Began": Cell(clock_text(attempt.began), attempt.began, "one-line"),
+        "Ran": Number(duration(ran), ran),
+        "From step": _maybe(attempt.restored),
+        "To step": _maybe(attempt.last_step),
+        "Saves": Number(str(len(attempt.saves)), len(attempt.saves)),
+        "Written": Number(format_size(written), written),
+        "Waited": Number(duration(attempt.blocked), attempt.blocked),
+        "Ended": Cell(f"{WORDS[how]}{f': {why}' if why else ''}"[:300], tone="bad" if how in _BAD else ""),
+        "Where": Cell(f"{attempt.host}, {attempt.pid}" if attempt.host else "", tone="one-line"),
+    }
 
 
-def _statistics(run: RunFacts, number: int, readings: list[Reading]) -> str:
+def _maybe(step: int | None) -> Number:
+    return Number("-", -1) if step is None else Number(str(step), step)
+
+
+def _statistics(run: RunFacts) -> Markup:
     found = run.statistics
     if found is None or not (found.leaves or found.notes):
-        return ""
-    notes = "".join(f'<p class="left-out">{escape(note)}.</p>' for note in found.notes)
-    charts = []
+        return Markup()
     known = found.groups if len(found.steps) > 1 else {}
     groups = sorted(known, key=lambda group: -math.inf if math.isnan(known[group][-1]) else -known[group][-1])
-    for place, group in enumerate(groups[:_GROUPS]):
-        values = dict(zip(found.steps, found.groups[group], strict=True))
-        chart, reading = line_chart(f"norm-{number}-{place}", f"Norm of {group}", values)
-        charts.append(chart)
-        readings.append(reading)
-    drawn = f'<div class="charts">{"".join(charts)}</div>' if charts else ""
-    columns = ["Leaf", "Elements", "Min", "Max", "Mean", "Deviation", "Norm", "NaN", "Inf"]
-    moved = len(found.steps) > 1
-    if moved:
-        columns += ["Norm moved", f"Norm from step {found.steps[0]} to {found.steps[-1]}"]
+    charts = [
+        line_chart(f"Norm of {group}", dict(zip(found.steps, known[group], strict=True))) for group in groups[:_GROUPS]
+    ]
     several = len({leaf.item for leaf in found.leaves}) > 1
-    rows = [_leaf(leaf, found, several, moved) for leaf in found.leaves]
     step = f" of step {found.step}" if found.step is not None and found.step >= 0 else ""
-    about = f"{count(found.number, 'leaf', 'leaves')} with numbers"
-    return (
-        f"<h3>Values{step}</h3><p>{about}. NaN and Inf are counted apart; the other numbers are of finite elements.</p>"
-        f"{drawn}{_filter('Values by leaf')}"
-        f"{table('Values by leaf', columns, rows, numbers=columns[1:10])}{notes}"
+    numbers = (
+        f"{count(found.number, 'leaf', 'leaves')} with numbers. NaN and Inf are counted apart; the other numbers are "
+    )
+    search = tag("label", "Filter ", Markup('<input type="search" data-filter="Values by leaf">'))
+    return join(
+        [
+            tag("h3", f"Values{step}"),
+            tag("p", f"{numbers}of finite elements."),
+            tag("div", *charts, class_="charts") if charts else "",
+            tag("p", search, class_="tools", hidden=True),
+            table("Values by leaf", [_leaf(leaf, found, several) for leaf in found.leaves]),
+            *(tag("p", f"{note}.", class_="left-out") for note in found.notes),
+        ]
     )
 
 
-def _leaf(leaf: LeafStatistics, found: Statistics, several: bool, moved: bool) -> list[Cell]:
+def _leaf(leaf: LeafStatistics, found: Statistics, several: bool) -> dict[str, Cell]:
     name = f"{leaf.item}/{leaf.path}" if several else leaf.path
-    cells = [Cell("", name, f"<code>{escape(name)}</code>"), Cell(f"{leaf.size:,}", float(leaf.size))]
-    numbers = (leaf.minimum, leaf.maximum, leaf.mean, leaf.deviation, leaf.norm)
-    cells += [Cell("-" if one is None else number_text(one), -math.inf if one is None else one) for one in numbers]
-    cells += [Cell(f"{one:,}", float(one), tone="bad" if one else "") for one in (leaf.nan, leaf.inf)]
-    if moved:
+    numbers = {
+        "Min": leaf.minimum,
+        "Max": leaf.maximum,
+        "Mean": leaf.mean,
+        "Deviation": leaf.deviation,
+        "Norm": leaf.norm,
+    }
+    cells = {"Leaf": Cell(tag("code", name), name), "Elements": Number(f"{leaf.size:,}", leaf.size)}
+    cells |= {
+        key: Number("-" if one is None else number_text(one), -math.inf if one is None else one)
+        for key, one in numbers.items()
+    }
+    cells |= {key: Number(f"{one:,}", one, "bad" if one else "") for key, one in (("NaN", leaf.nan), ("Inf", leaf.inf))}
+    if len(found.steps) > 1:
         norms = found.norms.get((leaf.item, leaf.path), [])
         known = [value for value in norms if value is not None]
         change = (known[-1] - known[0]) / known[0] if len(known) > 1 and known[0] else None
-        text = "-" if change is None else f"{100 * change:+.3g} %"
-        cells += [Cell(text, -math.inf if change is None else abs(change)), Cell("", 0.0, sparkline(norms))]
+        moved = Number("-", -math.inf) if change is None else Number(f"{100 * change:+.3g} %", abs(change))
+        curve = Cell(sparkline(norms), 0.0)
+        cells |= {"Norm moved": moved, f"Norm from step {found.steps[0]} to {found.steps[-1]}": curve}
     return cells
 
 
-def _filter(what: str) -> str:
-    return f'<p class="tools" hidden><label>Filter <input type="search" data-filter="{escape(what)}"></label></p>'
-
-
-def _tree(run: RunFacts) -> str:
+def _tree(run: RunFacts) -> Markup:
     if not run.leaves or run.newest is None:
-        return ""
+        return Markup()
     drawn, left = draw_tree(run.leaves)
-    whole = sum(leaf.bytes for leaf in run.leaves)
-    more = f'<p class="left-out">{left} of {len(run.leaves)} leaves are left out. holdfast show --tree lists all.</p>'
+    whole = format_size(sum(leaf.bytes for leaf in run.leaves))
     step = f" of step {run.newest.step}" if run.newest.step >= 0 else ""
-    return (
-        f"<h3>Tree{step}</h3><p>{count(len(run.leaves), 'leaf', 'leaves')}, {format_size(whole)}.</p>"
-        '<p class="tools" hidden><button type="button" data-unfold="true">Unfold all</button> '
-        '<button type="button" data-unfold="false">Fold all</button></p>'
-        f'<div class="tree">{drawn}</div>{more if left else ""}'
+    buttons = (
+        tag("button", "Unfold all", type="button", data_unfold="true"),
+        " ",
+        tag("button", "Fold all", type="button", data_unfold="false"),
+    )
+    return join(
+        [
+            tag("h3", f"Tree{step}"),
+            tag("p", f"{count(len(run.leaves), 'leaf', 'leaves')}, {whole}."),
+            tag("p", *buttons, class_="tools", hidden=True),
+            tag("div", drawn, class_="tree"),
+            _left_out(left, f"of {len(run.leaves)} leaves are left out. holdfast show --tree lists all."),
+        ]
     )
 
 
-def _facts(run: RunFacts) -> str:
+def _facts(run: RunFacts) -> Markup:
     if not run.metadata:
-        return ""
+        return Markup()
     text = json.dumps(run.metadata, indent=2, default=str)
     shown = text if len(text) <= 20_000 else f"{text[:20_000]}\n..."
-    return f"<details><summary>Facts about the run</summary><pre>{escape(shown)}</pre></details>"
+    return tag("details", tag("summary", "Facts about the run"), tag("pre", shown))
 
 
-def _overview(runs: Sequence[RunFacts], now: float, left_out: int) -> str:
-    columns = ["Run", "State", "Newest step", "Age", "Best", "Starts", "Interrupted", "Waited", "On disk"]
+def _overview(runs: Sequence[RunFacts], now: float, left_out: int) -> list[Markup]:
     rows = []
     for number, run in enumerate(runs):
-        word, tone = _state(run)
         newest, history = run.newest, run.history
-        step = -1.0 if newest is None else float(newest.step)
         old = None if newest is None or newest.time is None else now - newest.time
         value = history.metrics.get(run.best_metric or "", {}).get(-1 if run.best is None else run.best)
-        blocked = sum(attempt.blocked for attempt in history.attempts)
         interrupted = history.ended("failed", "crashed", "lost", "hung", "preempted")
         rows.append(
-            [
-                Cell("", run.name, f'<a href="#run-{number}">{escape(run.name)}</a>'),
-                Cell("", word, f'<span class="pill {tone}">{escape(word)}</span>'),
-                Cell("-" if newest is None else str(newest.step), step),
-                Cell("-" if old is None else age(old), math.inf if old is None else old),
-                Cell("-" if value is None else f"{run.best_metric} {number_text(value)}", value),
-                Cell(str(len(history.attempts)), float(len(history.attempts))),
-                Cell(str(interrupted), float(interrupted)),
-                Cell(duration(blocked), blocked),
-                Cell(format_size(run.disk_bytes), float(run.disk_bytes)),
-            ]
+            {
+                "Run": Cell(tag("a", run.name, href=f"#run-{number}"), run.name),
+                "State": Cell(_state(run)),
+                "Newest step": _maybe(None if newest is None else newest.step),
+                "Age": Number("-" if old is None else age(old), math.inf if old is None else old),
+                "Best": Number("-" if value is None else f"{run.best_metric} {number_text(value)}", value),
+                "Starts": Number(str(len(history.attempts)), len(history.attempts)),
+                "Interrupted": Number(str(interrupted), interrupted),
+                "Waited": Number(duration(history.blocked), history.blocked),
+                "On disk": Number(format_size(run.disk_bytes), run.disk_bytes),
+            }
         )
-    numbers = ["Newest step", "Age", "Best", "Starts", "Interrupted", "Waited", "On disk"]
-    more = f'<p class="left-out">{left_out} more runs are left out; name them to see them.</p>' if left_out else ""
-    return f"<h1>{count(len(runs), 'run', 'runs')}</h1>{table('Runs', columns, rows, numbers=numbers)}{more}"
+    more = _left_out(left_out, "more runs are left out; name them to see them.")
+    return [tag("h1", count(len(runs), "run", "runs")), table("Runs", rows), more]

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import html
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...engine.clock import format_size
 from ...engine.inspection import LeafSummary
 from ..report import count
+from .markup import Markup, join, tag
 
 _ROWS = 4000  # containers and leaves that are drawn
 _CHILDREN = 400  # of one container
 _OPEN = 40  # leaves of a tree that is unfolded from the start
 _DEEP = 60  # containers inside of each other
-
-escape = html.escape
 
 
 @dataclass(slots=True)
@@ -31,7 +29,7 @@ class Node:
     shown: list[Node] | None = None  # the children that are drawn; None before that is decided
 
 
-def draw_tree(leaves: Sequence[LeafSummary]) -> tuple[str, int]:
+def draw_tree(leaves: Sequence[LeafSummary]) -> tuple[Markup, int]:
     """Return the HTML of a tree, and how many leaves are left out.
 
     What is drawn is chosen level by level, so that the upper levels are there in any case, with the bytes of all below.
@@ -40,7 +38,7 @@ def draw_tree(leaves: Sequence[LeafSummary]) -> tuple[str, int]:
     drawn = _choose(root)
     opened = root.shown or []
     is_open = len(opened) == 1 or drawn <= _OPEN
-    return "".join(part for node in opened for part in _draw(node, is_open)), len(leaves) - drawn
+    return join(_draw(node, is_open=is_open) for node in opened), len(leaves) - drawn
 
 
 def _tree(leaves: Sequence[LeafSummary]) -> Node:
@@ -70,27 +68,20 @@ def _choose(root: Node) -> int:
     return leaves
 
 
-def _draw(node: Node, is_open: bool) -> Iterator[str]:
+def _draw(node: Node, *, is_open: bool) -> Markup:
+    size = tag("i", format_size(node.bytes))
     if not node.children:
         assert node.leaf is not None
         leaf = node.leaf
         kind = f"{leaf.dtype}{list(leaf.shape)}" if leaf.dtype else leaf.kind
         about = " ".join(filter(None, [kind, leaf.value or "", leaf.sharding]))
-        yield (
-            f'<div class="leaf"><code>{escape(node.name)}</code> <span>{escape(about)}</span>'
-            f"<i>{format_size(leaf.bytes)}</i></div>"
-        )
-        return
-    yield (
-        f"<details{' open' if is_open else ''}><summary><code>{escape(node.name)}</code> "
-        f"<span>{count(node.leaves, 'leaf', 'leaves')}</span><i>{format_size(node.bytes)}</i></summary>"
-    )
+        return tag("div", tag("code", node.name), " ", tag("span", about), size, class_="leaf")
     shown = node.shown or []
-    for child in shown:
-        yield from _draw(child, is_open=False)
-    if len(node.children) > len(shown):
-        rest = list(node.children.values())[len(shown) :]
+    parts = [_draw(child, is_open=False) for child in shown]
+    if rest := list(node.children.values())[len(shown) :]:
         below = count(sum(child.leaves for child in rest), "leaf", "leaves")
         text = f"{len(rest)} more, with {below}, {format_size(sum(child.bytes for child in rest))}"
-        yield f'<div class="leaf left-out">{text}</div>'
-    yield "</details>"
+        parts.append(tag("div", text, class_="leaf left-out"))
+    about = tag("span", count(node.leaves, "leaf", "leaves"))
+    summary = tag("summary", tag("code", node.name), " ", about, size)
+    return tag("details", summary, *parts, open=True if is_open else None)

@@ -81,7 +81,7 @@ def test_it_renders(browser: Browser, report: Path, width: int, dark: bool) -> N
 
 def test_names_are_only_text(browser: Browser, report: Path) -> None:
     browser.open(report)
-    assert browser.run("return document.scripts.length") == 2
+    assert browser.run("return document.scripts.length") == 1
     names = browser.run("return [...document.querySelectorAll('code')].map((one) => one.textContent)")
     assert LEAF in names
     titles = browser.run("return [...document.querySelectorAll('figcaption b')].map((one) => one.textContent)")

@@ -1,0 +1,37 @@
+"""Elements of HTML and SVG; text that is not marked as HTML is escaped."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+
+_VOID = frozenset({"path", "polyline", "rect"})  # written as <path/> where nothing is inside
+
+
+class Markup(str):
+    """HTML, which is inserted as it is."""
+
+    __slots__ = ()
+
+
+def join(parts: Iterable[str]) -> Markup:
+    """Return parts in a row; those that are not HTML are escaped."""
+    return Markup("".join(part if isinstance(part, Markup) else html.escape(part) for part in parts))
+
+
+def tag(name: str, *content: str, **attributes: object) -> Markup:
+    """Return an element.
+
+    Args:
+        name: The name of the element.
+        content: HTML, or text that is escaped.
+        attributes: ``class_`` is written as ``class``, and ``data_v`` as ``data-v``. True stands for an attribute
+            without a value, and None leaves the attribute out.
+    """
+    start = name
+    for key, value in attributes.items():
+        if value is not None:
+            key = key.rstrip("_").replace("_", "-")
+            start += f" {key}" if value is True else f' {key}="{html.escape(str(value))}"'
+    inside = join(content)
+    return Markup(f"<{start}/>" if name in _VOID and not inside else f"<{start}>{inside}</{name}>")
