@@ -20,7 +20,7 @@ from ..engine.errors import OptionError
 from .problems import ConfigError, KeyPath, Problem, SourceLine, did_you_mean, dotted, found
 from .registry import RECIPES, Recipe, RecipeError, find_recipe, installed_recipes
 from .schema import Config, fields_of, is_section
-from .yaml_reader import Document, Value, compose, read_yaml
+from .yaml_reader import Document, compose, merged, read_yaml
 
 _PACKAGE = f"{__package__.rpartition('.')[0]}.configs"
 _MOST_FILES = 200  # that ``defaults`` lead to
@@ -77,24 +77,24 @@ def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuratio
         ConfigError: Something is wrong; the message has one line for every problem.
     """
     document = _read(name, (), itertools.count())
-    root, problems = document.root, document.problems
-    if not isinstance(root.content, dict):
-        text = f"expected a section with keys, the first of them recipe, found {found(root.plain())}"
-        raise ConfigError(problems or [Problem(root.place, "", text)])
+    problems = document.problems
+    if not isinstance(document.root, dict):
+        text = f"expected a section with keys, the first of them recipe, found {found(document.root)}"
+        raise ConfigError(problems or [Problem(document.place_of(()), "", text)])
     _override(document, arguments)
     recipe = _recipe(document)
     try:
         # JSON, where a list may stand for a tuple, and a text for a path, and nothing else is converted.
-        config = recipe.schema.model_validate_json(json.dumps(root.plain()))
+        config = recipe.schema.model_validate_json(json.dumps(document.root))
         wrong = list(config.conflicts())
     except ValidationError as error:
         reported = {(problem.place, problem.key) for problem in problems}
         explained = ((item["loc"], _explained(item, recipe)) for item in error.errors(include_url=False))
-        wrong = [(path, text) for path, text in explained if (root.place_of(path), dotted(path)) not in reported]
-    problems += [Problem(root.place_of(path), dotted(path), text) for path, text in wrong]
+        wrong = [(path, text) for path, text in explained if (document.place_of(path), dotted(path)) not in reported]
+    problems += [Problem(document.place_of(path), dotted(path), text) for path, text in wrong]
     if problems:
         raise ConfigError(sorted(problems, key=lambda one: (one.place.line is None, one.place.line or 0)))
-    return Configuration(root.place.source, recipe, config)
+    return Configuration(document.place_of(()).source, recipe, config)
 
 
 class _TooManyFilesError(ConfigError):
@@ -111,16 +111,15 @@ def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Documen
         raise _TooManyFilesError([Problem(SourceLine(around[0]), "defaults", text)])
     source, text = read_config(name)
     document = read_yaml(text, source)
-    if not isinstance(document.root.content, dict) or "defaults" not in document.root.content:
+    if not isinstance(document.root, dict) or "defaults" not in document.root:
         return document
-    defaults = document.root.content.pop("defaults")
-    place, names = defaults.place, defaults.plain()
+    names, place, problems = document.root.pop("defaults"), document.place_of(("defaults",)), document.problems
     names = [names] if isinstance(names, str) else names
-    base, problems = Value({}, document.root.place), document.problems
+    base: Any = {}
+    places: dict[KeyPath, SourceLine] = {}
     if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
-        problems.append(
-            Problem(place, "defaults", f"expected the name of a file, or a list of them, found {found(names)}")
-        )
+        text = f"expected the name of a file, or a list of them, found {found(names)}"
+        problems.append(Problem(place, "defaults", text))
         return document
     for one in names:
         beside = Path(source).parent / one
@@ -136,12 +135,12 @@ def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Documen
             problems += [Problem(place, "defaults", str(problem)) for problem in error.problems]
             continue
         problems += inner.problems
-        if isinstance(inner.root.content, dict):
-            base = inner.root.over(base)
+        if isinstance(inner.root, dict):
+            base, places = merged(base, inner.root), places | inner.places
         elif not inner.problems:
-            text = f"{one}: expected a file of a section with keys, found {found(inner.root.plain())}"
+            text = f"{one}: expected a file of a section with keys, found {found(inner.root)}"
             problems.append(Problem(place, "defaults", text))
-    document.root = Value(document.root.over(base).content, document.root.place)
+    document.root, document.places = merged(base, document.root), places | document.places
     return document
 
 
@@ -237,7 +236,7 @@ def _override(document: Document, arguments: Sequence[str]) -> None:
             document.problems += [Problem(place, key, problem.text) for problem in value.problems]
             try:
                 if not value.problems:
-                    document.root.put(path, value.root)
+                    document.put(path, value)
             except ConfigError as error:
                 document.problems += error.problems
 
@@ -245,7 +244,7 @@ def _override(document: Document, arguments: Sequence[str]) -> None:
 def _recipe(document: Document) -> Recipe:
     known = [*RECIPES, *installed_recipes()]
     names = f"{', '.join(known)}, or module:function"
-    name = document.root.content["recipe"].plain() if "recipe" in document.root.content else None
+    name = document.root.get("recipe")
     try:
         recipe = find_recipe(name) if isinstance(name, str) else None
         if recipe is not None:
@@ -254,9 +253,9 @@ def _recipe(document: Document) -> Recipe:
         text += did_you_mean(name, known) if isinstance(name, str) else ""
     except (RecipeError, OptionError) as error:
         text = str(error)
-    if "recipe" not in document.root.content:
+    if "recipe" not in document.root:
         text = f"the key is missing; expected one of {names}"
-    raise ConfigError([*document.problems, Problem(document.root.place_of(("recipe",)), "recipe", text)])
+    raise ConfigError([*document.problems, Problem(document.place_of(("recipe",)), "recipe", text)])
 
 
 def _explained(error: ErrorDetails, recipe: Recipe) -> str:

@@ -31,69 +31,56 @@ _PLAIN_TAGS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float")}
 
 
 @dataclass(slots=True)
-class Value:
-    """A value of YAML and where its key was written: dict[str, Value], list[Value], str, int, float, bool or None."""
+class Document:
+    """The values of a text as plain data, where each key was written, and what is wrong with them."""
 
-    content: Any
-    place: SourceLine
-
-    def plain(self) -> Any:
-        """Return the value without places."""
-        if isinstance(self.content, dict):
-            return {key: inner.plain() for key, inner in self.content.items()}
-        return [inner.plain() for inner in self.content] if isinstance(self.content, list) else self.content
+    root: Any
+    places: dict[KeyPath, SourceLine]
+    problems: list[Problem] = field(default_factory=list)
 
     def place_of(self, path: KeyPath) -> SourceLine:
         """Return where a key was written, or the nearest section around a key that is not in the text."""
-        here = self
-        for key in path:
-            inside = dict(enumerate(here.content)) if isinstance(here.content, list) else here.content
-            if not isinstance(inside, dict) or key not in inside:
-                break
-            here = inside[key]
-        return here.place
+        while path not in self.places:
+            path = path[:-1]
+        return self.places[path]
 
-    def over(self, base: Value | None) -> Value:
-        """Return this value, put over another one section by section."""
-        if base is None or not isinstance(base.content, dict) or not isinstance(self.content, dict):
-            return self
-        own = {key: inner.over(base.content.get(key)) for key, inner in self.content.items()}
-        return Value({**base.content, **own}, self.place)
+    def report(self, place: SourceLine, path: KeyPath, text: str) -> None:
+        """Add a problem."""
+        self.problems.append(Problem(place, dotted(path), text))
 
-    def put(self, path: KeyPath, value: Value) -> None:
+    def put(self, path: KeyPath, value: Document) -> None:
         """Set the value at a path; numbers in it are indices into lists, and missing sections are added.
 
         Raises:
             ConfigError: The path leads through a value that is no section, or past the end of a list.
         """
-        here: Value = self
-        for depth, key in enumerate(path):
-            inside = here.content
+        place, inside = value.places[()], self.root
+        here: KeyPath = ()
+        for depth, key in enumerate(path, 1):
             if isinstance(inside, list):
                 if not str(key).isdigit() or int(key) >= len(inside):
                     text = f"expected the index of an item, 0 to {len(inside) - 1}, found {key}"
-                    raise ConfigError([Problem(value.place, dotted(path[: depth + 1]), text)])
+                    raise ConfigError([Problem(place, dotted(path[:depth]), text)])
                 key = int(key)
             elif not isinstance(inside, dict):
-                text = f"expected a section to set a key in, found {found(here.plain())}"
-                raise ConfigError([Problem(value.place, dotted(path[:depth]), text)])
+                text = f"expected a section to set a key in, found {found(inside)}"
+                raise ConfigError([Problem(place, dotted(path[: depth - 1]), text)])
             elif key not in inside:
-                inside[key] = Value({}, value.place)
-            if depth == len(path) - 1:
-                inside[key] = value
-            here = inside[key]
+                inside[key] = {}
+            here = (*here, key)
+            self.places.setdefault(here, place)
+            if depth == len(path):
+                inside[key] = value.root
+            inside = inside[key]
+        kept = {one: place for one, place in self.places.items() if one[: len(here)] != here}
+        self.places = kept | {(*here, *inner): place for inner, place in value.places.items()}
 
 
-@dataclass(slots=True)
-class Document:
-    """The values of a text, and what is wrong with it."""
-
-    root: Value
-    problems: list[Problem] = field(default_factory=list)
-
-    def report(self, place: SourceLine, path: KeyPath, text: str) -> None:
-        """Add a problem."""
-        self.problems.append(Problem(place, dotted(path), text))
+def merged(base: Any, values: Any) -> Any:
+    """Return values put over others section by section."""
+    if not isinstance(base, dict) or not isinstance(values, dict):
+        return values
+    return base | {key: merged(base.get(key), inner) for key, inner in values.items()}
 
 
 def compose(text: str) -> Any:
@@ -117,7 +104,7 @@ def read_yaml(text: str, source: str, *, one_place: bool = False) -> Document:
     ``source`` names the text in error messages; ``one_place`` leaves line numbers out, for a text that is one argument.
     """
     place = SourceLine(source)
-    document = Document(Value(None, place))
+    document = Document(None, {(): place})
 
     def line(number: int) -> SourceLine:
         return place if one_place else SourceLine(source, number)
@@ -125,7 +112,7 @@ def read_yaml(text: str, source: str, *, one_place: bool = False) -> Document:
     try:
         root = compose(text)
         if root is not None:
-            document.root.content = _Reader(document, line).value(root, ()).content
+            document.root = _Reader(document, line).value(root, (), place)
     except RecursionError as error:
         document.report(line(*error.args), (), f"lists and sections lie in each other more than {_DEEPEST} deep")
     except OverflowError:  # by aliases of aliases, most likely
@@ -150,7 +137,7 @@ class _Reader:
         self._open: set[int] = set()
         self._count = 0  # values so far
 
-    def value(self, node: Node, path: KeyPath, place: SourceLine | None = None) -> Value:
+    def value(self, node: Node, path: KeyPath, place: SourceLine) -> Any:
         """Return the value of a node, whose key is at a place.
 
         Raises:
@@ -159,7 +146,7 @@ class _Reader:
         self._count += 1
         if self._count > _MOST:
             raise OverflowError
-        place = self._line(node.start_mark.line + 1) if place is None else place
+        self._document.places[path] = place
         content: Any = None
         if id(node) in self._open:
             self._document.report(place, path, "an alias that holds itself has no value")
@@ -168,23 +155,24 @@ class _Reader:
             if isinstance(node, MappingNode):
                 content = self._section(node, path)
             else:
-                content = [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+                items = enumerate(node.value)
+                content = [self.value(one, (*path, key), self._line(one.start_mark.line + 1)) for key, one in items]
             self._open.discard(id(node))
         elif isinstance(node, ScalarNode) and node.tag in _TEXT_TAGS:
             content = self._with_environment(node, path, place)
         else:
             content = self._scalar(node, path, place)
-        return Value(content, place)
+        return content
 
-    def _section(self, node: MappingNode, path: KeyPath) -> dict[str, Value]:
-        values: dict[str, Value] = {}
+    def _section(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
+        values: dict[str, Any] = {}
         for key_node, value_node in node.value:
             place = self._line(key_node.start_mark.line + 1)
             key = str(key_node.value)
             if not isinstance(key_node, ScalarNode):
                 self._document.report(place, path, "a key must be text, found a list or a section")
             elif key in values:
-                first = values[key].place
+                first = self._document.places[*path, key]
                 self._document.report(place, (*path, key), f"the key is given twice; the first is at {first}")
             else:
                 values[key] = self.value(value_node, (*path, key), place)

@@ -271,7 +271,7 @@ def test_scalars_follow_yaml_1_2(text: str) -> None:
     document = read_yaml(f"key: {text}\n", "file")
 
     assert document.problems == []
-    value = document.root.plain()["key"]
+    value = document.root["key"]
     assert (value, type(value)) == (SCALARS[text], type(SCALARS[text]))
 
 
@@ -293,8 +293,8 @@ def test_what_is_written_is_read_again(values: dict[str, object]) -> None:
     document = read_yaml(to_yaml(values), "file")
 
     assert document.problems == []
-    assert document.root.plain() == values
-    assert repr(document.root.plain()) == repr(values)  # 1, 1.0 and true are equal, but not the same
+    assert document.root == values
+    assert repr(document.root) == repr(values)  # 1, 1.0 and true are equal, but not the same
 
 
 OVERRIDES = {
@@ -496,7 +496,7 @@ def test_bombs_are_one_error(tmp_path: Path, text: str, message: str, included: 
 
 def test_a_variable_of_the_environment_may_be_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEP", "[" * 500)
-    assert read_yaml("a: ${env:DEEP}", "here").root.plain() == {"a": "[" * 500}
+    assert read_yaml("a: ${env:DEEP}", "here").root == {"a": "[" * 500}
 
 
 @pytest.mark.parametrize(
