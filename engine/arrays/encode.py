@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -195,6 +196,7 @@ def write_compressed(
     first_file: int,
     write: Callable[[int, int, Sequence[Segment]], None],
     digests: Digests | None = None,
+    awaited: threading.Event | None = None,
 ) -> tuple[list[CompressedChunk], list[int]]:
     """Compress chunks with several threads; write one file while the chunks of another are compressed."""
 
@@ -204,7 +206,7 @@ def write_compressed(
     files_of = list(batches(chunks, size, min(_FILE_BYTES, layout.data_file_bytes)))
 
     def write_batch(number: int) -> tuple[list[CompressedChunk], int]:
-        stored = _compressed(files_of[number], sources, digests)
+        stored = _compressed(files_of[number], sources, digests, awaited)
         segments, offsets, size = _lay_out(stored, layout.segment_bytes)
         file = first_file + number
         write(file, size, segments)
@@ -214,11 +216,18 @@ def write_compressed(
         ]
         return rows, size
 
-    files = parallel_map(write_batch, range(len(files_of)), _FILES, beside=1, name="holdfast-compressed-file")
+    files = parallel_map(
+        write_batch, range(len(files_of)), _FILES, beside=1, awaited=awaited, name="holdfast-compressed-file"
+    )
     return [row for rows, _ in files for row in rows], [size for _, size in files]
 
 
-def _compressed(batch: Sequence[ChunkToCompress], sources: Sequence[Source], digests: Digests | None) -> list[bytes]:
+def _compressed(
+    batch: Sequence[ChunkToCompress],
+    sources: Sequence[Source],
+    digests: Digests | None,
+    awaited: threading.Event | None,
+) -> list[bytes]:
     """Compress chunks in groups of one size and level; return their bytes in the order of the batch."""
     groups: list[list[int]] = []
     current: dict[tuple[int, int], list[int]] = {}
@@ -241,8 +250,9 @@ def _compressed(batch: Sequence[ChunkToCompress], sources: Sequence[Source], dig
         return compress_chunks(whole, batch[group[0]].level)
 
     found: dict[int, bytes] = {}
+    threads = min(_THREADS, CORES)
     compressed = parallel_map(
-        compress, groups, min(_THREADS, CORES), beside=max(1, CORES // 2), name="holdfast-compress"
+        compress, groups, threads, beside=max(1, CORES // 2), awaited=awaited, name="holdfast-compress"
     )
     for group, stored in zip(groups, compressed, strict=True):
         found.update(zip(group, stored, strict=True))

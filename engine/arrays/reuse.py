@@ -17,6 +17,7 @@ import contextlib
 import errno
 import logging
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -163,7 +164,12 @@ class WrittenSteps:
             part.forget()
 
     def share(
-        self, folder: Location, catalog: Catalog, sources: Sequence[Source], chunks: list[tuple[int, int]]
+        self,
+        folder: Location,
+        catalog: Catalog,
+        sources: Sequence[Source],
+        chunks: list[tuple[int, int]],
+        awaited: threading.Event | None = None,
     ) -> SharedFiles:
         """Link the files of an earlier step that hold what has not changed; return them, and what is left to write.
 
@@ -209,7 +215,7 @@ class WrittenSteps:
             else:
                 asked.append(chunk)
         if asked:
-            digests = _digests_of(asked, sources)
+            digests = _digests_of(asked, sources, awaited)
             self._link(self._pending, shared, {keys[chunk]: (chunk, digest) for chunk, digest in digests.items()})
             linked = {row[:2] for row in shared.rows}
             for chunk, digest in digests.items():
@@ -377,10 +383,13 @@ def _sample(source: Source, number: int) -> bytes | None:
     return content_digest(np.concatenate((samples, data[-_SAMPLE_BYTES:])))
 
 
-def _digests_of(chunks: Sequence[tuple[int, int]], sources: Sequence[Source]) -> dict[tuple[int, int], bytes]:
+def _digests_of(
+    chunks: Sequence[tuple[int, int]], sources: Sequence[Source], awaited: threading.Event | None
+) -> dict[tuple[int, int], bytes]:
     def digest(chunk: tuple[int, int]) -> bytes:
         data: Bytes = chunk_bytes(sources[chunk[0]], chunk[1])
         return content_digest(data)
 
-    found = parallel_map(digest, chunks, min(_THREADS, os.cpu_count() or 1), beside=1, name="holdfast-digest")
+    threads = min(_THREADS, os.cpu_count() or 1)
+    found = parallel_map(digest, chunks, threads, beside=1, awaited=awaited, name="holdfast-digest")
     return dict(zip(chunks, found, strict=True))

@@ -170,7 +170,7 @@ class TreeWriter:
         for group in self._in_turn(chunks):
             shared = SharedFiles((group,))
             if self._reuse is not None:
-                shared = self._reuse.share(location, self._catalog, sources, group)
+                shared = self._reuse.share(location, self._catalog, sources, group, member.awaited)
             first = len(sizes)
             plain, packed = self._divided(shared.groups)
             files = plan_files(specs, layout, *plain)
@@ -179,16 +179,19 @@ class TreeWriter:
                 [
                     DataFile(path(number), file.size, _segments(file, sources, checksums, shared.digests))
                     for number, file in enumerate(files, first)
-                ]
+                ],
+                member.awaited,
             )
             table = chunk_table(files, specs, checksums, first)
             sizes += [file.size for file in files]
             for one in packed:
 
                 def write_packed(number: int, size: int, segments: Sequence[Segment]) -> None:
-                    (location / path(number)).write_data(size, segments)
+                    (location / path(number)).write_data(size, segments, member.awaited)
 
-                added, more = write_compressed(one, sources, layout, len(sizes), write_packed, shared.digests)
+                added, more = write_compressed(
+                    one, sources, layout, len(sizes), write_packed, shared.digests, member.awaited
+                )
                 table = np.concatenate((table, np.array(added, np.int64)))
                 sizes += more
             if self._reuse is not None:

@@ -36,12 +36,12 @@ class BackgroundSave:
         """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, work: Callable[[], object], *, what: str, step: int | None = None) -> None:
-        """Run work on a thread of its own."""
+    def start(self, work: Callable[[threading.Event], object], *, what: str, step: int | None = None) -> None:
+        """Run work on a thread of its own; it gets an event that is set when the program begins to wait for it."""
 
         def run() -> None:
             try:
-                work()
+                work(awaited)
             except BaseException as error:  # raised on the caller's thread later
                 if isinstance(error, SaveFailedError):
                     self._error = error
@@ -53,7 +53,7 @@ class BackgroundSave:
                 _running.discard(self)
 
         awaited = threading.Event()
-        thread = Helper(run, "holdfast-save", awaited=awaited)
+        thread = Helper(run, "holdfast-save")
         with self._changing:
             if self.running:
                 raise StateError(f"{what}: {self._what} is still being saved; wait for it first")

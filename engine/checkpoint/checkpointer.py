@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Never, Self
@@ -131,12 +132,12 @@ class Checkpointer:
             timeout=self._timeout,
         )
 
-    def _complete(self, save: Save) -> SaveReport | None:
+    def _complete(self, save: Save, awaited: threading.Event | None = None) -> SaveReport | None:
         """Write and commit a save; None if it was given up before."""
         with save.completing() as claimed:
             if not claimed:
                 return None
-            items = save.write()
+            items = save.write(awaited)
             return save.commit(None if items is None else self._record(items))[1]
 
     def _record(self, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
@@ -219,7 +220,7 @@ class AsyncCheckpointer(Checkpointer):
         save = self._begin(path, item, force, kwargs)
         earlier = self._save.take_error()
         try:
-            self._save.start(lambda: self._complete(save), what=str(as_location(path)))
+            self._save.start(functools.partial(self._complete, save), what=str(as_location(path)))
         except BaseException as error:  # an interrupt, or the system has no more threads
             save.give_up(error)
             raise

@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
@@ -178,16 +178,18 @@ class Save:
             self._role.give_up(error)
             raise
 
-    def write(self) -> Mapping[str, ItemRecord] | None:
+    def write(self, awaited: threading.Event | None = None) -> Mapping[str, ItemRecord] | None:
         """Write what is left to write, and wait for the other processes.
+
+        Args:
+            awaited: Is set when the training loop, which runs beside this call, begins to wait for the save.
 
         Returns:
             The items that all processes wrote, for the commit record; None on processes other than 0.
         """
         folders = self._role.open()
-        own = {}
-        for name, item in self._items.items():
-            own[name] = item.write(folders[name], self._role.process)
+        process = replace(self._role.process, awaited=awaited)
+        own = {name: item.write(folders[name], process) for name, item in self._items.items()}
         fragments = self._role.gather(own)
         if fragments is None:
             return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -25,11 +26,14 @@ class ProcessInfo:
         index: The index of this process, from 0.
         count: The number of processes.
         token: Text that is unique to this save and the same on all processes: a part of the names of its files.
+        awaited: Is set when the training loop beside which this process writes begins to wait for the save; None: no
+            loop runs beside it.
     """
 
     index: int = 0
     count: int = 1
     token: str = ""
+    awaited: threading.Event | None = None
 
 
 class Coordinator(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard, TypeVar
 
@@ -174,8 +175,8 @@ class _DeferredWrite:
         return self._files
 
 
-def write_alone(prepared: PreparedItem, folder: Location) -> Files:
-    return prepared.merge(folder, [prepared.write(folder, ProcessInfo())])
+def write_alone(prepared: PreparedItem, folder: Location, awaited: threading.Event | None = None) -> Files:
+    return prepared.merge(folder, [prepared.write(folder, ProcessInfo(awaited=awaited))])
 
 
 def finish(futures: Sequence[SaveFuture] | None) -> Files | None:

@@ -131,7 +131,7 @@ class ProcessShare:
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
         own = folder / str(member.index)
         own.make_directory()
-        files = write_alone(self._prepared, own)
+        files = write_alone(self._prepared, own, member.awaited)
         folder.sync_directory()
         return json.dumps({path: [file.size, file.crc32c, file.shared] for path, file in files.items()}).encode()
 

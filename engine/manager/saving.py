@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -165,7 +166,7 @@ class Saves:
                 earlier = self._background.take_error()
                 if save.in_background:
                     what = f"step {step} of {self._run.location}"
-                    self._background.start(lambda: self._complete(pending, save), what=what, step=step)
+                    self._background.start(functools.partial(self._complete, pending, save), what=what, step=step)
             except BaseException as error:  # such as an interrupt, or the system has no more threads
                 if save.give_up(error):
                     self._ended(pending, failed=True)
@@ -176,7 +177,7 @@ class Saves:
                 raise earlier
             return True
 
-    def _complete(self, pending: _PendingSave, save: Save) -> None:
+    def _complete(self, pending: _PendingSave, save: Save, awaited: threading.Event | None = None) -> None:
         """Write and commit a save, then delete what no rule keeps and call the listeners."""
         step = pending.step
         self._observer.reached("saving", step)
@@ -184,7 +185,7 @@ class Saves:
             with save.completing() as claimed:
                 if not claimed:  # an interrupt came before this thread, and has ended the save
                     return
-                items = save.write()
+                items = save.write(awaited)
                 record, report = save.commit(None if items is None else self._record(pending, items))
         except BaseException as error:
             self._ended(pending, failed=True)
@@ -262,7 +263,9 @@ class Saves:
         if changing.acquire(blocking=False):  # a save that is under way, or begins, collects at its end
             try:
                 if not self._background.running:
-                    self._background.start(self._run.collect, what=f"{self._run.location}: deleting old steps")
+                    self._background.start(
+                        lambda _: self._run.collect(), what=f"{self._run.location}: deleting old steps"
+                    )
             finally:
                 changing.release()
 

@@ -165,7 +165,7 @@ class LocalBackend:
                 _remove(os.path.join(key, name))
             _remove(key)
 
-    def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
+    def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
         stop = threading.Event()
         with os_errors(key, "write"):
             with contextlib.suppress(FileNotFoundError):
@@ -176,7 +176,15 @@ class LocalBackend:
                     _allocate(descriptor, round_up(size))
                     write = partial(_write_segment, descriptor, stop)
                     filled = [segment for segment in segments if segment.size]
-                    parallel_map(write, filled, THREADS, beside=THREADS_BESIDE, name="holdfast-write", stop=stop)
+                    parallel_map(
+                        write,
+                        filled,
+                        THREADS,
+                        beside=THREADS_BESIDE,
+                        awaited=awaited,
+                        name="holdfast-write",
+                        stop=stop,
+                    )
                     if size % PAGE:
                         os.ftruncate(descriptor, size)
                     os.fsync(descriptor)

@@ -9,6 +9,7 @@ import fnmatch
 import os
 import pathlib
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 from urllib.parse import unquote
@@ -423,27 +424,30 @@ class Location:
         """
         self._backend.remove_tree(self._key, last)
 
-    def write_data(self, size: int, segments: Sequence[Segment]) -> None:
+    def write_data(self, size: int, segments: Sequence[Segment], awaited: threading.Event | None = None) -> None:
         """Write one bulk data file, replacing an older one; its content is durable on return, its name is not yet.
 
         Args:
             size: Length of the file in bytes.
             segments: Its content, in ascending order; gaps are zero. Several threads may produce the segments.
+            awaited: Is set when a training loop that runs beside this call begins to wait for it; until then, a disk
+                is written by fewer threads. None: no loop runs beside it.
 
         Raises:
             StorageError: The system refused; no file is left behind.
             ValueError: The segments do not fit, or the parts of one are shorter or longer than its size.
         """
         _check_segments(size, segments)
-        self._backend.write_data(self._key, size, segments)
+        self._backend.write_data(self._key, size, segments, awaited)
 
-    def write_data_files(self, files: Sequence[DataFile]) -> None:
+    def write_data_files(self, files: Sequence[DataFile], awaited: threading.Event | None = None) -> None:
         """Write bulk data files below this directory, each as :meth:`write_data` does.
 
         On a disk, several threads write one file after the other; an object store gets several files at a time.
 
         Args:
             files: The files to write.
+            awaited: As for :meth:`write_data`.
         """
         if not self.is_local:
             parallel_map(
@@ -455,7 +459,7 @@ class Location:
             return
         for file in files:
             _check_segments(file.size, file.segments)
-            self._backend.write_data((self / file.name)._key, file.size, file.segments)
+            self._backend.write_data((self / file.name)._key, file.size, file.segments, awaited)
 
     def open_data(self, *, size: int | None = None) -> DataReader:
         """Open a bulk data file for reading; use it as a context manager, or close it.

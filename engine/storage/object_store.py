@@ -280,7 +280,7 @@ class ObjectStoreBackend:
             if name in names:
                 self.remove(name)
 
-    def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
+    def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
         transfer = self._transfer()
         if transfer is not None and transfer.put(
             key,

@@ -21,17 +21,11 @@ class Helper(threading.Thread):
     """A thread whose end an interrupt does not hide.
 
     ``Thread.join`` of Python 3.11, when interrupted, takes a thread that is running for one that has ended.
-
-    A thread that works beside a training loop has an event, which is set once the loop waits for it. Until then,
-    :func:`parallel_map` leaves processors to the loop in this thread and in its helpers.
     """
 
-    def __init__(
-        self, work: Callable[[], None], name: str, *, daemon: bool = False, awaited: threading.Event | None = None
-    ) -> None:
+    def __init__(self, work: Callable[[], None], name: str, *, daemon: bool = False) -> None:
         super().__init__(target=work, name=name, daemon=daemon)
-        self.awaited = awaited
-        self._process: int | None = None  # that it runs in; it does not run in a forked one
+        self._process: int | None = None  # PID of the process in which it runs; it does not run in a forked child
         self._ended = threading.Event()
 
     def run(self) -> None:
@@ -63,20 +57,21 @@ def parallel_map(
     max_concurrency: int,
     *,
     beside: int | None = None,
+    awaited: threading.Event | None = None,
     name: str = "holdfast-request",
     stop: threading.Event | None = None,
 ) -> list[R]:
     """Call ``work`` for every item, in the calling thread and helper threads; return the results in order.
 
-    ``beside`` is the concurrency while a training loop runs beside the calling thread; when the loop begins to wait,
-    more helpers join in. The first exception of any thread, an interrupt included, is raised once all helpers have
-    ended. No thread takes another item after it. ``stop`` is set then, so that long work can end early. Helpers are
-    named ``name``-1, -2, ...
+    ``awaited`` is set when a training loop that runs beside this call begins to wait for it. Until then, ``beside`` is
+    the concurrency; afterwards, more helpers join in. Without ``awaited``, no loop runs beside the call. The first
+    exception of any thread, an interrupt included, is raised once all helpers have ended. No thread takes another item
+    after it. ``stop`` is set then, so that long work can end early. Helpers are named ``name``-1, -2, ...
     """
     if min(max_concurrency, len(items)) <= 1:
         return list(map(work, items))
     stopped = threading.Event() if stop is None else stop
-    shared = _SharedWork(work, items, max_concurrency, beside, name, stopped)
+    shared = _SharedWork(work, items, max_concurrency, beside, awaited, name, stopped)
     shared.run()
     for helper in shared.helpers:  # one of them may start another
         helper.finish(shared.fail)
@@ -98,13 +93,13 @@ class _SharedWork(Generic[T, R]):
         items: Sequence[T],
         max_concurrency: int,
         beside: int | None,
+        awaited: threading.Event | None,
         name: str,
         stopped: threading.Event,
     ) -> None:
-        current = threading.current_thread()
-        self._awaited = current.awaited if isinstance(current, Helper) else None
+        self._awaited = awaited
         self._most = min(max_concurrency, len(items))
-        self._beside = self._most if beside is None or self._awaited is None else min(beside, self._most)
+        self._beside = self._most if beside is None or awaited is None else min(beside, self._most)
         self._work, self._items, self._name, self._stopped = work, items, name, stopped
         self._pending = iter(range(len(items)))
         self._lock = threading.Lock()
@@ -134,5 +129,5 @@ class _SharedWork(Generic[T, R]):
         while len(self.helpers) + 1 < (self._most if awaited else self._beside):
             # Plain threads: an executor refuses work once the main thread has ended, and saves continue after that.
             name = f"{self._name}-{len(self.helpers) + 1}"
-            self.helpers.append(Helper(self.run, name, daemon=True, awaited=self._awaited))
+            self.helpers.append(Helper(self.run, name, daemon=True))
             self.helpers[-1].start()

@@ -188,7 +188,7 @@ class _PreparedTree:
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
         # Only process 0 calls this.
         folders = {path: below(folder, path) / STATE for path in self._prepared.states}
-        items = self._prepared.write(folders)
+        items = self._prepared.write(folders, member.awaited)
         self._files = {f"{item.folder}/{file}": known for item in items.values() for file, known in item.files.items()}
         for path, record in part_records(CheckpointRecord(items=items, time=SystemClock().now())).items():
             for name, content in {RECORD: record.encode(), METADATA: self._prepared.descriptions[path]}.items():

@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -61,14 +62,14 @@ class PreparedComponents:
             pending.abort(error)
             raise
 
-    def write(self, folders: Mapping[Path, Location]) -> dict[str, ItemRecord]:
-        return {item_name(path): self._write_component(path, folder) for path, folder in folders.items()}
+    def write(self, folders: Mapping[Path, Location], awaited: threading.Event | None = None) -> dict[str, ItemRecord]:
+        return {item_name(path): self._write_component(path, folder, awaited) for path, folder in folders.items()}
 
-    def _write_component(self, path: Path, folder: Location) -> ItemRecord:
+    def _write_component(self, path: Path, folder: Location, awaited: threading.Event | None) -> ItemRecord:
         (folder / DATA).make_directory(sync=False)
         # First, as writing the state makes all names in the folder durable.
         described = write_file(folder / COMPONENT, self.descriptions[path])
-        files = {**write_alone(self.states[path], folder), COMPONENT: described}
+        files = {**write_alone(self.states[path], folder, awaited), COMPONENT: described}
         return ItemRecord("/".join((*path, folder.name)), KIND, files)
 
 

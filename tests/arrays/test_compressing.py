@@ -104,9 +104,9 @@ from holdfast.engine.checkpoint.save import Save
 ended = threading.Event()
 threading._register_atexit(ended.set)  # before the interpreter waits for other threads
 
-def write(self, write=Save.write):
+def write(self, awaited, write=Save.write):
     ended.wait()
-    return write(self)
+    return write(self, awaited)
 
 Save.write = write
 handler = hf.PyTreeCheckpointHandler(layout=hf.Layout(compression=1, data_file_bytes=1 << 20))

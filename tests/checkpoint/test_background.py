@@ -18,7 +18,7 @@ from holdfast.engine.checkpoint.background import BackgroundSave
 from holdfast.engine.storage import Helper
 
 
-def fail() -> None:
+def fail(_: threading.Event) -> None:
     raise OSError("broken")
 
 
@@ -35,7 +35,7 @@ def test_error_is_told_once() -> None:
 
 def test_a_wait_does_not_forget_what_another_thread_has_begun_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     save, go, looked = BackgroundSave(), threading.Event(), threading.Event()
-    save.start(lambda: None, what="step 1")
+    save.start(lambda _: None, what="step 1")
     real, waits = Helper.join, []
 
     def join(thread: Helper, timeout: float | None = None) -> None:
@@ -44,7 +44,7 @@ def test_a_wait_does_not_forget_what_another_thread_has_begun_meanwhile(monkeypa
             looked.set()
         real(thread, timeout)
         if len(waits) == 1:
-            other = threading.Thread(target=lambda: save.start(go.wait, what="step 2"))
+            other = threading.Thread(target=lambda: save.start(lambda _: go.wait(), what="step 2"))
             other.start()
             other.join()
 
@@ -66,7 +66,7 @@ def test_a_wait_does_not_forget_what_another_thread_has_begun_meanwhile(monkeypa
 def test_an_interrupted_wait_does_not_hide_the_save() -> None:
     save, go = BackgroundSave(), threading.Event()
 
-    def work() -> None:
+    def work(_: threading.Event) -> None:
         time.sleep(0.2)  # the main thread waits meanwhile
         os.kill(os.getpid(), signal.SIGINT)
         go.wait(10)
@@ -76,7 +76,7 @@ def test_an_interrupted_wait_does_not_hide_the_save() -> None:
         save.wait()
     assert save.running
     with pytest.raises(hf.errors.StateError, match="step 3 is still being saved"):
-        save.start(lambda: None, what="step 4")
+        save.start(lambda _: None, what="step 4")
     go.set()
     save.wait()
     assert not save.running
@@ -85,13 +85,10 @@ def test_an_interrupted_wait_does_not_hide_the_save() -> None:
 def test_the_save_learns_that_it_is_waited_for() -> None:
     begun, told = threading.Event(), []
 
-    def work() -> None:
-        thread = threading.current_thread()
-        assert isinstance(thread, Helper)
-        assert thread.awaited is not None
-        told.append(thread.awaited.is_set())
+    def work(awaited: threading.Event) -> None:
+        told.append(awaited.is_set())
         begun.set()
-        told.append(thread.awaited.wait(10))
+        told.append(awaited.wait(10))
 
     save = BackgroundSave()
     for _ in range(2):  # a save that was waited for says nothing of the next one
@@ -107,7 +104,7 @@ def test_joining_keeps_the_error() -> None:
     save.start(fail, what="step 3")
     save.join()
     assert not save.running
-    save.start(lambda: None, what="step 4")
+    save.start(lambda _: None, what="step 4")
     save.join()
     with pytest.raises(hf.SaveFailedError, match="step 3"):
         save.check()
@@ -115,10 +112,10 @@ def test_joining_keeps_the_error() -> None:
 
 def test_one_at_a_time() -> None:
     save, go = BackgroundSave(), threading.Event()
-    save.start(lambda: _wait(go), what="step 3")
+    save.start(lambda _: _wait(go), what="step 3")
     assert save.running
     with pytest.raises(hf.errors.StateError, match=r"step 4: step 3 is still being saved"):
-        save.start(lambda: None, what="step 4")
+        save.start(lambda _: None, what="step 4")
     go.set()
     save.wait()
     assert not save.running
@@ -126,7 +123,7 @@ def test_one_at_a_time() -> None:
 
 def test_timeout_names_the_step() -> None:
     save, go = BackgroundSave(timeout=0.01), threading.Event()
-    save.start(lambda: _wait(go), what="step 3 of runs/x", step=3)
+    save.start(lambda _: _wait(go), what="step 3 of runs/x", step=3)
     with pytest.raises(
         hf.SaveFailedError, match=r"step 3 of runs/x is still not saved after .*save_timeout_secs"
     ) as caught:

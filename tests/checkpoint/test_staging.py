@@ -40,9 +40,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
     made, write = Gate(), Save.write
 
-    def gated(self: Save) -> Any:
+    def gated(self: Save, *rest: Any) -> Any:
         made.wait()
-        return write(self)
+        return write(self, *rest)
 
     monkeypatch.setattr(Save, "write", gated)
     yield made

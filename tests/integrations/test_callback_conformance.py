@@ -470,10 +470,10 @@ def test_a_save_that_fails_in_the_background_is_raised(
 ) -> None:
     write = Save.write
 
-    def fails(save: Save) -> Any:
+    def fails(save: Save, *rest: Any) -> Any:
         if save._location.name == "3":
             raise hf.errors.StorageFullError("no space left for step 3")
-        return write(save)
+        return write(save, *rest)
 
     monkeypatch.setattr(Save, "write", fails)
     with pytest.raises(hf.SaveFailedError, match="no space left for step 3"):

@@ -275,12 +275,12 @@ def test_a_copy_gives_way_to_a_save(
     second, saving, given_way = threading.Event(), threading.Event(), threading.Event()
     write, take = saves.Save.write, copying.Throttle.take
 
-    def completes(save: saves.Save) -> Any:
+    def completes(save: saves.Save, *rest: Any) -> Any:
         if second.is_set():
             assert saving.wait(60)
             if end == "it fails":
                 raise hf.errors.StorageFullError("full")
-        return write(save)
+        return write(save, *rest)
 
     def takes(throttle: copying.Throttle, count: int, *, sent: bool = True) -> None:
         while not gate.wait(0.01) and not throttle._ended():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from holdfast.engine.errors import DamagedCheckpointError, StorageError, StorageFullError
-from holdfast.engine.storage import Helper, Location, Segment, as_location
+from holdfast.engine.storage import Location, Segment, as_location
 from holdfast.engine.storage import local as local_storage
 
 if TYPE_CHECKING:
@@ -275,9 +275,7 @@ def test_few_threads_write_beside_a_loop(place: Location) -> None:
         event = threading.Event()
         if awaited:
             event.set()
-        thread = Helper(lambda: place.write_data(len(segments) * MIB, segments), "holdfast-save", awaited=event)
-        thread.start()
-        thread.join()
+        place.write_data(len(segments) * MIB, segments, event)
         assert len(writers) + 1 == (local_storage.THREADS if awaited else local_storage.THREADS_BESIDE)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.engine.storage import Helper, parallel_map
+from holdfast.engine.storage import parallel_map
 
 
 @pytest.fixture(autouse=True)
@@ -150,38 +150,14 @@ def test_few_helpers_beside_a_loop_and_more_once_it_waits() -> None:
             all_four.wait()
         return number
 
-    def save() -> None:
-        found.extend(parallel_map(work, range(6), 4, beside=2, name="holdfast-test"))
-
-    found: list[int] = []
-    thread = Helper(save, "holdfast-save", awaited=awaited)
-    thread.start()
-    thread.join()
+    found = parallel_map(work, range(6), 4, beside=2, awaited=awaited, name="holdfast-test")
     assert counted == [1]  # and the calling thread
     assert found == list(range(6))
 
 
-@pytest.mark.parametrize("awaited", [None, threading.Event()], ids=["no loop", "beside a loop"])
-def test_helpers_are_beside_the_same_loop(awaited: threading.Event | None) -> None:
-    barrier = threading.Barrier(2, timeout=10)
-    counted: list[int] = []
-
-    def inner(_: int) -> None:
-        counted.append(_helpers("holdfast-inner"))
-
-    def outer(_: int) -> None:
-        barrier.wait()
-        if threading.current_thread().name.startswith("holdfast-outer"):
-            parallel_map(inner, range(3), 3, beside=1, name="holdfast-inner")
-
-    def save() -> None:
-        parallel_map(outer, range(2), 2, name="holdfast-outer")
-
-    thread = Helper(save, "holdfast-save", awaited=awaited)
-    thread.start()
-    thread.join()
-    assert len(counted) == 3
-    assert (max(counted) == 0) is (awaited is not None)
+def test_no_helpers_are_left_out_where_no_loop_runs_beside_the_call() -> None:
+    barrier = threading.Barrier(3, timeout=10)
+    assert parallel_map(lambda _: barrier.wait() >= 0, range(3), 3, beside=1) == [True] * 3
 
 
 def test_finished_work_keeps_nothing_alive() -> None:
