@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Never, TypeVar, overload
 
 from .arrays import Layout
 from .checkpoint import Checkpointer, SaveReport
 from .errors import OptionError
 from .handlers import PyTreeCheckpointHandler
+from .opening import load_parts
 from .peer_names import keyword_only, refuse_unknown
 from .pytree import Patterns
 from .sources import CheckpointSource, read_checkpoint
@@ -51,14 +53,18 @@ def save(
 
 
 @overload
-def load(path: Place, *, like: None = None, select: Patterns | None = None, item: str | None = None) -> Any: ...
+def load(
+    path: Place, *, like: None = None, select: Patterns | Mapping[str, Any] | None = None, item: str | None = None
+) -> Any: ...
 
 
 @overload
 def load(path: Place, *, like: T, select: Patterns | None = None, item: str | None = None) -> T: ...
 
 
-def load(path: Place, *, like: Any = None, select: Patterns | None = None, item: str | None = None) -> Any:
+def load(
+    path: Place, *, like: Any = None, select: Patterns | Mapping[str, Any] | None = None, item: str | None = None
+) -> Any:
     """Load a checkpoint; needs neither the devices nor the frameworks it was saved from.
 
     Args:
@@ -73,7 +79,9 @@ def load(path: Place, *, like: Any = None, select: Patterns | None = None, item:
             Without a template the saved containers are returned with numpy arrays, namedtuples and dataclasses as
             dictionaries.
         select: Patterns of leaf paths such as ``"params/**"``; only leaves that match are read, and a template has just
-            those.
+            those. Or a dictionary of patterns and what to read of the arrays that match, as an index of numpy's basic
+            indexing: ``{"embedding/**": np.s_[:1000], "step": ...}``; the first pattern that matches a leaf counts.
+            Only the chunks that a selection needs are read.
         item: Which item, if the checkpoint has several; None loads the only one, or all of them into a dictionary.
 
     Returns:
@@ -85,12 +93,24 @@ def load(path: Place, *, like: Any = None, select: Patterns | None = None, item:
         TreeMismatchError: Template and checkpoint differ; lists every leaf that does.
         UnsupportedLeafError: A file of another library holds objects that only running code can restore; names
             them. Nothing was run, and ``select=`` loads the rest.
+        IndexError: ``select`` has an index that does not fit its array.
+        OptionError: There are several items and ``like`` or ``select`` are given; ``select`` has indexes beside a
+            template, or an index for a value that is no array.
     """
     return read_checkpoint(as_location(path), lambda checkpoint: _load(checkpoint, like, select, item))
 
 
-def _load(checkpoint: CheckpointSource, like: Any, select: Patterns | None, item: str | None) -> Any:
+def _load(
+    checkpoint: CheckpointSource, like: Any, select: Patterns | Mapping[str, Any] | None, item: str | None
+) -> Any:
     checkpoint.check_item(item)
+    if isinstance(select, Mapping):
+        if like is not None:
+            raise OptionError(
+                f"{checkpoint.location}: select= with indexes gives arrays of numpy, so that like= cannot be a "
+                "template; leave one of them out"
+            )
+        return load_parts(checkpoint, item, select)
     wanted = [item] if item is not None else checkpoint.items_to_load()
     if len(wanted) == 1:
         return checkpoint.load(wanted[0], like, select)

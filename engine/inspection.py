@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -244,7 +243,7 @@ def _leaf_summary(item: str, leaf: SavedLeaf) -> LeafSummary:
         kind=saved.kind,
         shape=saved.shape or (),
         dtype=None if saved.dtype is None else str(saved.dtype),
-        sharding=_sharding_text(saved.details.get("sharding")),
+        sharding=saved.sharding_text,
         bytes=leaf.nbytes,
         value=None if saved.dtype is not None else _value_text(leaf),
     )
@@ -258,15 +257,3 @@ def _value_text(leaf: SavedLeaf) -> str:
     except ValueError:  # a set of integers with thousands of digits
         text = leaf.saved.kind
     return shortened_text(text)
-
-
-def _sharding_text(sharding: Any) -> str:
-    if not isinstance(sharding, dict):
-        return ""
-    if sharding.get("type") == "NamedSharding":
-        mesh = sharding.get("mesh")
-        axes = mesh.get("axes") if isinstance(mesh, dict) else None
-        pairs = [axis for axis in axes if isinstance(axis, list) and len(axis) == 2] if isinstance(axes, list) else []
-        shown = ", ".join(f"{name}={size}" for name, size in pairs)
-        return f"{json.dumps(sharding.get('spec'))} over ({shown})"
-    return str(sharding.get("device") or sharding.get("type") or "")

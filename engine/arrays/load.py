@@ -39,6 +39,7 @@ from ..pytree import (
     with_request,
 )
 from .database import naming
+from .selection import Selection
 from .source import SavedLeaf, TreeSource
 
 
@@ -121,6 +122,34 @@ def _saved_names(names: list[str], saved: list[str]) -> list[str]:
     if len(bare) == len(saved) == len(names) and set(wanted) == bare.keys():
         return [bare[name] for name in wanted]
     return names
+
+
+def leaf_values(source: TreeSource, leaves: Sequence[SavedLeaf]) -> list[Any]:
+    """Read leaves as they were saved: numpy arrays, and values of Python."""
+    return _values(source, leaves, [None] * len(leaves))
+
+
+def leaf_as(source: TreeSource, leaf: SavedLeaf, request: LeafRequest) -> Any:
+    """Read a leaf as it is requested, such as a jax array with a sharding."""
+    (value,) = _values(source, [leaf], _requested(source, [leaf], {leaf.name: request}))
+    return value
+
+
+def selected_values(source: TreeSource, leaves: Sequence[SavedLeaf], indexes: Sequence[Any]) -> list[Any]:
+    """Read what an index selects of each array, and only the chunks that it needs."""
+    selections = []
+    for leaf, index in zip(leaves, indexes, strict=True):
+        assert leaf.saved.shape is not None
+        try:
+            selections.append(Selection(index, leaf.saved.shape, source.chunks(leaf)))
+        except IndexError as error:
+            raise IndexError(f"{source.location}: {format_path(leaf.name)}: {error}") from None
+    found = source.read_boxes(leaves, [one.boxes for one in selections])
+    return [
+        one.combine(parts, leaf.saved.dtype)
+        for one, parts, leaf in zip(selections, found, leaves, strict=True)
+        if leaf.saved.dtype is not None
+    ]
 
 
 def tree_metadata(source: TreeSource) -> Any:

@@ -188,6 +188,12 @@ class TreeReader(TreeSource):
 
         return list(map(parts, leaves, boxes))
 
+    def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
+        shape = leaf.saved.shape or ()
+        (metadata,) = self._database.metadata([leaf.name])
+        # Elements stored as bytes have an axis that the leaf does not have.
+        return shape if metadata is None else metadata.chunk_shape[: len(shape)]
+
     def began(self) -> dict[str, LeafType] | None:
         """Return the types of the fresh state that the run began with; None where they are not recorded."""
         if self._began is None:

@@ -94,6 +94,10 @@ class TreeSource(Protocol):
             found.append([array if [box] == [everything] else array[box.within(everything)].copy() for box in wanted])
         return found
 
+    def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
+        """Return the shape of the parts in which :meth:`read_boxes` reads an array; by default, all of the array."""
+        return leaf.saved.shape or ()
+
     def verify(self, advance: Callable[[int], None] = UNHEARD.advance) -> list[Problem]:
         """Read and check everything; return all damage, with leaves as ``format_path`` writes them.
 
@@ -157,6 +161,9 @@ class PartialTree(TreeSource):
 
     def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
         return self._source.read_boxes([self._originals[leaf.name] for leaf in leaves], boxes)
+
+    def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
+        return self._source.chunks(self._originals[leaf.name])
 
 
 class MemoryTree(TreeSource):

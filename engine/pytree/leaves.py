@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import sys
 import types
@@ -218,6 +219,20 @@ class Saved:
     def is_number_array(self) -> bool:
         """Whether it is a sequence of numbers that is stored as the array of its elements."""
         return self.kind == NUMBERS and self.details.get("elements") != MIXED
+
+    @property
+    def sharding_text(self) -> str:
+        """How it was divided among devices, for people, or ``""``."""
+        sharding = self.details.get("sharding")
+        if not isinstance(sharding, dict):
+            return ""
+        if sharding.get("type") == "NamedSharding":
+            mesh = sharding.get("mesh")
+            axes = mesh.get("axes") if isinstance(mesh, dict) else None
+            pairs = [one for one in axes if isinstance(one, list) and len(one) == 2] if isinstance(axes, list) else []
+            shown = ", ".join(f"{name}={size}" for name, size in pairs)
+            return f"{json.dumps(sharding.get('spec'))} over ({shown})"
+        return str(sharding.get("device") or sharding.get("type") or "")
 
     def __str__(self) -> str:
         return spell(self.kind, self.dtype, self.shape, self.variant)

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -23,6 +23,7 @@ from ..errors import DamagedCheckpointError, OptionError, UnsupportedLeafError, 
 from ..pytree import (
     MAX_DEPTH,
     NAME_ONLY,
+    Box,
     PathFilter,
     Patterns,
     Saved,
@@ -33,6 +34,7 @@ from ..pytree import (
     format_path,
     join,
     split,
+    whole,
 )
 from ..storage import Location
 
@@ -180,6 +182,25 @@ class StoredPart:
     # Applied to the elements once they are read, such as a conjugation; None for nothing.
     finish: Callable[[NDArray[Any]], NDArray[Any]] | None = None
 
+    def within(self, box: Box) -> StoredPart | None:
+        """Return the part of this one in a box, all of it where a checksum covers all; None if there is none."""
+        common = box.common(Box.at(self.start, self.shape))
+        if common is None or self.is_intact is not None:
+            return None if common is None else self
+        strides = self.strides or tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+        steps = list(zip(common.start, common.stop, self.start, strides, strict=True))
+        first = sum((low - origin) * stride for low, _, origin, stride in steps)
+        last = sum((high - 1 - origin) * stride for _, high, origin, stride in steps)
+        size = self.dtype.itemsize
+        return replace(
+            self,
+            start=common.start,
+            shape=common.shape,
+            offset=self.offset + first * size,
+            length=(last - first + 1) * size,
+            strides=None if last - first + 1 == common.size else strides,
+        )
+
     def array(self, data: Bytes) -> NDArray[Any]:
         """Return the elements in this machine's byte order: a view of ``data`` where that is possible."""
         if self.is_intact is not None and not self.is_intact(data):
@@ -300,25 +321,39 @@ class StoredTree(TreeSource):
         return cls(location, TreeDocument(flat.structure), leaves, values, nbytes, **more)
 
     def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
-        refuse_unreadable(self, leaves)
         if self.left_out and len(leaves) == len(self.leaves):
             _logger.warning("%s: left out, as they are not data: %s", self.location, ", ".join(self.left_out))
-        arrays: list[NDArray[Any] | None] = [None] * len(leaves)
+        return self._read([(leaf, None) for leaf in leaves])
+
+    def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
+        found = iter(self._read([(leaf, box) for leaf, wanted in zip(leaves, boxes, strict=True) for box in wanted]))
+        return [[array for _ in wanted if (array := next(found)) is not None] for wanted in boxes]
+
+    def _read(self, wanted: Sequence[tuple[SavedLeaf, Box | None]]) -> list[NDArray[Any] | None]:
+        """Read arrays, or boxes of them."""
+        refuse_unreadable(self, [leaf for leaf, _ in wanted])
+        arrays: list[NDArray[Any] | None] = [None] * len(wanted)
         parts: dict[int, Sequence[StoredPart]] = {}
-        for index, leaf in enumerate(leaves):
+        boxes: dict[int, Box] = {}
+        for index, (leaf, box) in enumerate(wanted):
             value = self._values[leaf.name]
+            if value is None or isinstance(value, Unreadable):
+                continue
+            boxes[index] = whole(value.shape) if box is None else box
             if isinstance(value, np.ndarray):
-                arrays[index] = value.copy()
-            elif isinstance(value, StoredArray):
-                try:
-                    parts[index] = value.parts()
-                except DamagedCheckpointError as error:
-                    if self.location.url in str(error):
-                        raise
-                    what = f"{self.location}: leaf {format_path(leaf.name)}: {error}"
-                    raise DamagedCheckpointError(what) from error
-                if len(parts[index]) != 1:
-                    arrays[index] = np.zeros(value.shape, value.dtype)
+                arrays[index] = value[boxes[index].within(whole(value.shape))].copy()
+                continue
+            try:
+                parts[index] = value.parts()
+            except DamagedCheckpointError as error:
+                if self.location.url in str(error):
+                    raise
+                what = f"{self.location}: leaf {format_path(leaf.name)}: {error}"
+                raise DamagedCheckpointError(what) from error
+            if box is not None:
+                parts[index] = [part for one in parts[index] if (part := one.within(box)) is not None]
+            if [part.shape for part in parts[index]] != [boxes[index].shape]:
+                arrays[index] = np.zeros(boxes[index].shape, value.dtype)
         ranges = [
             Range(part.file, part.offset, part.length, index, number, len(found) == 1 and part.strides is None)
             for index, found in parts.items()
@@ -333,14 +368,17 @@ class StoredTree(TreeSource):
             except DamagedCheckpointError as error:
                 failed(wanted, error)
                 return
-            whole = arrays[wanted.array]
-            if whole is None:
+            all_of_it = arrays[wanted.array]
+            if all_of_it is None:
                 arrays[wanted.array] = _own(array, is_new=wanted.keep)
-            else:
-                whole[tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))] = array
+                return
+            here, box = Box.at(part.start, part.shape), boxes[wanted.array]
+            common = here.common(box)
+            if common is not None:
+                all_of_it[common.within(box)] = array[common.within(here)]
 
-        def failed(wanted: Range, error: Exception) -> None:
-            problems.append((format_path(leaves[wanted.array].name), f"{self.file(wanted.file)}: {error}"))
+        def failed(found: Range, error: Exception) -> None:
+            problems.append((format_path(wanted[found.array][0].name), f"{self.file(found.file)}: {error}"))
 
         with contextlib.ExitStack() as stack:
             files = {
@@ -391,22 +429,29 @@ class FetchedTree(TreeSource):
             self.leaves.append(SavedLeaf(storage_name(one.path), saved))
 
     @abc.abstractmethod
-    def opened(self) -> AbstractContextManager[Callable[[str], NDArray[Any]]]:
-        """Open the file; yield what reads an array by its name."""
+    def opened(self) -> AbstractContextManager[Callable[[str, Box | None], NDArray[Any]]]:
+        """Open the file; yield what reads an array by its name, or a box of it, as far as the format can."""
 
     def for_template(self, names: Sequence[str]) -> TreeSource:
         return renamed_for(self, names)
 
     def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
-        refuse_unreadable(self, leaves)
-        found: list[NDArray[Any] | None] = []
+        return list(self._fetch([(leaf, None) for leaf in leaves]))
+
+    def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
+        found = iter(self._fetch([(leaf, box) for leaf, wanted in zip(leaves, boxes, strict=True) for box in wanted]))
+        return [[next(found) for _ in wanted] for wanted in boxes]
+
+    def _fetch(self, wanted: Sequence[tuple[SavedLeaf, Box | None]]) -> list[NDArray[Any]]:
+        refuse_unreadable(self, [leaf for leaf, _ in wanted])
+        found: list[NDArray[Any]] = []
         with self.opened() as fetch:
-            for leaf in leaves:
+            for leaf, box in wanted:
                 try:
-                    array = fetch(self._arrays[leaf.name].name)
+                    array = fetch(self._arrays[leaf.name].name, box)
                 except Exception as error:
                     raise damaged_leaves(self.location, [(format_path(leaf.name), str(error))]) from error
-                if array.shape != leaf.saved.shape:
+                if array.shape != (leaf.saved.shape if box is None else box.shape):
                     raise damaged_leaves(self.location, [(format_path(leaf.name), f"it has the shape {array.shape}")])
                 dtype: Any = leaf.saved.dtype
                 raw = array.dtype.kind == "V"  # a type that the file's format does not have

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ...engine.arrays import TreeSource
 from ...engine.errors import DamagedCheckpointError, HoldfastError, OptionError
 from ...engine.format import ITEM
-from ...engine.pytree import MAX_DEPTH
+from ...engine.pytree import MAX_DEPTH, Box, whole
 from ...engine.sources import JSON, TREE, CheckpointSource, FetchedArray, FetchedTree, Path, SingleTree, first_bytes
 from ...engine.storage import Location
 from .numpy_zip import archive_of
@@ -112,9 +112,9 @@ class HDF5Tree(FetchedTree):
         super().__init__(location, self.arrays)
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[Callable[[str], NDArray[Any]]]:
+    def opened(self) -> Iterator[Callable[[str, Box | None], NDArray[Any]]]:
         with self._file() as file:
-            yield lambda name: file[name][()]
+            yield lambda name, box: file[name][() if box is None else box.within(whole(box.shape))]
 
     @contextlib.contextmanager
     def _file(self) -> Iterator[Any]:

@@ -19,6 +19,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from ...engine.errors import DamagedCheckpointError, HoldfastError
+from ...engine.pytree import Box, whole
 from ...engine.sources import FetchedArray, FetchedTree, SingleTree, first_bytes
 from ...engine.storage import Location
 from .torch.files import ZIP_MAGIC, opened
@@ -46,14 +47,14 @@ class NumpyTree(FetchedTree):
     """The arrays of one file, by name."""
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[Callable[[str], NDArray[Any]]]:
+    def opened(self) -> Iterator[Callable[[str, Box | None], NDArray[Any]]]:
         with archive_of(self.location) as archive:
 
-            def fetch(name: str) -> NDArray[Any]:
+            def fetch(name: str, box: Box | None) -> NDArray[Any]:
                 with archive.open(name) as member:  # which compares the member with its checksum
                     found: NDArray[Any] = npy.read_array(member, allow_pickle=False)
                     member.read()
-                return found
+                return found if box is None else found[box.within(whole(found.shape))]
 
             yield fetch
 

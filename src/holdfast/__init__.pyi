@@ -40,6 +40,7 @@ from .engine.manager import Restored as Restored
 from .engine.manager import copy_checkpoint as copy_checkpoint
 from .engine.manager import event_scalars as event_scalars
 from .engine.manager import record_metrics as record_metrics
+from .engine.opening import open as open  # noqa: A004
 from .engine.pytree import Transform as Transform
 from .engine.pytree import apply_transformations as apply_transformations
 from .engine.stateful import skip_to as skip_to

@@ -20,6 +20,10 @@ from .engine.manager import (
     Decision,
     MirrorStatus,
 )
+from .engine.opening import (
+    ArrayHandle,
+    OpenCheckpoint,
+)
 from .engine.pytree import (
     LeafMetadata,
 )
@@ -32,6 +36,7 @@ from .integrations.formats.convert import (
 )
 
 __all__ = [
+    "ArrayHandle",
     "CheckpointSummary",
     "CheckpointVerification",
     "Conversion",
@@ -40,6 +45,7 @@ __all__ = [
     "LeafMetadata",
     "LeafSummary",
     "MirrorStatus",
+    "OpenCheckpoint",
     "Problem",
     "Progress",
     "SaveReport",

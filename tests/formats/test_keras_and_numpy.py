@@ -58,6 +58,10 @@ def test_weights_of_keras(tmp_path: Path, write: Callable[[Path], Path], name: s
     (half,) = found["layers"]["embedding"]["vars"]
     assert (half.dtype, half.tobytes()) == (ml_dtypes.bfloat16, HALF.tobytes())
     assert [int(one) for one in found["optimizer"]["vars"]] == list(range(11))
+    with hf.open(path) as opened:
+        kernel, (half,) = opened["layers"]["dense"]["vars"][0], opened["layers"]["embedding"]["vars"]
+        assert (kernel[1:, ::2].tolist(), half[1:].tobytes()) == ([[3, 5]], HALF[1:].tobytes())
+        assert [int(one[()]) for one in opened["optimizer"]["vars"]] == list(range(11))
     assert hf.load(path, select="layers/dense/vars/1")["layers"]["dense"]["vars"][1].tolist() == BIAS.tolist()
     like = {"layers": {"dense": {"vars": [torch.empty(2, 3), torch.empty(3)]}}}
     taken = hf.load(path, like=like, select="layers/dense/**")

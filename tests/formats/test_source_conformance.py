@@ -190,6 +190,16 @@ def test_arrays_belong_to_the_caller(source: TreeSource) -> None:
     assert all(same(array, ARRAYS[joined(leaf.name)]) for leaf, array in zip(source.leaves, arrays, strict=True))
 
 
+def test_handles_of_an_open_checkpoint(path: Path) -> None:
+    with hf.open(path) as opened:
+        net = opened["net"] if "net" in opened else {name: opened[f"net.{name}"] for name in ("w", "b")}
+        for index in (np.s_[2:5, ::2], np.s_[-1], np.s_[..., None, 3], np.s_[::-7]):
+            assert same(net["w"][index], ARRAYS["net.w"][index])
+        assert same(np.asarray(opened["scale"]), ARRAYS["scale"])
+        assert same(opened["empty"][:, 1:], ARRAYS["empty"][:, 1:])
+        assert [chunk.tolist() for _, chunk in net["b"].iter_chunks()] == [[True, False, True]]
+
+
 BOXES = {
     (8, 6): [Box((1, 2), (3, 5)), Box((0, 0), (8, 6)), Box((2, 2), (2, 4)), Box((7, 0), (8, 1)), Box((1, 2), (3, 5))],
     (3,): [Box((0,), (1,)), Box((1,), (3,)), Box((3,), (3,))],

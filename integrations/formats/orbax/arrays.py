@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.arrays import TREE
+from ....engine.arrays import TREE, SavedLeaf
 from ....engine.errors import (
     DamagedCheckpointError,
     HoldfastError,
@@ -92,6 +92,11 @@ class OpenedArrays:
                 self.failed[name] = f"elements of type {store.dtype.name}, which holdfast does not read"
                 continue
             self._stores[name], self.dtypes[name], self.shapes[name] = store, dtype, tuple(map(int, store.shape))
+
+    def chunks(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the chunks of an array."""
+        grid = self._stores[name].chunk_layout.read_chunk.shape or ()
+        return tuple(size or length for size, length in zip(grid, self.shapes[name], strict=True))
 
     def check_sizes(self, wanted: Iterable[Wanted], stored: int, *, filled: bool) -> None:
         """Refuse arrays that are larger than their files can hold, before memory is allocated."""
@@ -261,17 +266,21 @@ class ArrayFolder(FetchedTree):
         self._opened = OpenedArrays(location, specs)
         super().__init__(location, [self._described(name) for name in specs])
 
+    def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
+        return self._opened.chunks(self._arrays[leaf.name].name)
+
     def _described(self, name: str) -> FetchedArray:
         if name in self._opened.failed:
             return FetchedArray((name,), name, np.dtype("V1"), (), self._opened.failed[name])
         return FetchedArray((name,), name, self._opened.dtypes[name], self._opened.shapes[name])
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[Callable[[str], NDArray[Any]]]:
-        def fetch(name: str) -> NDArray[Any]:
+    def opened(self) -> Iterator[Callable[[str, Box | None], NDArray[Any]]]:
+        def fetch(name: str, box: Box | None) -> NDArray[Any]:
             found: list[NDArray[Any]] = []
-            self._opened.check_sizes([Wanted(name)], total_bytes(self.location), filled=True)
-            for _, what in self._opened.read([Wanted(name)], lambda _, array: found.append(array)):
+            wanted = [Wanted(name, box)]
+            self._opened.check_sizes(wanted, total_bytes(self.location), filled=True)
+            for _, what in self._opened.read(wanted, lambda _, array: found.append(array)):
                 raise DamagedCheckpointError(what)
             return found[0]
 

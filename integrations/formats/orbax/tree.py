@@ -228,6 +228,10 @@ class OrbaxTree(TreeSource):
             start += len(found)
         return results
 
+    def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
+        name = self._names[leaf.name]
+        return super().chunks(leaf) if leaf.name in self._values else self._arrays.chunks(name)
+
     def verify(self, advance: Callable[[int], None] = UNHEARD.advance) -> list[Problem]:
         parts = [(leaf, None) for leaf in self.leaves if leaf.name not in self._foreign]
         return self._read(parts, lambda _index, array: advance(array.nbytes))

@@ -1,0 +1,251 @@
+"""Open checkpoints: handles in the place of arrays, which read what an index selects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import basic_indices
+
+import holdfast as hf
+from holdfast.engine.arrays import TreeReader
+from holdfast.engine.arrays.selection import Selection
+
+TABLE = np.arange(40 * 30, dtype=np.float32).reshape(40, 30)
+SMALL_CHUNKS = hf.Layout(chunk_bytes=4096, segment_bytes=4096)  # 8 rows of LONG each
+LONG = np.arange(64 * 128, dtype=np.float32).reshape(64, 128)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("open") / "ckpt"
+    hf.save(path, {"table": TABLE, "long": LONG, "names": ["a", "b"], "step": 7}, layout=SMALL_CHUNKS)
+    return path
+
+
+@given(index=basic_indices((64, 128), allow_newaxis=True))
+def test_an_index_selects_what_numpy_does(saved: Path, index: Any) -> None:
+    with hf.open(saved) as tree:
+        found = tree["long"][index]
+    expected = LONG[index]
+    assert type(found) is type(expected)
+    assert found.shape == expected.shape
+    assert np.array_equal(found, expected)
+
+
+@given(data=st.data(), shape=st.lists(st.integers(0, 7), max_size=3), limit=st.integers(1, 64))
+def test_selections_of_any_shape_and_chunks(data: st.DataObject, shape: list[int], limit: int) -> None:
+    """Of small arrays in chunks of a few elements, without files."""
+    array = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    chunks = tuple(data.draw(st.integers(1, max(size, 1))) for size in shape)
+    indices = basic_indices(tuple(shape), allow_newaxis=True, max_dims=6) if shape else st.sampled_from([(), ...])
+    index: Any = data.draw(indices)
+    selection = Selection(index, tuple(shape), chunks)
+    parts = [array[tuple(map(slice, box.start, box.stop))].copy() for box in selection.boxes]
+    found, expected = selection.combine(parts, array.dtype), array[index]
+    assert type(found) is type(expected)
+    assert np.array_equal(found, expected)
+    for box in selection.boxes:  # none has a chunk in which nothing is selected
+        for axis, (low, high) in enumerate(zip(box.start, box.stop, strict=True)):
+            wanted = set(np.unravel_index(np.ravel(expected), shape)[axis] // chunks[axis]) if expected.size else set()
+            assert set(range(low // chunks[axis], (high - 1) // chunks[axis] + 1)) <= wanted
+
+
+def test_the_tree_has_handles_in_the_place_of_arrays(saved: Path) -> None:
+    with hf.open(saved) as tree:
+        assert (tree["names"], tree["step"]) == (["a", "b"], 7)
+        handle = tree["long"]
+        facts = (handle.path, handle.shape, handle.dtype, handle.ndim, handle.size, handle.nbytes, handle.itemsize)
+        assert facts == ("long", (64, 128), np.float32, 2, 8192, 32768, 4)
+        assert (handle.chunks, handle.nchunks, len(handle), handle.sharding) == ((8, 128), 8, 64, "")
+        assert repr(handle) == "<ArrayHandle long: float32[64, 128] in 8 chunks>"
+
+
+def test_numpy_takes_a_handle(saved: Path) -> None:
+    with hf.open(saved) as tree:
+        assert np.array_equal(np.asarray(tree["table"]), TABLE)
+        assert np.asarray(tree["table"], np.float64).dtype == np.float64
+        assert np.array_equal(np.vstack(list(tree["table"])), TABLE)
+        assert float(np.sum(tree["table"])) == TABLE.sum()
+        with pytest.raises(ValueError, match="table cannot become an array without a copy"):
+            np.asarray(tree["table"], copy=False)
+
+
+def test_chunks_cover_the_array_once(saved: Path) -> None:
+    with hf.open(saved) as tree:
+        copy = np.full_like(LONG, -1)
+        for index, chunk in tree["long"].iter_chunks():
+            assert chunk.shape == (8, 128)
+            assert (copy[index] == -1).all()
+            copy[index] = chunk
+    assert np.array_equal(copy, LONG)
+
+
+def test_only_the_chunks_that_an_index_needs_are_read_and_verified(saved: Path, tmp_path: Path) -> None:
+    """A flipped bit in the last chunk is found by whoever needs that chunk, and by no one else."""
+    hf.copy_checkpoint(saved, tmp_path / "copy")
+    (data,) = (path for path in (tmp_path / "copy" / "state" / "d").iterdir() if path.name != "index")
+    content = bytearray(data.read_bytes())
+    place = content.rindex(LONG[-1].tobytes())
+    content[place] ^= 1
+    data.chmod(0o644)
+    data.write_bytes(content)
+    with hf.open(tmp_path / "copy") as tree:
+        assert np.array_equal(tree["long"][:56, ::3], LONG[:56, ::3])
+        with pytest.raises(hf.DamagedCheckpointError, match=r"long: .*chunk 7 has crc32c"):
+            tree["long"][-1, 0]
+
+
+def test_the_bytes_that_are_read_are_those_of_the_chunks(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readers: list[TreeReader] = []
+    made = TreeReader.__init__
+
+    def note(self: TreeReader, *arguments: Any, **more: Any) -> None:
+        made(self, *arguments, **more)
+        readers.append(self)
+
+    monkeypatch.setattr(TreeReader, "__init__", note)
+    with hf.open(saved) as tree:
+        opened = readers[0].bytes_read
+        tree["long"][3]
+        assert 4096 <= readers[0].bytes_read - opened < 2 * 4096
+        opened = readers[0].bytes_read
+        tree["long"][::32]  # steps over three chunks of four
+        assert 2 * 4096 <= readers[0].bytes_read - opened < 4 * 4096
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ((0, 0, 0), "long: too many indices: the array has 2 axes, and the index has 3"),
+        (64, "long: index 64 is out of bounds for axis 0 with size 64"),
+        ((..., ...), "long: an index can have only one ellipsis"),
+        ([1, 2], "long: expected integers, slices, ... and None, found list; read a slice around the elements"),
+        (True, "long: expected integers, slices, ... and None, found bool"),
+        (LONG > 3, "long: expected integers, slices, ... and None, found ndarray"),
+        ("w", "long: expected integers, slices, ... and None, found str"),
+        ((0, slice(None, None, 0)), "slice step cannot be zero"),
+    ],
+)
+def test_an_index_that_cannot_be_read(saved: Path, index: Any, message: str) -> None:
+    with hf.open(saved) as tree, pytest.raises((IndexError, ValueError), match=message.replace(".", r"\.")):
+        tree["long"][index]
+
+
+def test_a_closed_checkpoint_reads_nothing(saved: Path) -> None:
+    with hf.open(saved) as tree:
+        row = tree["table"][1]
+    with pytest.raises(hf.StateError, match="ckpt: table cannot be read, as the checkpoint is closed; read inside"):
+        tree["table"][1]
+    assert np.array_equal(row, TABLE[1])
+
+
+def test_a_step_that_its_run_deletes_is_an_error_that_says_so(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(max_to_keep=1)) as manager:
+        manager.save(1, {"w": LONG})
+        manager.wait_until_finished()
+        opened = hf.open(tmp_path)
+        manager.save(2, {"w": LONG})
+        manager.wait_until_finished()
+        with pytest.raises(hf.CheckpointNotFoundError, match="1: its run has deleted or replaced this checkpoint"):
+            opened.tree["w"][0]
+        with hf.open(tmp_path) as tree:
+            assert np.array_equal(tree["w"][0], LONG[0])
+
+
+def test_several_items(tmp_path: Path) -> None:
+    checkpointers = {"model": hf.PyTreeCheckpointer(), "data": hf.Checkpointer(hf.JsonCheckpointHandler())}
+    with hf.CheckpointManager(tmp_path, checkpointers) as manager:
+        manager.save(3, {"model": {"w": TABLE}, "data": {"epoch": 2}})
+    with hf.open(tmp_path) as tree:
+        assert tree["data"] == {"epoch": 2}
+        assert np.array_equal(tree["model"]["w"][2:4], TABLE[2:4])
+    with hf.open(tmp_path, item="model", select="w") as tree:
+        assert tree["w"].shape == TABLE.shape
+    with pytest.raises(hf.CheckpointNotFoundError, match="no item 'modle'; it has data, model"):
+        hf.open(tmp_path, item="modle")
+
+
+def test_selected_leaves_only(saved: Path) -> None:
+    with hf.open(saved, select="l*") as tree:
+        assert list(tree) == ["long"]
+    with pytest.raises(hf.TreeMismatchError, match=r"select='lnog' matches no leaf; .* did you mean 'long'"):
+        hf.open(saved, select="lnog")
+
+
+ELEMENTS = {
+    "big endian": np.arange(6, dtype=">i4").reshape(2, 3),
+    "bfloat16": np.arange(6).reshape(2, 3).astype(ml_dtypes.bfloat16),
+    "no axes": np.array(2.5),
+    "no elements": np.zeros((0, 4)),
+    "complex": np.arange(6).reshape(2, 3).astype(np.complex64),
+    "text": np.array([["ab", "c"], ["d", "ef"]]),
+}
+
+
+@pytest.mark.parametrize("array", ELEMENTS.values(), ids=ELEMENTS.keys())
+def test_elements_of_every_type(array: Any, tmp_path: Path) -> None:
+    hf.save(tmp_path / "ckpt", {"x": array})
+    with hf.open(tmp_path / "ckpt") as tree:
+        for index in (..., (), slice(None, 1) if array.ndim else None):
+            found, expected = tree["x"][index], hf.load(tmp_path / "ckpt")["x"][index]
+            assert np.asarray(found).dtype == np.asarray(expected).dtype
+            assert np.array_equal(found, expected)
+
+
+def test_jax_and_torch(tmp_path: Path) -> None:
+    key = jax.random.key(3)
+    weights = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    hf.save(tmp_path / "ckpt", {"key": key, "j": jnp.arange(8.0), "t": weights})
+    with hf.open(tmp_path / "ckpt") as tree:
+        assert jax.random.key_data(tree["key"].to_jax()).tolist() == jax.random.key_data(key).tolist()
+        devices = jax.devices()
+        sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, "x"), jax.sharding.PartitionSpec("x"))
+        spread = tree["j"].to_jax(sharding)
+        assert spread.sharding == sharding
+        assert spread.tolist() == list(range(8))
+        assert torch.equal(tree["t"].to_torch(), weights)
+        assert tree["t"].to_torch().dtype == torch.bfloat16
+        assert tree["t"][1].astype(np.float32).tolist() == [3, 4, 5]
+        with pytest.raises(hf.OptionError, match=r"sharding='x' must be a jax\.sharding"):
+            tree["j"].to_jax("x")
+
+
+# ---- hf.load with what to read of each array
+
+
+def test_load_what_an_index_selects(saved: Path) -> None:
+    found = hf.load(saved, select={"long": np.s_[8:10, ..., ::2], "step": ..., "tab*": np.s_[-1]})
+    assert found["step"] == 7
+    assert np.array_equal(found["long"], LONG[8:10, ::2])
+    assert np.array_equal(found["table"], TABLE[-1])
+
+
+@pytest.mark.parametrize(
+    ("select", "error", "message"),
+    [
+        ({"lnog": ...}, hf.TreeMismatchError, "select='lnog' matches no leaf"),
+        (
+            {"step": np.s_[0]},
+            hf.OptionError,
+            r"step, which select='step' names, is no array .* with the index",
+        ),
+        ({"long": np.s_[99]}, IndexError, "ckpt/state: long: index 99 is out of bounds for axis 0 with size 64"),
+    ],
+)
+def test_what_cannot_be_selected(saved: Path, select: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        hf.load(saved, select=select)
+
+
+def test_indexes_and_a_template_exclude_each_other(saved: Path) -> None:
+    with pytest.raises(hf.OptionError, match="select= with indexes gives arrays of numpy, so that like= cannot"):
+        hf.load(saved, like={"long": LONG}, select={"long": ...})
