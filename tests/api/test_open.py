@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -208,7 +208,8 @@ def test_jax_and_torch(tmp_path: Path) -> None:
     with hf.open(tmp_path / "ckpt") as tree:
         assert jax.random.key_data(tree["key"].to_jax()).tolist() == jax.random.key_data(key).tolist()
         devices = jax.devices()
-        sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, "x"), jax.sharding.PartitionSpec("x"))
+        spec: Any = jax.sharding.PartitionSpec
+        sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, "x"), spec("x"))
         spread = tree["j"].to_jax(sharding)
         assert spread.sharding == sharding
         assert spread.tolist() == list(range(8))
@@ -248,4 +249,4 @@ def test_what_cannot_be_selected(saved: Path, select: Any, error: type[Exception
 
 def test_indexes_and_a_template_exclude_each_other(saved: Path) -> None:
     with pytest.raises(hf.OptionError, match="select= with indexes gives arrays of numpy, so that like= cannot"):
-        hf.load(saved, like={"long": LONG}, select={"long": ...})
+        cast("Any", hf.load)(saved, like={"long": LONG}, select={"long": ...})
