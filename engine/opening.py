@@ -83,12 +83,8 @@ class ArrayHandle:
     one. Any number of threads may read at the same time.
 
     Attributes:
-        path: The path of its leaf, such as ``params/dense/kernel``.
         shape: Its shape.
         dtype: The type of its elements.
-        chunks: The shape of the parts in which it is read, one number for each axis; the shape of the array where the
-            format has no chunks.
-        sharding: How it was divided among devices, for people; ``""`` if it was not.
     """
 
     def __init__(self, opened: OpenCheckpoint, source: TreeSource, leaf: SavedLeaf) -> None:
@@ -102,14 +98,17 @@ class ArrayHandle:
 
     @property
     def path(self) -> str:
+        """The path of its leaf, such as ``params/dense/kernel``."""
         return format_path(self._leaf.name)
 
     @property
     def chunks(self) -> tuple[int, ...]:
+        """The shape of the parts in which it is read; all of the array where the format has no chunks."""
         return self._source.chunks(self._leaf)
 
     @property
     def sharding(self) -> str:
+        """How it was divided among devices, for people; ``""`` if it was not."""
         return self._leaf.saved.sharding_text
 
     @property
