@@ -11,7 +11,7 @@ import base64
 import binascii
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,15 +87,20 @@ def read_tree(folder: Location) -> TreeMetadata:
         raise DamagedCheckpointError(f"{place} is damaged: expected the member tree_metadata, found none")
     parameters = []
     for text, entry in entries.items():
-        fields = entry if isinstance(entry, dict) else {}
-        value = fields.get("value_metadata")
-        kind = value.get("value_type") if isinstance(value, dict) else None
-        path = _path(fields.get("key_metadata"), text)
+        kind = _member(entry, "value_metadata", "value_type")
+        path = _path(_member(entry, "key_metadata"), text)
         if path is None:
             raise DamagedCheckpointError(f"{place} is damaged: the keys of entry {text:.200} are not a path")
         parameters.append(Parameter(path, kind if isinstance(kind, str) else "unknown"))
     complete = document.get("store_array_data_equal_to_fill_value") is True
     return TreeMetadata(parameters, document.get("use_zarr3") is True, complete, document.get("use_ocdbt") is True)
+
+
+def _member(value: Any, *names: str) -> Any:
+    """Return a member of nested JSON objects; None where one of them is missing, or is no object."""
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def _path(keys: Any, text: str) -> Path | None:
@@ -112,7 +117,7 @@ def _path(keys: Any, text: str) -> Path | None:
         return None
     path: list[str | int] = []
     for key in keys:
-        name = key.get("key") if isinstance(key, dict) else None
+        name = _member(key, "key")
         if not isinstance(name, str | int) or isinstance(name, bool):
             return None
         number = str(name)
@@ -129,10 +134,8 @@ def read_key_kinds(folder: Location) -> dict[str, str]:
             continue
         listed = read_optional(folder / ARRAYS_FOLDER / entry.name).get("array_metadatas")
         for item in listed if isinstance(listed, list) else ():
-            array = item.get("array_metadata") if isinstance(item, dict) else None
-            extra = array.get("ext_metadata") if isinstance(array, dict) else None
-            kind = extra.get("random_key_impl") if isinstance(extra, dict) else None
-            name = array.get("param_name") if isinstance(array, dict) else None
+            kind = _member(item, "array_metadata", "ext_metadata", "random_key_impl")
+            name = _member(item, "array_metadata", "param_name")
             if isinstance(kind, str) and isinstance(name, str):
                 found[name] = kind
     return found
@@ -140,12 +143,7 @@ def read_key_kinds(folder: Location) -> dict[str, str]:
 
 def find_string(strings: dict[str, Any], name: str) -> str | None:
     """Return a string by its name, which Orbax uses as a JSON pointer, or None."""
-    found: Any = strings
-    for token in name.split("/"):
-        key = token.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, dict) or key not in found:
-            return None
-        found = found[key]
+    found = _member(strings, *(token.replace("~1", "/").replace("~0", "~") for token in name.split("/")))
     return found if isinstance(found, str) else None
 
 
@@ -164,9 +162,9 @@ def read_shardings(folder: Location) -> dict[str, Details]:
 
 
 def _sharding(fields: Any) -> Details | None:
-    if not isinstance(fields, dict) or not isinstance(fields.get("sharding_type"), str):
+    kind = _member(fields, "sharding_type")
+    if not isinstance(kind, str):
         return None
-    kind = fields["sharding_type"]
     if kind == "NamedSharding":
         names, sizes, spec = fields.get("axis_names"), fields.get("shape"), fields.get("partition_spec")
         if not isinstance(names, list) or not isinstance(sizes, list) or len(names) != len(sizes):
@@ -193,20 +191,25 @@ class OrbaxTree(TreeSource):
         empties = [(p.path, EMPTY_KINDS[p.value_type]) for p in entries if p.value_type in EMPTY_KINDS]
         if bare is not None and [p.path for p in parameters] == [bare]:
             parameters = [parameters[0]._replace(path=())]
-        self._stored = {p.path: ".".join(map(str, bare)) if bare and not p.path else p.name for p in parameters}
+        self._names = {
+            storage_name(p.path): ".".join(map(str, bare)) if bare and not p.path else p.name for p in parameters
+        }
         arrays = [p for p in parameters if p.value_type not in _NO_ARRAYS and p.path not in self._aggregated]
         if arrays and self._metadata.uses_ocdbt and not self._ocdbt:  # without arrays, Orbax makes no database
             raise DamagedCheckpointError(f"{location / MANIFEST} is missing: it says where the arrays are")
         with naming(location):
             self.tree, order = nested_tree([p.path for p in parameters], empties)
-            stored = [self._stored[p.path] for p in arrays]
+            stored = [self._names[storage_name(p.path)] for p in arrays]
             self._arrays = OpenedArrays(location, {name: self._spec(name) for name in stored})
+            self._keys = read_key_kinds(location)
+            self._shardings = read_shardings(location)
+            has_strings = any(p.value_type == STRING for p in parameters)
+            self._strings = read_optional(location / STRINGS_FILE) if has_strings else {}
             self.unreadable: dict[str, str] = {}
             self._foreign: set[str] = set()  # unreadable leaves that only a handler of the program that saved can read
-            self.leaves = self._describe([parameters[index] for index in order])
-        self._names = {storage_name(p.path): self._stored[p.path] for p in parameters}
+            self.leaves = [self._leaf(parameters[index]) for index in order]
         self._values = {storage_name(path): value for path, value in self._aggregated.items()}
-        counts = Counter(self._stored[p.path] for p in parameters if p.value_type not in _NO_ARRAYS)
+        counts = Counter(self._names[storage_name(p.path)] for p in parameters if p.value_type not in _NO_ARRAYS)
         self._shared = {name for name, count in counts.items() if count > 1}
 
     def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
@@ -342,20 +345,13 @@ class OrbaxTree(TreeSource):
             "fill_missing_data_reads": not self._metadata.complete,
         }
 
-    def _describe(self, parameters: Sequence[Parameter]) -> list[SavedLeaf]:
-        keys = read_key_kinds(self.location)
-        shardings = read_shardings(self.location)
-        strings = read_optional(self.location / STRINGS_FILE) if any(p.value_type == STRING for p in parameters) else {}
-        return [self._leaf(parameter, keys, shardings, strings) for parameter in parameters]
-
     def _not_read(self, name: str, why: str, what: str = "damaged") -> SavedLeaf:
         self.unreadable[name] = why
         return SavedLeaf(name, not_read(what))
 
-    def _leaf(
-        self, parameter: Parameter, keys: Mapping[str, str], shardings: Mapping[str, Details], strings: dict[str, Any]
-    ) -> SavedLeaf:
-        name, stored = storage_name(parameter.path), self._stored[parameter.path]
+    def _leaf(self, parameter: Parameter) -> SavedLeaf:
+        name = storage_name(parameter.path)
+        stored = self._names[name]
         if parameter.path in self._aggregated:
             return leaf_of(parameter.path, self._aggregated[parameter.path])
         if parameter.value_type == NONE:
@@ -364,7 +360,7 @@ class OrbaxTree(TreeSource):
         if parameter.value_type == WITHOUT_DATA:
             return SavedLeaf(name, Saved({"kind": PLACEHOLDER}))
         if parameter.value_type == STRING:
-            text = find_string(strings, stored)
+            text = find_string(self._strings, stored)
             if text is None:
                 why = f"{STRINGS_FILE} has no text for leaf {format_path(name)}: it is missing, or another has its name"
                 return self._not_read(name, why)
@@ -376,28 +372,17 @@ class OrbaxTree(TreeSource):
             what = f"a {parameter.value_type!r:.40} of the program"
             return self._not_read(name, f"{what}, which only its handler reads", what)
         dtype, shape = self._arrays.dtypes[stored], self._arrays.shapes[stored]
+        kind = self._keys.get(stored)
         if self._typed_key and dtype == np.uint32 and shape and shape[-1] in _KEY_KINDS:
-            keys = {stored: _KEY_KINDS[shape[-1]]}
-        return SavedLeaf(name, Saved(_details(parameter, stored, dtype, shape, keys, shardings), dtype, shape))
-
-
-def _details(
-    parameter: Parameter,
-    stored: str,
-    dtype: np.dtype[Any],
-    shape: tuple[int, ...],
-    keys: Mapping[str, str],
-    shardings: Mapping[str, Details],
-) -> Details:
-    if stored in keys:
-        details: Details = {"kind": "key", "impl": keys[stored]}
-    elif parameter.value_type == SCALAR and shape == ():
-        return {"kind": number_kind(dtype) or "numpy_scalar"}
-    else:
-        details = {"kind": "jax" if parameter.value_type == "jax.Array" else "numpy"}
-    if stored in shardings:
-        details["sharding"] = shardings[stored]
-    return details
+            kind = _KEY_KINDS[shape[-1]]
+        details: Details = {"kind": "jax" if parameter.value_type == "jax.Array" else "numpy"}
+        if kind is not None:
+            details = {"kind": "key", "impl": kind}
+        elif parameter.value_type == SCALAR and shape == ():
+            return SavedLeaf(name, Saved({"kind": number_kind(dtype) or "numpy_scalar"}, dtype, shape))
+        if stored in self._shardings:
+            details["sharding"] = self._shardings[stored]
+        return SavedLeaf(name, Saved(details, dtype, shape))
 
 
 def _placeholder(value: Any) -> str | None:
