@@ -41,7 +41,7 @@ class NamedVariables(Protocol):
         """Return the dtype of every value: object for text, None for values without a dtype."""
         ...
 
-    def read(self, name: str) -> Any:
+    def read_value(self, name: str) -> Any:
         """Read a value.
 
         Raises:

@@ -351,14 +351,14 @@ def _by_name(one: LiveComponent, state: Mapping[str, Any]) -> Mapping[str, Any]:
         for key in keys if child.name not in state else ():
             if not isinstance(holder.get(key), Mapping):
                 break
-            holder[key] = dict(holder[key])  # a copy, from which the state is taken
+            holder[key] = dict(holder[key])  # The state is taken out of a copy.
             holder = holder[key]
         else:
             if holder is not flat and last in holder:
                 flat[child.name] = holder.pop(last)
     for name in {child.name.partition("/")[0] for child in one.children}:
         if flat.get(name) == {} and state.get(name):
-            del flat[name]  # it held states of components only
+            del flat[name]  # Only states of components were in it.
     return flat
 
 

@@ -41,7 +41,8 @@ _NESTED = "recipe"  # the kind of an object that is made by a spec of its own
 
 # Returns the reference to an object that is a component of the same tree, or None if it is none.
 Reference = Callable[[Any], str | None]
-Nested = Callable[[Any], "dict[str, Any] | None"]  # returns the spec of an object whose arguments were kept, or None
+# Returns the spec of an object whose arguments were kept, or None.
+Nested = Callable[[Any], "dict[str, Any] | None"]
 
 
 _PLAIN = {bool, int, float, complex, str, bytes, type(None)}
@@ -56,7 +57,7 @@ class CtorArguments(Untracked):
         self.kwargs = {name: _kept(value) for name, value in kwargs.items()}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CtorArguments)  # flax compares static attributes of modules, to compile once
+        return isinstance(other, CtorArguments)  # flax compiles again if static attributes differ
 
     def __hash__(self) -> int:
         return hash(CtorArguments)
@@ -67,7 +68,7 @@ def _kept(value: Any) -> Any:
     if type(value) is dict:
         return {key: _kept(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        plain = {*map(type, value)} <= _PLAIN  # long lists of numbers among them
+        plain = {*map(type, value)} <= _PLAIN  # Long lists of numbers are copied in one go.
         return value[:] if plain else type(value)(map(_kept, value))
     return set(value) if type(value) is set else value
 

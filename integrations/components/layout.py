@@ -245,7 +245,7 @@ class ComponentParts(CommitParts):
             place = below(self.location, path)
             (place / METADATA).write_bytes(self._descriptions[path], atomic=replaces)
             if path:
-                write_record(place, part)  # which makes the names of both durable
+                write_record(place, part)  # syncs the folder: both names are durable
         self.location.sync_directory()
 
     def repair(self, record: CheckpointRecord) -> None:
@@ -256,7 +256,7 @@ class ComponentParts(CommitParts):
             if path and (place / RECORD).exists():
                 continue
             described = self.location / record.items[item_name(path)].folder / COMPONENT
-            with contextlib.suppress(StorageError, DamagedCheckpointError):  # it is for people only
+            with contextlib.suppress(StorageError, DamagedCheckpointError):  # metadata.json is for people only
                 (place / METADATA).write_bytes(described.read_bytes(limit=DOCUMENT_LIMIT))
             if path:
                 write_record(place, part)

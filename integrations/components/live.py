@@ -30,7 +30,7 @@ class LiveComponent:
     # Other names of components elsewhere in the tree: the paths of those.
     same: dict[Path, Path] = field(default_factory=dict)
     above: LiveComponent | None = None  # the root of the tree; None for itself
-    parameters: dict[int, Path] | None = None  # of the tree that it is the root of: paths by identity, once asked for
+    parameters: dict[int, Path] | None = None  # of a root: paths of tensors by identity, once needed
 
     @property
     def root(self) -> LiveComponent:
@@ -191,7 +191,7 @@ def _elements(value: Any) -> Sequence[tuple[Any, Any]]:
             return []
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         return [(key, child) for key, child in pairs if isinstance(key, str | int) and key != ""]
-    if is_module(value):  # a ModuleDict, a ModuleList, or a module that is not a component
+    if is_module(value):  # A ModuleDict, a ModuleList, or a module that is not a component.
         return [(key, child) for key, child in value._modules.items() if child is not None]
     return nnx_children(value) if is_nnx(value) else []
 

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 _NAME = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*(?:\.(?:[^\W\d]\w*|<locals>))*")
 _LONGEST = 500
-_MAIN = "__main__:"  # how the names of classes begin that the program itself defined, rather than a module of it
+_MAIN = "__main__:"  # prefix of the names of classes that the program itself defines, rather than a module of it
 _FRAMEWORK_CLASSES = (("torch.nn.modules.", "torch.nn", "Module"), ("torch.optim.", "torch.optim", "Optimizer"))
 
 _allowed: dict[str, Any] = {}
@@ -107,7 +107,7 @@ class Permissions:
             _add(thing, self._allowed, self._patterns, "allowed=")
         self._renamed = {**_renamed, **{_checked(old): new for old, new in (renamed or {}).items()}}
         self._base = base
-        self.main: str | None = None  # the name that the module ``__main__`` of the program that saved has here
+        self.main: str | None = None  # what ``__main__`` of the program that saved is called here
 
     def resolve(self, path: Any, where: str, *, made: bool = False) -> Any:
         """Return the class or function of an import path; ``made`` if the checkpoint wants an instance made."""
@@ -159,7 +159,7 @@ class Permissions:
         """Return a loaded class that is harmless: one of components, or a layer or optimizer of torch."""
         found = [] if self._base is None else [kind for kind in _subclasses(self._base) if import_path(kind) == path]
         if found:
-            return found[-1]  # the newest: a notebook defines a class of the same name again
+            return found[-1]  # The newest one counts: a notebook may define a class again.
         module, name = path.split(":")
         for prefix, home, base in () if made else _FRAMEWORK_CLASSES:
             root = sys.modules.get(home)

@@ -43,7 +43,7 @@ class SavedComponent(Protocol):
     """A component in a checkpoint of holdfast or of RLlib."""
 
     location: Location
-    path: Path  # from where the checkpoint was opened
+    path: Path  # from the component that was opened
 
     @property
     def description(self) -> Description: ...
@@ -57,7 +57,7 @@ class SavedComponent(Protocol):
         """Read its own state, without those of the components below; raise DamagedCheckpointError.
 
         Named tuples and dataclasses in it are dictionaries, unless a component of the program shows their classes.
-        Long sequences of numbers may stay packed where that is asked for.
+        Long sequences of numbers may stay packed where that is requested.
         """
         ...
 
@@ -243,7 +243,7 @@ def _nested(component: SavedComponent, own: Any, of: Callable[[Any], Any]) -> An
 
 # A checkpoint names their classes, and nothing is imported or called because of that. A class has to be one that the
 # component shows: in its state as it is now, in the module or the class that defines it, or allowed by the program.
-_KINDS = ("namedtuple", "dataclass", "node")  # the last ones are dataclasses, too, if they are registered with jax
+_KINDS = ("namedtuple", "dataclass", "node")  # Dataclasses that are registered with jax are nodes.
 _Record = tuple[str, tuple[str, ...], bool]  # the name of its class, the names of its fields, and whether some may lack
 
 
@@ -257,7 +257,7 @@ def with_records(tree: Any, structure: TreeDef | None, component: Any, where: st
     every = set(_records(structure))
     classes = {record: _find(record, _named(component)) for record in every}
     if None in classes.values():
-        with contextlib.suppress(Exception):  # an object that was just made may have no state to show yet
+        with contextlib.suppress(Exception):  # A new object may have no state to show yet.
             shown = list(_within(component.get_state(), 0))
             classes |= {record: kind or _find(record, shown) for record, kind in classes.items()}
 

@@ -159,7 +159,7 @@ class _Restore:
                 missing,
             )
         live = paths_of(target.root)
-        self._states = {path: _read(origin, live[path]) for path, origin in self._origins.items()}
+        self._states = {path: _read_state(origin, live[path]) for path, origin in self._origins.items()}
         if isinstance(keep, KeepPatterns):
             self._check(keep)
         self._done: dict[Path, OwnReport] = {}
@@ -221,7 +221,7 @@ class _Restore:
         """Give every component its state, and then those that exist only since another has got its own."""
         try:
             live = paths_of(self._target.root)
-            if not self._fresh:  # the last one is not taken back
+            if not self._fresh:  # After the last one, nothing can fail any more.
                 remote = [live[path] for path in [*self._origins][:-1] if is_remote(live[path].value)]
                 self._asked = own_states(remote, snapshot=True, partial=True)
             for path, origin in self._origins.items():
@@ -229,10 +229,10 @@ class _Restore:
             while new := self._new_origins():
                 live = paths_of(self._target.root)
                 for path, origin in new.items():
-                    self._set(live[path], _read(origin, live[path]), origin, last=False)
+                    self._set(live[path], _read_state(origin, live[path]), origin, last=False)
             self._forget_moments()
         except BaseException:
-            self._take_back()
+            self._undo()
             raise
         report = self._report()
         if self._strict and not report.complete:
@@ -268,7 +268,7 @@ class _Restore:
         keep = self._keep
         return None if keep is None else lambda path, leaf: keep((*above, *path), leaf)
 
-    def _take_back(self) -> None:
+    def _undo(self) -> None:
         for one, state in reversed(self._before):
             if isinstance(state, dict) and not state:
                 continue
@@ -277,8 +277,8 @@ class _Restore:
                     one.value.set_state(state)
                 else:
                     set_default_state(one, state)
-            except Exception:  # the error that led here is the one to raise
-                _logger.warning("%s: its state could not be taken back", format_component_path(one.path), exc_info=True)
+            except Exception:  # The caller sees the error that led here.
+                _logger.warning("%s: its state could not be undone", format_component_path(one.path), exc_info=True)
 
     def changed_modes(self) -> tuple[str, ...]:
         """Return the modes of modules and the needs of gradients that the program began with otherwise."""
@@ -327,7 +327,7 @@ def _is_used(one: SavedComponent, used: Collection[Path]) -> bool:
     return one.path in used or (any(path[: len(one.path)] == one.path for path in used) and one.state() == {})
 
 
-def _read(origin: SavedComponent, one: LiveComponent) -> Any:
+def _read_state(origin: SavedComponent, one: LiveComponent) -> Any:
     own = has_own(one.value, "set_state")
     return origin.state(one.value if own else None, packed=not own)
 

@@ -252,29 +252,29 @@ def commit_in(start: FilePath) -> str | None:
         for folder in (start, *start.parents):
             git = folder / ".git"
             if git.is_file():  # of a worktree or a submodule
-                git = folder / _read(git).removeprefix("gitdir:").strip()
+                git = folder / _read_text(git).removeprefix("gitdir:").strip()
             if git.is_dir():
                 return _head(git)
     return None
 
 
 def _head(git: FilePath) -> str | None:
-    found, common = _read(git / "HEAD"), git / "commondir"
+    found, common = _read_text(git / "HEAD"), git / "commondir"
     if found.startswith("ref:"):
         reference = found.removeprefix("ref:").strip()
         if ".." in reference.split("/") or os.path.isabs(reference):
             return None
-        for place in [git, git / _read(common)] if common.is_file() else [git]:
+        for place in [git, git / _read_text(common)] if common.is_file() else [git]:
             if (place / reference).is_file():
-                found = _read(place / reference)
+                found = _read_text(place / reference)
                 break
-            packed = _read(place / "packed-refs") if (place / "packed-refs").is_file() else ""
+            packed = _read_text(place / "packed-refs") if (place / "packed-refs").is_file() else ""
             if line := re.search(rf"^([0-9a-f]+) {re.escape(reference)}$", packed, re.MULTILINE):
                 found = line[1]
                 break
     return found if _COMMIT.fullmatch(found) else None
 
 
-def _read(file: FilePath) -> str:
+def _read_text(file: FilePath) -> str:
     with file.open("rb") as opened:
         return opened.read(_GIT_LIMIT).decode("utf-8").strip()

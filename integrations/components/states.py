@@ -126,7 +126,7 @@ def takes(value: Any, name: str) -> bool:
     """Whether an object's own ``get_state`` takes an argument by name."""
     try:
         parameters = inspect.signature(value.get_state).parameters.values()
-    except (TypeError, ValueError):  # the signature of a function in C is unknown
+    except (TypeError, ValueError):  # Functions in C may have no signature.
         return False
     return any(one.kind is one.VAR_KEYWORD or one.name == name for one in parameters)
 
@@ -213,7 +213,8 @@ def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = F
 def _refuse_unnamed(component: LiveComponent, others: Mapping[Path, Any]) -> None:
     """Raise UnsupportedLeafError for components inside objects in which no component looks for them."""
     known = {id(one.value) for one in component.root.walk()}
-    known |= {id(child) for _, child in discovered(component.value)}  # named on purpose, or left out with a warning
+    # Components among the attributes are named on purpose, or left out with a warning.
+    known |= {id(child) for _, child in discovered(component.value)}
     lost = [path for path, value in others.items() if is_component(value) and id(value) not in known]
     if lost:
         paths = shortened([format_node_path(path) for path in lost])
@@ -263,7 +264,7 @@ def copied(tree: Any) -> Any:
     if isinstance(tree, PackedNumbers):
         return tree.unpack()
     contents = None if is_leaf(tree) else expand(tree)
-    if contents is not None and contents.kind != "mapping":  # which may not be made from a dictionary
+    if contents is not None and contents.kind != "mapping":  # Some mappings cannot be made from a dictionary.
         return contents.build([copied(child) for child in contents.values])
     return copy.copy(tree) if isinstance(tree, set) else tree
 
@@ -293,7 +294,7 @@ def set_default_state(
     before = dict(vars(root))
     own = {format_node_path(node.path) for node in graph.leaves()}
     restoration = Restoration(stored, root, ignore=_kept(stored, keep), final=True)
-    restoration.progress.partial = True  # the report has the values that are left over
+    restoration.progress.partial = True  # The report lists the values that are left over.
     misfits = Misfits()
     try:
         restoration.prepare(root, misfits if fitting else None).apply()
@@ -455,7 +456,7 @@ def _fill(node: Any, component: LiveComponent, made: dict[int, Any]) -> None:
     for path, other in component.named():
         if path[0] not in kept:
             _put(node, path, _part(other, made))
-        elif isinstance(part := _part(other, made), _Part):  # others are found where they are, in a container
+        elif isinstance(part := _part(other, made), _Part):  # Others are found in their container.
             vars(node)[f"{'/'.join(path)} (component)"] = part
 
 
@@ -480,7 +481,7 @@ def _parameters(top: LiveComponent) -> dict[int, Path]:
     if top.parameters is None:
         top.parameters = {}
         for one in top.walk():
-            with contextlib.suppress(UnsupportedLeafError):  # it has a state of its own
+            with contextlib.suppress(UnsupportedLeafError):  # Its own get_state() replaces the walk.
                 for node in walk(stand_in(one), strict=False).nodes:
                     if is_torch_tensor(node.value):
                         top.parameters.setdefault(id(node.value), (*one.path, *node.path))
@@ -502,7 +503,7 @@ def own_graph(component: LiveComponent, root: Node) -> tuple[LiveGraph, dict[str
     if _TREE in vars(root):
         graph, skipped, own, others = _walked(component, root)
     if any(node.optimizer_slots or node.groups for node in graph.nodes if id(node) in own):
-        for node in graph.nodes:  # those of other components are names without values
+        for node in graph.nodes:  # Nodes of other components are names without values.
             if id(node) not in own:
                 node.optimizer_slots, node.groups = [], []
                 if isinstance(node.view, Leaf):

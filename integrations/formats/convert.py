@@ -52,7 +52,7 @@ ExportFormat = Literal["safetensors", "orbax", "torch"]
 _logger = logging.getLogger("holdfast")
 
 _BATCH = 32 << 20  # bytes of leaves that are read together
-_KEPT = 8  # batches; as many as there are writing threads
+_KEPT = 8  # batches in memory: one for each writing thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +89,9 @@ def import_checkpoint(
     """Convert checkpoints of another library to holdfast's: atomic, checksummed, and verified when this returns.
 
     A directory of steps becomes a directory of steps with their metrics, times and custom metadata and with the
-    metadata of the run; anything else becomes a single checkpoint. Items keep their names. The one item of an Orbax
-    manager, which Orbax calls ``default``, becomes ``state``: the item of a manager or a callback of holdfast, which go
-    on from what was imported. Only some of the arrays are in memory at a time.
+    metadata of the run; anything else becomes a single checkpoint. Items keep their names, but for the one item
+    of an Orbax manager: Orbax calls it ``default``, and it becomes ``state``, so that a manager or a callback of holdfast
+    can resume from it. Only some of the arrays are in memory at a time.
 
     In a program of several processes that all call this, process 0 does it and the others wait.
 
@@ -136,7 +136,7 @@ def _imports(origin: Location, target: Location, overwrite: bool, progress: Prog
     made: list[Location] = []
     with deleted_on_interrupt(target, made):
         for (place, entry), portion in zip(places.items(), portions_of(progress, [*places.values()]), strict=True):
-            if not overwrite:  # otherwise it may take the place of another one
+            if not overwrite:  # Otherwise, it may be an earlier checkpoint that is to be replaced.
                 made.append(place)
             done.append(_import(open_at(entry.location), place, entry.step if steps else None, overwrite, portion))
         if steps:
@@ -270,7 +270,8 @@ def _import(
         raise OptionError(f"{checkpoint.location}: none of its items can be read: {', '.join(left_out)}")
     save = Save(target, items, overwrite=overwrite)
     with portion:
-        portion.work(2 * sum(leaf.nbytes for tree in trees for leaf in tree.leaves))  # read, and read back
+        # Every byte is read twice: from the source, and back from the result.
+        portion.work(2 * sum(leaf.nbytes for tree in trees for leaf in tree.leaves))
         with save.completing():
             record = CheckpointRecord(
                 items=save.write() or {},
@@ -366,11 +367,11 @@ class _Loader:
         number = self._batch_of[name]
         found = self._loaded.get(number)
         if found is None:
-            with self._reading:  # sources need not be safe for threads
-                found = self._loaded.get(number) or self._read(number)
+            with self._reading:  # Sources need not be thread-safe.
+                found = self._loaded.get(number) or self._read_batch(number)
         return found[name]
 
-    def _read(self, number: int) -> dict[str, NDArray[Any]]:
+    def _read_batch(self, number: int) -> dict[str, NDArray[Any]]:
         batch = self._batches[number]
         arrays = self._source.read(batch)
         found = {leaf.name: array for leaf, array in zip(batch, arrays, strict=True) if array is not None}

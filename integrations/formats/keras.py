@@ -29,7 +29,7 @@ from .torch.files import ZIP_MAGIC, opened
 
 _MAGIC = b"\x89HDF\r\n\x1a\n"
 _WEIGHTS = "model.weights.h5"  # name of the member of a ``.keras`` file with the weights
-_DOCUMENTS = {"config": "config.json", "metadata": "metadata.json"}  # its other members, by their items
+_DOCUMENTS = {"config": "config.json", "metadata": "metadata.json"}  # items, and the members that hold them
 _DOCUMENT_LIMIT = 64 << 20  # bytes
 _NODES = 1_000_000  # groups and datasets of a file
 _RATIO = 2048  # bytes that one stored byte can stand for with the compression of HDF5
@@ -79,7 +79,7 @@ class KerasFile(CheckpointSource):
                 raise DamagedCheckpointError(f"{self.location}: {info.filename} is nested too deeply") from error
 
     def items_to_load(self) -> list[str]:
-        return [ITEM]  # the configuration is read when it is asked for
+        return [ITEM]  # The configuration is read on request only.
 
 
 def _h5py(location: Location) -> Any:

@@ -30,7 +30,7 @@ _HEADERS: dict[tuple[int, int], Callable[[Any], tuple[tuple[int, ...], bool, np.
     (1, 0): npy.read_array_header_1_0,
     (2, 0): npy.read_array_header_2_0,
 }
-_KINDS = "biufcSU"  # of dtypes that are plain data
+_KINDS = "biufcSU"  # kinds of dtypes that are plain data
 DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError)
 
 
@@ -51,9 +51,9 @@ class NumpyTree(FetchedTree):
         with archive_of(self.location) as archive:
 
             def fetch(name: str, box: Box | None) -> NDArray[Any]:
-                with archive.open(name) as member:  # which compares the member with its checksum
+                with archive.open(name) as member:
                     found: NDArray[Any] = npy.read_array(member, allow_pickle=False)
-                    member.read()
+                    member.read()  # Reading to the end compares the member with its checksum.
                 return found if box is None else found[box.within(whole(found.shape))]
 
             yield fetch
@@ -87,14 +87,14 @@ def _check_directory(archive: zipfile.ZipFile, file: BinaryIO) -> None:
     for one in found:
         if one.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise zipfile.BadZipFile(f"{one.filename!r:.80} is compressed by the unknown method {one.compress_type}")
-        archive.open(one).close()  # compares its name with that in the header before its content
+        archive.open(one).close()  # Opening compares its name with that in its local header.
 
 
 def _described(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> FetchedArray:
     path = tuple(info.filename.removesuffix(_MEMBER).split("/"))
     with archive.open(info) as member:
         version = npy.read_magic(member)
-        if version not in _HEADERS:  # with names of fields in UTF-8, which only structured arrays have
+        if version not in _HEADERS:  # Version 3 is for structured arrays, as it has names of fields in UTF-8.
             return FetchedArray(path, info.filename, np.dtype("V1"), (), "an array of structures")
         shape, _, dtype = _HEADERS[version](member)
     if dtype.hasobject:

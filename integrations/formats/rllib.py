@@ -101,7 +101,7 @@ class RLlibDirectory:
     def state(self) -> Any:
         """Read its own state, without those of the components below; log what is left out."""
         left_out: list[str] = []
-        found = self._read(left_out)
+        found = self._read_state(left_out)
         if left_out:
             _logger.warning(
                 "%s: left out objects that are not data: %s",
@@ -110,7 +110,7 @@ class RLlibDirectory:
             )
         return found
 
-    def _read(self, left_out: list[str]) -> Any:
+    def _read_state(self, left_out: list[str]) -> Any:
         place = self.location / self._state_file()
         content = read_checked(place, None, limit=_LIMIT)
         try:
@@ -123,7 +123,7 @@ class RLlibDirectory:
     def full_state(self, left_out: list[str], prefix: str = "") -> Any:
         """Read its state with those of all components below."""
         lines: list[str] = []
-        found = without_objects(self._read(lines), lines, _SMALL, needed=())
+        found = without_objects(self._read_state(lines), lines, _SMALL, needed=())
         left_out += [f"{prefix}{line}" for line in lines]
         for child in self.children.values():
             if not isinstance(found, dict):

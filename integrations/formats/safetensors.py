@@ -46,7 +46,7 @@ _PT = {"format": "pt"}  # metadata that other libraries expect
 _LENGTH_BYTES = 8
 _HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
 _METADATA = "__metadata__"
-_ALIGNMENT = 8  # bytes: where the reference implementation lets the tensors begin
+_ALIGNMENT = 8  # bytes; the reference implementation aligns the tensors to it
 _LARGEST_SIZE = 1 << 62
 
 _DTYPES: dict[str, np.dtype[Any]] = {

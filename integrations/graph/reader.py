@@ -134,7 +134,7 @@ class CheckpointReader:
             DamagedCheckpointError: It does not verify.
         """
         if self._stored.variables is not None and path in self._named:
-            return self._stored.variables.read(path)
+            return self._stored.variables.read_value(path)
         name = self._name(path)
         if name is None:
             some = shortened(self._named or self._values)

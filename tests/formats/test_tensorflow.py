@@ -41,7 +41,7 @@ def test_every_tensor_is_what_tensorflow_reads(prefix: str) -> None:
         for name, facts in expected.items()
     }
     for name, facts in expected.items():
-        found = variables.read(name)
+        found = variables.read_value(name)
         if facts["dtype"] == "variant":
             assert all(text.startswith(b"\n\x14tensorflow::Iterator") for text in found.tolist())
         elif facts["dtype"] == "string":

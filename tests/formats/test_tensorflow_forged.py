@@ -48,7 +48,7 @@ def test_elements_of_an_unknown_type_are_left_out(tmp_path: Path) -> None:
     variables = BundleTree.open(hf.storage.as_location(path)).variables
     assert variables.dtypes() == {"odd": None, "w": np.float32}
     with pytest.raises(hf.errors.UnsupportedLeafError, match="type 99"):
-        variables.read("odd")
+        variables.read_value("odd")
 
 
 @pytest.mark.parametrize("kind", [FLOAT, STRING, VARIANT])

@@ -194,7 +194,7 @@ def missing_files(location: Location, names: Collection[str]) -> dict[str, list[
     if not names:
         return {}
     try:
-        entries = _read(location)
+        entries = _read_database(location)
     except (HoldfastError, OSError) as error:
         return {name: [(MANIFEST_NAME, str(error))] for name in names}
     wanted = {f"{name}/".encode() if name else b"": name for name in names}
@@ -228,7 +228,7 @@ def _size(place: Location) -> float | str:
         return f"it is missing or cannot be opened ({error})"
 
 
-def _read(location: Location) -> Entries:
+def _read_database(location: Location) -> Entries:
     def node(path: str, offset: int, length: int) -> bytes:
         with (location / path).open_data() as file:
             return file.read(offset, length).tobytes()
@@ -240,7 +240,7 @@ def _read(location: Location) -> Entries:
 
 
 def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
-    if MANIFEST_NAME not in names or TREE in names:  # with a tree.json it is a part of a checkpoint of ours
+    if MANIFEST_NAME not in names or TREE in names:  # With a tree.json, it is an item of holdfast.
         return None
     return SingleTree("TensorStore", location, ArrayFolder(location), total_bytes(location))
 

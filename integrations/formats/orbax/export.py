@@ -250,7 +250,7 @@ def export_orbax(
         metadata = found.metadata()
         entries = {target / str(number): entry for number, entry in found.by_step().items()}
         if not entries:
-            find_checkpoint(origin)  # its error names what is missing
+            find_checkpoint(origin)  # It raises an error that names what is missing.
     for place in entries:
         _refuse_existing(place)
     made: list[Location] = []

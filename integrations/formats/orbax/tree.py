@@ -195,7 +195,7 @@ class OrbaxTree(TreeSource):
             storage_name(p.path): ".".join(map(str, bare)) if bare and not p.path else p.name for p in parameters
         }
         arrays = [p for p in parameters if p.value_type not in _NO_ARRAYS and p.path not in self._aggregated]
-        if arrays and self._metadata.uses_ocdbt and not self._ocdbt:  # without arrays, Orbax makes no database
+        if arrays and self._metadata.uses_ocdbt and not self._ocdbt:  # Without arrays, Orbax makes no database.
             raise DamagedCheckpointError(f"{location / MANIFEST} is missing: it says where the arrays are")
         with naming(location):
             self.tree, order = nested_tree([p.path for p in parameters], empties)
@@ -214,14 +214,14 @@ class OrbaxTree(TreeSource):
 
     def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         results: list[NDArray[Any] | None] = [None] * len(leaves)
-        self._refuse(self._read([(leaf, None) for leaf in leaves], results.__setitem__))
+        self._refuse(self._read_parts([(leaf, None) for leaf in leaves], results.__setitem__))
         return results
 
     def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
         regions = [gather(wanted) for wanted in boxes]
         flat = [(leaf, region) for leaf, found in zip(leaves, regions, strict=True) for region in found]
         arrays: dict[int, NDArray[Any]] = {}
-        self._refuse(self._read(flat, arrays.__setitem__))
+        self._refuse(self._read_parts(flat, arrays.__setitem__))
         results = []
         start = 0
         for leaf, wanted, found in zip(leaves, boxes, regions, strict=True):
@@ -237,7 +237,7 @@ class OrbaxTree(TreeSource):
 
     def verify(self, advance: Callable[[int], None] = UNHEARD.advance) -> list[Problem]:
         parts = [(leaf, None) for leaf in self.leaves if leaf.name not in self._foreign]
-        return self._read(parts, lambda _index, array: advance(array.nbytes))
+        return self._read_parts(parts, lambda _index, array: advance(array.nbytes))
 
     def for_template(self, names: Sequence[str]) -> TreeSource:
         """Leave out what may be empty containers where the template has no leaf."""
@@ -254,7 +254,7 @@ class OrbaxTree(TreeSource):
                 self.location, [(p.leaf, f"{p.file or ''}{': ' if p.file else ''}{p.what}") for p in problems]
             )
 
-    def _read(
+    def _read_parts(
         self, parts: Sequence[tuple[SavedLeaf, Box | None]], use: Callable[[int, NDArray[Any]], None]
     ) -> list[Problem]:
         wanted: dict[int, Wanted] = {}

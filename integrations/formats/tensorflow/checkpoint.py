@@ -244,5 +244,5 @@ def refuse_v1(location: Location, names: frozenset[str]) -> None:
                     "which is not read. Restore it in TensorFlow with tf.compat.v1.train.Saver and save it again: that "
                     "writes the format with .index and .data files"
                 )
-    except (StorageError, DamagedCheckpointError):  # the latter for what is not an ordinary file
+    except (StorageError, DamagedCheckpointError):  # DamagedCheckpointError: it is no ordinary file.
         return

@@ -35,10 +35,10 @@ _KEYS_AMPLIFICATION = 64  # times the bytes of the file: the most that keys with
 _KEYS_SMALL = 1 << 20  # bytes of keys that are accepted for files of any size
 _RATIO = 24  # bytes that one compressed byte can stand for: a copy of 64 bytes takes three
 STRING, VARIANT = 7, 21
-_VERSION = 1  # of the format, as the header counts
+_VERSION = 1  # of the format, in the header
 _LARGEST = 1 << 62
 _ESCAPES = {0: b"\0\xff", 0xFF: b"\xff\0"}
-_MOST_AXES = 32  # of arrays of numpy 1; TensorFlow's tensors may have up to 254
+_MOST_AXES = 32  # axes of an array of numpy 1; TensorFlow's tensors may have up to 254
 
 Value = int | bytes  # the value of a field: a number without a sign, or bytes, which may be text or a message
 

@@ -134,7 +134,7 @@ class Bundle:
         place = prefix.parent / f"{prefix.name}{INDEX}"
         content = read_checked(place, None, limit=_INDEX_LIMIT)
         try:
-            self._header = self._read(read_table(content))
+            self._header = self._read_entries(read_table(content))
         except DamagedCheckpointError as error:
             raise DamagedCheckpointError(f"{place} is damaged: {error}") from error
         except FormatVersionError as error:
@@ -180,7 +180,7 @@ class Bundle:
             file = self.prefix.parent / self.data_file(entry.shard)
             raise DamagedCheckpointError(f"{file}: tensor {name!r:.200}: {error}") from error
 
-    def _read(self, entries: Sequence[tuple[bytes, bytes]]) -> BundleHeader:
+    def _read_entries(self, entries: Sequence[tuple[bytes, bytes]]) -> BundleHeader:
         if not entries or entries[0][0]:
             raise DamagedCheckpointError("it has no header")
         header = decode_header(entries[0][1])
@@ -357,7 +357,7 @@ def _node(message: bytes) -> ObjectNode:
     for number, value in fields(message):
         if number not in (1, 2, 3):
             continue
-        parts = dict(fields(content(value)))  # of repeated fields, the last one counts
+        parts = dict(fields(content(value)))  # The last one of repeated fields counts.
         if number == 1:
             node.children[text(parts.get(2, b""))] = signed(parts.get(1, 0))
         elif number == 2:
@@ -412,7 +412,7 @@ class BundleVariables(NamedVariables):
             for name, entry in self._bundle.tensors.items()
         }
 
-    def read(self, name: str) -> Any:
+    def read_value(self, name: str) -> Any:
         if name not in self._bundle.tensors:
             raise ObjectNotFoundError(f"{self._bundle.prefix} has no tensor {name!r:.200}")
         if self._bundle.is_text(name):

@@ -29,8 +29,8 @@ _LARGEST = 1 << 62
 Ints = tuple[int, ...]
 
 
-class Stretch(NamedTuple):
-    """The stretch of a file that holds one object."""
+class Extent(NamedTuple):
+    """The bytes of a file that hold one object."""
 
     file: str
     offset: int
@@ -38,7 +38,7 @@ class Stretch(NamedTuple):
 
 
 # By the name of an entry and the index of the first element of a part; None for an object that is no tensor.
-Places = Mapping[tuple[str, Ints | None], Stretch]
+Places = Mapping[tuple[str, Ints | None], Extent]
 
 
 def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
@@ -69,14 +69,14 @@ class _Folder:
             leaves = ((path, self._value(name, content)) for name, path, content in entries)
             return nested(leaves, root_is_dict=True)
 
-    def _read_metadata(self, content: bytes) -> list[tuple[str, Path, StoredArray | Stretch]]:
-        """Return for every entry its name, its path, and its tensor or the stretch that holds another object."""
+    def _read_metadata(self, content: bytes) -> list[tuple[str, Path, StoredArray | Extent]]:
+        """Return for every entry its name, its path, and its tensor, or the extent of another object."""
         metadata = _attributes(unpickle(content, BUILDERS), "Metadata")
         entries = _dict(metadata.get("state_dict_metadata"), "entries")
         places = _places(_dict(metadata.get("storage_data"), "places"))
         planned = metadata.get("planner_data")
         paths = planned if isinstance(planned, dict) else {}
-        found: list[tuple[str, Path, StoredArray | Stretch]] = []
+        found: list[tuple[str, Path, StoredArray | Extent]] = []
         for name, entry in entries.items():
             if type(name) is not str:
                 raise DamagedCheckpointError(f"{shown(name)} is not the name of an entry")
@@ -97,7 +97,7 @@ class _Folder:
         )
         if not isinstance(chunks, list):
             raise DamagedCheckpointError(f"entry {shown(name)} has no list of parts")
-        parts: dict[Ints, tuple[Ints, Stretch]] = {}  # by the first index: the shape, and the stretch that holds it
+        parts: dict[Ints, tuple[Ints, Extent]] = {}  # by the first index: the shape and the extent
         for chunk in chunks:
             described = _attributes(chunk, "ChunkStorageMetadata")
             start, size = sizes(described.get("offsets")), sizes(described.get("sizes"))
@@ -119,7 +119,7 @@ class _Folder:
 
         return StoredArray(elements.dtype, shape + pair, elements.details, stored)
 
-    def _value(self, name: str, content: StoredArray | Stretch) -> Any:
+    def _value(self, name: str, content: StoredArray | Extent) -> Any:
         if isinstance(content, StoredArray):
             return content
         try:
@@ -128,7 +128,7 @@ class _Folder:
         except DamagedCheckpointError as error:
             raise DamagedCheckpointError(f"{self._location}: entry {name!r:.200}: {error}") from error
 
-    def _part(self, name: str, place: Stretch, dtype: Any, shape: Ints) -> StoredPart:
+    def _part(self, name: str, place: Extent, dtype: Any, shape: Ints) -> StoredPart:
         """Find a tensor in the file that begins at a place: an archive, or a safetensors file that several share."""
         stored = None
         tensors = self._headers.get((place.file, place.offset))
@@ -149,7 +149,7 @@ class _Folder:
             )
         return part
 
-    def _load(self, place: Stretch) -> tuple[Any, int]:
+    def _load(self, place: Extent) -> tuple[Any, int]:
         reader = self._reader(place.file)
         if place.offset + place.length > reader.size:
             raise DamagedCheckpointError(
@@ -186,13 +186,13 @@ def _places(data: Mapping[Any, Any]) -> Places:
             raise DamagedCheckpointError(f"entry {shown(name)} is in {shown(file)}, which is not a file of its folder")
         if type(begin) is not int or type(length) is not int or not 0 <= begin <= _LARGEST or length < 0:
             raise DamagedCheckpointError(f"entry {shown(name)} has an offset or size that {file} cannot have")
-        found[shown(name) if type(name) is not str else name, None if offset is None else sizes(offset)] = Stretch(
+        found[shown(name) if type(name) is not str else name, None if offset is None else sizes(offset)] = Extent(
             file, begin, length
         )
     return found
 
 
-def _place(places: Places, name: str, start: Ints | None) -> Stretch:
+def _place(places: Places, name: str, start: Ints | None) -> Extent:
     found = places.get((name, start))
     if found is None:
         at = "" if start is None else f" at {start}"

@@ -52,7 +52,7 @@ _NUMBERS = ("bool", "int", "float", "complex")
 _PICKLE = "data.pkl"
 _PICKLE_LIMIT = 512 << 20  # bytes
 _RECORDS_LIMIT = 1 << 22
-_BLOCK = 256 << 10  # bytes that a small read gets, as the next one is likely to be near
+_BLOCK = 256 << 10  # bytes that a small read fetches, as the next one is likely to be near
 _STEP = 16 << 20
 _BATCH = 256 << 20  # bytes of leaves that are read together
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -138,8 +138,8 @@ def check_records(reader: DataReader, archive: TorchArchive) -> list[tuple[str, 
     return problems
 
 
-class _Stretch(io.RawIOBase):
-    """A stretch of a file as a file of its own."""
+class _Extent(io.RawIOBase):
+    """An extent of a file as a file of its own."""
 
     def __init__(self, reader: DataReader, offset: int, size: int) -> None:
         self._reader = reader
@@ -168,12 +168,12 @@ class _Stretch(io.RawIOBase):
 
 
 def opened(reader: DataReader, offset: int, size: int) -> BinaryIO:
-    """Open a stretch of a file for libraries that read files of Python; small reads get a whole block."""
+    """Open an extent of a file for libraries that read files of Python; small reads fetch a whole block."""
     if offset + size > reader.size:
         raise DamagedCheckpointError(f"it is cut off: expected {offset + size} bytes, found {reader.size}")
     if size <= _BLOCK:
         return io.BytesIO(reader.read(offset, size).tobytes())
-    return io.BufferedReader(_Stretch(reader, offset, size), _BLOCK)
+    return io.BufferedReader(_Extent(reader, offset, size), _BLOCK)
 
 
 def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
@@ -244,7 +244,7 @@ def _begins_as_archive(place: Location) -> bool:
 def _step_in(place: Location) -> int | None:
     try:
         checkpoint = recognise(place, frozenset())
-    except DamagedCheckpointError:  # which step it was is lost
+    except DamagedCheckpointError:  # A damaged file does not tell its step.
         return None
     return None if checkpoint is None else checkpoint.step
 
@@ -328,7 +328,7 @@ def _leaf(value: Any) -> Any:
             torch_dtype(value)
         except DamagedCheckpointError:
             return Unreadable(f"the class or function {value}")
-        return str(value)  # a dtype
+        return str(value)  # It is a dtype.
     return Unreadable(f"an object of {_described(value)}")
 
 
@@ -364,7 +364,7 @@ def export_torch(
     with replacing(destination) as partial, os_errors(str(destination), "write"), open(partial, "xb") as file:
         try:
             torch.save(tree, file)
-        except RuntimeError as error:  # torch's archive, closed after the file has failed
+        except RuntimeError as error:  # Closing torch's archive hides the error of the file.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -413,9 +413,9 @@ def _template(leaf: SavedLeaf, problems: list[str]) -> Any:
 def _plain(torch: Any, value: Any) -> Any:
     """Replace what ``weights_only`` refuses: factories of dictionaries, deques, and what is numpy's."""
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)  # the data of keys
+        return torch.from_numpy(value)  # The data of random keys is an array of numpy.
     if isinstance(value, np.generic):
-        return value.item()  # of a sequence of numbers
+        return value.item()  # A packed sequence holds numpy's scalars.
     if isinstance(value, dict):
         kind: Any = dict if isinstance(value, defaultdict) else type(value)
         return kind({key: _plain(torch, item) for key, item in value.items()})

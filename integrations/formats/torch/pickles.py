@@ -207,7 +207,7 @@ class _Machine:
             target.set_state(state)
         elif isinstance(target, Inert):
             target.state = state
-        elif not isinstance(target, dict):  # of dictionaries, the entries are all that counts
+        elif not isinstance(target, dict):  # A dictionary is its entries; attributes of its class do not matter.
             self.fail(f"it sets the state of a {type(target).__name__}")
 
 
