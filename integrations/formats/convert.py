@@ -90,8 +90,8 @@ def import_checkpoint(
 
     A directory of steps becomes a directory of steps with their metrics, times and custom metadata and with the
     metadata of the run; anything else becomes a single checkpoint. Items keep their names, but for the one item
-    of an Orbax manager: Orbax calls it ``default``, and it becomes ``state``, so that a manager or a callback of holdfast
-    can resume from it. Only some of the arrays are in memory at a time.
+    of an Orbax manager: Orbax calls it ``default``, and it becomes ``state``, so that managers and callbacks can
+    resume from it. Only some of the arrays are in memory at a time.
 
     In a program of several processes that all call this, process 0 does it and the others wait.
 

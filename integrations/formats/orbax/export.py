@@ -10,7 +10,6 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -58,18 +57,26 @@ _ARRAYS = frozenset({"numpy", "jax", "torch", "key", "numpy_scalar", "complex"})
 _Keys = tuple[tuple[str, int], ...]  # a path: its keys, each with its kind
 
 
-@dataclass(slots=True)
 class OrbaxPlan:
-    """A tree as Orbax stores it."""
+    """A tree as Orbax stores it; one error names all leaves that Orbax cannot store."""
 
-    entries: dict[str, Any] = field(default_factory=dict)  # the member ``tree_metadata`` of ``_METADATA``
-    # The leaves that are stored as arrays, by the names that Orbax looks for.
-    arrays: dict[str, SavedLeaf] = field(default_factory=dict)
-    # The arrays of leaves that are Python numbers in the source.
-    numbers: dict[str, NDArray[Any]] = field(default_factory=dict)
-    strings: dict[str, Any] = field(default_factory=dict)  # the content of ``_strings.json``
-    # The implementations of typed PRNG keys by the names of their arrays.
-    keys: dict[str, str] = field(default_factory=dict)
+    def __init__(self, source: TreeSource, *, in_place: bool) -> None:
+        self.entries: dict[str, Any] = {}  # the member ``tree_metadata`` of ``_METADATA``
+        self.arrays: dict[str, SavedLeaf] = {}  # leaves that are stored as arrays, by the names that Orbax looks for
+        self.numbers: dict[str, NDArray[Any]] = {}  # the arrays of leaves that are Python numbers in the source
+        self.strings: dict[str, Any] = {}  # the content of ``_strings.json``
+        self.keys: dict[str, str] = {}  # implementations of typed PRNG keys, by the names of their arrays
+        self._source = source
+        self._in_place = in_place
+        self._leaves = iter(source.leaves)
+        self._taken: dict[str, str] = {}
+        self._problems: list[str] = []
+        self._visit(source.tree.structure, ())
+        if not self.entries:
+            self._problems.append("(root): Orbax does not save a tree without leaves")
+        if self._problems:
+            headline = f"{source.location} cannot be exported to Orbax; leave these leaves out, nothing was written:"
+            raise UnsupportedLeafError("\n  ".join([headline, *self._problems]))
 
     def files(self) -> dict[str, bytes]:
         """Return the contents of the files by their paths in the item's folder; ``_METADATA`` comes last."""
@@ -94,32 +101,7 @@ class OrbaxPlan:
         )
         return found
 
-
-def plan_orbax(source: TreeSource, *, in_place: bool) -> OrbaxPlan:
-    """Plan how Orbax stores a tree; raise one error for all leaves that Orbax cannot store."""
-    planner = _Planner(source, in_place)
-    planner.visit(source.tree.structure, ())
-    if not planner.plan.entries:
-        planner.problems.append("(root): Orbax does not save a tree without leaves")
-    if planner.problems:
-        lines = "\n".join(f"  {problem}" for problem in planner.problems)
-        raise UnsupportedLeafError(
-            f"{source.location} cannot be exported to Orbax, and nothing was written; leave these leaves out of the "
-            f"tree:\n{lines}"
-        )
-    return planner.plan
-
-
-class _Planner:
-    def __init__(self, source: TreeSource, in_place: bool) -> None:
-        self.plan = OrbaxPlan()
-        self.problems: list[str] = []
-        self._source = source
-        self._in_place = in_place
-        self._leaves = iter(source.leaves)
-        self._taken: dict[str, str] = {}
-
-    def visit(self, node: TreeDef | None, path: _Keys) -> None:
+    def _visit(self, node: TreeDef | None, path: _Keys) -> None:
         if node is None:
             self._leaf(next(self._leaves), path)
             return
@@ -128,7 +110,7 @@ class _Planner:
         keys = range(len(node.children)) if node.keys is None else node.keys
         kind = _SEQUENCE if node.keys is None else _MAPPING
         for key, child in zip(keys, node.children, strict=True):
-            self.visit(child, (*path, (str(key), kind)))
+            self._visit(child, (*path, (str(key), kind)))
 
     def _leaf(self, leaf: SavedLeaf, path: _Keys) -> None:
         name = ".".join(key for key, _ in path)
@@ -138,7 +120,7 @@ class _Planner:
         else:
             problem = self._add(leaf, name, path)
         if problem:
-            self.problems.append(f"{format_path(leaf.name)}: {problem}")
+            self._problems.append(f"{format_path(leaf.name)}: {problem}")
 
     def _add(self, leaf: SavedLeaf, name: str, path: _Keys) -> str | None:
         saved = leaf.saved
@@ -165,15 +147,15 @@ class _Planner:
         if self._in_place and "aggregate" in saved.details:
             return "it is aggregated with other leaves in one file, which Orbax does not read; export a copy instead"
         if saved.kind == "key":
-            self.plan.keys[name] = str(saved.details.get("impl"))
+            self.keys[name] = str(saved.details.get("impl"))
         self._entry(path, SCALAR if saved.kind in _SCALARS else _ARRAY)
-        self.plan.arrays[name] = leaf
+        self.arrays[name] = leaf
         return None
 
     def _string(self, leaf: SavedLeaf, name: str) -> str | None:
         (text,) = self._values(leaf)
         *outer, last = name.split("/")
-        place = self.plan.strings
+        place = self.strings
         for key in outer:
             place = place.setdefault(key, {})
             if not isinstance(place, dict):
@@ -196,8 +178,8 @@ class _Planner:
             return "it is not stored as an array; export a copy instead"
         array: NDArray[Any] = np.array(value, dtype)
         self._entry(path, SCALAR if leaf.saved.kind in _SCALARS else _ARRAY)
-        self.plan.arrays[name] = SavedLeaf(leaf.name, Saved({"kind": leaf.saved.kind}, array.dtype, ()))
-        self.plan.numbers[name] = array
+        self.arrays[name] = SavedLeaf(leaf.name, Saved({"kind": leaf.saved.kind}, array.dtype, ()))
+        self.numbers[name] = array
         return None
 
     def _values(self, leaf: SavedLeaf) -> list[Any]:
@@ -205,7 +187,7 @@ class _Planner:
 
     def _entry(self, path: _Keys, kind: str, *, skip: bool = False) -> None:
         keys = tuple(key for key, _ in path)
-        self.plan.entries[str(keys)] = {
+        self.entries[str(keys)] = {
             "key_metadata": [{"key": key, "key_type": key_type} for key, key_type in path],
             "value_metadata": {"value_type": kind, "skip_deserialize": skip},
         }
@@ -328,7 +310,7 @@ def _metadata_files(checkpoint: CheckpointSource) -> dict[str, bytes]:
         )
     items = checkpoint.record.items
     plans = {
-        name: plan_orbax(checkpoint.tree(name), in_place=True) for name, saved in items.items() if saved.kind == TREE
+        name: OrbaxPlan(checkpoint.tree(name), in_place=True) for name, saved in items.items() if saved.kind == TREE
     }
     places = {name: saved.folder for name, saved in items.items() if saved.kind in (TREE, JSON)}
     return _files(checkpoint, places, plans)
@@ -362,7 +344,7 @@ def _export(
 ) -> Sequence[TreeSource]:
     wanted = _wanted(checkpoint, item if select is None else checkpoint.only_tree(item))
     trees = {name: selected(checkpoint.tree(name), select) for name, kind in wanted.items() if kind == TREE}
-    plans = {name: plan_orbax(tree, in_place=False) for name, tree in trees.items()}
+    plans = {name: OrbaxPlan(tree, in_place=False) for name, tree in trees.items()}
     # Items that each process has for itself are called loader/0; the names of Orbax's items have no slash.
     places = {name: ONLY_ITEM if managed and len(wanted) == 1 else name.replace("/", "_") for name in wanted}
     if len(set(places.values())) != len(places):
