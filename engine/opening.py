@@ -30,12 +30,21 @@ class OpenCheckpoint:
     def __init__(self, source: CheckpointSource, item: str | None, select: Patterns | None) -> None:
         self._source = source
         self._is_closed = False
+        self._trees: list[TreeSource] = []
         source.check_item(item)
         wanted = [item] if item is not None else source.items_to_load()
         if select is not None:
             wanted = [source.only_tree(item)]
         trees = {name: self._tree(name, select) if source.items[name] == TREE else source.load(name) for name in wanted}
         self.tree: Any = trees if len(wanted) > 1 else trees[wanted[0]]
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read of its trees so far, those of the index and of gaps between chunks included.
+
+        0 for a format whose own library reads it, such as HDF5.
+        """
+        return sum(tree.bytes_read for tree in self._trees)
 
     def close(self) -> None:
         """End the reading: handles of this checkpoint cannot read any more, arrays that were read stay valid."""
@@ -51,7 +60,8 @@ class OpenCheckpoint:
 
     @collection_paused()
     def _tree(self, item: str, select: Patterns | None) -> Any:
-        source = selected(self._source.tree(item), select)
+        self._trees.append(self._source.tree(item))
+        source = selected(self._trees[-1], select)
         values = leaf_values(source, [leaf for leaf in source.leaves if not is_array(leaf)])
         rest = iter(values)
         leaves = [ArrayHandle(self, source, leaf) if is_array(leaf) else next(rest) for leaf in source.leaves]

@@ -270,7 +270,7 @@ def read_ranges(
     ranges: Sequence[Range],
     use: Callable[[Range, Bytes], None],
     failed: Callable[[Range, Exception], None],
-) -> None:
+) -> int:
     """Read ranges and hand each to ``use``; see :func:`read_chunks`."""
     paths = list(files)
     ids = {path: number for number, path in enumerate(paths)}
@@ -284,4 +284,4 @@ def read_ranges(
             start = wanted.offset - extent.offset
             use(wanted, data[start : start + wanted.length])
 
-    read_chunks(files, chunks, use_extent, lambda row, error: failed(ranges[row], error))
+    return read_chunks(files, chunks, use_extent, lambda row, error: failed(ranges[row], error))

@@ -94,6 +94,11 @@ class TreeSource(Protocol):
             found.append([array if [box] == [everything] else array[box.within(everything)].copy() for box in wanted])
         return found
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far, gaps between chunks included; 0 for a format whose own library reads it."""
+        return 0
+
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
         """Return the shape of the parts in which :meth:`read_boxes` reads an array; by default, all of the array."""
         return leaf.saved.shape or ()

@@ -303,6 +303,7 @@ class StoredTree(TreeSource):
         self.unreadable = {name: value.what for name, value in values.items() if isinstance(value, Unreadable)}
         self._values = values
         self._check = check
+        self._bytes_read = 0
         claimed = sum(value.nbytes for value in values.values() if isinstance(value, StoredArray))
         if claimed > _AMPLIFICATION * nbytes + _SMALL:
             raise DamagedCheckpointError(f"{location}: its arrays claim {claimed} bytes, its files have {nbytes}")
@@ -384,10 +385,14 @@ class StoredTree(TreeSource):
             files = {
                 path: stack.enter_context(self.file(path).open_data()) for path in sorted({one.file for one in ranges})
             }
-            read_ranges(files, _apart(sorted(ranges)), use, failed)
+            self._bytes_read += read_ranges(files, _apart(sorted(ranges)), use, failed)
         if problems:
             raise damaged_leaves(self.location, sorted(problems))
         return arrays
+
+    @property
+    def bytes_read(self) -> int:
+        return self._bytes_read
 
     def for_template(self, names: Sequence[str]) -> TreeSource:
         return renamed_for(self, names)
