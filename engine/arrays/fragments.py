@@ -7,9 +7,8 @@ no chunk is missing or was written twice.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,17 +17,15 @@ from numpy.typing import NDArray
 
 from ..distributed import ProcessInfo
 from ..errors import DamagedCheckpointError, TreeMismatchError, first_lines
-from ..format import ArrayIndex, Cursor, FileRecord, crc32c, encode_varint, encode_varints
+from ..format import ArrayIndex, FileRecord, compress_chunks, crc32c, decompress
 from ..pytree import format_path
 from .assignment import WriteAssignment
-from .plan import CHECKSUM_BYTES, Catalog, Integers
+from .plan import CHECKSUM_BYTES, Catalog, Integers, checksum_after
 
-_MAGIC = b"HfFragm\0"
-_VERSION = 4
-_DIGEST_BYTES = 16
+_VERSION = 5
 _TOKEN = 4  # bytes
 _DATA_PATH = re.compile(r"d/[0-9a-f]{8}\.[0-9]+\.[0-9]+")
-_DESCRIPTION_LIMIT = 1 << 30  # bytes
+_LIMIT = 8 << 30  # bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,14 +33,14 @@ class Fragment:
     process: int
     processes: int  # number of processes
     token: str  # eight hexadecimal digits that begin the names of its data files, the same on every process
-    digest: bytes  # digest of the description of its tree; zeros on process 0, which compares the others' with its own
-    description: bytes  # what the leaves of its tree are, compressed; empty on process 0
+    digest: str  # digest of the description of its tree; empty on process 0, which compares the others' with its own
     sizes: Sequence[int]  # length of each of its data files, in bytes
     # Paths of the last of these files: those of earlier saves, which this one shares. The others have names by number.
     shared: Sequence[str]
+    description: str  # what the leaves of its tree are, a line for each; empty on process 0
     chunks: Integers  # numbers of the chunks, counted over all arrays, in their order in the files
-    files: Integers  # number of the data file of each chunk; ascending
-    offsets: Integers  # first byte of each chunk in its file; ascending within a file
+    files: Integers  # number of the data file of each chunk
+    offsets: Integers  # first byte of each chunk in its file
     lengths: Integers  # bytes of each chunk there, with its checksum
     checksums: NDArray[np.uint32]  # CRC-32C of each chunk
 
@@ -53,77 +50,41 @@ class Fragment:
         return [*(data_path(self.token, self.process, number) for number in range(own)), *self.shared]
 
     def encode(self) -> bytes:
-        """Return the fragment as bytes, about twelve for each chunk."""
-        same_file = np.diff(self.files, prepend=-1) == 0
-        ends = np.concatenate(([0], (self.offsets + self.lengths)[:-1])) if len(self.chunks) else self.offsets
-        steps = np.diff(self.chunks, prepend=0)
-        shared = "\n".join(self.shared).encode()
-        parts = (
-            _MAGIC,
-            bytes([_VERSION]),
-            bytes.fromhex(self.token),
-            self.digest,
-            *map(encode_varint, (self.process, self.processes, len(self.description), len(self.sizes))),
-            encode_varint(len(self.chunks)),
-            encode_varint(len(shared)),
-            self.description,
-            shared,
-            encode_varints(np.array(self.sizes, np.int64)),
-            encode_varints((steps << 1) ^ (steps >> 63)),  # a step back becomes odd
-            encode_varints(np.diff(self.files, prepend=0)),
-            encode_varints(self.offsets - np.where(same_file, ends, 0)),
-            encode_varints(self.lengths),
-            self.checksums.astype("<u4").tobytes(),
-        )
-        data = b"".join(parts)
-        return data + struct.pack("<I", crc32c(data))
+        """Return the fragment as bytes, about five for each chunk: the columns are stored as differences."""
+        facts = (self.process, self.processes, self.token, self.digest, self.sizes, self.shared)
+        head = json.dumps([_VERSION, len(self.chunks), *facts]).encode()
+        columns = np.diff(np.stack((self.chunks, self.files, self.offsets, self.lengths)), axis=1, prepend=0)
+        numbers = columns.astype("<i8").tobytes() + self.checksums.astype("<u4").tobytes()
+        content = b"".join((head, b"\n", numbers, self.description.encode()))
+        return compress_chunks([np.frombuffer(content, np.uint8)], 1)[0]
 
     @classmethod
     def decode(cls, data: bytes, source: str) -> Fragment:
         """Read what :meth:`encode` returned; ``source`` names it in errors."""
-        if len(data) < len(_MAGIC) + 4 or data[: len(_MAGIC)] != _MAGIC:
-            raise DamagedCheckpointError(f"{source} is damaged: it does not begin with the mark of a fragment")
-        if struct.pack("<I", crc32c(data[:-4])) != data[-4:]:
-            raise DamagedCheckpointError(f"{source} is damaged: its checksum does not match its {len(data)} bytes")
-        cursor = Cursor(data[:-4], source)
-        cursor.take(len(_MAGIC))
-        version = cursor.byte()
-        if version != _VERSION:
-            cursor.fail(f"it has version {version}, this process reads version {_VERSION}; run one version everywhere")
-        token, digest = cursor.take(_TOKEN).hex(), cursor.take(_DIGEST_BYTES)
-        process, processes, described, files, count, named = (cursor.varint() for _ in range(6))
-        description = cursor.take(described)
-        shared = cursor.take(named).decode("ascii", "replace").split("\n") if named else []
-        sizes = cursor.varints(files)
-        zigzag = cursor.varints(count)
-        file_ids = np.cumsum(cursor.varints(count))
-        gaps, lengths = cursor.varints(count), cursor.varints(count)
-        checksums = np.frombuffer(cursor.take(4 * count), "<u4")
-        cursor.finish()
-        if len(shared) > files or not all(map(_DATA_PATH.fullmatch, shared)):
-            cursor.fail(f"it shares files of earlier saves that cannot be such: {shared[:3]!r:.100}")
-        if count and int(file_ids[-1]) >= files:
-            cursor.fail(f"it places chunks in data file {int(file_ids[-1])} of {files}")
-        ends = np.cumsum(gaps + lengths)
-        first = np.searchsorted(file_ids, np.arange(files))  # the first chunk of each file
-        before = np.concatenate(([0], ends))[first]
-        offsets = ends - before[file_ids] - lengths
-        if count and ((offsets < 0) | (offsets + lengths > sizes[file_ids])).any():
-            cursor.fail("it places chunks beyond the end of its data files")
-        return cls(
-            process=process,
-            processes=processes,
-            token=token,
-            digest=digest,
-            description=description,
-            sizes=sizes.tolist(),
-            shared=shared,
-            chunks=np.cumsum((zigzag >> 1) ^ -(zigzag & 1)),
-            files=file_ids,
-            offsets=offsets,
-            lengths=lengths,
-            checksums=checksums,
-        )
+        try:
+            if crc32c(data[:-CHECKSUM_BYTES]) != checksum_after(data):
+                raise ValueError(f"its checksum does not match its {len(data)} bytes")
+            head, _, rest = decompress(data[:-CHECKSUM_BYTES], _LIMIT).partition(b"\n")
+            version, count, *facts = json.loads(head)
+            if version != _VERSION:
+                raise ValueError(f"it has version {version}, this process reads {_VERSION}; run one version everywhere")
+            process, processes, token, digest, sizes, shared = facts
+            columns = np.frombuffer(rest, "<i8", 4 * count).reshape(4, count)
+            checksums = np.frombuffer(rest, "<u4", count, columns.nbytes)
+            description = rest[columns.nbytes + checksums.nbytes :].decode()
+            chunks, files, offsets, lengths = columns.cumsum(axis=1)
+            about = (process, processes, token, digest, sizes, shared, description)
+            found = cls(*about, chunks, files, offsets, lengths, checksums)
+            if len(found.shared) > len(found.sizes) or not all(map(_DATA_PATH.fullmatch, found.shared)):
+                raise ValueError(f"it shares files of earlier saves that cannot be such: {found.shared[:3]!r:.100}")
+            if count and not 0 <= found.files.min() <= found.files.max() < len(found.sizes):
+                raise ValueError(f"it places chunks in data file {found.files.max()} of {len(found.sizes)}")
+            ends = np.array(found.sizes, np.int64)[found.files]
+            if ((found.offsets < 0) | (found.lengths < 0) | (found.offsets > ends - found.lengths)).any():
+                raise ValueError("it places chunks beyond the end of its data files")
+        except (DamagedCheckpointError, ValueError, TypeError) as error:
+            raise DamagedCheckpointError(f"{source} is damaged: {error}") from error
+        return found
 
 
 def data_path(token: str, process: int, number: int) -> str:
@@ -149,13 +110,12 @@ def make_fragment(
 
     ``shared`` are the paths of the last files, which belong to earlier saves, too; ``values`` go to `Catalog.lines`.
     """
-    # Process 0 knows its own tree.
-    digest, description = _describe(catalog.lines(values or {})) if member.index else (bytes(_DIGEST_BYTES), b"")
+    description = "\n".join(catalog.lines(values or {})) if member.index else ""  # process 0 knows its own tree
     return Fragment(
         process=member.index,
         processes=member.count,
         token=token,
-        digest=digest,
+        digest=_digest(description) if member.index else "",
         description=description,
         sizes=sizes,
         shared=shared,
@@ -167,22 +127,8 @@ def make_fragment(
     ).encode()
 
 
-def _describe(lines: Sequence[str]) -> tuple[bytes, bytes]:
-    text = "\n".join(lines).encode()
-    return hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest(), zlib.compress(text, 1)
-
-
-def _described_lines(description: bytes, source: str) -> list[str]:
-    try:
-        decompressor = zlib.decompressobj()
-        text = decompressor.decompress(description, _DESCRIPTION_LIMIT)
-        if not decompressor.eof:
-            raise ValueError("it is cut off")
-        return text.decode().split("\n")
-    except (ValueError, zlib.error) as error:
-        raise DamagedCheckpointError(
-            f"{source} is damaged: its description of the tree cannot be read: {error}"
-        ) from error
+def _digest(description: str) -> str:
+    return hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
 
 
 def merge_fragments(
@@ -198,7 +144,7 @@ def merge_fragments(
     checksums = np.zeros(total, np.uint32)
     files: dict[str, FileRecord] = {}
     own: list[str] = []
-    token, digest = "", b""
+    token = digest = ""
     for process, data in enumerate(fragments):
         source = f"the fragment of process {process}"
         fragment = Fragment.decode(data, source)
@@ -215,9 +161,9 @@ def merge_fragments(
         if process:
             if not own:
                 own = catalog.lines(values or {})
-                digest, _ = _describe(own)
+                digest = _digest("\n".join(own))
             if fragment.digest != digest:
-                raise _mismatch(process, own, _described_lines(fragment.description, source))
+                raise _mismatch(process, own, fragment.description.split("\n"))
         _check_chunks(catalog, fragment, file_ids, fragments)
         file_ids[fragment.chunks] = fragment.files + len(files)
         offsets[fragment.chunks] = fragment.offsets

@@ -14,7 +14,6 @@ from .codecs import (
     decompress,
     decompress_exactly,
     encode_varint,
-    encode_varints,
     extend,
 )
 from .documents import DOCUMENT_LIMIT, decode_document, encode_document
