@@ -6,7 +6,6 @@ known only after compression.
 
 from __future__ import annotations
 
-import math
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..errors import StateError, UnsupportedLeafError
 from ..format import ContentDigest, compress_chunks, content_digest, crc32c, extend
-from ..pytree import CastProblem, Piece, cast_checked, format_path
+from ..pytree import Box, CastProblem, Piece, cast_checked, format_path
 from ..storage import CORES, Segment, parallel_map, round_up
 from .plan import CHECKSUM_BYTES, ArraySpec, Bytes, Layout, PlannedSegment, batches, checksum_after
 
@@ -98,10 +97,7 @@ def _join(parts: list[bytes]) -> Bytes:
 def chunk_bytes(source: Source, number: int) -> Bytes:
     """Return a chunk's bytes; a chunk at the end of an axis may be shorter than its full size."""
     data = chunk_view(source, number)
-    if data is None:
-        starts = source.spec.chunk_start(number)
-        return _gather(source, starts, source.spec.extent(starts))
-    return data
+    return _gather(source, source.spec.chunk_box(number)) if data is None else data
 
 
 def chunk_view(source: Source, number: int) -> Bytes | None:
@@ -111,61 +107,41 @@ def chunk_view(source: Source, number: int) -> Bytes | None:
     if len(pieces) == 1:
         array = pieces[0].array
         if array.dtype == source.dtype and array.flags.c_contiguous and array.shape == spec.shape:
+            flat = array.reshape(-1).view(np.uint8)
             if spec.chunks == 1:
-                return array.reshape(-1).view(np.uint8)
+                return flat
             if spec.contiguous:
-                starts = spec.chunk_start(number)
-                first = int(np.ravel_multi_index(starts, spec.shape)) * spec.itemsize
-                flat = array.reshape(-1).view(np.uint8)
-                return flat[first : first + math.prod(spec.extent(starts)) * spec.itemsize]
-    starts = spec.chunk_start(number)
-    extent = spec.extent(starts)
+                box = spec.chunk_box(number)
+                first = int(np.ravel_multi_index(box.start, spec.shape)) * spec.itemsize
+                return flat[first : first + box.size * spec.itemsize]
+    box = spec.chunk_box(number)
     for piece in pieces:
-        data = _view(piece, source, starts, extent)
-        if data is not None:
-            return data
+        own = Box.at(piece.start, piece.array.shape)
+        if piece.array.dtype == source.dtype and box.shape == spec.chunk_shape and box.common(own) == box:
+            part = piece.array[box.within(own)]
+            if part.flags.c_contiguous:
+                return part.reshape(-1).view(np.uint8)
     return None
 
 
-def _view(piece: Piece, source: Source, starts: Sequence[int], extent: Sequence[int]) -> Bytes | None:
-    """Return a chunk's bytes as a view of a piece; None if the piece does not hold all of them in one run."""
-    array = piece.array
-    if array.dtype != source.dtype or tuple(extent) != source.spec.chunk_shape:
-        return None
-    inside = []
-    for start, size, begin, length in zip(starts, extent, piece.start, array.shape, strict=True):
-        if not begin <= start <= start + size <= begin + length:
-            return None
-        inside.append(slice(start - begin, start - begin + size))
-    part = array[tuple(inside)]
-    return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
-
-
-def _gather(source: Source, starts: Sequence[int], extent: Sequence[int]) -> Bytes:
+def _gather(source: Source, box: Box) -> Bytes:
     """Copy a chunk together from all pieces that hold a part of it."""
-    shape = source.spec.chunk_shape
-    chunk = np.zeros(shape, source.dtype)
-    missing = math.prod(extent)
+    chunk = np.zeros(source.spec.chunk_shape, source.dtype)
+    missing = box.size
     for piece in source.pieces:
-        here, there = [], []
-        for start, size, begin, length in zip(starts, extent, piece.start, piece.array.shape, strict=True):
-            low, high = max(start, begin), min(start + size, begin + length)
-            if low >= high:
-                break
-            here.append(slice(low - start, high - start))
-            there.append(slice(low - begin, high - begin))
-        else:
-            part = piece.array[tuple(there)]
-            place: Any = (*here, ...)  # a view, also of an array without axes
+        own = Box.at(piece.start, piece.array.shape)
+        common = box.common(own)
+        if common is not None:
+            place: Any = (*common.within(box), ...)  # a view, also of an array without axes
             try:
-                cast_checked(part, source.dtype, chunk[place])
+                cast_checked(piece.array[common.within(own)], source.dtype, chunk[place])
             except CastProblem as problem:
                 raise UnsupportedLeafError(f"{format_path(source.name)}: {problem}") from None
-            missing -= part.size
+            missing -= common.size
     if missing:
         raise StateError(
-            f"{format_path(source.name)}: this process must write {math.prod(extent)} elements from {list(starts)} of "
-            f"shape {list(source.spec.shape)} and lacks {missing} of them, which it should hold by its sharding"
+            f"{format_path(source.name)}: this process must write {box.size} elements from {list(box.start)} of shape "
+            f"{list(source.spec.shape)} and lacks {missing} of them, which it should hold by its sharding"
         )
     return chunk.reshape(-1).view(np.uint8)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ..errors import OptionError, UnsupportedLeafError
 from ..format import LEVELS, Stored, dtype_name, encode_array_metadata, key_order, storage_dtype
-from ..pytree import ArrayLeaf, Part, ValueLeaf, format_path
+from ..pytree import ArrayLeaf, Box, Part, ValueLeaf, format_path
 from ..storage import PAGE, round_up
 
 T = TypeVar("T")
@@ -177,15 +177,12 @@ class ArraySpec:
         cut = next((axis for axis, size in enumerate(self.chunk_shape) if size > 1), len(grid))
         object.__setattr__(self, "contiguous", all(count <= 1 for count in grid[cut + 1 :]))
 
-    def chunk_start(self, number: int) -> tuple[int, ...]:
+    def chunk_box(self, number: int) -> Box:
+        """Return the elements of a chunk, without what lies beyond the array's end."""
         index = np.unravel_index(number, self.grid) if self.grid else ()
-        return tuple(int(i) * size for i, size in zip(index, self.chunk_shape, strict=True))
-
-    def extent(self, starts: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the chunk that begins at ``starts``, without what lies beyond the array's end."""
-        return tuple(
-            min(size, limit - start) for size, limit, start in zip(self.chunk_shape, self.shape, starts, strict=True)
-        )
+        start = [int(i) * size for i, size in zip(index, self.chunk_shape, strict=True)]
+        bounds = zip(start, self.chunk_shape, self.shape, strict=True)
+        return Box(tuple(start), tuple([min(low + size, limit) for low, size, limit in bounds]))
 
 
 # ---- the arrays of a tree

@@ -346,8 +346,7 @@ def _boxes(spec: ArraySpec, numbers: NDArray[np.int64]) -> Iterator[Box]:
     """Generate the boxes that chunks of an array cover, in ascending order; neighbours are joined."""
     current: Box | None = None
     for number in numbers.tolist():
-        start = spec.chunk_start(number)
-        new = Box.at(start, spec.extent(start))
+        new = spec.chunk_box(number)
         if current is not None:
             joined = Box(current.start, new.stop)
             if joined.size == current.size + new.size:  # the two are neighbours along one axis

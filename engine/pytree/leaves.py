@@ -9,6 +9,7 @@ import sys
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import add, lt, sub
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,11 +90,11 @@ class Box(NamedTuple):
     @classmethod
     def at(cls, start: Sequence[int], shape: Sequence[int]) -> Box:
         """Return the box that begins at an element and has a number of elements along each axis."""
-        return cls(tuple(start), tuple([low + size for low, size in zip(start, shape, strict=True)]))
+        return cls(tuple(start), tuple(map(add, start, shape)))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple([stop - start for start, stop in zip(self.start, self.stop, strict=True)])
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
@@ -102,16 +103,11 @@ class Box(NamedTuple):
     def common(self, other: Box) -> Box | None:
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        return Box(start, stop) if all(low < high for low, high in zip(start, stop, strict=True)) else None
+        return Box(start, stop) if all(map(lt, start, stop)) else None
 
     def within(self, other: Box) -> tuple[slice, ...]:
         """Return the index of this box in an array that holds the elements of another box around it."""
-        return tuple(
-            [
-                slice(low - origin, high - origin)
-                for low, high, origin in zip(self.start, self.stop, other.start, strict=True)
-            ]
-        )
+        return tuple(map(slice, map(sub, self.start, other.start), map(sub, self.stop, other.start)))
 
 
 def whole(shape: Sequence[int]) -> Box:

@@ -66,8 +66,7 @@ def check(leaves: dict[str, ArrayLeaf], count: int) -> list[int]:
     for process, (arrays, numbers) in enumerate(found):
         for array, number in zip(arrays.tolist(), numbers.tolist(), strict=True):
             spec, parts = catalog.encodings[array].spec, catalog.encodings[array].parts
-            start = np.array(spec.chunk_start(number), int)
-            end = start + spec.extent(start.tolist())
+            start, end = map(np.array, spec.chunk_box(number))
             if parts is None:
                 continue
             inside = [
