@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .background import BackgroundSave
-from .checkpointer import AsyncCheckpointer, Checkpointer, PyTreeCheckpointer, describe_other, only_item, restore_other
+from .checkpointer import AsyncCheckpointer, Checkpointer, PyTreeCheckpointer
 from .commit import (
     CommitParts,
     PendingCheckpoint,
@@ -18,3 +18,4 @@ from .commit import (
 from .copying import CopiedFiles, CopyProgress, Throttle, copy_step
 from .replicas import check_replicas
 from .save import ItemToSave, Save, SaveReport
+from .stored import OtherItems, OwnItems, StoredItems

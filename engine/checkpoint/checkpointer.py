@@ -10,22 +10,20 @@ from typing import Any, Never, Self
 
 from ..clock import Clock, Duration, SystemClock, seconds
 from ..distributed import Coordinator, ProcessGroup
-from ..errors import CheckpointNotFoundError, OptionError, StateError
+from ..errors import CheckpointNotFoundError, StateError
 from ..format import ITEM, CheckpointRecord, ItemRecord
 from ..handlers import (
     AsyncCheckpointHandler,
     CheckpointHandler,
-    JsonCheckpointHandler,
     PyTreeCheckpointHandler,
-    item_structure,
-    restore_item,
 )
 from ..peer_names import keyword_only, refuse_unknown
-from ..sources import JSON, TREE, CheckpointSource, is_ours, recognise
+from ..sources import is_ours, recognise
 from ..steps import read_steadily
-from ..storage import Location, Place, as_location
+from ..storage import Place, as_location
 from .background import BackgroundSave
 from .save import ItemToSave, Save, SaveReport
+from .stored import OtherItems, OwnItems, StoredItems
 
 
 class Checkpointer:
@@ -105,11 +103,7 @@ class Checkpointer:
             CheckpointNotFoundError: Nothing was committed there.
             DamagedCheckpointError: The stored data does not verify.
         """
-        return self._read(
-            path,
-            lambda folder, saved: restore_item(self.handler, folder, saved, item, kwargs),
-            lambda source, name: restore_other(self.handler, source, name, item, kwargs),
-        )
+        return self._read(path, lambda stored, name: stored.restore(name, self.handler, item, kwargs))
 
     def structure(self, path: Place) -> Any:
         """Return the structure of a saved object, with a description of every leaf, without reading its data.
@@ -117,11 +111,7 @@ class Checkpointer:
         Args:
             path: Where it was saved.
         """
-        return self._read(
-            path,
-            lambda folder, saved: item_structure(self.handler, folder, saved),
-            lambda source, name: describe_other(self.handler, source, name),
-        )
+        return self._read(path, lambda stored, name: stored.structure(name, self.handler))
 
     def _begin(self, path: Place, item: Any, force: bool, kwargs: Mapping[str, Any]) -> Save:
         return Save(
@@ -143,29 +133,25 @@ class Checkpointer:
     def _record(self, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
         return CheckpointRecord(items=items, time=self._clock.now())
 
-    def _read(
-        self,
-        path: Place,
-        read: Callable[[Location, ItemRecord], Any],
-        read_other: Callable[[CheckpointSource, str], Any],
-    ) -> Any:
+    def _read(self, path: Place, read: Callable[[StoredItems, str], Any]) -> Any:
         location = as_location(path)
 
-        def read_item(record: CheckpointRecord) -> Any:
+        def read_own(record: CheckpointRecord) -> Any:
             if ITEM not in record.items:
                 raise StateError(
                     f"{location}: this checkpoint has the items {', '.join(sorted(record.items))}; "
                     "restore it with a CheckpointManager, or with hf.load(path, item=...)"
                 )
-            return read(location / record.items[ITEM].folder, record.items[ITEM])
+            return read(OwnItems(location, record), ITEM)
 
         try:
-            return read_steadily(location, read_item)
+            return read_steadily(location, read_own)
         except CheckpointNotFoundError:
             source = None if is_ours(location) else recognise(location.snapshot())
             if source is None:
                 raise
-        return read_other(source, only_item(self.handler, source))
+        other = OtherItems(source)
+        return read(other, other.only_name(self.handler))
 
 
 class AsyncCheckpointer(Checkpointer):
@@ -263,38 +249,3 @@ class PyTreeCheckpointer(Checkpointer):
 
     def __init__(self, *, clock: Clock | None = None, coordinator: Coordinator | None = None, **unknown: Never) -> None:
         super().__init__(PyTreeCheckpointHandler(), clock=clock, coordinator=coordinator, **unknown)
-
-
-# ---- checkpoints of other libraries, restored by the same calls
-
-
-def restore_other(
-    handler: CheckpointHandler, source: CheckpointSource, name: str, template: Any, kwargs: Mapping[str, Any]
-) -> Any:
-    """Read an item of a checkpoint of another library as a handler reads its own."""
-    if isinstance(handler, PyTreeCheckpointHandler) and source.items[name] == TREE:
-        return handler.restore(source.location, template, source=source.tree(name), **kwargs)
-    if isinstance(handler, JsonCheckpointHandler) and source.items[name] != TREE and not kwargs:
-        return source.value(name)
-    raise OptionError(
-        f"{source.location}: {type(handler).__name__} cannot restore item {name!r} ({source.items[name]}) of this "
-        f"{source.format} checkpoint; hf.load(path, item={name!r}) reads trees and JSON"
-    )
-
-
-def describe_other(handler: CheckpointHandler, source: CheckpointSource, name: str) -> Any:
-    """Return the structure of an item of a checkpoint of another library without reading data; None if it has none."""
-    if isinstance(handler, PyTreeCheckpointHandler) and source.items[name] == TREE:
-        return handler.structure(source.location, source=source.tree(name))
-    return restore_other(handler, source, name, None, {}) if isinstance(handler, JsonCheckpointHandler) else None
-
-
-def only_item(handler: CheckpointHandler, source: CheckpointSource) -> str:
-    """Return the name of the one item that a handler of one item reads; the error about several names them."""
-    if not isinstance(handler, JsonCheckpointHandler):
-        how = "restore it with a CheckpointManager of these items, or with hf.load(path, item=...)"
-        return source.only_tree(how=how)
-    names = [name for name, kind in source.items.items() if kind == JSON]
-    if len(names) != 1:
-        raise OptionError(f"{source.location} has the items {', '.join(sorted(source.items))}; not one of JSON")
-    return names[0]

@@ -100,8 +100,8 @@ class ProcessGroup:
     def decide(
         self,
         what: str,
-        work: Callable[[], Any],
-        *,
+        work: Callable[..., Any],
+        *inputs: Any,
         arguments: Sequence[Any] | None = None,
         work_timeout: float | None = None,
     ) -> Any:
@@ -113,13 +113,14 @@ class ProcessGroup:
         Args:
             what: The name of the work, for messages.
             work: Called on process 0 only.
-            arguments: The inputs of ``work``. If given, process 0 announces them before it begins, and a process with
-                other arguments raises StateError.
+            *inputs: What ``work`` is called with.
+            arguments: What the processes have to ask for alike. If given, process 0 announces it before it begins, and
+                a process with other arguments raises StateError.
             work_timeout: How long the others wait for the result after that, in seconds; None is ``self.timeout``.
         """
         rendezvous = self.rendezvous(what)
         if rendezvous is None:
-            return work()
+            return work(*inputs)
         work_timeout = self.timeout if work_timeout is None else work_timeout
         with contextlib.closing(rendezvous):
             if not self.is_primary:
@@ -129,7 +130,7 @@ class ProcessGroup:
             try:
                 if arguments is not None:
                     rendezvous.broadcast("arguments", json.dumps(arguments).encode(), self.timeout)
-                found = work()
+                found = work(*inputs)
                 rendezvous.broadcast("answer", json.dumps(found).encode(), work_timeout)
             except BaseException as error:
                 rendezvous.fail(error)

@@ -12,9 +12,7 @@ from .base import (
     SaveFuture,
     finish,
     has_structure,
-    item_structure,
     refuse_arguments,
-    restore_item,
     run_coroutine,
     write_alone,
 )

@@ -13,10 +13,9 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard, TypeVar
 
-from ..arrays import Layout, check_files
+from ..arrays import Layout
 from ..distributed import ProcessInfo
-from ..errors import OptionError, UnknownArgumentError
-from ..format import FileRecord, ItemRecord
+from ..format import FileRecord
 from ..peer_names import keyword_only, refuse_unknown
 from ..storage import Helper, Location
 
@@ -233,31 +232,8 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     return results[0]
 
 
-def restore_item(
-    handler: CheckpointHandler, folder: Location, saved: ItemRecord, item: Any, kwargs: Mapping[str, Any]
-) -> Any:
-    """Read an item back, after checking that it is whole and of the handler's kind."""
-    if handler.kind != saved.kind:
-        raise OptionError(
-            f"{folder} was written by a handler of kind {saved.kind!r:.80}; {type(handler).__name__} is of kind "
-            f"{handler.kind!r}. Restore it with the handler that it was saved with"
-        )
-    try:
-        if handler.verifies:
-            return handler.restore(folder, item, files=saved.files, **kwargs)
-        check_files(folder, saved.files)
-        return handler.restore(folder, item, **kwargs)
-    except UnknownArgumentError as error:
-        raise UnknownArgumentError(f"{folder} was not restored: {error}") from None
-
-
 def has_structure(handler: CheckpointHandler) -> bool:
     return type(handler).structure is not CheckpointHandler.structure
-
-
-def item_structure(handler: CheckpointHandler, folder: Location, saved: ItemRecord) -> Any:
-    """Describe an item without reading its data; return None if its handler cannot."""
-    return handler.structure(folder, files=saved.files) if handler.verifies else handler.structure(folder)
 
 
 def refuse_arguments(handler: CheckpointHandler, kwargs: Mapping[str, Any], method: Callable[..., Any]) -> None:

@@ -74,21 +74,20 @@ class RunAccess:
                 self.run.ownership.check_not_lost()
                 return
             belongs = None if self.mirror is None else self.mirror.identity
-            work = lambda: self.run.acquire(self._metadata, belongs=belongs)  # noqa: E731
             self.compare_options()
-            self.processes.decide("acquire", work)
+            self.processes.decide("acquire", self.run.acquire, self._metadata, belongs)
             if not self.processes.is_primary:
                 self.run.reload()
             self._acquired = True
             self.events.begin(max(self.run.steps(), default=None))
             self._start_mirror()
 
-    def change(self, what: str, work: Callable[[], None]) -> None:
+    def change(self, what: str, work: Callable[..., None], *inputs: Any) -> None:
         """Change the directory on process 0, and then, if that went well, what the others know of it."""
         self.acquire()
-        self.processes.decide(what, work)
+        self.processes.decide(what, work, *inputs)
         if not self.processes.is_primary:
-            work()
+            work(*inputs)
         self.notify_mirror()
 
     def close(self) -> bool:
@@ -142,15 +141,14 @@ class RunAccess:
         if mirror is None:
             return False
         self.acquire()
-        work = lambda: mirror.fetch(step, overwrite=overwrite)  # noqa: E731
-        found: bool = self.processes.decide(f"fetch step {step}", work, work_timeout=_FETCH)
+        found: bool = self.processes.decide(f"fetch step {step}", mirror.fetch, step, overwrite, work_timeout=_FETCH)
         if found and not self.processes.is_primary:
             self.run.reload()
         return found
 
     def fetch_missing(self, step: int) -> bool:
         """Fetch a step that process 0 does not see in the directory; return whether it is there now."""
-        here: bool = self.processes.decide(f"look for step {step}", lambda: step in self.run)
+        here: bool = self.processes.decide(f"look for step {step}", self.run.__contains__, step)
         return here or self.fetch(step)
 
     def steps_of_both_places(self) -> list[tuple[int, bool]]:

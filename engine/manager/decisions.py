@@ -261,7 +261,7 @@ class SaveDecisions:
         self._failed = failed
 
     def decide(
-        self, step: int, metrics: Mapping[str, Any] | None, *, saved: bool, earlier: Callable[[], Sequence[StepInfo]]
+        self, step: int, metrics: Mapping[str, Any] | None, *, saved: bool, earlier: Sequence[StepInfo]
     ) -> Decision:
         """Return whether a save is due, and the reason; the same on all processes."""
         self._starts_at(step)
@@ -276,7 +276,7 @@ class SaveDecisions:
                     now=self._clock.monotonic(),
                     last=last,
                     metrics=metrics,
-                    earlier=earlier() if self._schedule.reads_metrics else (),
+                    earlier=earlier,
                     saved=saved,
                 ),
             )

@@ -15,7 +15,17 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from ..checkpoint import copy_left, delete_checkpoint, is_swept, remove_temporary, sweep, write_record
+from ..checkpoint import (
+    OtherItems,
+    OwnItems,
+    StoredItems,
+    copy_left,
+    delete_checkpoint,
+    is_swept,
+    remove_temporary,
+    sweep,
+    write_record,
+)
 from ..clock import Clock, SystemClock
 from ..errors import (
     CheckpointNotFoundError,
@@ -29,7 +39,7 @@ from ..errors import (
     shortened_steps,
 )
 from ..format import OWNER, PARTIAL, RECORD, CheckpointRecord, encode_document
-from ..sources import check_unclaimed, described_steps, find_steps
+from ..sources import check_unclaimed, described_steps, find_steps, open_at
 from ..steps import (
     LATE,
     METADATA,
@@ -177,10 +187,6 @@ class RunDirectory:
         """Return the folder of a step, whether it exists or not."""
         return self._others.get(step) or self.location / f"{self._series}{step}"
 
-    def other(self, step: int) -> Location | None:
-        """Return where a step of another library is, or None if it is one of ours."""
-        return self._others.get(step)
-
     def stored_metadata(self) -> Mapping[str, Any] | None:
         """Return the facts about the run that are stored beside the steps."""
         found = stored_metadata(self.location)
@@ -299,13 +305,15 @@ class RunDirectory:
     def __contains__(self, step: object) -> bool:
         return step in self._records
 
-    def read(self, step: int, work: Callable[[CheckpointRecord], T]) -> T:
-        """Read a step by its record; where another process replaces it meanwhile, read what is there now."""
+    def read_step(self, step: int, read: Callable[[StoredItems], T]) -> T:
+        """Read the items of a step; where another process replaces it meanwhile, read what is there now."""
         left = attempts_at(self.location)
         while True:
-            record = self.record(step)
+            record, location = self.record(step), self.step_location(step)
+            if step in self._others:
+                return read(OtherItems(open_at(location)))
             try:
-                return work(record)
+                return read(OwnItems(location, record))
             except DamagedCheckpointError:
                 left -= 1
                 found = self._look(step)
@@ -346,9 +354,9 @@ class RunDirectory:
     def acquire(
         self,
         metadata: Mapping[str, Any] | None,
+        belongs: RunIdentity | None,
         *,
         spare: CheckpointRecord | None = None,
-        belongs: RunIdentity | None = None,
     ) -> None:
         """Take the right to write, remove what interrupted runs left, and store facts and options of the run.
 
@@ -454,17 +462,21 @@ class RunDirectory:
         finally:
             lock.release()
 
-    def change(self, step: int, change: Callable[[CheckpointRecord], CheckpointRecord]) -> None:
+    def change(self, step: int, *, pinned: bool | None = None, metrics: Mapping[str, Any] | None = None) -> None:
         """Replace the commit record of a step, atomically."""
         with self._changing:
-            record = change(self.record(step))
+            record = self.record(step)
+            if metrics is not None:
+                record = record.with_metrics(metrics)
+            if pinned is not None:
+                record = replace(record, pinned=pinned)
             if self._writes:
                 self.ownership.check()
                 self.step_location(step).check_not_link()
                 write_record(self.step_location(step), record)
             self.add(step, record)
 
-    def delete(self, step: int, *, mirror: bool = False) -> None:
+    def delete(self, step: int, mirror: bool = False) -> None:
         """Delete a step, whole or damaged, and note it for the mirror if that has to delete it, too."""
         with self._changing:
             if not self.is_damaged(step):

@@ -8,19 +8,15 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ..arrays import Layout, WrittenSteps
-from ..checkpoint import AsyncCheckpointer, Checkpointer, ItemToSave, describe_other, only_item, restore_other
+from ..checkpoint import AsyncCheckpointer, Checkpointer, ItemToSave, StoredItems
 from ..errors import CheckpointNotFoundError, OptionError
-from ..format import ITEM, CheckpointRecord, ItemRecord
+from ..format import ITEM
 from ..handlers import (
     CheckpointHandler,
     PreparedCheckpointHandler,
     PyTreeCheckpointHandler,
     has_structure,
-    item_structure,
-    restore_item,
 )
-from ..sources import CheckpointSource, open_at
-from ..storage import Location
 from .directory import RunDirectory
 from .retention import newest_with
 
@@ -71,10 +67,10 @@ class ItemSet:
         self._uploads = uploads  # whether the data files will be uploaded from the disk
         self._optional = self._rare | {name for name, one in self._checkpointers.items() if one.handler.optional}
 
-    def left_out(self, record: CheckpointRecord, wanted: Any) -> list[str]:
+    def left_out(self, stored: StoredItems, wanted: Any) -> list[str]:
         """Return the items that a checkpoint does not have, as few do, and that are asked for."""
         asked = self._rare if not isinstance(wanted, Mapping) else self._rare & wanted.keys()
-        return sorted(asked - record.items.keys())
+        return sorted(asked.difference(stored.names))
 
     def to_save(self, items: Any, kwargs: Mapping[str, Any], not_due: Collection[str]) -> dict[str, ItemToSave]:
         """Pair each item with what saves it."""
@@ -123,53 +119,29 @@ class ItemSet:
         for written in self._written.values():
             written.forget()
 
-    def restore(self, location: Location, record: CheckpointRecord, items: Any, kwargs: Mapping[str, Any]) -> Any:
+    def restore(self, stored: StoredItems, items: Any, kwargs: Mapping[str, Any]) -> Any:
         """Read items back."""
-        templates, arguments = self._asked(items, kwargs)
+        asked, arguments = self._asked(items, kwargs)
+        templates = asked or {}
         found = {
-            name: restore_item(
-                self._checkpointers[name].handler,
-                location / saved.folder,
+            name: stored.restore(
                 saved,
-                (templates or {}).get(name),
-                self._completed(name, (templates or {}).get(name), arguments.get(name, {})),
-            )
-            for name, saved in self._saved(location, record, templates).items()
-        }
-        return found if self._several else found[ITEM]
-
-    def restore_other(self, location: Location, items: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Read items of a step that another library wrote."""
-        templates, arguments = self._asked(items, kwargs)
-        source = open_at(location)
-        found = {
-            name: restore_other(
                 self._checkpointers[name].handler,
-                source,
-                saved,
-                (templates or {}).get(name),
-                self._completed(name, (templates or {}).get(name), arguments.get(name, {})),
+                templates.get(name),
+                self._completed(name, templates.get(name), arguments.get(name, {})),
             )
-            for name, saved in self._saved_by_others(source, templates).items()
+            for name, saved in self._names(stored, asked).items()
         }
         return found if self._several else found[ITEM]
 
-    def describe_other(self, location: Location) -> Any:
-        """Describe the items of a step that another library wrote."""
-        source = open_at(location)
+    def structure(self, stored: StoredItems) -> Any:
+        """Describe the items whose handlers can, without reading their data; one item that cannot is None."""
         found = {
-            name: describe_other(self._checkpointers[name].handler, source, saved)
-            for name, saved in self._saved_by_others(source, None).items()
+            name: stored.structure(saved, self._checkpointers[name].handler)
+            for name, saved in self._names(stored, None).items()
+            if has_structure(self._checkpointers[name].handler)
         }
-        return found if self._several else found[ITEM]
-
-    def _saved_by_others(self, source: CheckpointSource, wanted: Mapping[str, Any] | None) -> dict[str, str]:
-        """Return what the wanted items are called in a step of another library, which may lack optional ones."""
-        if not self._several:
-            return {ITEM: only_item(self._checkpointers[ITEM].handler, source)}
-        items = {name: ItemRecord(name, kind, {}) for name, kind in source.items.items()}
-        record = CheckpointRecord(items=items, time=0.0)
-        return {name: name for name in self._saved(source.location, record, wanted)}
+        return found if self._several else found.get(ITEM)
 
     def _asked(
         self, items: Any, kwargs: Mapping[str, Any]
@@ -189,15 +161,6 @@ class ItemSet:
         is_tree = type(self._checkpointers[name].handler) is PyTreeCheckpointHandler
         return {"torch_tensors": True, **arguments} if is_tree and template is None else arguments
 
-    def structure(self, location: Location, record: CheckpointRecord) -> Any:
-        """Describe the items whose handlers can, without reading their data; one item that cannot is None."""
-        found = {
-            name: item_structure(self._checkpointers[name].handler, location / saved.folder, saved)
-            for name, saved in self._saved(location, record, None).items()
-            if has_structure(self._checkpointers[name].handler)
-        }
-        return found if self._several else found.get(ITEM)
-
     def _check_arguments(self, what: str, arguments: Mapping[str, Any]) -> None:
         unknown = arguments.keys() - self._checkpointers.keys()
         if unknown:
@@ -206,19 +169,19 @@ class ItemSet:
                 f"{', '.join(self._checkpointers)}"
             )
 
-    def _saved(
-        self, location: Location, record: CheckpointRecord, wanted: Mapping[str, Any] | None
-    ) -> dict[str, ItemRecord]:
-        """Return the records of the wanted items; optional ones may be missing."""
-        names = [
-            name
-            for name in (self._checkpointers if wanted is None else wanted)
-            if name in record.items or name not in self._optional
-        ]
-        missing = [name for name in names if name not in record.items or name not in self._checkpointers]
+    def _names(self, stored: StoredItems, wanted: Mapping[str, Any] | None) -> dict[str, str]:
+        """Return what the wanted items are called in a checkpoint, which may lack optional ones."""
+        if not self._several:
+            names = {ITEM: stored.only_name(self._checkpointers[ITEM].handler)}
+        else:
+            names = {name: name for name in (self._checkpointers if wanted is None else wanted)}
+        names = {name: saved for name, saved in names.items() if saved in stored.names or name not in self._optional}
+        known = self._checkpointers.keys()
+        missing = [name for name, saved in names.items() if saved not in stored.names or name not in known]
         if missing:
             raise CheckpointNotFoundError(
-                f"{location}: no item {', '.join(missing)}; the checkpoint has {', '.join(sorted(record.items))}, "
-                f"and this manager has checkpointers for {', '.join(sorted(self._checkpointers))}"
+                f"{stored.location}: no item {', '.join(missing)}; the checkpoint has "
+                f"{', '.join(sorted(stored.names))}, and this manager has checkpointers for "
+                f"{', '.join(sorted(known))}"
             )
-        return {name: record.items[name] for name in names}
+        return names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Never, Self, TypeVar, overload
 
@@ -247,10 +248,7 @@ class CheckpointManager:
         found = self.latest_step() if step is None else step
         if found is None:
             raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint")
-        location = self._run.step_location(found)
-        if self._run.other(found) is not None:
-            return self._items.describe_other(location)
-        return self._run.read(found, lambda record: self._items.structure(location, record))
+        return self._run.read_step(found, self._items.structure)
 
     def reload(self) -> None:
         """Read the directory again, to see what another process has done; waits for a save that is under way."""
@@ -472,14 +470,11 @@ class CheckpointManager:
 
     def pin(self, step: int) -> None:
         """Keep a step until it is unpinned, also if no rule keeps it."""
-        self._pin(step, f"pin {step}", pinned=True)
+        self._access.change(f"pin {step}", partial(self._run.change, step, pinned=True))
 
     def unpin(self, step: int) -> None:
         """Leave a step to the rules again."""
-        self._pin(step, f"unpin {step}", pinned=False)
-
-    def _pin(self, step: int, what: str, *, pinned: bool) -> None:
-        self._access.change(what, lambda: self._run.change(step, lambda record: replace(record, pinned=pinned)))
+        self._access.change(f"unpin {step}", partial(self._run.change, step, pinned=False))
 
     def delete(self, step: int, *, mirror: bool = True) -> None:
         """Delete a step.
@@ -494,7 +489,7 @@ class CheckpointManager:
         """
         self._access.check_writable()
         self._saves.join_save_of(step)
-        self._access.change(f"delete {step}", lambda: self._run.delete(step, mirror=mirror))
+        self._access.change(f"delete {step}", self._run.delete, step, mirror)
         if mirror:
             self._access.delete_in_mirror()
 
@@ -518,7 +513,7 @@ class CheckpointManager:
         step = valid_step(step)
         self._background.join()
         self.acquire()
-        deleted: list[int] = self.processes.decide(f"delete after {step}", lambda: self._run.delete_after(step))
+        deleted: list[int] = self.processes.decide(f"delete after {step}", self._run.delete_after, step)
         if not self.processes.is_primary:
             for one in deleted:
                 self._run.add(one, None)

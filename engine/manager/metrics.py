@@ -11,10 +11,13 @@ import difflib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import OptionError, shortened
+
+if TYPE_CHECKING:
+    from .retention import StepInfo
 
 _logger = logging.getLogger("holdfast")
 
@@ -203,20 +206,17 @@ class MetricWatch:
         self._steps = 0
         self.ended = False  # as the metric has come, or the warning was given
 
-    def note(self, step: int, metrics: Mapping[str, Any] | None, *, known: Callable[[Metric], bool]) -> None:
-        """Take note of a report.
+    def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[StepInfo]) -> None:
+        """Note the metrics of a step, beside those of the saved steps.
 
-        Args:
-            step: The step.
-            metrics: Its metrics. Those on a device are not fetched, except by a function that ranks checkpoints.
-            known: Whether a checkpoint has the metric, which is asked before a warning.
+        Metrics on a device are not fetched, except by a function that ranks checkpoints.
         """
         self._steps += 1
         if not metrics and self._steps < _PATIENCE:
             return
         missing = _missing(metrics or {}, self._metric)
         names = list(_names(metrics or {}))
-        if missing is None or known(self._metric):
+        if missing is None or any(info.value(self._metric) is not None for info in saved):
             self.ended = True
         elif self._steps >= _PATIENCE or not _OF_EVALUATION.match(missing) or any(map(_OF_EVALUATION.match, names)):
             self.ended = True

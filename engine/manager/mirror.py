@@ -195,7 +195,7 @@ class RunMirror:
             self._warn(error, "its steps are not considered")
             return []
 
-    def fetch(self, step: int, *, overwrite: bool) -> bool:
+    def fetch(self, step: int, overwrite: bool) -> bool:
         """Copy a step into the directory of the run, whose right to write is held; return whether it is there now."""
         run = self._run
         try:
@@ -581,7 +581,7 @@ class RunMirror:
             self._check_same_run(far)
             newest = self._newest()
             belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
-            far.acquire(self._metadata(), spare=None if newest is None else newest[1], belongs=belongs)
+            far.acquire(self._metadata(), belongs, spare=None if newest is None else newest[1])
             self._acquired = True
         far.ownership.check()
         return far

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..checkpoint import StoredItems
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, NoWholeCheckpointError, itemized
-from ..format import CheckpointRecord
 from .access import RunAccess
 from .decisions import Rollback, SaveDecisions
 from .items import ItemSet
@@ -171,20 +171,15 @@ class Resume:
         return steps[::-1]
 
     def _read(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
-        location = self._run.step_location(step)
-        if self._run.other(step) is not None:
-            self._run.record(step)  # raises if it is damaged
-            return self._items.restore_other(location, items, kwargs)
-
-        def read(record: CheckpointRecord) -> Any:
-            for item in self._items.left_out(record, items):
+        def read(stored: StoredItems) -> Any:
+            for item in self._items.left_out(stored, items):
                 before = newest_with(item, self._run.infos(), step)
                 where = "nor was a step before it" if before is None else f"step {before} has it, of an earlier moment"
                 _logger.warning("%s: step %d was saved without %s; %s", self._directory, step, item, where)
-            return self._items.restore(location, record, items, kwargs)
+            return self._items.restore(stored, items, kwargs)
 
         try:
-            return self._run.read(step, read)
+            return self._run.read_step(step, read)
         except DamagedCheckpointError:
             self._items.damage_found()
             raise

@@ -18,7 +18,7 @@ from .directory import check_json
 from .events import described, few, guarded
 from .items import ItemSet
 from .metrics import MetricWatch, named, plain_containers, plain_metrics
-from .retention import StepInfo, best, newest_with
+from .retention import StepInfo, newest_with
 
 _logger = logging.getLogger("holdfast")
 
@@ -62,12 +62,12 @@ class Saves:
         # A function of the metrics fetches them from the device, so that it is called only where a trigger calls it.
         if self._watch is not None and (isinstance(self._options.best_fn, str) or self._options.save_on_best):
             self.note_metrics(step, metrics)
-        return self._decisions.decide(step, metrics, saved=saved, earlier=self._earlier)
+        return self._decisions.decide(step, metrics, saved=saved, earlier=self._earlier())
 
     def note_metrics(self, step: int, metrics: Mapping[str, Any] | None) -> None:
         """Warn, once, of metrics without the one that ranks checkpoints."""
         if self._watch is not None:
-            self._watch.note(step, metrics, known=lambda metric: best(self._run.infos(), metric) is not None)
+            self._watch.note(step, metrics, self._run.infos())
             self._watch = None if self._watch.ended else self._watch
 
     def item_due(self, item: str, step: int) -> bool:
@@ -78,15 +78,18 @@ class Saves:
 
     def _items_left_out(self, step: int) -> list[str]:
         """Return the items that a save at a step leaves out; process 0 knows."""
-        names = list(self._options.item_intervals)
-        work = lambda: [name for name in names if not self.item_due(name, step)]  # noqa: E731
-        found: list[str] = self._processes.decide(f"items of step {step}", work) if names else []
+        if not self._options.item_intervals:
+            return []
+        found: list[str] = self._processes.decide(f"items of step {step}", self._items_not_due, step)
         return found
+
+    def _items_not_due(self, step: int) -> list[str]:
+        return [name for name in self._options.item_intervals if not self.item_due(name, step)]
 
     def _earlier(self) -> Sequence[StepInfo]:
         """Return the steps that a new best has to beat, the one that is being saved among them."""
         pending = self._pending
-        if pending is None:
+        if pending is None or not self._options.save_on_best:
             return self._run.infos()
         return *self._run.infos(), StepInfo(step=pending.step, time=self._access.clock.now(), metrics=pending.metrics)
 
@@ -245,16 +248,8 @@ class Saves:
     def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Store metrics with a step that was saved or is being saved."""
         self.note_metrics(step, metrics)
-
-        def record() -> Mapping[str, Any] | None:
-            pending = self._pending
-            if pending is not None and pending.step == step and pending.add(metrics):
-                return None  # its record will hold them
-            self._change_metrics(step, metrics)
-            return metrics
-
         self._access.acquire()
-        recorded = self._processes.decide(f"metrics of step {step}", record)
+        recorded = self._processes.decide(f"metrics of step {step}", self._add_metrics, step, metrics)
         if recorded is None:
             return
         if not self._processes.is_primary:
@@ -269,6 +264,14 @@ class Saves:
             finally:
                 changing.release()
 
+    def _add_metrics(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Add metrics to a step; return None where the save that is under way will store them."""
+        pending = self._pending
+        if pending is not None and pending.step == step and pending.add(metrics):
+            return None
+        self._change_metrics(step, metrics)
+        return metrics
+
     def join_save_of(self, step: int) -> None:
         """Wait for the save of a step, if it is under way."""
         pending = self._pending
@@ -277,7 +280,7 @@ class Saves:
 
     def _change_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.join_save_of(step)
-        self._run.change(step, lambda record: record.with_metrics(metrics))
+        self._run.change(step, metrics=metrics)
         self._events.write("metrics", step=step, metrics=few(metrics))
         self._access.notify_mirror()
 
