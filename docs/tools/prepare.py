@@ -26,11 +26,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """A page of the reference of names: names of ``holdfast`` itself, by the rooms they come from, then modules."""
+    """A page of the reference of names: names of ``holdfast`` itself, by the packages they come from, then modules."""
 
     title: str
     text: str
-    rooms: Sequence[str] = ()
+    packages: Sequence[str] = ()
     modules: Sequence[str] = ()
 
 
@@ -92,7 +92,7 @@ def api_pages() -> dict[str, str]:
     """
     import holdfast
 
-    covered = {f"holdfast.{room}": file for file, page in PAGES.items() for room in page.rooms}
+    covered = {f"holdfast.{package}": file for file, page in PAGES.items() for package in page.packages}
     modules = {module for page in PAGES.values() for module in page.modules}
     names: dict[str, list[str]] = {file: [] for file in PAGES}
     for name in holdfast.__all__:
@@ -100,7 +100,7 @@ def api_pages() -> dict[str, str]:
         if name in modules:
             continue
         home = value.__name__ if inspect.ismodule(value) else value.__module__
-        found = [file for room, file in covered.items() if f"{home}.".startswith(f"{room}.")]
+        found = [file for package, file in covered.items() if f"{home}.".startswith(f"{package}.")]
         if not found:
             raise LookupError(f"holdfast.{name} comes from {home}: add that to PAGES in {Path(__file__).name}")
         names[found[0]].append(f"holdfast.{name}")

@@ -40,7 +40,7 @@ def drawing(title: str) -> list[str]:
     return found[1].splitlines()
 
 
-def rooms(line: str) -> list[str]:
+def names(line: str) -> list[str]:
     """The folders and modules that a line of the tree begins with: names divided by commas or two spaces."""
     found = re.match(r" *((?:\w+/?(?:, |  )?)+?)(?:  +|$)(?=[^ ])", line)
     assert found is not None, line
@@ -64,9 +64,9 @@ def defined_names() -> frozenset[str]:
     return frozenset(names)
 
 
-def methods_of(room: str, name: str) -> set[str] | None:
-    """The methods of a class of a room; none for a function; None if the room defines neither."""
-    for path in (ROOT / "src" / "holdfast" / "engine" / room).rglob("*.py"):
+def methods_of(package: str, name: str) -> set[str] | None:
+    """The methods of a class of a package; none for a function; None if the package defines neither."""
+    for path in (ROOT / "src" / "holdfast" / "engine" / package).rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
                 return {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
@@ -86,13 +86,13 @@ def test_tensorstore_opens_an_array(examples: Examples, tmp_path: Path) -> None:
 
 def below(folder: str) -> list[str]:
     """The names that the tree lists below a folder at the top."""
-    lines = drawing("The house")
+    lines = drawing("The layout")
     start = next(index for index, line in enumerate(lines) if line.startswith(f"{folder}/")) + 1
-    return [name for line in itertools.takewhile(lambda line: line[0] == " ", lines[start:]) for name in rooms(line)]
+    return [name for line in itertools.takewhile(lambda line: line[0] == " ", lines[start:]) for name in names(line)]
 
 
 @pytest.mark.parametrize("folder", LAYERS)
-def test_tree_lists_the_rooms_in_the_order_of_imports(folder: str) -> None:
+def test_tree_lists_the_packages_in_the_order_of_imports(folder: str) -> None:
     listed = below(folder)
     for name in listed:
         assert (ROOT / folder / name).is_dir() if name.endswith("/") else (ROOT / folder / f"{name}.py").is_file()
@@ -104,22 +104,24 @@ def test_tree_lists_the_rooms_in_the_order_of_imports(folder: str) -> None:
 
 
 def test_tree_lists_the_folders_around_the_engine() -> None:
-    folders = [name for line in drawing("The house") if not line.startswith(" ") for name in rooms(line)]
+    folders = [name for line in drawing("The layout") if not line.startswith(" ") for name in names(line)]
     assert {*LAYERS} < {name.strip("/") for name in folders}
     assert [name for name in folders if not (name.endswith("/") and (ROOT / name).is_dir())] == []
 
 
-@pytest.mark.parametrize("title", ["The house", "How a save and a load flow"])
+@pytest.mark.parametrize("title", ["The layout", "How a save and a load flow"])
 def test_drawings_fit_a_terminal(title: str) -> None:
     assert [line for line in drawing(title) if len(line) > WIDTH] == []
 
 
-def test_steps_of_the_flow_are_defined_in_the_rooms_beside_them() -> None:
-    """A step begins with a class or function; the column beside it has the room that defines it."""
+def test_steps_of_the_flow_are_defined_in_the_packages_beside_them() -> None:
+    """A step begins with a class or function; the column next to it has the package that defines it."""
     lines = drawing("How a save and a load flow")
-    left, room, right, other = (match.start() for match in re.finditer(r"\S+(?: \S+)*", lines[0]))
+    left, package, right, other = (match.start() for match in re.finditer(r"\S+(?: \S+)*", lines[0]))
     cells = [
-        cell for line in lines for cell in ((line[left:room], line[room:right]), (line[right:other], line[other:]))
+        cell
+        for line in lines
+        for cell in ((line[left:package], line[package:right]), (line[right:other], line[other:]))
     ]
     steps = [
         (step[0], folder.strip()) for text, folder in cells if (step := re.match(r"[A-Za-z_.]+", text)) is not None
