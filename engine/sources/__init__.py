@@ -51,6 +51,7 @@ from .stored import (
     nested,
     nested_tree,
     not_read,
+    renamed_for,
     rooted,
     selected,
     storage_name,

@@ -60,7 +60,7 @@ _FORMATS: tuple[_Entry, ...] = (
     _Entry("tensorflow.checkpoint", inside=("*.index", "saved_model.pb"), files=("*",), steps=("*-[0-9]*.index",)),
     _Entry("orbax.checkpoint", inside=("*",), steps=("*[0-9]",)),
     _Entry("flax", files=("checkpoint", "checkpoint_[0-9]*", "*.msgpack"), steps=("checkpoint_[0-9]*",)),
-    _Entry("orbax.arrays", inside=("manifest.ocdbt",)),
+    _Entry("orbax.tree", inside=("manifest.ocdbt",)),
     _Entry("rllib", inside=("*state.pkl", "*state.msgpack"), steps=("checkpoint_[0-9]*",)),
     _Entry("torch.dcp", inside=(".metadata",)),
     _Entry("safetensors", inside=("*.safetensors", "*.safetensors.index.json"), files=("*",)),

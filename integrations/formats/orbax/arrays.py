@@ -5,18 +5,16 @@ All arrays are opened at once and read at once, within a bound on the bytes that
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.arrays import TREE, SavedLeaf
 from ....engine.errors import (
     DamagedCheckpointError,
     HoldfastError,
@@ -27,7 +25,6 @@ from ....engine.errors import (
 )
 from ....engine.format import MANIFEST_NAME, Entries, decode_database
 from ....engine.pytree import Box
-from ....engine.sources import FetchedArray, FetchedTree, SingleTree, total_bytes
 from ....engine.storage import Location, aligned_empty, map_status, shared_context, store_spec
 
 if TYPE_CHECKING:
@@ -38,7 +35,6 @@ _UNDER_WAY = 1 << 30  # bytes of arrays that are being read at one time
 _RATIO = 1 << 16  # bytes that one stored byte can stand for with the compressors in use
 _SMALL_CHUNK = 64 << 20  # bytes of chunks that are accepted for arrays of any size
 _UNSTORED = 4 << 30  # bytes of arrays whose chunks need not be stored, as they hold the fill value
-_METADATA = b"zarr.json"
 _MANIFEST_LIMIT = 512 << 20  # bytes
 _SPEC = re.compile(r" \[tensorstore_spec=.*", re.DOTALL)
 _OF_STORAGE = (StorageConflictError, StorageFullError, StoragePermissionError, StorageUnavailableError)
@@ -234,54 +230,3 @@ def _read_database(location: Location) -> Entries:
             return file.read(offset, length).tobytes()
 
     return decode_database((location / MANIFEST_NAME).read_bytes(limit=_MANIFEST_LIMIT), node)
-
-
-# ---- folders of arrays that TensorStore wrote by itself, without a tree around them
-
-
-def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
-    if MANIFEST_NAME not in names or TREE in names:  # With a tree.json, it is an item of holdfast.
-        return None
-    return SingleTree("TensorStore", location, ArrayFolder(location), total_bytes(location))
-
-
-class ArrayFolder(FetchedTree):
-    """The arrays of a folder in one dictionary, by their names in the database."""
-
-    def __init__(self, location: Location) -> None:
-        import tensorstore
-
-        self.location = location
-        database = {"driver": "ocdbt", "base": directory_spec(location)}
-        try:
-            keys = tensorstore.KvStore.open(database, context=new_context()).result().list().result()
-            prefixes = [key.removesuffix(_METADATA).decode() for key in sorted(keys) if key.endswith(_METADATA)]
-        except (ValueError, NotImplementedError, OSError) as error:
-            raise DamagedCheckpointError(f"{location}: {reason(error, location)}") from error
-        specs = {
-            prefix.removesuffix("/"): {"driver": "zarr3", "kvstore": {**database, "path": prefix}}
-            for prefix in prefixes
-            if prefix.endswith("/") or not prefix
-        }
-        self._opened = OpenedArrays(location, specs)
-        super().__init__(location, [self._described(name) for name in specs])
-
-    def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
-        return self._opened.chunks(self._arrays[leaf.name].name)
-
-    def _described(self, name: str) -> FetchedArray:
-        if name in self._opened.failed:
-            return FetchedArray((name,), name, np.dtype("V1"), (), self._opened.failed[name])
-        return FetchedArray((name,), name, self._opened.dtypes[name], self._opened.shapes[name])
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[Callable[[str, Box | None], NDArray[Any]]]:
-        def fetch(name: str, box: Box | None) -> NDArray[Any]:
-            found: list[NDArray[Any]] = []
-            wanted = [Wanted(name, box)]
-            self._opened.check_sizes(wanted, total_bytes(self.location), filled=True)
-            for _, what in self._opened.read(wanted, lambda _, array: found.append(array)):
-                raise DamagedCheckpointError(what)
-            return found[0]
-
-        yield fetch

@@ -17,24 +17,26 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.arrays import MANIFEST, Problem, SavedLeaf, TreeSource, damaged_leaves, naming
+from ....engine.arrays import MANIFEST, TREE, Problem, SavedLeaf, TreeSource, damaged_leaves, naming
 from ....engine.clock import UNHEARD
 from ....engine.errors import DamagedCheckpointError, UnsupportedLeafError, itemized
 from ....engine.pytree import PLACEHOLDER, Box, Details, Saved, format_path, number_kind, whole
 from ....engine.sources import (
     OPTIONAL,
     Path,
+    SingleTree,
     nested_tree,
     not_read,
     read_object,
     read_optional,
+    renamed_for,
     storage_name,
     total_bytes,
     without_leaves,
 )
 from ....engine.storage import Location
 from ..flax import Decoded, decode_file, leaf_of
-from .arrays import OpenedArrays, Wanted, cut, directory_spec, gather, missing_files
+from .arrays import OpenedArrays, Wanted, cut, directory_spec, gather, missing_files, new_context, reason
 
 TREE_FILE = "_METADATA"
 CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
@@ -55,6 +57,7 @@ _OWN_TYPES = frozenset({"jax.Array", "np.ndarray", "scalar", "unknown"})
 _NO_ARRAYS = frozenset({NONE, STRING, WITHOUT_DATA})
 _PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
 _ARRAY_FILES = (".zarray", "zarr.json")
+_ARRAY = b"zarr.json"
 _KEY_KINDS = {2: "threefry2x32", 4: "rbg"}  # by the length of a key's data
 
 
@@ -392,3 +395,29 @@ def _placeholder(value: Any) -> str | None:
             if value.startswith(prefix):
                 return value[len(prefix) :]
     return None
+
+
+def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
+    if MANIFEST not in names or TREE in names:  # With a tree.json, it is an item of holdfast.
+        return None
+    return SingleTree("TensorStore", location, ArrayFolder(location), total_bytes(location))
+
+
+class ArrayFolder(OrbaxTree):
+    """The arrays of a database that TensorStore wrote by itself, in one dictionary by their names."""
+
+    def for_template(self, names: Sequence[str]) -> TreeSource:
+        return renamed_for(self, names)
+
+    def _read_structure(self, decoded: Decoded | None, files: set[str]) -> TreeMetadata:
+        import tensorstore
+
+        database = {"driver": "ocdbt", "base": directory_spec(self.location)}
+        try:
+            keys = tensorstore.KvStore.open(database, context=new_context()).result().list().result()
+            found = [key.removesuffix(_ARRAY).decode() for key in sorted(keys) if key.endswith(_ARRAY)]
+        except (ValueError, NotImplementedError, OSError) as error:
+            raise DamagedCheckpointError(f"{self.location}: {reason(error, self.location)}") from error
+        names = [name.removesuffix("/") for name in found if name.endswith("/") or not name]
+        parameters = [Parameter((name,), "unknown") for name in names]
+        return TreeMetadata(parameters, use_zarr3=True, complete=False, uses_ocdbt=True)

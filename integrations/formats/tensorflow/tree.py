@@ -394,41 +394,10 @@ def _unescaped(found: re.Match[str]) -> str:
 Path = tuple[str, ...]
 
 
-class BundleVariables(NamedVariables):
-    """The tensors of a checkpoint by their names in TensorFlow."""
+class BundleTree(StoredTree, NamedVariables):
+    """The values of a checkpoint, also by their names in TensorFlow, and the objects that they belonged to."""
 
-    def __init__(self, bundle: Bundle, tree: StoredTree, names: Mapping[str, str]) -> None:
-        self._bundle = bundle
-        self._tree = tree
-        leaves = {leaf.name: leaf for leaf in tree.leaves}
-        self._leaves = {name: leaves.get(ours) for name, ours in names.items()}
-
-    def shapes(self) -> dict[str, list[int]]:
-        return {name: list(entry.shape) for name, entry in self._bundle.tensors.items()}
-
-    def dtypes(self) -> dict[str, np.dtype[Any] | None]:
-        return {
-            name: np.dtype(object) if self._bundle.is_text(name) else entry.dtype
-            for name, entry in self._bundle.tensors.items()
-        }
-
-    def read_value(self, name: str) -> Any:
-        if name not in self._bundle.tensors:
-            raise ObjectNotFoundError(f"{self._bundle.prefix} has no tensor {name!r:.200}")
-        if self._bundle.is_text(name):
-            return as_objects(self._bundle.texts(name), self._bundle.tensors[name].shape)
-        leaf = self._leaves.get(name)
-        if leaf is None:
-            kind = self._bundle.tensors[name].kind
-            raise UnsupportedLeafError(f"{self._bundle.prefix}: tensor {name!r:.200} has {unknown_type(kind)}")
-        (array,) = self._tree.read([leaf])
-        return array
-
-
-class BundleTree(StoredTree):
-    """The values of a checkpoint, with their names in TensorFlow and the objects that they belonged to."""
-
-    variables: BundleVariables
+    _bundle: Bundle
     _objects: Sequence[ObjectNode] | None
     _tensor_names: Mapping[str, str]
 
@@ -450,10 +419,30 @@ class BundleTree(StoredTree):
         )
         tree = nested(((path, values[name]) for name, path in paths.items()), root_is_dict=True, number=str)
         found = cls.of(prefix, tree, bundle.nbytes, left_out=left_out)
-        found._objects = objects
+        found._bundle, found._objects = bundle, objects
         found._tensor_names = {name: join(path) for name, path in paths.items()}
-        found.variables = BundleVariables(bundle, found, found._tensor_names)
+        found.variables = found
         return found
+
+    def shapes(self) -> dict[str, list[int]]:
+        return {name: list(entry.shape) for name, entry in self._bundle.tensors.items()}
+
+    def dtypes(self) -> dict[str, np.dtype[Any] | None]:
+        return {
+            name: np.dtype(object) if self._bundle.is_text(name) else entry.dtype
+            for name, entry in self._bundle.tensors.items()
+        }
+
+    def read_value(self, name: str) -> Any:
+        entry = self._bundle.tensors.get(name)
+        if entry is None:
+            raise ObjectNotFoundError(f"{self.location} has no tensor {name!r:.200}")
+        if self._bundle.is_text(name):
+            return as_objects(self._bundle.texts(name), entry.shape)
+        if name not in self._tensor_names:
+            raise UnsupportedLeafError(f"{self.location}: tensor {name!r:.200} has {unknown_type(entry.kind)}")
+        (array,) = self.read([leaf for leaf in self.leaves if leaf.name == self._tensor_names[name]])
+        return array
 
     def graph_document(self) -> Any:
         return None if self._objects is None else graph_document(self._objects, self._tensor_names)
