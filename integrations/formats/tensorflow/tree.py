@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.arrays import NamedVariables, read_checked
+from ....engine.arrays import NamedVariables, SavedLeaf, read_checked
 from ....engine.errors import DamagedCheckpointError, FormatVersionError, ObjectNotFoundError, UnsupportedLeafError
 from ....engine.format import Cursor, crc32c, extend
 from ....engine.pytree import MAX_DEPTH, escape_key, join
@@ -397,9 +397,11 @@ Path = tuple[str, ...]
 class BundleTree(StoredTree, NamedVariables):
     """The values of a checkpoint, also by their names in TensorFlow, and the objects that they belonged to."""
 
+    variables: NamedVariables  # the tree itself
     _bundle: Bundle
     _objects: Sequence[ObjectNode] | None
     _tensor_names: Mapping[str, str]
+    _leaves: Mapping[str, SavedLeaf]
 
     @classmethod
     def open(cls, prefix: Location) -> BundleTree:
@@ -421,6 +423,7 @@ class BundleTree(StoredTree, NamedVariables):
         found = cls.of(prefix, tree, bundle.nbytes, left_out=left_out)
         found._bundle, found._objects = bundle, objects
         found._tensor_names = {name: join(path) for name, path in paths.items()}
+        found._leaves = {leaf.name: leaf for leaf in found.leaves}
         found.variables = found
         return found
 
@@ -441,7 +444,7 @@ class BundleTree(StoredTree, NamedVariables):
             return as_objects(self._bundle.texts(name), entry.shape)
         if name not in self._tensor_names:
             raise UnsupportedLeafError(f"{self.location}: tensor {name!r:.200} has {unknown_type(entry.kind)}")
-        (array,) = self.read([leaf for leaf in self.leaves if leaf.name == self._tensor_names[name]])
+        (array,) = self.read([self._leaves[self._tensor_names[name]]])
         return array
 
     def graph_document(self) -> Any:
