@@ -1,4 +1,4 @@
-"""Trees of components: saved into a directory each, restored whole or one by one, and made anew from there."""
+"""Trees of components: each is saved into a directory, restored alone or with its tree, and constructed from there."""
 
 from __future__ import annotations
 

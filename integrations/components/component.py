@@ -46,7 +46,7 @@ class Component(Protocol):
 
 
 class Checkpointable:
-    """Base of components: objects that are saved into a directory, restored from it, and made anew from it.
+    """Base of components: objects that are saved into a directory, restored from it, and constructed from it.
 
     By default, a component's state is everything that can be reached from its attributes (tensors, arrays, modules,
     optimizers, numbers, text, containers, random generators, other objects), and its components are the attributes that
@@ -277,7 +277,7 @@ class Checkpointable:
 
 
 def _refuse_tree_above(target: LiveComponent, saved: SavedComponent) -> None:
-    """Raise OptionError for the directory of a tree where that of one of its components is meant."""
+    """Raise OptionError if the path is that of a whole tree, and the path of one of its components is meant."""
     there = descend(saved, target.path)
     own = {path[:1] for path, _ in target.named()}
     if there is not None and target.path[:1] not in own:

@@ -49,7 +49,7 @@ def build(
 
 
 class _Building:
-    """The components that one call makes; one that several specs refer to is made once."""
+    """Constructs the components of one call; one that several specs refer to is constructed once."""
 
     def __init__(self, root: SavedComponent, base: type, permissions: Permissions, fallback: bool) -> None:
         self._root = root

@@ -45,7 +45,7 @@ Reference = Callable[[Any], str | None]
 Nested = Callable[[Any], "dict[str, Any] | None"]
 
 
-_PLAIN = {bool, int, float, complex, str, bytes, type(None)}
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})  # types of values that hold no others
 
 
 class CtorArguments(Untracked):
@@ -68,13 +68,13 @@ def _kept(value: Any) -> Any:
     if type(value) is dict:
         return {key: _kept(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        plain = {*map(type, value)} <= _PLAIN  # Long lists of numbers are copied in one go.
+        plain = PLAIN.issuperset(map(type, value))  # Long lists of numbers are copied in one go.
         return value[:] if plain else type(value)(map(_kept, value))
     return set(value) if type(value) is set else value
 
 
 class NotData(TypeError):  # noqa: N818 - becomes a note in the spec
-    """An argument that cannot be kept, and why."""
+    """An argument that cannot be kept; the message says why."""
 
 
 def encode_spec(
@@ -272,7 +272,7 @@ class SpecDecoder:
         self._where = where
         self._missing: list[str] = []
         self._kinds: dict[str, Callable[[Any, int], Any]] = {
-            "float": lambda value, _: _float(value),
+            "float": lambda value, _: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[value],
             "complex": lambda value, _: complex(*(float.fromhex(part) for part in as_list(value, 2))),
             "bytes": lambda value, _: base64.b64decode(value, validate=True),
             _NUMBERS: lambda value, _: _sequence(value),
@@ -467,12 +467,6 @@ def _identifier(value: Any) -> str:
     if not as_text(value).isidentifier():
         raise ValueError(f"{value!r:.80} is not an identifier")
     return str(value)
-
-
-def _float(value: Any) -> float:
-    if value not in ("nan", "inf", "-inf"):
-        raise ValueError(f"{value!r:.80} is not a number")
-    return float(value)
 
 
 def check_spec(value: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from .layout import METADATA, below, part_records
 from .live import live_tree
 from .names import STATE
 from .permissions import Permissions
-from .reading import NativeComponent, full_structure, of_record
+from .reading import NativeComponent, full_state, of_record
 from .restoring import KeepPatterns, restore_saved
 from .saving import PreparedComponents, prepare
 
@@ -168,7 +168,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Return the state with a description of every leaf in its place; no data is read."""
-        return full_structure(_opened(directory, files))
+        return full_state(_opened(directory, files), NativeComponent.structure)
 
 
 def _opened(directory: Location, files: Files | None) -> NativeComponent:
@@ -179,7 +179,7 @@ def _opened(directory: Location, files: Files | None) -> NativeComponent:
 
 
 class _PreparedTree:
-    """A tree of components on its way into a folder, where the checkpoint around it makes it exist."""
+    """A tree of components that is written into a folder of a checkpoint, and committed with it."""
 
     def __init__(self, prepared: PreparedComponents) -> None:
         self._prepared = prepared

@@ -13,11 +13,10 @@ from ...engine.errors import OptionError
 from ...engine.pytree import is_jax_array, is_nnx, is_torch_tensor
 from ...engine.stateful import is_stateful
 from ..graph import Path, is_actor_class, is_module, is_optimizer, nnx_children, tracked_attributes
-from .constructor_spec import CtorArguments
+from .constructor_spec import PLAIN, CtorArguments
 from .names import named_path
 
 ARGUMENTS = "_holdfast_recipe"  # name of the attribute that keeps the arguments of the constructor
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _DEPTH = 8  # containers inside containers that are searched for components
 
 
@@ -100,8 +99,8 @@ def modules_of(root: Any) -> dict[str, Any]:
     return {"/".join(one.path): one.value for one in live_tree(root).walk() if is_module(one.value)}
 
 
-def again(one: LiveComponent) -> LiveComponent:
-    """Return a component with those that exist below it by now."""
+def refreshed(one: LiveComponent) -> LiveComponent:
+    """Return a component with the components that exist below it now."""
     root = live_tree(one.root.value, one.root.path, one.root.name)
     found = next((other for other in root.walk() if other.value is one.value), None)
     return live_tree(one.value, one.path, one.name, root) if found is None or found.path != one.path else found
@@ -187,7 +186,7 @@ def _discover(keys: tuple[str, ...], value: Any, found: list[tuple[str, Any]], d
 def _elements(value: Any) -> Sequence[tuple[Any, Any]]:
     """Return what a container holds, with its keys; nothing for one that holds plain values only."""
     if isinstance(value, dict | list | tuple | deque):
-        if _PLAIN.issuperset(map(type, value.values() if isinstance(value, dict) else value)):
+        if PLAIN.issuperset(map(type, value.values() if isinstance(value, dict) else value)):
             return []
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         return [(key, child) for key, child in pairs if isinstance(key, str | int) and key != ""]

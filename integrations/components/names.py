@@ -41,7 +41,7 @@ def _read_key(key: str, text: str) -> str:
 
 
 def format_component_path(path: Path) -> str:
-    """Formats a path as a person writes it; the root is ``(root)``."""
+    """Format a path as people write it; the root is ``(root)``."""
     return "/".join(STATE if segment == _STATE_ESCAPED else segment.replace("%2E", ".") for segment in path) or "(root)"
 
 

@@ -99,9 +99,7 @@ class NativeComponent:
             if packed:
                 needed = {leaf.name for leaf in reader.leaves if leaf.saved.details.get("requires_grad") is True}
                 _set_gradients_needed(tree, needed)
-            if component is None or not has_records(structure):
-                return tree
-            return with_records(tree, structure, component, str(self.location))
+            return tree if component is None else with_records(tree, structure, component, str(self.location))
 
     def structure(self) -> Any:
         """Return its own state with a description of every leaf in its place; no data is read."""
@@ -221,22 +219,14 @@ def all_components(component: SavedComponent) -> Iterator[SavedComponent]:
         yield from all_components(child)
 
 
-def full_state(component: SavedComponent) -> Any:
-    """Read the state of a component with those of all below it, as ``get_state`` returns it."""
-    return _nested(component, component.state(), full_state)
-
-
-def full_structure(component: NativeComponent) -> Any:
-    """Return the same with a description of every leaf in its place; no data is read."""
-    return _nested(component, component.structure(), full_structure)
-
-
-def _nested(component: SavedComponent, own: Any, of: Callable[[Any], Any]) -> Any:
+def full_state(component: SavedComponent, own: Callable[[Any], Any] = lambda one: one.state()) -> Any:
+    """Return the state of a component with those of all below it; ``own`` reads that of one."""
+    found = own(component)
     for path, child in component.children.items():
-        if not isinstance(own, dict):
+        if not isinstance(found, dict):
             raise DamagedCheckpointError(f"{component.location}: its state is not a dictionary, but it has components")
-        own[name_of(path)] = of(child)
-    return own
+        found[name_of(path)] = full_state(child, own)
+    return found
 
 
 # ---- named tuples and dataclasses in a state: they come back as objects of the program's own classes
@@ -247,14 +237,11 @@ _KINDS = ("namedtuple", "dataclass", "node")  # Dataclasses that are registered 
 _Record = tuple[str, tuple[str, ...], bool]  # the name of its class, the names of its fields, and whether some may lack
 
 
-def has_records(structure: TreeDef | None) -> bool:
-    """Whether there are named tuples or dataclasses among the containers of a saved tree."""
-    return structure is not None and (structure.kind in _KINDS or any(map(has_records, structure.children)))
-
-
 def with_records(tree: Any, structure: TreeDef | None, component: Any, where: str) -> Any:
     """Return a loaded tree with named tuples and dataclasses in the place of the dictionaries of their fields."""
     every = set(_records(structure))
+    if not every:
+        return tree
     classes = {record: _find(record, _named(component)) for record in every}
     if None in classes.values():
         with contextlib.suppress(Exception):  # A new object may have no state to show yet.

@@ -13,7 +13,7 @@ from ...engine.errors import OptionError, TreeMismatchError, shortened
 from ...engine.pytree import PathFilter, Patterns, flatten
 from ...engine.sources import Misfits
 from ..graph import Path, format_section
-from .live import LiveComponent, again, paths_of
+from .live import LiveComponent, paths_of, refreshed
 from .names import find, format_component_path
 from .reading import SavedComponent, all_components
 from .states import (
@@ -43,7 +43,7 @@ class ComponentReport:
         missing_values: Values of restored components that the checkpoint does not have: ``learner/p0: net/bias``.
         unused_values: Values of the checkpoint that a restored component has no place for.
         separate: Pairs of components that are one object in the checkpoint, and two in the program. Both were restored,
-            but will differ once training goes on.
+            but will differ as soon as training continues.
     """
 
     checkpoint: str
@@ -106,7 +106,7 @@ def restore_saved(
 
 
 class KeepPatterns:
-    """Returns for the path of a value whether it stays as it is in the program."""
+    """Decides by patterns of paths which values stay as they are in the program."""
 
     def __init__(self, patterns: Patterns) -> None:
         texts = patterns if isinstance(patterns, Sequence) and not isinstance(patterns, str) else [patterns]
@@ -164,10 +164,10 @@ class _Restore:
             self._check(keep)
         self._done: dict[Path, OwnReport] = {}
         self._before: list[tuple[LiveComponent, Any]] = []
-        self._asked: dict[Path, Any] = {}  # states of remote components before the restore, asked for at once
+        self._asked: dict[Path, Any] = {}  # states of remote components before the restore, requested at once
 
     def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
-        """Return the saved component for each live one, by its path, those below others first."""
+        """Return the saved component for each live one, by its path, components below others first."""
         found: dict[Path, SavedComponent] = {}
         elsewhere: dict[Path, SavedComponent] = {}  # for components that the program names here and keeps elsewhere
 
@@ -244,7 +244,7 @@ class _Restore:
 
     def _new_origins(self) -> dict[Path, SavedComponent]:
         """Return the saved components for live ones that did not exist before."""
-        self._target = again(self._target)
+        self._target = refreshed(self._target)
         new = {path: origin for path, origin in self._match(self._target).items() if path not in self._done}
         self._origins.update(new)
         return new

@@ -1,4 +1,4 @@
-"""Directories that RLlib wrote, as components: beside the state that the format reads, class and constructor."""
+"""Directories that RLlib wrote, as components: their states, classes and constructor arguments."""
 
 from __future__ import annotations
 

@@ -63,14 +63,14 @@ class PreparedComponents:
             raise
 
     def write(self, folders: Mapping[Path, Location], awaited: threading.Event | None = None) -> dict[str, ItemRecord]:
-        return {item_name(path): self._write_component(path, folder, awaited) for path, folder in folders.items()}
-
-    def _write_component(self, path: Path, folder: Location, awaited: threading.Event | None) -> ItemRecord:
-        (folder / DATA).make_directory(sync=False)
-        # First, as writing the state makes all names in the folder durable.
-        described = write_file(folder / COMPONENT, self.descriptions[path])
-        files = {**write_alone(self.states[path], folder, awaited), COMPONENT: described}
-        return ItemRecord("/".join((*path, folder.name)), KIND, files)
+        found = {}
+        for path, folder in folders.items():
+            (folder / DATA).make_directory(sync=False)
+            # The description is first, as writing the state makes all names in the folder durable.
+            described = write_file(folder / COMPONENT, self.descriptions[path])
+            files = {**write_alone(self.states[path], folder, awaited), COMPONENT: described}
+            found[item_name(path)] = ItemRecord("/".join((*path, folder.name)), KIND, files)
+        return found
 
 
 def prepare(
@@ -149,7 +149,7 @@ def _own_states(live: LiveComponent) -> dict[Path, Any]:
 
 
 def _given(live: LiveComponent, state: Mapping[str, Any]) -> dict[Path, Any]:
-    """Splits a state that was given for the whole tree, without changing it."""
+    """Split a state that was given for the whole tree, without changing it."""
     children = {child.name: child for child in live.children}
     found: dict[Path, Any] = {live.path: {key: value for key, value in state.items() if key not in children}}
     for name, child in children.items():
@@ -221,19 +221,13 @@ _GIT_LIMIT = 4 << 20  # bytes of a file of git that is read
 def versions() -> dict[str, str]:
     """Return the versions of Python, of holdfast, and of the libraries that are in use."""
     found = {"python": platform.python_version()}
-    for name in ("holdfast", *_LIBRARIES):
-        version = _version(name) if name == "holdfast" or name in sys.modules else None
-        if version is not None:
-            found[name] = version
+    for name in ("holdfast", *(name for name in _LIBRARIES if name in sys.modules)):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = _version(name)
     return found
 
 
-@functools.cache
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+_version = functools.cache(metadata.version)
 
 
 @functools.cache

@@ -68,11 +68,11 @@ Keep = Callable[[Path, SavedLeaf | None], bool]
 # Key of a state for the document of its objects, as text, where the names of the values do not imply them.
 GRAPH = "__graph__"
 
-_AT_ONCE = 32  # states of remote components that are asked for at the same time
+_AT_ONCE = 32  # states of remote components that are requested at the same time
 
 
 class _GivenState(Location):
-    """The place of a state that the program gave, for messages."""
+    """The location of a state that the program gave, for messages."""
 
     @property
     def url(self) -> str:
@@ -137,10 +137,10 @@ def is_remote(value: Any) -> bool:
 
 
 class Fetched:
-    """States of remote components, all asked for at once; others are taken by the calling thread meanwhile."""
+    """States of remote components, requested at once; the calling thread takes the others meanwhile."""
 
     def __init__(self, remote: Mapping[int, Callable[[], Any]]) -> None:
-        """Ask for states, by the ids of their components."""
+        """Request states, by the ids of their components."""
         self._pool = ThreadPoolExecutor(min(len(remote), _AT_ONCE) or 1, "holdfast-states")
         contexts = ((key, contextvars.copy_context(), ask) for key, ask in remote.items())
         self._states = {key: self._pool.submit(context.run, ask) for key, context, ask in contexts}
@@ -329,7 +329,7 @@ def set_default_state(
 
 
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:
-    """Remove what a component's torch optimizers keep for tensors that have another shape now; return lines for people.
+    """Remove what a component's torch optimizers keep for tensors that have another shape now; return a line for each.
 
     A component that restores an optimizer does not see the values of another component's parameters.
     """

@@ -83,7 +83,7 @@ class Header(NamedTuple):
 
 
 def read_header(reader: DataReader, file: str, begin: int = 0) -> Header:
-    """Read the header of what begins at a byte of a file and goes on to its end."""
+    """Read the header of tensors that begin at a byte of a file and extend to its end."""
     size = reader.size - begin
     length = _header_length(reader.read(begin, min(_LENGTH_BYTES, size)).tobytes(), size)
     content = reader.read(begin + _LENGTH_BYTES, length).tobytes()

@@ -51,7 +51,7 @@ def directory_spec(location: Location) -> dict[str, Any]:
 
 
 def new_context() -> tensorstore.Context:
-    """Make the TensorStore context of one opened checkpoint; what it caches goes with it."""
+    """Make the TensorStore context of one opened checkpoint; its cache is freed with it."""
     import tensorstore
 
     return tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE}}, parent=shared_context())
@@ -101,7 +101,7 @@ class OpenedArrays:
             size = math.prod(self.shapes[name]) * self.dtypes[name].itemsize
             grid = self._stores[name].chunk_layout.write_chunk.shape or ()
             chunk = math.prod(length or 1 for length in grid) * self.dtypes[name].itemsize
-            if chunk > max(_SMALL_CHUNK, 4 * size):  # TensorStore makes room for all of a chunk
+            if chunk > max(_SMALL_CHUNK, 4 * size):  # TensorStore allocates the whole chunk.
                 raise DamagedCheckpointError(
                     f"{self._location}: the chunks of array {name!r} claim {chunk} bytes, the array has {size}"
                 )

@@ -93,14 +93,17 @@ class Storage:
 
     def tensor(
         self,
-        elements: TorchDType,
         offset: Any,
         size: Any,
         stride: Any,
         requires_grad: Any = False,
+        _hooks: Any = None,
         metadata: Any = None,
+        *,
+        elements: TorchDType | None = None,
     ) -> StoredArray:
         """Return a tensor that is a view of this memory, with all numbers checked."""
+        elements = elements or self.elements
         shape, strides = sizes(size), sizes(stride)
         if len(shape) != len(strides) or type(offset) is not int or not 0 <= offset <= _LARGEST:
             raise DamagedCheckpointError("a tensor has strides that do not fit its shape")
@@ -144,9 +147,7 @@ def storage_finder(records: Mapping[str, Record], file: str, byte_order: ByteOrd
         if record is None:
             raise DamagedCheckpointError(f"storage {shown(key)} is missing")
         name = _STORAGES.get(kind.attribute) if isinstance(kind, Name) else None
-        elements = (
-            torch_dtype(Name("torch", name)) if name else TorchDType(np.dtype(np.uint8), False, {"kind": "torch"})
-        )
+        elements = torch_dtype(Name("torch", name or "uint8"))
         if type(count) is not int or (name and count * elements.dtype.itemsize > record.length):
             raise DamagedCheckpointError(
                 f"storage {shown(key)} has {record.length} bytes, too few for {shown(count)} elements"
@@ -156,16 +157,10 @@ def storage_finder(records: Mapping[str, Record], file: str, byte_order: ByteOrd
     return find
 
 
-def _tensor_2(
-    storage: Storage, offset: Any, size: Any, stride: Any, grad: Any = False, _hooks: Any = None, metadata: Any = None
-) -> Any:
-    return storage.tensor(storage.elements, offset, size, stride, grad, metadata)
-
-
-def _tensor_3(
-    storage: Storage, offset: Any, size: Any, stride: Any, grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
-) -> Any:
-    return storage.tensor(torch_dtype(dtype), offset, size, stride, grad, metadata)
+def _typed_tensor(
+    storage: Storage, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
+) -> StoredArray:
+    return storage.tensor(offset, size, stride, grad, hooks, *more, elements=torch_dtype(dtype))
 
 
 def _parameter(data: Any, requires_grad: Any, *_: Any) -> Any:
@@ -282,9 +277,9 @@ def _typed(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
 
 _TENSOR_TYPES = {Name("torch", "Tensor"), Name("torch.nn.parameter", "Parameter"), Name("torch.nn.parameter", "Buffer")}
 BUILDERS: Mapping[Name, Builder] = {
-    Name("torch._utils", "_rebuild_tensor"): _tensor_2,
-    Name("torch._utils", "_rebuild_tensor_v2"): _tensor_2,
-    Name("torch._utils", "_rebuild_tensor_v3"): _tensor_3,
+    Name("torch._utils", "_rebuild_tensor"): Storage.tensor,
+    Name("torch._utils", "_rebuild_tensor_v2"): Storage.tensor,
+    Name("torch._utils", "_rebuild_tensor_v3"): _typed_tensor,
     Name("torch._utils", "_rebuild_parameter"): _parameter,
     Name("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     Name("torch._tensor", "_rebuild_from_type_v2"): _typed,

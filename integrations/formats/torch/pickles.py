@@ -195,7 +195,7 @@ class _Machine:
         self.update(items)
 
     def key(self, value: Any) -> Any:
-        # Hashing tuples of shared tuples would take for ever, and deep ones would overflow the interpreter's stack.
+        # Hashing tuples of shared tuples would not end, and deep ones would overflow the interpreter's stack.
         inner = value if type(value) is tuple else (value,)
         if any(isinstance(item, tuple | frozenset) and type(item) is not Name for item in inner):
             self.fail("it has a key, or an element of a set, that is a container of containers")
