@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from .errors import UnknownArgumentError
+
+T = TypeVar("T")
 
 _PEER_NAMES: Mapping[str, str] = {
     # of Lightning's ModelCheckpoint
@@ -76,3 +80,23 @@ def refuse_unknown(taker: str, unknown: Mapping[str, object], known: Collection[
         names = ", ".join(f"{name}{instead_of(name, known)}" for name in sorted(unknown))
         takes = f"It takes {', '.join(known)}" if known else "It takes none"
         raise UnknownArgumentError(f"{taker} does not take these arguments: {names}. {takes}")
+
+
+def refuse_unexpected(taker: str, unknown: Iterable[str], known: Collection[str]) -> None:
+    """Raise UnknownArgumentError for a name that is not known; say what another library's name is called here."""
+    for name in unknown:
+        raise UnknownArgumentError(f"{taker}() got an unexpected keyword argument {name!r}{instead_of(name, known)}")
+
+
+def explains_unknown_names(options: type[T], refuse: Callable[..., None] = refuse_unexpected) -> type[T]:
+    """Make a dataclass of options explain names that it does not know."""
+    init = vars(options)["__init__"]
+    known = [one.name for one in fields(options)]  # type: ignore[arg-type]
+
+    @functools.wraps(init)
+    def checked(self: T, *args: Any, **kwargs: Any) -> None:
+        refuse(checked.__qualname__, kwargs.keys() - set(known), known)
+        init(self, *args, **kwargs)
+
+    type.__setattr__(options, "__init__", checked)
+    return options

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ..errors import OptionError, UnsupportedLeafError
 from ..format import LEVELS, Stored, dtype_name, encode_array_metadata, key_order, storage_dtype
+from ..peer_names import explains_unknown_names
 from ..pytree import ArrayLeaf, Box, Part, ValueLeaf, format_path
 from ..storage import PAGE, round_up
 
@@ -66,6 +67,7 @@ def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterato
 # ---- options
 
 
+@explains_unknown_names
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Sizes of the parts of a checkpoint, and whether its chunks are compressed.

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ..arrays import AGGREGATE_LIMIT, AggregateHandler, aggregate_details, check_level, check_size
 from ..errors import OptionError, UnsupportedLeafError
 from ..format import storage_dtype
+from ..peer_names import explains_unknown_names
 from ..pytree import (
     NUMBER_KINDS,
     NUMBERS,
@@ -38,6 +39,7 @@ T = TypeVar("T")
 _PLAIN_TYPES: tuple[type, ...] = (bool, int, float, complex, str)
 
 
+@explains_unknown_names
 @dataclass(frozen=True, kw_only=True)
 class SaveArgs:
     """How one leaf is saved.
@@ -66,6 +68,7 @@ class SaveArgs:
             object.__setattr__(self, "dtype", number_dtype(self.dtype))
 
 
+@explains_unknown_names
 @dataclass(frozen=True, kw_only=True)
 class RestoreArgs:
     """What one leaf becomes when it is restored.
@@ -94,6 +97,7 @@ class RestoreArgs:
         return LeafRequest(kind=_kind(self.restore_type), dtype=self.dtype)
 
 
+@explains_unknown_names
 @dataclass(frozen=True, kw_only=True)
 class ArrayRestoreArgs(RestoreArgs):
     """How one leaf becomes a jax array, perhaps sharded over devices.

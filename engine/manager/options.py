@@ -7,7 +7,6 @@ compare them with the declarations. The ``metadata`` of a field holds the least 
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -16,7 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from ..clock import Duration, Rate, bytes_per_second, seconds
 from ..errors import InvalidLocationError, OptionError, UnknownArgumentError
-from ..peer_names import instead_of
+from ..peer_names import explains_unknown_names, instead_of
 from ..storage import Place, as_location
 from .decisions import EverySeconds, EverySteps, OnBest, Trigger
 from .metrics import metric_name
@@ -63,21 +62,12 @@ def refuse_options(taker: str, unknown: Iterable[str], known: Collection[str]) -
         raise UnknownArgumentError(f"{taker}() got an unexpected keyword argument {name!r}{hint}")
 
 
-def explains_unknown_names(options: type[T]) -> type[T]:
+def explains_options(options: type[T]) -> type[T]:
     """Make a dataclass of options explain names that it does not know."""
-    init = vars(options)["__init__"]
-    known = [one.name for one in fields(options)]  # type: ignore[arg-type]
-
-    @functools.wraps(init)
-    def checked(self: T, *args: Any, **kwargs: Any) -> None:
-        refuse_options(checked.__qualname__, kwargs.keys() - set(known), known)
-        init(self, *args, **kwargs)
-
-    type.__setattr__(options, "__init__", checked)
-    return options
+    return explains_unknown_names(options, refuse_options)
 
 
-@explains_unknown_names
+@explains_options
 @dataclass(frozen=True, kw_only=True)
 class Mirror:
     """A second place for the checkpoints of a run: steps are copied there in the background, and back at the start.
@@ -237,7 +227,7 @@ class CheckpointOptions:
         return tuple(found)
 
 
-@explains_unknown_names
+@explains_options
 @dataclass(frozen=True, kw_only=True)
 class CheckpointManagerOptions(CheckpointOptions):
     """When a manager saves and which checkpoints it keeps.

@@ -12,6 +12,7 @@ import numpy as np
 
 from ...engine.pytree import STRIDES, is_jax_array, is_nnx, is_python_value, is_torch_tensor, loaded, pack_tree
 from ...engine.stateful import decode_state, encode_state, hashable, is_dense
+from .outside import is_actor_class
 from .paths import Path
 from .slots import StateSlot
 from .tracked import Node, Value
@@ -23,8 +24,9 @@ _MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def is_module(value: object) -> bool:
+    """Whether a value is a torch module; what ``ray.remote`` makes of the class of one was never initialized."""
     torch = loaded("torch")
-    return torch is not None and isinstance(value, torch.nn.Module)
+    return torch is not None and isinstance(value, torch.nn.Module) and not is_actor_class(type(value))
 
 
 def is_optimizer(value: object) -> bool:

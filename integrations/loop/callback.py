@@ -29,7 +29,7 @@ from .initial import InitialState
 from .objects import adapter_for
 from .preemption import WITHOUT_GRACE, GraceCheck, PreemptionSignal
 from .resuming import all_steps, check_resume, peek, restore, unfinished_neighbour, warn_of_misfits
-from .states import STATE, LoopArguments, StateAdapter
+from .states import STATE, LoopArguments, StateAdapter, check_depth
 from .steps import StepSaver, check_metrics
 from .stopping import AgreedStop, Stop, part
 
@@ -488,7 +488,7 @@ class CheckpointCallback:
             restored = None
             if resume != "never":
                 every = self._with_generators(extras)
-                restored = restore(self._manager, adapter, template, every, self._options)
+                restored = restore(self._manager, adapter, initial, every, self._options)
         except BaseException:
             self._begun = False  # or the loop could go on without what it has not restored
             raise
@@ -518,6 +518,7 @@ class CheckpointCallback:
     def _adapt(self, state: Any) -> StateAdapter:
         """Get to know the kind of the state, once."""
         if not self._is_adapted:
+            check_depth(state)
             self._adapter = adapter_for(state, None if self._options.partial is None else Misfits())
             self._state_checkpointer.handler = self._adapter.handler(self._options)
             self._saver = StepSaver(self._manager, self._adapter)

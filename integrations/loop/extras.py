@@ -22,7 +22,7 @@ from ...engine.stateful import (
 )
 from .announce import announce
 from .objects import is_versioned
-from .states import LoopArguments
+from .states import LoopArguments, check_depth
 from .trees import from_tree, is_stream, to_tree
 
 GRADIENTS = "accumulated_gradients"
@@ -92,6 +92,7 @@ def check_extras(extras: Mapping[str, Any]) -> None:
             f"an extra cannot be called {taken[0]!r}, as the callback uses this name itself; choose another name"
         )
     check_no_options(extras)
+    check_depth(extras)
     for name, extra in extras.items():
         warn_of_held_records(name, extra)
         if is_torchdata_loader(extra) and (sampler := drawing_sampler(extra)) is not None:

@@ -16,6 +16,7 @@ import numpy as np
 from ...engine.errors import shortened
 from ...engine.pytree import flatten, format_path, is_jax_abstract, is_torch_tensor, loaded, unflatten
 from .announce import announce
+from .initial import InitialState
 from .objects import searched
 from .states import StateAdapter
 from .trees import TreeAdapter
@@ -29,10 +30,16 @@ Groups = Mapping[tuple[str, int, str], Any]  # by the optimizer's path, the grou
 class Hyperparameters:
     """The hyperparameters of a program before a restore replaces them."""
 
-    def __init__(self, adapter: StateAdapter, state: Any, extras: Mapping[str, Any]) -> None:
+    def __init__(
+        self, adapter: StateAdapter, state: Any, extras: Mapping[str, Any], initial: InitialState | None = None
+    ) -> None:
         self._adapter = adapter
         self._groups = {place: _plain(value) for place, value in _options(state, extras).items()}
-        self._leaves = _injected(adapter, state)
+        found = _injected(adapter, state)
+        abstract = {name for name, value in found.items() if is_jax_abstract(value)}
+        self._leaves = {name: value for name, value in found.items() if name not in abstract}
+        if abstract and initial is not None:
+            self._leaves |= initial.values(abstract)
 
     def settle(self, state: Any, extras: Mapping[str, Any], counting: str, *, shown: bool) -> Any:
         """Return the restored state with the hyperparameters that count, ``"saved"`` or ``"program"``; name others."""
@@ -141,8 +148,7 @@ def _injected(adapter: StateAdapter, state: Any) -> dict[str, Any]:
     for name, value in zip(flat.names, flat.values, strict=True):
         before, key, option = name.rpartition(f".{_INJECTED}.")
         moved = any(other.startswith(f"{before}.{_MOVED}.{option}.") for other in names) if key else True
-        is_number = not is_jax_abstract(value) and getattr(value, "shape", ()) == ()
-        if not moved and "." not in option and is_number:
+        if not moved and "." not in option and getattr(value, "shape", ()) == ():
             found[name] = value
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 from ...engine.errors import OptionError, TreeMismatchError, shortened
@@ -30,6 +31,7 @@ class InitialState:
         self._given = given
         self._like = like
         self._is_function = _is_function(given)
+        self._template: Any = None
         if like is not None and not self._is_function:
             raise OptionError("like= is the template of a function that makes the state; a state is its own template")
 
@@ -37,7 +39,11 @@ class InitialState:
         """Return what to restore into; a function is not called, its shapes are traced."""
         if not self._is_function:
             return self._given
-        return _abstract(self._given) if self._like is None else self._like
+        if self._like is not None:
+            return self._like
+        if self._template is None:
+            self._template = _abstract(self._given)
+        return self._template
 
     def check_fresh(self, adapter: StateAdapter) -> None:
         """Raise OptionError if there is no checkpoint, and the state that was given has no values."""
@@ -52,6 +58,18 @@ class InitialState:
         if not self._is_function:
             return self._given
         return self._given() if self._like is None else _sharded(self._given, self._like)
+
+    def values(self, names: Collection[str]) -> dict[str, Any]:
+        """Return the leaves of these names that the function makes; the others are not computed."""
+        if not self._is_function:
+            return {}
+        jax: Any = importlib.import_module("jax")
+
+        def chosen() -> dict[str, Any]:
+            flat = flatten(to_tree(self._given()))
+            return {name: value for name, value in zip(flat.names, flat.values, strict=True) if name in names}
+
+        return dict(jax.jit(chosen)())
 
     def completed(self, adapter: StateAdapter, state: Any) -> Any:
         """Return a restored state with the values that the checkpoint did not have."""

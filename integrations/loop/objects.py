@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -35,7 +36,7 @@ _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "jax", "jaxlib", "flax",
 def is_versioned(value: object) -> bool:
     """Return whether a value is a torch module or optimizer, whose tensors count their changes."""
     torch: Any = loaded("torch")
-    return torch is not None and isinstance(value, (torch.nn.Module, torch.optim.Optimizer))
+    return (torch is not None and isinstance(value, torch.optim.Optimizer)) or _is_module(value)
 
 
 def is_component(value: object) -> bool:
@@ -45,15 +46,8 @@ def is_component(value: object) -> bool:
 
 def holds_objects(state: Any) -> bool:
     """Return whether a state is a live object, or has one in its dicts, lists and tuples."""
-    if isinstance(state, (dict, list, tuple)):
-        return any(map(_holds, state.values() if isinstance(state, dict) else state))
-    return _is_object(state) or _is_plain_object(state)
-
-
-def _holds(value: Any) -> bool:
-    if isinstance(value, (dict, list, tuple)):
-        return any(map(_holds, value.values() if isinstance(value, dict) else value))
-    return _is_object(value)
+    found = located(state, lambda value: not isinstance(value, (dict, list, tuple)) and _is_object(value))
+    return next(found, None) is not None or _is_plain_object(state)
 
 
 def _is_object(value: object) -> bool:
@@ -265,8 +259,59 @@ def _unsaved_attributes(state: Any) -> Mapping[str, Any]:
     return unsaved_attributes(searched(state))
 
 
+@dataclass(frozen=True, slots=True)
+class _Gradient:
+    """The gradient of a parameter at an instant; a later backward makes another tensor, or another version of it."""
+
+    tensor: weakref.ref[Any]
+    version: int
+
+    @classmethod
+    def of(cls, gradient: Any) -> _Gradient:
+        return cls(weakref.ref(gradient), gradient._version)
+
+    def is_now(self, gradient: Any) -> bool:
+        return self.tensor() is gradient and self.version == gradient._version
+
+
+class UsedGradients:
+    """Remembers for each parameter the gradient that an optimizer has used last."""
+
+    def __init__(self) -> None:
+        self._used: dict[int, _Gradient] = {}
+        self._is_watching = False
+
+    def watch(self) -> None:
+        """Take note of every step of an optimizer of torch from now on."""
+        torch: Any = loaded("torch")
+        if self._is_watching or torch is None:
+            return
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self._is_watching = True
+        me = weakref.ref(self)
+
+        def after_step(optimizer: Any, *_: Any) -> None:
+            if not torch.compiler.is_compiling() and (one := me()) is not None:
+                one._note(optimizer)
+
+        hook = register_optimizer_step_post_hook(after_step)
+        weakref.finalize(self, hook.remove).atexit = False
+
+    def is_older_than(self, parameter: Any, gradient: Any) -> bool:
+        """Return whether an optimizer has used a gradient of the parameter, and this one is of a later backward."""
+        used = self._used.get(id(parameter))
+        return used is not None and not used.is_now(gradient)
+
+    def _note(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for one in group["params"]:
+                if (gradient := one.grad) is not None:
+                    self._used[id(one)] = _Gradient.of(gradient)
+
+
 class TensorVersions:
-    """Watches the torch tensors of live objects, which count their changes in place."""
+    """Watches the torch tensors of live objects, which count their changes in place, and their gradients."""
 
     def __init__(self) -> None:
         self._parts: list[Any] = []
@@ -275,10 +320,17 @@ class TensorVersions:
         self._before: list[int] = []  # at the step before the last one
         self._noted: list[int] = []
         self._begun: dict[int, int] = {}
+        self._used = UsedGradients()
+        self._unused: dict[str, tuple[Any, _Gradient]] = {}  # parameters and their gradients at the last step
+        self._later: set[str] = (
+            set()
+        )  # of them, those that an optimizer has used in another version, or that are cleared
 
     def watch(self, state: Any) -> None:
         """Remember the versions before the first step; tensors that the program makes later are not known yet."""
         self._begun = {id(tensor): tensor._version for tensor in named_tensors(state).values()}
+        if self._begun:
+            self._used.watch()
 
     def note(self, state: Any) -> None:
         """Remember the versions as they are now."""
@@ -290,22 +342,49 @@ class TensorVersions:
             found = named_tensors(state)
             self._names, self._tensors = list(found), list(found.values())
             self._before = [known.get(id(tensor), -1) for tensor in self._tensors]
+            if self._tensors:
+                self._used.watch()
         self._noted = [tensor._version for tensor in self._tensors]
+        self._unused, self._later = {}, set()
+        for name, tensor, before, now in zip(self._names, self._tensors, self._before, self._noted, strict=True):
+            if not tensor.is_leaf or (gradient := tensor.grad) is None:
+                continue
+            if before != now and self._used.is_older_than(tensor, gradient):
+                self._later.add(name)
+            elif before != now:
+                continue
+            self._unused[name] = tensor, _Gradient.of(gradient)
 
     def gradients(self) -> dict[str, Any]:
-        """Return by name the gradients of parameters that the last step has not changed: no optimizer has used them.
+        """Return by name the gradients at the last step that no optimizer has used.
 
+        They are those of parameters that the step has not changed, and those of a backward after the optimizer's step.
         What an optimizer has used and the program has not cleared yet is among them where a step has left a parameter
         out; it is part of the program's state as well.
         """
-        rows = zip(self._names, self._tensors, self._before, self._noted, strict=True)
-        found = {name: tensor for name, tensor, before, now in rows if before == now and tensor.is_leaf}
-        return {name: tensor.grad for name, tensor in found.items() if tensor.grad is not None}
+        found = {name: tensor.grad for name, (tensor, _) in self._unused.items()}
+        return {
+            name: one for name, one in found.items() if one is not None and (name not in self._later or _is_set(one))
+        }
 
     def why_lost(self) -> str | None:
-        if [tensor._version for tensor in self._tensors] == self._noted:
-            return None
-        return "its tensors were changed since; call on_step after every update"
+        if [tensor._version for tensor in self._tensors] != self._noted:
+            return "its tensors were changed since; call on_step after every update"
+        now = [(tensor.grad, gradient) for tensor, gradient in self._unused.values()]
+        if any(_is_set(found) and not gradient.is_now(found) for found, gradient in now):
+            return "its gradients were changed since; call on_step after every backward"
+        return None
+
+
+def _is_set(gradient: Any) -> bool:
+    """Return whether a gradient has not been cleared."""
+    return gradient is not None and bool(local_values(gradient).any())
+
+
+def local_values(gradient: Any) -> Any:
+    """Return the values of a gradient that this process has."""
+    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return local.coalesce().values() if local.is_sparse else local
 
 
 def set_gradients(state: Any, gradients: Mapping[str, Any]) -> list[str]:
@@ -343,7 +422,11 @@ def _differ(one: Any, other: Any) -> bool:
 
 def _is_module(value: object) -> bool:
     torch: Any = loaded("torch")
-    return torch is not None and isinstance(value, torch.nn.Module)
+    if torch is None or not isinstance(value, torch.nn.Module):
+        return False
+    from ..graph import is_module
+
+    return is_module(value)
 
 
 def _is_watched(value: object) -> bool:
@@ -357,7 +440,7 @@ def _tensors(path: str, part: Any) -> Iterator[tuple[str, Any]]:
         return
     for name, value in _searched(path, part):
         below: Iterable[tuple[Any, Any]] = ()
-        if isinstance(value, torch.nn.Module):
+        if _is_module(value):
             below = chain(value.named_parameters(), value.named_buffers())
         elif isinstance(value, torch.optim.Optimizer):
             below = enumerate(one for group in value.param_groups for one in group["params"])

@@ -35,6 +35,7 @@ from ..options import Reshard, Resume
 from .announce import announce
 from .extras import GLOBAL_GENERATORS, GRADIENTS, check_names, is_own, restore_extras, templates_of
 from .hyperparameters import Hyperparameters
+from .initial import InitialState
 from .objects import set_gradients
 from .states import STATE, LoopArguments, StateAdapter
 
@@ -157,7 +158,7 @@ def resume_step(resume: Resume, manager: CheckpointManager, *, option: str = "re
 def restore(
     manager: CheckpointManager,
     adapter: StateAdapter,
-    template: Any,
+    initial: InitialState,
     extras: Mapping[str, Any],
     options: LoopArguments,
 ) -> Resumed | None:
@@ -167,7 +168,8 @@ def restore(
     restored or the run ends: there is no fallback.
     """
     chosen = resume_step(options.resume, manager)
-    mine = Hyperparameters(adapter, template, extras)
+    template = initial.template()
+    mine = Hyperparameters(adapter, template, extras, initial)
     templates: dict[str, Any] = {STATE: adapter.template(template)}
     kwargs = {STATE: adapter.restore_kwargs()}
     if has_extras := bool(extras) or adapter.may_have_gradients:

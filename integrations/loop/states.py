@@ -13,7 +13,7 @@ from typing import Any
 
 from ...engine.errors import OptionError
 from ...engine.handlers import AsyncCheckpointHandler
-from ...engine.pytree import loaded
+from ...engine.pytree import MAX_DEPTH, flatten, loaded
 from ...engine.sources import Misfits, load_weights
 from ...engine.storage import Place
 from ..options import CallbackOptions, ProgramOptions
@@ -133,13 +133,28 @@ def _has_params(state: Any) -> bool:
     return is_replaceable and hasattr(state, _PARAMS)
 
 
-def located(value: Any, wanted: Callable[[Any], bool], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Generate the objects in dicts, lists and tuples, each with its keys joined by dots."""
-    if wanted(value):
-        yield path, value
-    elif isinstance(value, (dict, list, tuple)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from located(item, wanted, f"{path}.{key}" if path else str(key))
+def located(value: Any, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
+    """Generate the objects in dicts, lists and tuples, each with its keys joined by dots; open each once."""
+    open_, seen = [("", value)], set[int]()
+    while open_:
+        path, one = open_.pop()
+        if wanted(one):
+            yield path, one
+        elif isinstance(one, (dict, list, tuple)) and id(one) not in seen:
+            seen.add(id(one))
+            below = one.items() if isinstance(one, dict) else enumerate(one)
+            open_ += reversed([(f"{path}.{key}" if path else str(key), item) for key, item in below])
+
+
+def check_depth(tree: Any) -> None:
+    """Raise UnsupportedLeafError if containers are nested too deeply, or hold themselves: other code recurses."""
+    level = [tree] if isinstance(tree, (dict, list, tuple)) else []
+    for _ in range(MAX_DEPTH + 1):
+        items = (item for one in level for item in (one.values() if isinstance(one, dict) else one))
+        level = list({id(item): item for item in items if isinstance(item, (dict, list, tuple))}.values())
+        if not level:
+            return
+    flatten(tree)
 
 
 def is_deleted(tree: Any) -> bool:

@@ -16,7 +16,7 @@ from ...engine.manager import CheckpointManager, plain_metrics
 from ...engine.pytree import FreshTypes
 from ...engine.stateful import encode_state, state_of
 from .extras import GLOBAL_GENERATORS, GRADIENTS, changes_in_place, is_own, moves, tree_of
-from .objects import TensorVersions, is_versioned
+from .objects import TensorVersions, is_versioned, local_values
 from .states import STATE, StateAdapter, is_deleted
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ class LastStep:
             self._has_warned = True
             logger.warning(
                 "step %d is saved without the gradients of %d parameters (%s), which no optimizer has used yet: "
-                "several processes do not save them. Call on_step after optimizer.step(), not for each micro-batch",
+                "several processes do not save them. Call on_step after optimizer.step(), not for each micro-batch, "
+                "and before the next backward; if the program clears them unused, they are no loss",
                 self.step,
                 len(gradients),
                 shortened(list(gradients)),
@@ -141,8 +142,7 @@ class LastStep:
 
 def _is_finite(gradient: Any) -> bool:
     """Return whether an optimizer would use a gradient: a scaler leaves out a step whose gradients overflow."""
-    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return bool((local.coalesce().values() if local.is_sparse else local).isfinite().all())
+    return bool(local_values(gradient).isfinite().all())
 
 
 def _taking(extra: Any) -> Callable[[Any], Any]:

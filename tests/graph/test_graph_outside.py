@@ -381,7 +381,7 @@ class Plain:
     """An object of the program."""
 
 
-@pytest.mark.parametrize("kind", [Worker, Part])
+@pytest.mark.parametrize("kind", [Worker, Part, torch.nn.Linear])
 @pytest.mark.parametrize("component", [False, True], ids=["object", "component"])
 def test_classes_decorated_by_ray_are_code(kind: type, component: bool, tmp_path: Path) -> None:
     for start in range(2):

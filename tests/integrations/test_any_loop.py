@@ -482,6 +482,65 @@ def test_gradients_that_no_optimizer_has_used_are_saved(kind: str, tmp_path: Pat
     assert held == {1: True, 5: True, 9: False}
 
 
+def step_before_backward(net: Any, optimizer: Any, step: int) -> None:
+    """The optimizer's step of the last three micro-batches comes with the next one."""
+    if step % 3 == 1:
+        optimizer.step()
+        optimizer.zero_grad()
+    net(torch.randn(4, 3)).square().mean().backward()
+
+
+def two_losses(net: Any, optimizer: Any, step: int) -> None:
+    """The gradient of a second loss goes into the next step."""
+    net(torch.randn(4, 3)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=step % 2 == 0)
+    net(torch.randn(4, 3)).abs().mean().backward()
+
+
+def cleared_after_the_step(net: Any, optimizer: Any, step: int) -> None:
+    net(torch.randn(4, 3)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("one", [step_before_backward, two_losses, cleared_after_the_step])
+def test_gradients_of_a_backward_after_the_optimizers_step_are_saved(one: Any, tmp_path: Path) -> None:
+    def train(directory: Path, stop: int) -> list[Any]:
+        torch.manual_seed(4)
+        net = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        state = {"net": net, "optimizer": optimizer}
+        with hf.CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
+            state, start = checkpoint.restore_or_initialize(state)
+            for step in range(start + 1, stop + 1):
+                one(net, optimizer, step)
+                checkpoint.on_step(step, state)
+        return list(net.state_dict().values())
+
+    whole = train(tmp_path / "whole", 9)
+    for stop in (3, 4, 5):
+        train(tmp_path / f"{stop}", stop)
+        assert all(map(torch.equal, train(tmp_path / f"{stop}", 9), whole)), stop
+    held = "accumulated_gradients" in hf.load(tmp_path / "whole" / "4", item="extras")
+    assert held == (one is not cleared_after_the_step)
+
+
+def test_a_step_whose_gradients_have_grown_since_is_not_saved_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = torch.nn.Linear(3, 2)
+    state = {"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
+    with hf.CheckpointCallback(tmp_path, save_interval_steps=100) as checkpoint:
+        checkpoint.restore_or_initialize(state)
+        for step in (1, 2):
+            net(torch.randn(4, 3)).square().mean().backward()
+            if step == 1:
+                checkpoint.on_step(step, state)
+    assert "step 1 is not saved at the end: its gradients were changed since" in caplog.text
+    assert checkpoint.manager.all_steps() == []
+
+
 # ---- hyperparameters that the program has changed
 
 
@@ -542,19 +601,23 @@ def test_what_a_schedule_moves_is_no_difference(tmp_path: Path, caplog: pytest.L
     assert "hyperparameters differ" not in caplog.text
 
 
+@pytest.mark.parametrize("given", ["a state", "a function"])
 @pytest.mark.parametrize(("chosen", "rate"), [("saved", 0.1), ("program", 0.4)])
 def test_a_new_rate_of_optax_is_said_and_can_be_chosen(
-    chosen: Any, rate: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    given: str, chosen: Any, rate: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "holdfast")
 
-    def state_with(given: Any) -> dict[str, Any]:
-        params = {"w": jnp.ones(2)}
-        optimizer = optax.chain(
-            optax.clip(1.0),
-            optax.inject_hyperparams(optax.adamw)(given, weight_decay=optax.linear_schedule(0.1, 0.2, 3)),
-        )
-        return {"params": params, "opt": optimizer.init(params)}
+    def state_with(rate: float) -> Any:
+        def init() -> dict[str, Any]:
+            params = {"w": jnp.ones(2)}
+            optimizer = optax.chain(
+                optax.clip(1.0),
+                optax.inject_hyperparams(optax.adamw)(rate, weight_decay=optax.linear_schedule(0.1, 0.2, 3)),
+            )
+            return {"params": params, "opt": optimizer.init(params)}
+
+        return init if given == "a function" else init()
 
     with hf.CheckpointCallback(tmp_path) as checkpoint:
         state, _ = checkpoint.restore_or_initialize(state_with(0.1))

@@ -183,6 +183,19 @@ def make_torch() -> Any:
     return {"net": torch.nn.Linear(1, 1)}
 
 
+def nested(levels: int) -> Any:
+    tree: Any = jnp.ones(1)
+    for _ in range(levels):
+        tree = [tree]
+    return tree
+
+
+def within_itself() -> Any:
+    tree: list[Any] = []
+    tree.append(tree)
+    return tree
+
+
 class Counter:
     """An extra whose state cannot be saved."""
 
@@ -204,6 +217,13 @@ class Counter:
         ({"w": 1, "seen": {(1, 2)}}, {}, "seen: is a set with an element of type tuple"),
         ({"w": 1 << (1 << 23)}, {}, "w: is an integer of 8388609 bits"),
         ({"w": {1.5: 1}}, {}, "w: dict has the key 1.5"),
+        (
+            {"w": nested(600)},
+            {},
+            "deeper than 200 levels; keep their values in one list, such as that of jax.tree.leaves",
+        ),
+        ({"w": within_itself()}, {}, "w/0: list contains itself"),
+        ({"w": 1}, {"tree": nested(600)}, "deeper than 200 levels"),
         ({"w": jnp.ones(2)}, {"config": {"act": lambda w: w, "w": jnp.ones(1)}}, "config/act: is of type function"),
         ({"w": jnp.ones(2)}, {"lock": threading.Lock()}, "lock: is of type _thread.lock"),
     ],
