@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -263,7 +263,7 @@ def _unsaved_attributes(state: Any) -> Mapping[str, Any]:
 class _Gradient:
     """The gradient of a parameter at an instant; a later backward makes another tensor, or another version of it."""
 
-    tensor: weakref.ref[Any]
+    tensor: Callable[[], Any]  # a weak reference
     version: int
 
     @classmethod
@@ -271,7 +271,7 @@ class _Gradient:
         return cls(weakref.ref(gradient), gradient._version)
 
     def is_now(self, gradient: Any) -> bool:
-        return self.tensor() is gradient and self.version == gradient._version
+        return gradient is not None and self.tensor() is gradient and self.version == gradient._version
 
 
 class UsedGradients:

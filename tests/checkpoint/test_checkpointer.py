@@ -367,7 +367,9 @@ def test_arguments_of_other_libraries_get_advice(taker: str, call: Any, tmp_path
 
 @pytest.mark.parametrize("options", [hf.Layout, hf.SaveArgs, hf.RestoreArgs, hf.ArrayRestoreArgs])
 def test_options_of_arrays_explain_names_of_other_libraries(options: Any) -> None:
-    with pytest.raises(hf.UnknownArgumentError, match=r"'ocdbt_target_data_file_size': here it is data_file_bytes"):
+    with pytest.raises(
+        hf.errors.UnknownArgumentError, match=r"'ocdbt_target_data_file_size': here it is data_file_bytes"
+    ):
         options(ocdbt_target_data_file_size=1 << 30)
-    with pytest.raises(hf.UnknownArgumentError, match="'save_concurrent_gb': leave it out"):
+    with pytest.raises(hf.errors.UnknownArgumentError, match="'save_concurrent_gb': leave it out"):
         options(save_concurrent_gb=4)
