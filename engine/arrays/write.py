@@ -22,7 +22,7 @@ from ..distributed import ProcessInfo
 from ..errors import OptionError, UnsupportedLeafError
 from ..format import FileRecord, crc32c, encode_document
 from ..pytree import ArrayLeaf, Box, Details, Piece, TreeDef, ValueLeaf, format_path, to_document
-from ..storage import DataFile, Location, Segment
+from ..storage import DataFile, Location, Segment, parallel_map
 from .assignment import WriteAssignment
 from .encode import ChunkToCompress, Digests, Source, segment_parts, write_compressed
 from .fragments import data_path, make_fragment, merge_fragments, short_token
@@ -153,7 +153,7 @@ class TreeWriter:
         if isinstance(self._tree.leaves, Snapshot):
             self._tree.leaves.complete()
         data = location / "d"
-        data.make_directory()
+        data.make_directory(sync=False)  # merging syncs the folder around it
         token = short_token(member.token or secrets.token_hex(16))
         chunks = self._chunks_of(member)
         sources = self._sources(chunks)
@@ -234,11 +234,11 @@ class TreeWriter:
             raise UnsupportedLeafError(
                 f"{location}: tree.json cannot hold this tree: {error}; put long texts into arrays"
             ) from error
-        for path, content in ((INDEX, nodes), (TREE, structure), (MANIFEST, manifest)):
-            written[path] = write_file(location / path, content)
-        (location / "d").sync_directory()
-        location.sync_directory()
-        return written
+        files = {INDEX: nodes, TREE: structure, MANIFEST: manifest}
+        # A disk makes what is synced at the same time durable in one go, and a store takes the files side by side.
+        records = parallel_map(lambda path: write_file(location / path, files[path]), list(files), len(files))
+        parallel_map(Location.sync_directory, [location / "d", location], 2)
+        return written | dict(zip(files, records, strict=True))
 
     def _chunks_of(self, member: ProcessInfo) -> ChunkIds:
         return self.plan.chunks_of(self._catalog, member)

@@ -180,6 +180,7 @@ class PendingCheckpoint:
         self._stale: list[str] = []  # folders that the old checkpoint had replaced, and that are there again
         self._marker_size: int | None = None
         self._begun = False
+        self._is_new = False  # whether this save has made the directory
         self._claimed = False
         self._marked = False
         self._stays = False
@@ -196,7 +197,7 @@ class PendingCheckpoint:
         if self._begun:
             return
         self._begun = True
-        self.location.make_directory()
+        self._is_new = self.location.make_directory()
         if self.location.is_local and not self.continues:
             self._lock.make()
             self._check_unchanged()
@@ -324,7 +325,8 @@ class PendingCheckpoint:
             if (self.location / path).is_directory():  # one of the old checkpoint may be missing
                 (self.location / path).sync_directory()
         self.location.sync_directory()
-        self.location.parent.sync_directory()
+        if not self._is_new:  # the directory of a save that was interrupted, perhaps before its name was durable
+            self.location.parent.sync_directory()
 
     def _is_whole(self, record: CheckpointRecord) -> bool:
         """Whether all files are there; asked only where another save may have removed some."""

@@ -63,9 +63,7 @@ class PreparedGraph:
             shares, fragments = zip(*pairs, strict=True)
             files = self._own.merge(folder / OWN_FOLDER, shares)
             own = {f"{OWN_FOLDER}/{path}": known for path, known in files.items()}
-        files = {**self._tree.merge(folder, fragments), **own}
-        folder.sync_directory()
-        return {**files, **self._files}
+        return {**self._tree.merge(folder, fragments), **own, **self._files}
 
 
 class NativeTree(TreeReader):

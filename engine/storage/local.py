@@ -123,8 +123,9 @@ class LocalBackend:
         if atomic:
             _sync_directory(parent, drive=True)
 
-    def make_directory(self, key: str, *, sync: bool) -> None:
+    def make_directory(self, key: str, *, sync: bool) -> bool:
         missing = []
+        is_new = False
         path = key
         while not os.path.isdir(path) and os.path.dirname(path) != path:
             missing.append(path)
@@ -133,12 +134,15 @@ class LocalBackend:
             with os_errors(path, "create the directory"):
                 try:
                     os.mkdir(path)
+                    is_new = True
                 except FileExistsError:  # another process was faster, or it is a file
                     if not os.path.isdir(path):
                         raise
+                    is_new = False
         if sync:
             for path in reversed(missing):
                 self.sync_directory(os.path.dirname(path))
+        return is_new
 
     def sync_directory(self, key: str) -> None:
         _sync_directory(key)

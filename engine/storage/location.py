@@ -381,13 +381,16 @@ class Location:
         assert isinstance(self._backend, ObjectStoreBackend)
         self._backend.remove_if(self._key, expected)
 
-    def make_directory(self, *, sync: bool = True) -> None:
+    def make_directory(self, *, sync: bool = True) -> bool:
         """Create this directory and its parents; one that exists is fine. Object stores need none.
 
         Args:
             sync: Whether the new names are durable on return.
+
+        Returns:
+            Whether there was none.
         """
-        self._backend.make_directory(self._key, sync=sync)
+        return self._backend.make_directory(self._key, sync=sync)
 
     def sync_directory(self) -> None:
         """Make the names inside this directory durable."""

@@ -255,8 +255,8 @@ class ObjectStoreBackend:
             time.sleep(0.05 * attempt)
         raise AssertionError
 
-    def make_directory(self, key: str, *, sync: bool) -> None:
-        pass  # prefixes need no creation
+    def make_directory(self, key: str, *, sync: bool) -> bool:
+        return False  # prefixes need no creation
 
     def sync_directory(self, key: str) -> None:
         pass  # every written object is listed

@@ -65,6 +65,15 @@ def test_order_of_one_save(disk: Disk) -> None:
     assert ("unlink", "new/run/7/checkpoint.partial") in after
 
 
+def test_nothing_is_synced_without_need(disk: Disk) -> None:
+    """Each file and directory once; the checkpoint's directory for its marker, for its items and for its record."""
+    hf.save(disk.root / "new", tree(7))
+    synced = [re.sub("[0-9a-f]{8,}", "*", path) for name, path in disk.calls if name == "fsync"]
+    once = [".", "new/.holdfast-*", "new/checkpoint.partial", "new/state", "new/state/d", "new/state/d/*.0.0"]
+    once += ["new/state/d/index", "new/state/manifest.ocdbt", "new/state/tree.json"]
+    assert sorted(synced) == sorted([*once, "new", "new", "new"])
+
+
 def test_done_means_synced(disk: Disk) -> None:
     reported: list[bool] = []
 
