@@ -87,15 +87,14 @@ def restore(states: Mapping[str, Any]) -> list[str]:
 
 def _restore(states: Mapping[str, Any]) -> list[str]:
     if "python" in states:
-        words, version, has_gauss, gauss = _unpacked(states["python"])
-        random.setstate((version, tuple(words.tolist()), gauss if has_gauss else None))
+        random.setstate(_state_of_python(states["python"]))
     if "numpy" in states:
         np.random.set_state(_state_of_numpy(states["numpy"]))
     torch: Any = loaded("torch")
     if torch is None:
         return []
     if "torch" in states:
-        torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+        torch.set_rng_state(torch.tensor(np.asarray(states["torch"]), dtype=torch.uint8))
     missing = []
     for name in _DEVICES:
         found = states.get(name, ())
@@ -112,6 +111,13 @@ def _restore(states: Mapping[str, Any]) -> list[str]:
         else:
             missing.append("mps")
     return missing
+
+
+def _state_of_python(saved: Any) -> Any:
+    if isinstance(saved, dict):  # as the first version saved it in runs of Lightning
+        return saved["version"], tuple(saved["words"].tolist()), saved["gauss"]
+    words, version, has_gauss, gauss = _unpacked(saved)
+    return version, tuple(words.tolist()), gauss if has_gauss else None
 
 
 def _state_of_numpy(saved: Any) -> Any:

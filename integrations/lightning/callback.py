@@ -24,17 +24,13 @@ from ..loop import (
     Stop,
     announce,
     check_resume,
+    part,
     resume_step,
     warn_of_misfits,
 )
 from ..options import Partial, Reshard, Resume
 from .arguments import CallbackArguments
-from .io import (
-    ResumePath,
-    ResumingCallback,
-    install,
-    redirect_resume,
-)
+from .io import ResumePath, ResumingCallback, install, redirect_resume
 from .saver import FitSaver
 from .stopping import Preempted, Signals, leave, requeue, take_over_requeue
 from .store import Published, RunStore
@@ -211,10 +207,9 @@ class CheckpointCallback(ResumingCallback):
         self._signals: Signals | None = None
         self._evaluation: Stop | None = None
         self._saver: FitSaver | None = None
-        self._has_saved = False
         self._has_weights = False
         self._searches = Searches()
-        self._decides = False  # whether a trainer was given no path, so that the directory decides
+        self._decides = False  # whether the trainer was given no path, so that the directory decides
         follow_choices(CheckpointCallback)
 
     @property
@@ -244,11 +239,11 @@ class CheckpointCallback(ResumingCallback):
                 not there.
         """
         steps = self._store.steps()
-        if self._store.may_fetch:  # the mirror is asked in setup, when the processes have met
+        if self._store.may_fetch:  # ``setup`` asks the mirror, when the processes are connected.
             return ResumePath(self._store.directory) if steps and self._options.resume in ("auto", "must") else None
         if self._options.resume == "must":
             check_resume("must", steps, self._store.directory)
-        step = None if self._has_saved else resume_step(self._options.resume, self._store.manager)
+        step = None if self._store.has_saved else resume_step(self._options.resume, self._store.manager)
         return ResumePath(self._store.directory, step) if steps else None
 
     # ---- what trainers and loggers ask of a ModelCheckpoint; scores are 0-d tensors, and None without best_fn
@@ -276,7 +271,7 @@ class CheckpointCallback(ResumingCallback):
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
-        """Ignores the path from a trainer that has forked its processes, as the directory has it."""
+        """Ignore the path from a trainer that has forked its processes, as the directory has it."""
 
     @property
     def best_model_score(self) -> torch.Tensor | None:
@@ -301,7 +296,7 @@ class CheckpointCallback(ResumingCallback):
         return {self._store.path_of(step): torch.tensor(score) for step, score in scores.items() if score is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy of this callback needs: it is one that has not begun, for the same directory."""
+        """Return the state of a copy of this callback for the same directory, which has not begun."""
         anew = {"_preemption": PreemptionSignal(self._options.preemption_signals()), "_searches": Searches()}
         return {**vars(self), "_signals": None, "_evaluation": None, "_saver": None, **anew}
 
@@ -342,17 +337,18 @@ class CheckpointCallback(ResumingCallback):
                 f"save_on_exception=True works in one process, and this run has {trainer.world_size}: where one of "
                 "them fails, the others may wait for it and cannot save"
             )
-        # Trainers look for a checkpoint before they ask the module for its callbacks, this one perhaps among them.
+        # Trainers choose a checkpoint before they ask the module for its callbacks, which may include this one.
         redirect_resume(trainer, lambda path: self._begin_from(trainer, self._chosen(trainer, path)))
         self._store.fetch()
-        if self._options.resume == "never" and not self._has_saved:
+        if self._options.resume == "never" and not self._store.has_saved:
             check_resume("never", self._store.steps(), self._store.directory)
         self._store.open()
-        self._publish(trainer)  # what a process that was killed has not
+        if trainer.is_global_zero:
+            self._published.update(self._store.manager)  # a process that was killed may not have done it
         self._searches.begin(trainer)
         self._take_over_signals(trainer)
         stop = self._stop(trainer, trainer.fit_loop.epoch_loop.val_loop)
-        if isinstance(stop, OwnStop):  # others agree as soon as training has begun, after the first batch
+        if isinstance(stop, OwnStop):  # Several processes agree as soon as training has begun, after the first batch.
             self._evaluation = stop
         self._saver = FitSaver(
             trainer,
@@ -360,8 +356,8 @@ class CheckpointCallback(ResumingCallback):
             self._options,
             self._preemption,
             stop,
-            attached=lambda: any(callback is self for callback in trainer.callbacks),
-            announce=lambda: self._announce(trainer),
+            self,
+            self._published,
         )
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -372,13 +368,13 @@ class CheckpointCallback(ResumingCallback):
                 checkpoint[POSITION]["found"] = found
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Take the position in the data and the random generators, for the moment when the loops need them."""
+        """Keep the position in the data and the random generators until the loops need them."""
         if self._saver is not None and not is_search_file(trainer.ckpt_path):
             self._searches.replace(trainer, checkpoint.get(POSITION, {}).get("found", {}))
-            self._saver.go_on_from(checkpoint)
+            self._saver.resume_from(checkpoint)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note what the program has set in its optimizers, before what was saved replaces it."""
+        """Note what the program has set in its optimizers, before the restore replaces it."""
         if self._saver is not None:
             self._saver.begin_fit()
 
@@ -389,7 +385,7 @@ class CheckpointCallback(ResumingCallback):
             self._saver.begin()
 
     def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Leave a validation that would outlast the time that a preempted process has."""
+        """Leave a validation after a preemption, as the time may run out."""
         self._store.observer.reached("validation", trainer.global_step)
         if self._saver is None or trainer.sanity_checking:
             self._leave_evaluation(trainer)
@@ -410,7 +406,7 @@ class CheckpointCallback(ResumingCallback):
             self._saver.notice_metrics()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Say so if a run that had ended already was started again."""
+        """Announce that there was nothing left to do, where a run had ended already."""
         if self._saver is not None:
             self._saver.finish()
 
@@ -424,7 +420,7 @@ class CheckpointCallback(ResumingCallback):
         try:
             self._end(trainer, orderly=False, error=exception)
         except HoldfastError:
-            # The exception under way matters more; this one must not take its place.
+            # The exception under way matters more, so this one must not replace it.
             logger.exception("a save failed in the background while training was ending with an exception")
 
     def teardown(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -436,14 +432,14 @@ class CheckpointCallback(ResumingCallback):
         self._end(trainer, orderly=True)
 
     def _chosen(self, trainer: Any, path: Any) -> Any:
-        """Return the path to resume from: the one that was named, or the one that process 0 has found for all."""
+        """Return the path to resume from: the one that was given, or the one that process 0 has found for all."""
         decides, self._decides = self._decides, False
         path = None if is_left_alone(trainer, path) else path
         named = path and not isinstance(path, ResumePath)
         if named and not decides:
             return path
         if self._searches.are_all(trainer):
-            return None  # a Tuner finds the same whenever the program is started, also where the fit after it resumes
+            return None  # A Tuner finds the same at every start of the program, also if the fit after it resumes.
         if named:
             # The trainer was given no path, and found the newer file of a ModelCheckpoint.
             ours = [one.ckpt_path for one in trainer.callbacks if isinstance(one, CheckpointCallback)]
@@ -480,7 +476,7 @@ class CheckpointCallback(ResumingCallback):
             leave(trainer, self._preemption)
 
     def _begin_from(self, trainer: Any, path: Any) -> Any:
-        """Take the weights of a fresh start, once; return the path to resume from."""
+        """Load the weights of a fresh start, once; return the path to resume from."""
         place = self._options.init_from
         if place is None or self._has_weights:
             return path
@@ -513,39 +509,15 @@ class CheckpointCallback(ResumingCallback):
         finally:
             saver.detach(orderly=orderly)
             if orderly:
-                self._store.part()
-            self._announce(trainer)
+                part(self._store.processes)
+            saver.announce()
         if has_begun and saver.has_started:
             ended = "preempted" if isinstance(error, Preempted) else "failed" if error is not None else "finished"
             facts = {"error": described(error)} if ended == "failed" and error is not None else {}
             self._store.manager.events.write(ended, step=trainer.global_step, **facts)
             if ended == "finished":
                 note_finished(self._store.directory, trainer.lightning_module)
-            self._log_events(trainer)
-
-    def _announce(self, trainer: Any) -> None:
-        """Inform loggers about committed checkpoints, from the trainer's thread."""
-        self._log_events(trainer)
-        reports = self._store.reports
-        if reports or self._store.has_late_metrics:
-            self._store.has_late_metrics = False
-            self._publish(trainer)
-        if not reports:
-            return
-        del reports[: len(reports)]
-        self._has_saved = True
-        if not trainer.is_global_zero:
-            return
-        for listener in trainer.loggers:
-            listener.after_save_checkpoint(weakref.proxy(self))
-
-    def _log_events(self, trainer: Any) -> None:
-        if self._store.events:
-            self._store.log_events(trainer.loggers if trainer.is_global_zero else ())
-
-    def _publish(self, trainer: Any) -> None:
-        if trainer.is_global_zero:
-            self._published.update(self._store.manager)
+            saver.announce()
 
 
 def _tensor(score: float | None) -> torch.Tensor | None:
@@ -553,13 +525,9 @@ def _tensor(score: float | None) -> torch.Tensor | None:
 
 
 def take_weights(trainer: Any, module: Any, place: Place, misfits: Misfits | None = None) -> Weights:
-    """Load the weights of a checkpoint into a module, strictly: parameters and buffers, all of them and no others.
+    """Load all parameters and buffers of a checkpoint into a module, or with ``misfits`` those that fit.
 
-    With ``misfits``, those that fit are loaded. Everything is read before the module is changed.
-
-    Raises:
-        TreeMismatchError: The state dicts differ; lists every difference.
-        OptionError: The trainer's strategy has taken the module apart already.
+    Everything is read before the module is changed.
     """
     if trainer.strategy.restore_checkpoint_after_setup:
         raise OptionError(
@@ -572,23 +540,18 @@ def take_weights(trainer: Any, module: Any, place: Place, misfits: Misfits | Non
     return weights
 
 
-# ---- the directories in which this process has finished a run, and the modules of these runs
-
-
-_modules: dict[str, weakref.ref[Any]] = {}  # by the URL of the directory; a module that is gone is no other's
+# The modules of the runs that this process has finished, by the URL of the directory. Nothing but the process itself
+# connects the runs of a cross-validation.
+_modules: dict[str, weakref.ref[Any]] = {}
 
 
 def note_finished(directory: Location, module: Any) -> None:
-    """Note that a run of a module has ended as it should."""
+    """Note that training of a module has finished."""
     _modules[directory.url] = weakref.ref(module)
 
 
 def check_module(directory: Location, module: Any) -> None:
-    """Refuse to resume a run that this process has finished, with another module: it is most likely another run.
-
-    Raises:
-        StateError: The module is another one, as in the next fold of a cross-validation.
-    """
+    """Refuse to resume a run that this process has finished with another module: it is most likely another run."""
     finished = _modules.get(directory.url)
     if finished is not None and finished() is not module:
         raise StateError(

@@ -1,22 +1,20 @@
-"""What an epoch consists of beside its counters: data loaders, random generators, and running averages.
+"""The state of an epoch beside its counters: data loaders, random generators, and running averages.
 
-Lightning's own checkpoints leave running averages out, so that the mean over an epoch that was resumed is that of its
-remaining batches.
+Lightning's own checkpoints lack the running averages: the mean over an epoch that was resumed is that of its remaining
+batches.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...engine.errors import StateError
-from ...engine.generators import same_state
+from ...engine.generators import as_tree, capture, restore, same_state
 from ...engine.pytree import loaded
 from ...engine.stateful import generators_of, is_torchdata_loader, restore_state, state_of, warn_of_lost_draws
 from .wall import begin_counting, keep_running_averages, running_averages
@@ -43,11 +41,7 @@ def loader_states(loaders: Sequence[object]) -> list[Any]:
 
 
 def load_loader_states(loaders: Sequence[object], saved: Sequence[Any]) -> None:
-    """Give the loaders that carry a state the states that :func:`loader_states` returned.
-
-    Raises:
-        StateError: There are more or fewer such loaders than states.
-    """
+    """Give the loaders that carry a state the states that :func:`loader_states` returned."""
     stateful = [loader for loader in loaders if _is_stateful(loader)]
     if len(stateful) != len(saved):
         raise StateError(
@@ -64,14 +58,14 @@ def end_loader_epoch(loaders: Sequence[Any], saved: Sequence[Any]) -> None:
     """Take the loaders that carry a state to the end of an epoch, so that the next iterator begins a new one."""
     load_loader_states(loaders, saved)
     for loader in filter(_is_stateful, loaders):
-        # Left to the next epoch, this iterator would be the one that takes the state up, and have no batches.
+        # The first iterator applies the state and has no batches, so it must not be that of the next epoch.
         iterator = iter(loader)
         if iterator is not loader:
-            next(iterator, None)  # one that is written as a generator does nothing before that
+            next(iterator, None)  # A generator function does nothing before its first value.
 
 
 def all_stateful(loaders: Sequence[object]) -> bool:
-    """Return whether every loader knows its own position, so that no batch has to be drawn again to find it."""
+    """Return whether every loader saves its own position, so that no batch has to be drawn again."""
     return all(map(_is_stateful, loaders))
 
 
@@ -86,12 +80,12 @@ def set_sampler_epoch(loaders: Sequence[object], epoch: int) -> None:
 
 
 def prefetched(fetcher: Any) -> list[Any]:
-    """Return the batches that were drawn ahead: one for loaders of unknown length, to know which is the last."""
+    """Return the batches that were drawn ahead: one for loaders of unknown length, to detect the last batch."""
     return list(getattr(fetcher, "batches", ()))
 
 
 def begin_with(fetcher: Any, batches: Sequence[Any], done: bool) -> None:
-    """Make a fetcher's iterator with batches drawn ahead; ``done`` is whether the last one was handed out."""
+    """Make a fetcher's iterator with batches drawn ahead; ``done`` tells whether the loop has had the last one."""
     fetcher.iterator = iter(fetcher.combined_loader)
     fetcher.reset()
     fetcher.batches = list(batches)
@@ -99,11 +93,7 @@ def begin_with(fetcher: Any, batches: Sequence[Any], done: bool) -> None:
 
 
 def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> None:
-    """Draw the batches that this epoch has trained on already, calling ``before`` with the number drawn so far.
-
-    Raises:
-        StateError: There are fewer batches than that.
-    """
+    """Draw the batches that this epoch has trained on already, calling ``before`` with the number drawn so far."""
     draws_ahead = fetcher.length is None and hasattr(fetcher, "batches")
     source = fetcher if draws_ahead else fetcher.iterator
     for drawn in range(count):
@@ -122,24 +112,24 @@ def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> Non
 
 
 def keeps_iterator(loader: Any) -> bool:
-    """Return whether a loader keeps its iterator and workers for ever; only the first iterator draws their seed."""
+    """Return whether a loader keeps its iterator and workers across epochs; only the first one draws their seed."""
     return bool(getattr(loader, "persistent_workers", False)) and hasattr(loader, "_iterator")
 
 
 def drop_iterator(loader: Any) -> None:
-    """Make the next ``iter()`` of a loader that keeps its iterator start workers anew."""
+    """Let the next ``iter()`` of a loader that keeps its iterator start new workers."""
     if keeps_iterator(loader) and loader._iterator is not None:
         loader._iterator._shutdown_workers()
         loader._iterator = None
 
 
 def marks(iterators: Sequence[Any]) -> list[tuple[Any, int]]:
-    """Return marks that show at the next batch whether an iterator has begun again."""
+    """Return what :func:`has_restarted` compares at the next batch."""
     return [(iterator, getattr(iterator, "_num_yielded", 0)) for iterator in iterators]
 
 
 def has_restarted(before: Sequence[tuple[Any, int]], after: Sequence[tuple[Any, int]]) -> bool:
-    """Return whether one of the iterators was replaced, or is the same and counts anew."""
+    """Return whether one of the iterators was replaced, or was reset and counts from 0 again."""
     return any(
         new is not old or (count and count <= counted)
         for (old, counted), (new, count) in zip(before, after, strict=True)
@@ -153,67 +143,52 @@ def _is_stateful(loader: object) -> bool:
 # ---- random generators
 
 
-def capture_generators(device: torch.device, loaders: Sequence[object]) -> dict[str, Any]:
-    """Return the state of all generators: of Python, numpy, torch, the device, and of the loaders and their parts."""
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(legacy=False),
-        "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
-        "loaders": loader_generators(loaders),
-    }
-    if device.type != "cpu":
-        state["device"] = {"type": device.type, "state": getattr(torch, device.type).get_rng_state()}
-    return state
+def capture_generators(loaders: Sequence[object]) -> dict[str, Any]:
+    """Return the states of the global generators, and of those that the loaders and their parts hold."""
+    return {**as_tree(capture()), "loaders": loader_generators(loaders)}
 
 
 def restore_generators(state: dict[str, Any], device: torch.device, loaders: Sequence[object]) -> None:
     """Give all generators the state that :func:`capture_generators` took, without those that are gone."""
-    if "torch" in state:
-        torch.set_rng_state(state["torch"])
-    if "numpy" in state:
-        np.random.set_state(state["numpy"])
-    if (python := state.get("python")) is not None:
-        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    restore(state)
     restore_loader_generators(state.get("loaders", {}), loaders)
-    saved = state.get("device")
+    saved = state.get("device")  # the first version saved the generator of one device
     if saved is not None and saved["type"] == device.type:
         getattr(torch, device.type).set_rng_state(saved["state"])
 
 
 def loader_generators(loaders: Sequence[object]) -> dict[str, Any]:
     """Return the states of the generators that loaders and their parts hold, by name."""
-    return {name: state_of(generator) for name, generator in _generators(loaders)}
+    return {name: state_of(generator) for name, generator in _generators(loaders).items()}
 
 
 def restore_loader_generators(states: Mapping[str, Any], loaders: Sequence[object]) -> None:
-    for name, generator in _generators(loaders):
+    for name, generator in _generators(loaders).items():
         if name in states:
             restore_state(generator, states[name])
 
 
-def _generators(loaders: Sequence[object]) -> Iterator[tuple[str, Any]]:
-    """Yield every generator held by a loader or one of its parts, once, with a name such as ``0.sampler.rng``."""
-    seen: set[int] = set()
+def _generators(loaders: Sequence[object]) -> dict[str, Any]:
+    """Return every generator that a loader or one of its parts holds, once, by a name such as ``0.sampler.rng``."""
+    found: dict[int, tuple[str, Any]] = {}
     for index, loader in enumerate(loaders):
         for name, generator in generators_of(loader).items():
-            if id(generator) not in seen:
-                seen.add(id(generator))
-                yield f"{index}.{name}", generator
+            found.setdefault(id(generator), (f"{index}.{name}", generator))
+    return dict(found.values())
 
 
-# ---- averages over an epoch: what self.log(..., on_epoch=True) and torchmetrics have seen so far
+# ---- averages over an epoch, of self.log(..., on_epoch=True) and of torchmetrics
 
 
 def update_counts(trainer: Any) -> dict[str, int]:
-    """Return how often each of the module's torchmetrics has been updated since it was reset, by name."""
+    """Return the number of updates of each of the module's torchmetrics since its reset, by name."""
     return {name: int(metric._update_count) for name, metric in _metrics(trainer.lightning_module)}
 
 
 def capture_averages(trainer: Any, before: Mapping[str, int] | None = None) -> dict[str, Any]:
     """Return what has been accumulated since the epoch began, between two training batches.
 
-    ``before`` has the update counts at the beginning of an evaluation that will be repeated: the metrics that it has
+    ``before`` has the update counts at the start of a validation that will be repeated; metrics that the validation has
     updated are left out.
     """
     logged = running_averages(trainer)
@@ -231,7 +206,7 @@ def capture_averages(trainer: Any, before: Mapping[str, int] | None = None) -> d
 
 
 def restore_averages(trainer: Any, saved: Mapping[str, Any]) -> None:
-    """Put back what :func:`capture_averages` took, before the first batch after a resume."""
+    """Restore what :func:`capture_averages` returned, before the first batch after a resume."""
     _restore_metrics(trainer, saved["metrics"])
     results = running_averages(trainer)
     modules = dict(_metrics(trainer.lightning_module))
@@ -289,7 +264,7 @@ def _entry(metric: Any) -> dict[str, Any]:
         "reduce": meta.reduce_fx.__name__,
         "sync_dist": meta.sync.should,
         "rank_zero_only": meta.sync.rank_zero_only,
-        # A torchmetrics.Metric that was logged is saved as part of the module.
+        # A torchmetrics.Metric that was logged is saved with the module.
         "state": {state: getattr(metric, state).detach() for state in metric._defaults} if metric.is_tensor else {},
     }
 
@@ -303,24 +278,23 @@ def _metrics(module: Any) -> Iterator[tuple[str, Any]]:
             yield name, part
 
 
-# ---- random numbers that a dataset draws in the process that trains, in between those of the model
+# ---- random numbers that a dataset draws in the process that trains
 #
-# A resumed run draws the batches of its epoch again, without the model's steps between them. A dataset that is iterated
-# in the same process, and draws from the generators of the process, would draw other numbers then, and may fill its
-# buffers with other samples. So the state of a generator is noted before each batch where the dataset draws from it,
-# and something else has drawn from it since the batch before.
+# A resumed run draws the batches of its epoch again, without the model's steps between them. A dataset that runs in the
+# same process, and draws from the generators of the process, would then draw other numbers, and may fill its buffers
+# with other samples. So each batch for which the dataset draws from a generator notes the state of the generator before
+# it, where something else has drawn from that generator since the previous batch.
 
 
 logger = logging.getLogger("holdfast")
 
-MOST = 1000  # states of an epoch that are kept, of about 5 KB each
+MOST = 1000  # The limit on the states that are kept of an epoch, of about 5 KB each.
 
-_CPU = torch.device("cpu")
 _GENERATORS = ("torch", "numpy", "python")
 
 
 def draws_in_process(loaders: Sequence[Any]) -> bool:
-    """Return whether a dataset that is iterated runs in this process, and not in workers."""
+    """Return whether an iterable dataset runs in this process, and not in workers."""
     return any(
         isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset)
         and not getattr(loader, "num_workers", 0)
@@ -329,37 +303,31 @@ def draws_in_process(loaders: Sequence[Any]) -> bool:
 
 
 class Drawing:
-    """Follows the draws of one epoch, batch by batch."""
+    """Follows the draws of one epoch, from the state of the generators at its first batch on."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: Mapping[str, Any]) -> None:
         self._before: dict[str, Any] | None = None
-        self._after: dict[str, Any] = {}  # of each generator, after the last batch that drew from it
-
-    def begin(self, state: dict[str, Any]) -> None:
-        """Note the state of the generators at the first batch of an epoch."""
-        self._before, self._after = None, state
+        self._after = dict(state)  # the state of each generator after the last batch that drew from it
 
     def before(self) -> None:
         """Note the generators before a batch."""
-        self._before = capture_generators(_CPU, ())
+        self._before = capture()
 
     def after(self) -> dict[str, Any]:
-        """Return the states from which a batch was drawn that follow from no batch before it."""
+        """Return the states from which a batch was drawn that no earlier batch has left behind."""
         before, self._before = self._before, None
         if before is None:
             return {}
-        after, found = capture_generators(_CPU, ()), {}
-        for name in _GENERATORS:
-            if same_state(before[name], after[name]):
-                continue
-            if name not in self._after or not same_state(before[name], self._after[name]):
-                found[name] = before[name]
-            self._after = {**self._after, name: after[name]}
-        return found
+        after = capture()
+        moved = [name for name in _GENERATORS if not same_state(before[name], after[name])]
+        new = [name for name in moved if name not in self._after or not same_state(before[name], self._after[name])]
+        self._after |= {name: after[name] for name in moved}
+        tree = as_tree(before) if new else {}
+        return {name: tree[name] for name in new}
 
 
 def warn_of_draws() -> None:
-    """Say that an epoch has more batches with random numbers of their own than are noted."""
+    """Warn that the dataset draws random numbers for more batches of an epoch than are noted."""
     logger.warning(
         "the dataset draws random numbers in the process that trains (num_workers=0), between those of the model, in "
         "more than %d batches of an epoch: a run that resumes within the epoch draws others, and is not exact. Let "
@@ -369,7 +337,7 @@ def warn_of_draws() -> None:
     )
 
 
-# ---- what a program switches in its module while it trains, and no state dict holds
+# ---- flags of a module that a program switches while it trains, and that no state dict holds
 
 
 _Flags = dict[str, dict[str, bool]]
@@ -378,8 +346,8 @@ _Flags = dict[str, dict[str, bool]]
 class ModuleSwitches:
     """Follows the switches of a module: ``requires_grad``, as finetuning callbacks set it, and the modes of its parts.
 
-    What a program sets before it trains, a resumed one sets again, and its author may have changed it: only what was
-    switched since training began, in this process or in one before, is saved.
+    A program sets some before it trains, and sets them again when it resumes, perhaps to other values. So only switches
+    that have changed since training began, in this process or in an earlier one, are saved.
     """
 
     def __init__(self, module: Any) -> None:
@@ -388,7 +356,7 @@ class ModuleSwitches:
         self._earlier: _Flags = {}
 
     def switched(self) -> str:
-        """Return the switched flags as one leaf of a checkpoint; empty where there are none."""
+        """Return the flags that have changed as one leaf of a checkpoint; empty if there are none."""
         found = {
             kind: {
                 name: flag
@@ -400,7 +368,7 @@ class ModuleSwitches:
         return json.dumps(found) if any(found.values()) else ""
 
     def restore(self, switched: str) -> None:
-        """Set the flags that :meth:`switched` returned, of parts that are still there."""
+        """Set the flags that :meth:`switched` returned, of parts that the module still has."""
         self._earlier = json.loads(switched) if switched else {}
         owners = {"requires_grad": dict(self._module.named_parameters())}
         parts = dict(self._module.named_modules())
@@ -415,7 +383,7 @@ def _flags(module: Any) -> _Flags:
     return {
         "requires_grad": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
         "training": {name: part.training for name, part in parts.items()},
-        "track_running_stats": {  # of batch normalization
+        "track_running_stats": {
             name: part.track_running_stats for name, part in parts.items() if hasattr(part, "track_running_stats")
         },
     }

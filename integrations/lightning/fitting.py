@@ -1,4 +1,4 @@
-"""What a checkpoint holds for a module, its optimizers and schedulers, and what of it a changed program takes.
+"""How a checkpoint restores a module, its optimizers and schedulers, also those of a program that has changed.
 
 torch numbers the parameters of an optimizer by their order. A checkpoint of ours notes their names as well, so that
 what an optimizer keeps for a parameter follows it, even if the program has its parameters in another order now.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,27 +20,27 @@ from ...engine.pytree import unwrapped_name
 from ...engine.sources import Misfits
 from ..loop import Hyperparameters, StateAdapter
 from .strategies import is_sharded
-from .wall import LoopHooks, checkpoint_connector, is_search_file, loaded_checkpoint
+from .wall import LoopHooks, callbacks_of, checkpoint_connector, is_search_file, loaded_checkpoint
 
 _CHANGED = (
     "A run resumes with the model, the optimizers and the schedules that it had, or not at all. partial='initialize' "
     "restores what fits, and keeps the rest as it was initialized. To begin another run with these weights, choose "
     "another directory, and name this one with init_from="
 )
-_WEIGHTS, _AVERAGE = "current_model_state", "averaging_state"  # of WeightAveraging, with the average as state_dict
-_COUNTERS = ("last_epoch", "_step_count")  # of any schedule
-_OF_GROUPS = ("params", "param_names")  # what a group has beside options
+# Entries that WeightAveraging adds to a checkpoint, in which ``state_dict`` is the average.
+_WEIGHTS, _AVERAGE = "current_model_state", "averaging_state"
+_COUNTERS = ("last_epoch", "_step_count")  # which every schedule has
+_NO_OPTIONS = ("params", "param_names")  # entries of a group that are no options
 
 _Names = list[list[str | None]]
-"""For each group of an optimizer the names of its parameters; None for one that is not of the module."""
+"""The names of the parameters in each group of an optimizer; None for one that the module does not have."""
 _State = dict[str, Any]
 _Options = tuple[Mapping[str, Any], Mapping[str, Any]]
 """The options of a group, in the program and in the checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Optimizer:
-    """The class of an optimizer, and the names of its parameters, None where a checkpoint does not have them."""
+class _Optimizer(NamedTuple):
+    """The class of an optimizer, and the names of its parameters; None if the checkpoint does not have them."""
 
     kind: str
     names: _Names | None
@@ -50,9 +50,8 @@ class _Optimizer:
         return {name: index for index, name in flat if name is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """The optimizers that a checkpoint is of, and the classes of the schedulers that training began with."""
+class Description(NamedTuple):
+    """The optimizers of a checkpoint, and the classes of the schedulers that training began with."""
 
     optimizers: list[_Optimizer]
     schedulers: list[str]
@@ -63,7 +62,9 @@ class Description:
         names = {id(parameter): unwrapped_name(name) for name, parameter in parameters}
         return cls(
             [
-                _Optimizer(_class(one), [[names.get(id(value)) for value in group["params"]] for group in _groups(one)])
+                _Optimizer(
+                    _class(one), [[names.get(id(value)) for value in group["params"]] for group in one.param_groups]
+                )
                 for one in trainer.strategy.optimizers
             ],
             list(schedulers),
@@ -72,41 +73,39 @@ class Description:
     @classmethod
     def read(cls, text: str) -> Description:
         found = json.loads(text)
-        return cls([_Optimizer(kind, names) for kind, names in found["optimizers"]], found["schedulers"])
+        return cls([_Optimizer(*one) for one in found["optimizers"]], found["schedulers"])
 
     def text(self) -> str:
         """Return the description as one leaf of a checkpoint."""
-        return json.dumps(
-            {"optimizers": [(one.kind, one.names) for one in self.optimizers], "schedulers": self.schedulers}
-        )
+        return json.dumps(self._asdict())
 
 
 class Fitting:
-    """Gives the objects of one ``fit`` what a checkpoint has for them: all of it, or with ``misfits`` what fits."""
+    """Restores the objects of one ``fit`` from a checkpoint: all of it, or with ``misfits`` what fits."""
 
     def __init__(self, trainer: Any, misfits: Misfits | None, hooks: LoopHooks) -> None:
         self.misfits = misfits
         self._trainer = trainer
         self._saved: Description | None = None
         self._shapes: dict[str, torch.Size] = {}  # of the weights in the checkpoint
-        self._groups: list[tuple[int, list[int | None]]] = []  # by optimizer: groups saved; origins of its own
+        self._groups: list[tuple[int, list[int | None]]] = []  # by optimizer: saved groups, and the origins of its own
         self._described: tuple[list[int], str] | None = None
         self._schedulers: list[str] = []
         self._hyperparameters: Hyperparameters | None = None
         self._is_resumed = False
-        if not is_sharded(trainer.strategy):  # which loads by names, all of it
+        if not is_sharded(trainer.strategy):  # Such a strategy loads everything by name.
             hooks.place(trainer.strategy, "load_model_state_dict", self._load_model)
             hooks.place(trainer.strategy, "load_optimizer_state_dict", self._load_optimizers)
             hooks.place(checkpoint_connector(trainer), "restore_lr_schedulers", self._load_schedulers)
 
     def note_hyperparameters(self) -> None:
-        """Note what the program has set, before what was saved replaces it."""
+        """Note what the program has set, before the restore replaces it."""
         self._hyperparameters = Hyperparameters(StateAdapter(), (), self._optimizing())
 
     def begin(self, counting: str) -> None:
-        """Note the schedulers, which callbacks such as StochasticWeightAveraging change while training goes on.
+        """Note the schedulers, which callbacks such as StochasticWeightAveraging change later.
 
-        In a resumed run, the hyperparameters that count take effect: ``"saved"``, or those of the ``"program"``.
+        In a resumed run, set the hyperparameters that count: those that were ``"saved"`` or those of the ``"program"``.
         """
         if self._hyperparameters is not None and self._is_resumed:
             shown = self._trainer.is_global_zero
@@ -114,19 +113,15 @@ class Fitting:
         self._schedulers = [_class(config.scheduler) for config in self._trainer.strategy.lr_scheduler_configs]
 
     def description(self) -> str:
-        """Return what a checkpoint says about optimizers and schedulers; made anew only when they have changed."""
-        parameters = [
-            id(value)
-            for one in self._trainer.strategy.optimizers
-            for group in _groups(one)
-            for value in group["params"]
-        ]
+        """Return the description of optimizers and schedulers; it is computed only when they have changed."""
+        groups = chain.from_iterable(one.param_groups for one in self._trainer.strategy.optimizers)
+        parameters = [id(value) for group in groups for value in group["params"]]
         if self._described is None or self._described[0] != parameters:
             self._described = parameters, Description.of(self._trainer, self._schedulers).text()
         return self._described[1]
 
     def take(self, description: str | None, callbacks: Mapping[str, Any]) -> None:
-        """Take the description of the checkpoint that is loaded, None if it has none, and its states of callbacks."""
+        """Note the description of the checkpoint that is loaded, None if it has none, and its states of callbacks."""
         self._is_resumed = True
         self._saved = None if description is None else Description.read(description)
         if self.misfits is not None:
@@ -135,7 +130,7 @@ class Fitting:
             self.misfits.missing(f"callbacks/{key}" for key in new)
             self.misfits.surplus(f"callbacks/{key}" for key in callbacks if key not in states)
 
-    # ---- in the order in which a trainer loads
+    # ---- hooks, in the order in which a trainer loads
 
     def _load_model(self, original: Callable[..., Any], checkpoint: _State, *args: Any, **kwargs: Any) -> None:
         if is_search_file(self._trainer.ckpt_path):
@@ -143,10 +138,12 @@ class Fitting:
             return
         self._without_average(checkpoint)
         if self._trainer.precision_plugin.precision == "64-true":
-            # Lightning loads before it makes the module one of float64, so that float32 would round the weights.
+            # Lightning loads before it converts the module to float64, so that float32 would round the weights.
             self._trainer.precision_plugin.convert_module(self._trainer.lightning_module)
         weights = checkpoint[_WEIGHTS if _WEIGHTS in checkpoint else "state_dict"]
-        self._shapes = {unwrapped_name(name): value.shape for name, value in weights.items() if _is_array(value)}
+        self._shapes = {
+            unwrapped_name(name): value.shape for name, value in weights.items() if isinstance(value, torch.Tensor)
+        }
         if self.misfits is None:
             with _noted():
                 original(checkpoint, *args, **kwargs)
@@ -157,15 +154,16 @@ class Fitting:
         result = module.load_state_dict({name: saved[name] for name in saved if name not in other}, strict=False)
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         trained |= {unwrapped_name(name) for name in trained}
+        # The names that torch reports include wrappers that its state dicts leave out.
         missing = [name if name in live else unwrapped_name(name) for name in result.missing_keys]
-        for name in missing:  # torch's names have those of wrappers that its state dicts leave out
+        for name in missing:
             if name in other:
                 self.misfits.kept[f"state_dict/{name}"] = other[name]
             elif module.strict_loading or name in trained:
                 self.misfits.missing([f"state_dict/{name}"])
         if module.strict_loading:
             self.misfits.surplus(f"state_dict/{name}" for name in result.unexpected_keys)
-        # Callbacks such as WeightAveraging load these once more, and take all or nothing.
+        # Callbacks such as WeightAveraging load these again, strictly.
         live = module.state_dict()
         for part in {"state_dict", _WEIGHTS} & checkpoint.keys():
             saved = checkpoint[part]
@@ -173,8 +171,8 @@ class Fitting:
             checkpoint[part] = {name: saved[name] if name in fits else live[name].clone() for name in live}
 
     def _without_average(self, checkpoint: _State) -> None:
-        """See to a checkpoint whose ``state_dict`` is an average, in a trainer that would take it for the weights."""
-        if not checkpoint.keys() >= {_WEIGHTS, _AVERAGE} or self._has("WeightAveraging"):
+        """Drop an average, or refuse it, that a trainer without WeightAveraging would take for the weights."""
+        if not checkpoint.keys() >= {_WEIGHTS, _AVERAGE} or callbacks_of(self._trainer, "WeightAveraging"):
             return
         if self.misfits is None:
             raise _mismatch(
@@ -193,8 +191,9 @@ class Fitting:
         optimizers, states = self._trainer.strategy.optimizers, list(checkpoint["optimizer_states"])
         live, saved = Description.of(self._trainer).optimizers, self._saved_optimizers(states)
         if self.misfits is None:
-            both = zip([_groups(one) for one in optimizers], [state["param_groups"] for state in states], strict=False)
-            self._check("optimizer", optimizers, [one.kind for one in saved], [_first_options(*one) for one in both])
+            pairs = zip(optimizers, states, strict=False)
+            options = [_first_options(one.param_groups, state["param_groups"]) for one, state in pairs]
+            self._check("optimizer", optimizers, [one.kind for one in saved], options)
             with _noted():
                 ordered = [_ordered(index, *one) for index, one in enumerate(zip(states, saved, live, strict=True))]
                 original({**checkpoint, "optimizer_states": ordered})
@@ -202,7 +201,7 @@ class Fitting:
         origins, taken = _matched(live, saved), []
         for index, origin in enumerate(origins):
             if origin is not None and hasattr(optimizers[index], "consolidate_state_dict"):
-                taken.append(states[origin])  # divided among processes by the optimizer itself
+                taken.append(states[origin])  # This optimizer divides its state among processes by itself.
                 self._groups.append((0, []))
                 continue
             fresh = optimizers[index].state_dict()
@@ -216,7 +215,7 @@ class Fitting:
         original({**checkpoint, "optimizer_states": taken})
 
     def _fitting(self, index: int, fresh: _State, live: _Optimizer, state: _State, saved: _Optimizer) -> _State:
-        """Return the state of one optimizer: what fits of a saved one, the rest as it is when it is made."""
+        """Return the state of one optimizer: from the saved one what fits, otherwise the fresh state."""
         assert self.misfits is not None
         place, groups = f"optimizer_states/{index}", fresh["param_groups"]
         none: list[int | None] = [None] * len(groups)
@@ -225,7 +224,7 @@ class Fitting:
             self.misfits.differs(place, live.kind, saved.kind)
             self._groups.append((0, none))
             return fresh
-        parameters = list(chain.from_iterable(group["params"] for group in _groups(optimizer)))
+        parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         flat = list(chain.from_iterable(live.names or ()))
         if saved.names is None:
             if not _suit_by_order(groups, parameters, state):
@@ -258,13 +257,17 @@ class Fitting:
             if source is None:
                 self.misfits.missing([f"{place}/param_groups/{number}"])
             found = {} if source is None else state["param_groups"][source]
-            options.append({**group, **{name: found[name] for name in found if name not in _OF_GROUPS}})
+            options.append({**group, **{name: found[name] for name in found if name not in _NO_OPTIONS}})
         return {"state": entries, "param_groups": options}
 
     def _load_schedulers(self, original: Callable[[], Any]) -> None:
         checkpoint = loaded_checkpoint(self._trainer)
-        if not checkpoint or is_search_file(self._trainer.ckpt_path) or self._has("StochasticWeightAveraging"):
-            original()  # that callback takes the schedulers away until it has found its own place
+        if (
+            not checkpoint
+            or is_search_file(self._trainer.ckpt_path)
+            or callbacks_of(self._trainer, "StochasticWeightAveraging")
+        ):
+            original()  # That callback takes the schedulers away until it has found its own position.
             return
         schedulers = [config.scheduler for config in self._trainer.strategy.lr_scheduler_configs]
         states = checkpoint["lr_schedulers"]
@@ -293,8 +296,6 @@ class Fitting:
         checkpoint["lr_schedulers"] = taken
         original()
 
-    # ---- small things
-
     def _optimizing(self) -> dict[str, Any]:
         """Return the optimizers and their schedulers by name."""
         strategy = self._trainer.strategy
@@ -304,17 +305,13 @@ class Fitting:
             **{f"scheduler_{index}": one for index, one in enumerate(schedulers)},
         }
 
-    def _has(self, name: str) -> bool:
-        """Return whether the trainer has a callback of a class of Lightning's, or derived from it."""
-        return any(kind.__name__ == name for callback in self._trainer.callbacks for kind in type(callback).__mro__)
-
     def _saved_optimizers(self, states: Sequence[_State]) -> list[_Optimizer]:
         if self._saved is not None and len(self._saved.optimizers) == len(states):
             return self._saved.optimizers
-        return [_Optimizer("", None) for _ in states]  # of a file of Lightning, or an earlier checkpoint
+        return [_Optimizer("", None) for _ in states]  # Files of Lightning have no description.
 
     def _check(self, what: str, live: Sequence[Any], saved: Sequence[str], options: Sequence[_Options] = ()) -> None:
-        """Raise TreeMismatchError unless each object of the program stands for one of the checkpoint."""
+        """Raise TreeMismatchError unless each object of the program matches one of the checkpoint."""
         lines = [
             difference(f"{what} {index}", _class(one), kind)
             for index, (one, kind) in enumerate(zip(live, saved, strict=False))
@@ -327,16 +324,12 @@ class Fitting:
 
 
 def _ordered(index: int, state: _State, saved: _Optimizer, live: _Optimizer) -> _State:
-    """Return a saved state in the order that the parameters have now, where they are the same ones.
-
-    Raises:
-        TreeMismatchError: They are the same ones, in other groups.
-    """
+    """Return a saved state in the order that the parameters have now; refuse the same parameters in other groups."""
     if saved.names is None or saved.names == live.names:
         return state
     positions, others = saved.positions(), live.positions()
     if positions.keys() != others.keys() or len(positions) != sum(map(len, saved.names)):
-        return state  # renamed: torch compares the numbers of parameters
+        return state  # Parameters were renamed: torch compares their number.
     if [{*group} for group in saved.names] != [{*group} for group in live.names or ()]:
         raise _mismatch(
             "the parameters are in other groups of an optimizer than in the checkpoint:",
@@ -347,39 +340,38 @@ def _ordered(index: int, state: _State, saved: _Optimizer, live: _Optimizer) -> 
 
 
 def _matched(live: Sequence[_Optimizer], saved: Sequence[_Optimizer]) -> list[int | None]:
-    """Return for each optimizer the saved one that it stands for: the one with most of its parameters."""
+    """Return for each optimizer the index of the saved one with most of its parameters, None if there is none."""
     found: list[int | None] = []
     for index, one in enumerate(live):
-        free = [other for other in range(len(saved)) if other not in found]
-        if index in free and saved[index].names is None:
-            found.append(index)
-            continue
-        shared = {other: len(one.positions().keys() & saved[other].positions().keys()) for other in free}
-        best = max(free, key=lambda other: (shared[other], other == index), default=None)
-        found.append(best if best is not None and shared[best] else None)
+        free = {other: saved[other].positions().keys() for other in range(len(saved)) if other not in found}
+        unnamed = index in free and saved[index].names is None
+        found.append(index if unnamed else _closest(index, one.positions().keys(), free))
     return found
 
 
 def _origins_of_groups(live: _Names, saved: _Names) -> list[int | None]:
-    """Return for each group the saved one that has most of its parameters, None where none has any."""
-    found: list[int | None] = []
-    for index, group in enumerate(live):
-        shared = [len({*group} & {*other} - {None}) for other in saved]
-        best = max(range(len(saved)), key=lambda one: (shared[one], one == index), default=None)
-        found.append(best if best is not None and shared[best] else None)
-    return found
+    """Return for each group the index of the saved one with most of its parameters, None if there is none."""
+    others = {index: {*group} - {None} for index, group in enumerate(saved)}
+    return [_closest(index, {*group}, others) for index, group in enumerate(live)]
+
+
+def _closest(index: int, names: AbstractSet[Any], others: Mapping[int, AbstractSet[Any]]) -> int | None:
+    """Return which of the others shares most names, ``index`` where several do; None if none shares any."""
+    shared = {other: len(names & found) for other, found in others.items()}
+    best = max(shared, key=lambda other: (shared[other], other == index), default=None)
+    return best if best is not None and shared[best] else None
 
 
 def _suit_by_order(groups: Sequence[_State], parameters: Sequence[Any], state: _State) -> bool:
-    """Return whether parameters without names may be taken in their order, which shapes alone can tell."""
+    """Return whether the shapes permit to take parameters without names in their order."""
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in state["param_groups"]]:
         return False
     return all(_suits(state["state"].get(number, {}), value) for number, value in enumerate(parameters))
 
 
 def _suits(entry: Any, parameter: Any) -> bool:
-    """Return whether all that an optimizer keeps for a parameter can be of this one: its shape, or a factor of it."""
-    if _is_array(entry):
+    """Return whether all that an optimizer keeps for a parameter can belong to this one, judged by the shapes."""
+    if isinstance(entry, torch.Tensor):
         shape = tuple(entry.shape)
         same = len(shape) == parameter.dim() and all(a in (1, b) for a, b in zip(shape, parameter.shape, strict=True))
         return entry.numel() == 1 or same
@@ -389,7 +381,7 @@ def _suits(entry: Any, parameter: Any) -> bool:
 
 
 def _by_group(saved: Any, fresh: Any, count: int, origins: Sequence[int | None]) -> Any:
-    """Return the state of a schedule, with what it has for each group of the optimizer in the order of today."""
+    """Return the state of a schedule with its values for the groups of the optimizer in their present order."""
     if isinstance(saved, Mapping) and isinstance(fresh, Mapping):
         return {name: _by_group(value, fresh.get(name), count, origins) for name, value in saved.items()}
     if not isinstance(saved, list) or not isinstance(fresh, list):
@@ -403,15 +395,17 @@ def _by_group(saved: Any, fresh: Any, count: int, origins: Sequence[int | None])
 
 def _differing(name: str, saved: Any, live: Any) -> str | None:
     """Return how a value of a module differs from the saved one, as far as torch would refuse it."""
-    if not _is_array(saved) or not _is_array(live) or torch.nn.parameter.is_lazy(live) or saved.shape == live.shape:
+    if not isinstance(saved, torch.Tensor) or not isinstance(live, torch.Tensor):
+        return None
+    if torch.nn.parameter.is_lazy(live) or saved.shape == live.shape:
         return None
     return difference(f"state_dict/{name}", f"shape {_shape(live.shape)}", _shape(saved.shape))
 
 
 def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
-    """Return whether an object may have a state of the saved class, as far as is known.
+    """Return whether an object may have a state of the saved class.
 
-    It is the same class, a base or a derived one, or its groups have the same ``options``. Classes of the program may
+    Its class is the same, a base or a derived one, or its groups have the same ``options``. Classes of the program may
     have been moved or renamed.
     """
     kind = type(live)
@@ -432,23 +426,13 @@ def _derived(kind: type) -> list[type]:
 
 
 def _first_options(live: Sequence[_State], saved: Sequence[_State]) -> tuple[_State, _State]:
-    first, other = ({name: one[name] for name in one if name not in _OF_GROUPS} for one in (live[0], saved[0]))
-    first.pop("initial_lr", None)  # of a schedule
-    other.pop("initial_lr", None)
+    left_out = (*_NO_OPTIONS, "initial_lr")  # which a schedule adds
+    first, other = ({name: one[name] for name in one if name not in left_out} for one in (live[0], saved[0]))
     return first, other
-
-
-def _groups(optimizer: Any) -> list[_State]:
-    groups: list[_State] = optimizer.param_groups
-    return groups
 
 
 def _class(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _is_array(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -467,7 +451,7 @@ def _mismatch(headline: str, lines: list[str]) -> TreeMismatchError:
 
 @contextlib.contextmanager
 def _noted() -> Iterator[None]:
-    """Add the way on to what torch raises for a state that does not fit."""
+    """Add advice to what torch raises for a state that does not fit."""
     try:
         yield
     except (RuntimeError, ValueError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""How checkpoints of the engine come and go through a Lightning trainer and its strategy.
+"""How a Lightning trainer and its strategy save and load checkpoints of the engine.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are separate copies of the same code: a trainer of the one does not know
 the callbacks of the other. The base classes here derive from those of each package that is installed.
@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from ...engine.errors import InvalidLocationError
 from ...engine.manager import best_step_in
 from ...engine.steps import list_steps, newest_step
 from ...engine.storage import Location, Place, as_location
 from .store import RunStore, Template, is_checkpoint, read_checkpoint
-from .strategies import ShardedState, SharedState, can_save, is_sharded
+from .strategies import ShardedState, can_save, is_sharded
 from .trees import POSITION
-from .wall import checkpoint_connector, is_search_file, made_from
+from .wall import LoopHooks, checkpoint_connector, is_search_file, made_from, package_of
 
 _PACKAGES = {
     "lightning.pytorch.callbacks": "lightning.fabric.plugins.io.checkpoint_io",
@@ -27,12 +28,12 @@ _PACKAGES = {
 }
 
 
-def _importable() -> dict[str, tuple[Any, Any]]:
-    found: dict[str, tuple[Any, Any]] = {}
+def _importable() -> list[tuple[Any, Any]]:
+    found: list[tuple[Any, Any]] = []
     errors: list[str] = []
     for callbacks, plugins in _PACKAGES.items():
         try:
-            found[callbacks] = importlib.import_module(callbacks), importlib.import_module(plugins)
+            found.append((importlib.import_module(callbacks), importlib.import_module(plugins)))
         except ImportError as error:
             errors.append(f"{callbacks}: {error}")
     if not found:
@@ -43,32 +44,24 @@ def _importable() -> dict[str, tuple[Any, Any]]:
 
 
 if TYPE_CHECKING:
-    from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO as CheckpointIO
+    from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
     from lightning.pytorch.callbacks import OnExceptionCheckpoint
-
-    class ResumingCallback(OnExceptionCheckpoint):
-        """The one kind of callback that a trainer asks for a checkpoint when ``fit`` is given none."""
-
-        def __init__(self) -> None:
-            """Take nothing: the base class only notes the one file that it would save on an exception.
-
-            Parsers of arguments (LightningCLI) look here for what ``**unknown`` of a derived class may be.
-            """
-
 else:
-    _found = _importable().values()
+    _found = _importable()
+    OnExceptionCheckpoint = types.new_class(
+        "OnExceptionCheckpoint", tuple(one.OnExceptionCheckpoint for one, _ in _found)
+    )
+    CheckpointIO = types.new_class("CheckpointIO", tuple(one.CheckpointIO for _, one in _found))
 
-    class ResumingCallback(*(callbacks.OnExceptionCheckpoint for callbacks, _ in _found)):
-        """The one kind of callback that a trainer asks for a checkpoint when ``fit`` is given none."""
 
-        def __init__(self) -> None:
-            """Take nothing: the base class only notes the one file that it would save on an exception.
+class ResumingCallback(OnExceptionCheckpoint):
+    """The one kind of callback that a trainer asks for a checkpoint when ``fit`` is given none."""
 
-            Parsers of arguments (LightningCLI) look here for what ``**unknown`` of a derived class may be.
-            """
+    def __init__(self) -> None:
+        """Take nothing: the base class only notes the one file that it would save on an exception.
 
-    class CheckpointIO(*(plugins.CheckpointIO for _, plugins in _found)):
-        """What a strategy writes checkpoints to and reads them from."""
+        Parsers of arguments (LightningCLI) look here for what ``**unknown`` of a derived class may be.
+        """
 
 
 class ResumePath(str):
@@ -118,21 +111,19 @@ class HoldfastCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint; those of the engine hold no code, with either ``weights_only``."""
+        """Load a checkpoint; ``weights_only`` does not matter for those of the engine, which hold no code."""
         checkpoint = self.read(path)
         if checkpoint is not None:
             return checkpoint
-        if weights_only is None:
-            loaded: dict[str, Any] = self.inner.load_checkpoint(path, map_location)
-        else:
-            loaded = self.inner.load_checkpoint(path, map_location, weights_only=weights_only)
+        options = {} if weights_only is None else {"weights_only": weights_only}
+        loaded: dict[str, Any] = self.inner.load_checkpoint(path, map_location, **options)
         return loaded
 
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
         """Load a checkpoint of the engine, with templates for some entries; None if it is not one."""
-        return read_checkpoint(path, with_position=False, template=template()) if _is_ours(path) else None
+        return read_checkpoint(path, with_position=False, template=template()) if is_checkpoint(path) else None
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a file as the inner plugin does."""
@@ -150,19 +141,19 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
     in other directories are read as well.
     """
 
-    def __init__(self, store: RunStore, inner: Any) -> None:
-        super().__init__(inner)
+    def __init__(self, store: RunStore, strategy: Any) -> None:
+        super().__init__(strategy.checkpoint_io)
         self.store = store
+        self._strategy = strategy
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         """Save a step of the run; the files are written in the background."""
-        step = self.step_of(path)
-        if step is None:
+        if (step := self.store.step_of(path)) is None:
             self.inner.save_checkpoint(checkpoint, path, storage_options)
         else:
-            self.store.save(step, checkpoint)
+            self.store.save(step, checkpoint, self._strategy)
 
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
@@ -172,29 +163,21 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
             if path.directory != self.store.directory:
                 return None
             if path.step is not None:
-                return self.store.load(path.step, template=template())
-            checkpoint = self.store.load_newest(template=template())
+                return self.store.load(path.step, with_position=self.store.is_open, template=template())
+            checkpoint = self.store.load(None, with_position=True, template=template())
             checkpoint.get(POSITION, {})["automatic"] = True
             return checkpoint
-        if (step := self.step_of(path)) is not None:
-            return self.store.load(step, template=template())
-        if _is_ours(path):
+        if (step := self.store.step_of(path)) is not None:
+            return self.store.load(step, with_position=self.store.is_open, template=template())
+        if is_checkpoint(path):
             return read_checkpoint(path, with_position=self.store.is_open, template=template())
         return None
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        step = self.step_of(path)
-        if step is None:
+        if (step := self.store.step_of(path)) is None:
             self.inner.remove_checkpoint(path)
         else:
             self.store.manager.delete(step)
-
-    def step_of(self, path: str | os.PathLike[str]) -> int | None:
-        """Return the step of the run that a path stands for, or None."""
-        try:
-            return self.store.step_of(path)
-        except InvalidLocationError:
-            return None
 
 
 def _torch_io() -> Any:
@@ -205,80 +188,59 @@ def _torch_io() -> Any:
 
 
 def install(strategy: Any, store: RunStore) -> None:
-    """Put the engine in front of a strategy's checkpoint plugin, once."""
+    """Put a plugin that saves with the engine in front of a strategy's checkpoint plugin, once."""
     plugin = strategy.checkpoint_io
     while isinstance(plugin, EngineCheckpointIO):
         if plugin.store is store:
             return
         plugin = plugin.inner
-    strategy.checkpoint_io = EngineCheckpointIO(store, strategy.checkpoint_io)
-    if "save_checkpoint" not in vars(strategy) and can_save(strategy):
-        if strategy.world_size > 1 or is_sharded(strategy):
-            _save_together(strategy)
+    plugin = strategy.checkpoint_io = EngineCheckpointIO(store, strategy)
+    hooks = LoopHooks()  # stay as long as the plugin
+    if can_save(strategy) and (strategy.world_size > 1 or is_sharded(strategy)):
+        hooks.place(strategy, "save_checkpoint", partial(_save_together, plugin))
         if is_sharded(strategy):
-            _load_in_place(strategy)
+            hooks.place(strategy, "load_checkpoint", partial(_load_in_place, plugin, strategy))
 
 
-def _plugins(strategy: Any) -> Iterator[EngineCheckpointIO]:
-    plugin = strategy.checkpoint_io
-    while isinstance(plugin, EngineCheckpointIO):
-        yield plugin
-        plugin = plugin.inner
+def _save_together(
+    plugin: EngineCheckpointIO,
+    original: Callable[..., None],
+    checkpoint: dict[str, Any],
+    filepath: Any,
+    storage_options: Any = None,
+) -> None:
+    """Let all processes save what the engine saves: Lightning would ask the plugin on one of them, or on none."""
+    save = original if plugin.store.step_of(filepath) is None else plugin.save_checkpoint
+    save(checkpoint, filepath, storage_options=storage_options)
 
 
-def _save_together(strategy: Any) -> None:
-    """Make all processes save what the engine saves: Lightning would ask the plugin on one of them, or on none."""
-    original = strategy.save_checkpoint
-
-    def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        for plugin in _plugins(strategy):
-            step = plugin.step_of(filepath)
-            if step is not None:
-                plugin.store.save(step, checkpoint, SharedState(strategy) if strategy.world_size > 1 else None)
-                return
-        original(checkpoint, filepath, storage_options=storage_options)
-
-    strategy.save_checkpoint = save_checkpoint
-
-
-def _load_in_place(strategy: Any) -> None:
+def _load_in_place(
+    plugin: EngineCheckpointIO,
+    strategy: Any,
+    original: Callable[..., dict[str, Any]],
+    path: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> dict[str, Any]:
     """Let a strategy that loads into its module and optimizers by itself do so from the engine, too."""
-    original = strategy.load_checkpoint
-
-    def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        state = ShardedState(strategy)
-        for plugin in _plugins(strategy):
-            checkpoint = plugin.read(checkpoint_path, state.template)
-            if checkpoint is not None:
-                state.load(checkpoint, strict=strategy.lightning_module.strict_loading)
-                return checkpoint
-        loaded: dict[str, Any] = original(checkpoint_path, *args, **kwargs)
-        return loaded
-
-    strategy.load_checkpoint = load_checkpoint
+    state = ShardedState(strategy)
+    if (checkpoint := plugin.read(path, state.template)) is None:
+        return original(path, *args, **kwargs)
+    state.load(checkpoint, strict=strategy.lightning_module.strict_loading)
+    return checkpoint
 
 
 def redirect_resume(trainer: Any, choose: Callable[[Any], Any]) -> None:
     """Let ``choose`` replace the path that a trainer begins from; called at the latest in a callback's ``setup``."""
-    connector, function = checkpoint_connector(trainer), trainer.state.fn
-    original = connector.resume_start
+    function, hooks = trainer.state.fn, LoopHooks()
 
-    def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-        if is_search_file(checkpoint_path):
-            original(checkpoint_path, *args, **kwargs)
-            return
-        if vars(connector).get("resume_start") is resume_start:
-            del connector.resume_start
-        original(choose(checkpoint_path) if trainer.state.fn == function else checkpoint_path, *args, **kwargs)
+    def resume_start(original: Callable[..., None], checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        if not is_search_file(checkpoint_path):
+            hooks.remove()
+            checkpoint_path = choose(checkpoint_path) if trainer.state.fn == function else checkpoint_path
+        original(checkpoint_path, *args, **kwargs)
 
-    connector.resume_start = resume_start
-
-
-def _is_ours(path: str | os.PathLike[str]) -> bool:
-    try:
-        return is_checkpoint(path)
-    except InvalidLocationError:
-        return False
+    hooks.place(checkpoint_connector(trainer), "resume_start", resume_start)
 
 
 # ---- modules made from checkpoints, and steps for trainers that have no callback of ours
@@ -287,8 +249,6 @@ def _is_ours(path: str | os.PathLike[str]) -> bool:
 Step = int | Literal["best", "latest"] | None
 
 T = TypeVar("T")
-
-_CORES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def load_checkpoint(path: Place, step: Step = None) -> dict[str, Any]:
@@ -344,21 +304,12 @@ def load_from_checkpoint(
         StateError: It was not saved from a Lightning trainer.
         RuntimeError: The module's state has other keys or shapes, as in ``load_state_dict``.
     """
-    package = next((core for core in _CORES if _is_of(kind, core)), None)
-    if package is None:
+    if (package := package_of(kind)) is None:
         raise TypeError(f"{kind!r} is neither a LightningModule nor a LightningDataModule")
     place = _place(as_location(path), step)
     checkpoint = read_checkpoint(place, with_position=False)
     loaded: T = made_from(package, kind, checkpoint, str(place), strict, arguments)
     return loaded
-
-
-def _is_of(kind: type, package: str) -> bool:
-    try:
-        core = importlib.import_module(f"{package}.core")
-    except ImportError:
-        return False
-    return issubclass(kind, core.LightningModule | core.LightningDataModule)
 
 
 def _place(location: Location, step: Step) -> Location:

@@ -1,4 +1,4 @@
-"""Where a run is in its data, and how a new process comes back to the very next batch."""
+"""The position of a run in its data, and how a new process returns to it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError
+from ...engine.generators import capture
 from ..options import Reshard
 from . import epoch
 from .epoch import MOST, Drawing, ModuleSwitches, draws_in_process, warn_of_draws
@@ -18,8 +19,8 @@ from .wall import (
     AFTER_FETCH,
     BEFORE_FETCH,
     FIRST_ITERATOR,
-    SANITY_CHECK,
     LoopHooks,
+    callbacks_of,
     clear_restart,
     data_fetcher,
     end_epoch,
@@ -38,26 +39,23 @@ from .wall import (
 logger = logging.getLogger("holdfast")
 
 Point = Literal["batch", "validation", "epoch"]
-"""After a batch and all that belongs to it; in the validation that follows one; after an epoch."""
+"""After a batch and all that belongs to it, in the validation that follows a batch, or after an epoch."""
 
-# Callbacks of Lightning that set the trainer up when an epoch starts, and can do so once more in the middle of it.
+# These callbacks of Lightning set the trainer up when an epoch starts, and can do so once more in the middle of it.
 # Other callbacks have seen the epoch start, and are not called again.
 _SET_UP_EPOCHS = ("GradientAccumulationScheduler", "StochasticWeightAveraging")
 
-# Callbacks of Lightning that put the weights of the whole run in their place when training ends.
-_FINISH_WEIGHTS = ("WeightAveraging",)
-
-# Lightning warns of this; here the loader is put in the right place.
+# Lightning warns of this, but here the data is brought to the right position.
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
 class Position:
     """Follows one ``fit`` through its epochs, and takes it to where a checkpoint was saved.
 
-    Three moments of an epoch matter for the order of its batches: the making of the data loader's iterator (workers
-    are seeded, and begin to load), the first batch (samplers without workers are seeded), and each batch after that,
-    where the model draws from the same generators. A loader without a state of its own is brought back by repeating
-    the first two with the generators as they were then, and drawing the earlier batches again.
+    The order of the batches of an epoch depends on the generators at three points: where the data loader makes its
+    iterator (it seeds the workers, which begin to load), at the first batch (samplers without workers are seeded), and
+    at each batch after that, as the model draws from the same generators. To bring back a loader without a state, a
+    resume repeats the first two with the generators as they were then, and draws the earlier batches again.
     """
 
     def __init__(self, trainer: Any, hooks: LoopHooks) -> None:
@@ -67,13 +65,12 @@ class Position:
         self._switches = ModuleSwitches(trainer.lightning_module)
         self._before_validation: tuple[dict[str, Any], dict[str, int]] | None = None
         self._saved: dict[str, Any] | None = None
-        self._keeps_random = False  # whether the random streams of the checkpoint are those of another process
+        self._keeps_random = False  # whether the saved generators are those of another process
         self._skip_batch = False
         self._has_warned = False
         self._has_too_many_draws = False
-        self._drawing: Drawing | None = None  # while batches are drawn whose random numbers have to be noted
+        self._drawing: Drawing | None = None  # where the dataset may draw random numbers in this process
         epoch_loop = self._fit.epoch_loop
-        hooks.place(trainer, SANITY_CHECK, self._sanity_check)
         hooks.place(self._fit, "run", self._run)
         hooks.place(self._fit, FIRST_ITERATOR, self._first_iterator)
         hooks.place(self._fit, "on_advance_start", self._epoch_starts)
@@ -85,7 +82,7 @@ class Position:
         hooks.place(epoch_loop.val_loop, "run", self._validation)
 
     def begin(self) -> None:
-        """Note what the program has set up, when training begins."""
+        """Note the switches of the module when training begins."""
         self._switches = ModuleSwitches(self._trainer.lightning_module)
 
     @property
@@ -93,7 +90,7 @@ class Position:
         return self._before_validation is not None
 
     def capture(self, point: Point) -> dict[str, Any]:
-        """Return the position as a tree that a checkpoint can hold; ``point`` was just finished."""
+        """Return the position as a tree that a checkpoint can hold; the run has just finished ``point``."""
         fetcher = data_fetcher(self._fit)
         before = self._before_validation if point == "validation" else None
         now, counts = before or (self._now(), None)
@@ -127,12 +124,7 @@ class Position:
         return position
 
     def resume(self, saved: dict[str, Any], reshard: Reshard | None, processes: ProcessGroup) -> None:
-        """Resume from what :meth:`capture` returned; to be called before the loops of the trainer run.
-
-        Raises:
-            StateError: Another number of processes has saved, data loaders of theirs have states, and ``reshard``,
-                which would make those of these processes, is None.
-        """
+        """Resume from what :meth:`capture` returned; called before the loops of the trainer run."""
         self._saved = saved
         shares = saved.pop("shares", None)
         self._keeps_random = shares is not None and processes.index >= len(shares)
@@ -157,18 +149,13 @@ class Position:
 
     # ---- in the order in which the loops call
 
-    def _sanity_check(self, original: Callable[[], None]) -> None:
-        if self._saved is None:  # hooks in it would change what was restored
-            original()
-
     def _run(self, original: Callable[[], None]) -> None:
         original()
         saved, self._saved = self._saved, None
-        if saved is not None:  # nothing was left to do: what the program does next begins where it did after the run
+        if saved is not None:  # Nothing was left to do: what the program does next begins where it did after the run.
             self._go_to_end(saved)
-            for callback in self._trainer.callbacks:
-                if any(kind.__name__ in _FINISH_WEIGHTS for kind in type(callback).__mro__):
-                    callback.on_train_end(self._trainer, self._trainer.lightning_module)
+            for callback in callbacks_of(self._trainer, "WeightAveraging"):  # puts the average in place of the weights
+                callback.on_train_end(self._trainer, self._trainer.lightning_module)
 
     def _first_iterator(self, original: Callable[[], None]) -> None:
         original()
@@ -196,14 +183,14 @@ class Position:
             self._find_batch(saved, fetcher)
             original(fetcher)
             self._go_to_batch(saved, fetcher)
-            self._follow_draws({})
+            self._follow_draws(from_start=False)
             return
         before, iterator = self._before_iterator(), iterator_of(fetcher.combined_loader)
         original(fetcher)
         if iterator_of(fetcher.combined_loader) is not iterator or not self._epoch:
             self._epoch = before
         self._epoch["at_first_batch"] = self._random()
-        self._follow_draws(self._epoch["at_first_batch"])
+        self._follow_draws(from_start=True)
 
     def _batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         if self._skip_batch:
@@ -212,18 +199,17 @@ class Position:
         elif len(parts := self._loaders()) == 1 or epoch.all_stateful(parts):
             original(fetcher)
         else:
-            # Of several loaders, those that are shorter begin again in the middle of an epoch, and are seeded then.
+            # Where there are several loaders, shorter ones begin again, and are seeded, in the middle of an epoch.
             before, drawn = self._random(), fetcher.fetched
             marks = epoch.marks(iterator_of(fetcher.combined_loader).iterators)
             original(fetcher)
             if epoch.has_restarted(marks, epoch.marks(iterator_of(fetcher.combined_loader).iterators)):
-                self._epoch.setdefault("restarts", {})[drawn] = before  # all generators, whatever the dataset draws
+                self._epoch.setdefault("restarts", {})[drawn] = before
 
-    def _follow_draws(self, state: dict[str, Any]) -> None:
+    def _follow_draws(self, *, from_start: bool) -> None:
         parts = self._loaders()
-        self._drawing = Drawing() if draws_in_process(parts) and not epoch.all_stateful(parts) else None
-        if self._drawing is not None:
-            self._drawing.begin(state)
+        if draws_in_process(parts) and not epoch.all_stateful(parts):
+            self._drawing = Drawing(capture() if from_start else {})
 
     def _before_fetch(self, original: Callable[[], None]) -> None:
         original()
@@ -251,11 +237,10 @@ class Position:
         finally:
             self._before_validation = None
 
-    # ---- going to where a checkpoint was saved
+    # ---- returning to where a checkpoint was saved
 
     def _go_to_epoch(self, saved: dict[str, Any]) -> None:
         self._restore_module(saved)
-        self._restore_validation_loaders(saved.get("validation", {}))
         self._warn_of_lasting_workers(saved)
         clear_restart(self._fit)
         finish_epoch(self._fit.epoch_progress)
@@ -269,10 +254,9 @@ class Position:
             self._go_to_epoch(saved)
             return
         self._restore_module(saved)
-        self._restore_validation_loaders(saved.get("validation", {}))
         clear_restart(self._fit)
         if self._fit.max_epochs in (None, -1) or self._fit.epoch_progress.current.processed < self._fit.max_epochs:
-            end_epoch(self._fit.epoch_progress)  # as the run has ended within it
+            end_epoch(self._fit.epoch_progress)  # The run has ended within this epoch.
         self._restore_random(saved["random"])
 
     def _find_batch(self, saved: dict[str, Any], fetcher: Any) -> None:
@@ -282,12 +266,10 @@ class Position:
         self._set_up_epoch()
         epoch.set_sampler_epoch(parts, self._fit.epoch_progress.current.processed)
         if epoch.all_stateful(parts):
-            if saved["point"] == "validation" and has_done_all_batches(self._fit):
-                epoch.end_loader_epoch(
-                    parts, saved["loaders"]
-                )  # no batch is left for them to take their states up with
-            else:
-                epoch.load_loader_states(parts, saved["loaders"])
+            # Loaders apply a state with the next batch; where none is left, the epoch has to be ended.
+            is_last = saved["point"] == "validation" and has_done_all_batches(self._fit)
+            load = epoch.end_loader_epoch if is_last else epoch.load_loader_states
+            load(parts, saved["loaders"])
             if (ahead := saved.get("ahead")) is None:
                 iter(fetcher)
             else:
@@ -310,19 +292,16 @@ class Position:
 
     def _set_up_epoch(self) -> None:
         module = self._trainer.lightning_module
-        names = [{kind.__name__ for kind in type(callback).__mro__} for callback in self._trainer.callbacks]
-        found = [one for one, kinds in zip(self._trainer.callbacks, names, strict=True) if kinds & {*_SET_UP_EPOCHS}]
-        if not found:
+        if not (found := callbacks_of(self._trainer, *_SET_UP_EPOCHS)):
             return
         restored = {name: value.clone() for name, value in module.state_dict().items()}
         for callback in found:
             callback.on_train_epoch_start(self._trainer, module)
-        # In its last epoch, StochasticWeightAveraging begins the statistics of batch normalization anew.
+        # In its last epoch, StochasticWeightAveraging resets the statistics of batch normalization.
         module.load_state_dict(restored)
 
     def _go_to_batch(self, saved: dict[str, Any], fetcher: Any) -> None:
         self._restore_module(saved)
-        self._restore_validation_loaders(saved.get("validation", {}))
         self._warn_of_lasting_workers(saved)
         fetcher.fetched = saved["fetched"]
         set_reloaded_at_epoch(self._fit, saved["reloaded_at_epoch"])
@@ -334,9 +313,8 @@ class Position:
         self._restore_random(saved["random"])
 
     def _warn_of_lasting_workers(self, saved: dict[str, Any]) -> None:
-        parts, new = self._loaders(), []
-        if saved["point"] != "epoch":
-            new = saved.get("epoch", {}).get("new_workers", [])
+        parts = self._loaders()
+        new = [] if saved["point"] == "epoch" else saved.get("epoch", {}).get("new_workers", [])
         lasting = [i for i, part in enumerate(parts) if epoch.keeps_iterator(part) and not epoch.all_stateful([part])]
         if self._trainer.is_global_zero and not set(lasting) <= set(new):
             logger.warning(
@@ -362,27 +340,22 @@ class Position:
                 buffers[name].copy_(value)
         set_callback_metrics(self._trainer, saved["callback_metrics"])
         self._switches.restore(saved.get("switched", ""))
-
-    # ---- small things
+        if validation := saved.get("validation"):
+            self._restore_validation_loaders(validation)
 
     def _loaders(self) -> list[Any]:
         return loaders_of(self._fit)
 
     def _validation_loaders(self) -> dict[str, Any]:
-        """Return what later validations depend on: generators, and which loaders draw no seed for their workers."""
+        """Return what later validations depend on: generators, and which loaders keep workers that have a seed."""
         loop = self._fit.epoch_loop.val_loop
         parts = loaders_of(loop)
-        kept = [
-            index for index, loader in enumerate(parts) if epoch.keeps_iterator(loader) and loader._iterator is not None
-        ]
+        kept = [i for i, loader in enumerate(parts) if epoch.keeps_iterator(loader) and loader._iterator is not None]
         generators = epoch.loader_generators(parts)
-        if not kept and not generators:
-            return {}
-        return {"kept": kept, "generators": generators, "reloaded_at_epoch": reloaded_at_epoch(loop)}
+        found = {"kept": kept, "generators": generators, "reloaded_at_epoch": reloaded_at_epoch(loop)}
+        return found if kept or generators else {}
 
     def _restore_validation_loaders(self, saved: dict[str, Any]) -> None:
-        if not saved:
-            return
         loop = self._fit.epoch_loop.val_loop
         if not has_loaders(loop):
             self._trainer.validating = True
@@ -411,7 +384,7 @@ class Position:
         }
 
     def _random(self) -> dict[str, Any]:
-        return epoch.capture_generators(self._trainer.strategy.root_device, self._loaders())
+        return epoch.capture_generators(self._loaders())
 
     def _restore_random(self, state: dict[str, Any]) -> None:
         if not self._keeps_random:
@@ -421,8 +394,8 @@ class Position:
 def _reshard(
     saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None, reshard: Reshard | None, processes: ProcessGroup
 ) -> None:
-    """Put the states of data loaders that ``reshard`` makes for this process in the place of those that were saved."""
-    owners = {"": saved, "epoch/": saved.get("epoch", {})}  # now, and as the epoch began
+    """Replace the saved states of data loaders by those that ``reshard`` makes for this process."""
+    owners = {"": saved, "epoch/": saved.get("epoch", {})}  # at the save, and at the start of the epoch
     places = [(prefix, index) for prefix, one in owners.items() for index in range(len(one.get("loaders", ())))]
     has_ahead = any("ahead" in share for share in shares or [saved])
     names = [f"{prefix}loaders/{index}" for prefix, index in places] + ["ahead"] * has_ahead
@@ -450,7 +423,7 @@ def _reshard(
 
 
 def _left(before: int, now: int) -> str:
-    """Return what becomes of what belongs to one process each."""
+    """Return what happens to the state that belongs to one process each, as text."""
     what = "random generators and averages over the epoch"
     if now > before:
         return f"Processes from {before} on begin with fresh {what}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -11,18 +12,20 @@ import torch
 
 from ...engine.clock import seconds
 from ...engine.errors import SaveFailedError, StateError, shortened
+from ...engine.manager import event_scalars, guarded
 from ...engine.sources import Misfits
-from ..loop import PreemptionSignal, Stop, announce, unfinished_neighbour, warn_of_misfits
+from ..loop import PreemptionSignal, Stop, announce, part, unfinished_neighbour, warn_of_misfits
 from .arguments import CallbackArguments
 from .fitting import Fitting
 from .io import ResumePath
 from .position import Point, Position
 from .stopping import leave
-from .store import Intent, RunStore
+from .store import Published, RunStore
 from .trees import POSITION
 from .validation import Copies, StateBeforeValidation
 from .wall import (
     LoopHooks,
+    callbacks_of,
     can_stop_early,
     checkpoint_connector,
     data_fetcher,
@@ -38,9 +41,9 @@ logger = logging.getLogger("holdfast")
 class FitSaver:
     """Watches one ``fit`` from ``setup`` to its end.
 
-    Saves are considered at two points only: after a training batch with everything that belongs to it (the module's
-    own hook, the validation, the schedulers) unless gradients are still being accumulated, and after an epoch with
-    everything that belongs to that. The last batch of an epoch is left to the end of the epoch.
+    It considers saves at two points only: after a training batch with everything that belongs to it (the module's own
+    hook, the validation, the schedulers), unless gradients are still being accumulated, and after an epoch with
+    everything that belongs to it. After the last batch of an epoch, it waits for the end of the epoch.
     """
 
     def __init__(
@@ -50,8 +53,8 @@ class FitSaver:
         options: CallbackArguments,
         preemption: PreemptionSignal,
         stop: Stop,
-        attached: Callable[[], bool],
-        announce: Callable[[], None],
+        callback: Any,
+        published: Published,
     ) -> None:
         self._trainer = trainer
         self._fit = trainer.fit_loop
@@ -59,9 +62,12 @@ class FitSaver:
         self._options = options
         self._preemption = preemption
         self._stop = stop
-        self._announce = announce
+        self._callback = weakref.proxy(callback)
+        self._published = published
+        self._log = guarded(_log_event, "that passes events to the trainer's loggers")
         self._ledger = MetricsLedger()
-        self._hooks = LoopHooks(attached)  # the tuner takes all callbacks away for its trials in the same loops
+        # The tuner takes all callbacks away for its trials in the same loops.
+        self._hooks = LoopHooks(lambda: any(one is callback for one in trainer.callbacks))
         self._position = Position(trainer, self._hooks)
         self._fitting = Fitting(trainer, None if options.partial is None else Misfits(), self._hooks)
         self._hooks.place(self._fit.epoch_loop, "on_advance_end", self._after_batch)
@@ -74,30 +80,26 @@ class FitSaver:
         self._held: tuple[int, dict[str, Any]] | None = None
         self._seen: int = trainer.global_step
         self._saved: int | None = trainer.global_step
-        self._recorded: dict[int, dict[str, float]] = {}  # of the newest checkpoint, by step
+        self._recorded: dict[int, dict[str, float]] = {}  # the step of the newest checkpoint and its metrics
         self._outdated: set[int] = set()
         self._new_metrics = False
         self._resumed = False
         self._begun = False
-        self._metrics: Mapping[str, Any] = {}  # at the point that the run resumes from
+        self._metrics: Mapping[str, Any] = {}  # those of the checkpoint that the run resumes from
         self._has_waited = False
         self._is_pruned = False
 
     @property
     def has_started(self) -> bool:
-        """Whether the ``fit`` has come to training, or found that there was nothing left to do."""
+        """Whether the ``fit`` has begun to train, or found that there was nothing left to do."""
         return self._begun or self._resumed
 
     def begin_fit(self) -> None:
-        """Note what the program has set, before it is restored."""
+        """Note what the program has set, before the restore replaces it."""
         self._fitting.note_hyperparameters()
 
     def begin(self) -> None:
-        """Check that training starts from the checkpoint that the directory holds.
-
-        Raises:
-            StateError: The directory holds checkpoints, but the trainer was not given any.
-        """
+        """Begin to watch; refuse a directory with checkpoints if the trainer has loaded none."""
         self._stop.begin()
         self._begun = True
         self._position.begin()
@@ -114,7 +116,7 @@ class FitSaver:
         self._say("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
 
     def finish(self) -> None:
-        """Say so if there was nothing left to do, and give the trainer the metrics of the run's end."""
+        """Announce that there was nothing left to do, if so, and give the trainer the metrics of the run's end."""
         if self._begun or not self._resumed:
             return
         self._warn_of_misfits()
@@ -130,7 +132,22 @@ class FitSaver:
         self._hooks.remove()
         self._stop.end(orderly=orderly)
 
-    # ---- going on from a checkpoint
+    def announce(self) -> None:
+        """Inform loggers about new events and committed checkpoints, from the trainer's thread."""
+        events = self._store.take_events()
+        if not self._trainer.is_global_zero:
+            return
+        for event in events:
+            for listener in self._trainer.loggers:
+                self._log((listener, event))
+        names = {event["event"] for event in events}
+        if names & {"saved", "metrics"}:
+            self._published.update(self._store.manager)
+        if "saved" in names:
+            for listener in self._trainer.loggers:
+                listener.after_save_checkpoint(self._callback)
+
+    # ---- resuming from a checkpoint
 
     def add_to(self, checkpoint: dict[str, Any]) -> None:
         """Add the position to Lightning's dictionary, if this saver is saving it."""
@@ -138,7 +155,7 @@ class FitSaver:
             checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # the position holds it
             checkpoint[POSITION] = {**self._position.capture(self._point), "optimizers": self._fitting.description()}
 
-    def go_on_from(self, checkpoint: dict[str, Any]) -> None:
+    def resume_from(self, checkpoint: dict[str, Any]) -> None:
         """Take the position out of Lightning's dictionary after it was loaded."""
         path = self._trainer.ckpt_path
         step, saved = int(checkpoint["global_step"]), checkpoint.pop(POSITION, None)
@@ -151,18 +168,18 @@ class FitSaver:
         automatic = saved is not None and saved.get("automatic", False)
         if saved is not None:
             self._metrics = saved["callback_metrics"]
-            self._ledger.observe(-1, self._metrics)  # of some step before
+            self._ledger.observe(-1, self._metrics)  # They belong to an earlier step.
             self._position.resume(saved, self._options.reshard, self._store.processes)
             if saved["point"] == "validation":
-                self._saved = None  # there is still something to do in this step
+                self._saved = None  # The step is not finished.
         if automatic and saved["should_stop"]:
             self._trainer.should_stop = True
         self._say("resumed from step %d in %s", step, format(path))
 
     def _restore_loops(self, original: Callable[[], None]) -> None:
-        """Let a ``fit`` whose ``max_epochs`` the run is past find nothing left to do; Lightning raises an error.
+        """Let a ``fit`` with fewer epochs than the run has done find nothing left to do; Lightning raises an error.
 
-        Such is the first of two calls in one program, when the program is started again during the second.
+        The first of two calls in one program is such a ``fit``, when the program is started again during the second.
         """
         limit = self._fit.max_epochs
         if isinstance(self._trainer.ckpt_path, ResumePath):
@@ -172,7 +189,7 @@ class FitSaver:
         finally:
             self._fit.max_epochs = limit
 
-    # ---- the points at which nothing is half done
+    # ---- the points at which the state is consistent
 
     def _after_batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         original(fetcher)
@@ -210,14 +227,14 @@ class FitSaver:
         original()
 
     def during_validation(self) -> None:
-        """Leave a validation if the process is to end, as it may outlast the time left; save what was before it."""
+        """Leave a validation if the process is to end, as time may run out; save the state of before the validation."""
         if not self._position.in_validation or not self._stop.in_validation():
             return
         step, before = self._trainer.global_step, self._before_validation
         if step != self._saved:
             if is_accumulating(self._fit):
                 return
-            # The processes are all at this batch, and stay together.
+            # All processes are at this batch, and have to decide alike.
             if not self._trainer.strategy.reduce_boolean_decision(before.is_intact(), all=True):
                 if not self._has_waited:
                     self._has_waited = True
@@ -231,7 +248,7 @@ class FitSaver:
         self._leave()
 
     def notice_metrics(self) -> None:
-        """Look at metrics that may be new, and store those that came after their step was saved."""
+        """Observe metrics that may be new, and store those that were logged after their step was saved."""
         step = self._trainer.global_step
         self._ledger.observe(step, self._trainer.callback_metrics)
         self._new_metrics = True
@@ -244,7 +261,7 @@ class FitSaver:
     # ---- saving
 
     def _consider(self, step: int, point: Point, *, stop: bool, ended: bool) -> None:
-        self._announce()
+        self.announce()
         if stop:
             self._save_and_leave(step, point)
         metrics, reports = None, self._new_metrics
@@ -266,20 +283,19 @@ class FitSaver:
         self._hold(step, point)
 
     def save_after(self, exception: BaseException) -> None:
-        """Save the last point between two batches, if it is not saved: what there is now may be half an update."""
+        """Save the last point between two batches, if it is not saved: the present state may be half an update."""
         held, self._held = self._held, None
         if held is None or held[0] == self._saved:
             return
         step, checkpoint = held
-        self._store.intent = Intent(f"after {type(exception).__name__}", self._ledger.of(step))
-        try:
-            self._store.save(step, checkpoint)
-        finally:
-            self._store.intent = None
-        self._say("saving step %d in %s after %s", step, self._store.directory, type(exception).__name__)
+        name = type(exception).__name__
+        self._store.save(
+            step, checkpoint, self._trainer.strategy, metrics=self._ledger.of(step), reason=f"after {name}"
+        )
+        self._say("saving step %d in %s after %s", step, self._store.directory, name)
 
     def _hold(self, step: int, point: Point) -> None:
-        """Keep a copy of this point, for an exception before the next one."""
+        """Keep a copy of the state at this point, in case of an exception before the next one."""
         if self._copies is None or step == self._saved:
             self._held = None
             return
@@ -288,15 +304,10 @@ class FitSaver:
 
     def _save(self, step: int, point: Point, reason: str, checkpoint: dict[str, Any] | None = None) -> None:
         self._ledger.observe(step, self._trainer.callback_metrics)
-        metrics = self._ledger.of(step)
-        self._store.intent = Intent(reason, metrics)
-        try:
-            with self._trainer.profiler.profile("save_checkpoint"):
-                strategy = self._trainer.strategy
-                strategy.save_checkpoint(checkpoint or self._dump(point), self._store.path_of(step))
-                strategy.barrier("CheckpointCallback")
-        finally:
-            self._store.intent = None
+        metrics, strategy = self._ledger.of(step), self._trainer.strategy
+        with self._trainer.profiler.profile("save_checkpoint"):
+            self._store.save(step, checkpoint or self._dump(point), strategy, metrics=metrics, reason=reason)
+            strategy.barrier("CheckpointCallback")
         self._saved, self._recorded = step, {step: metrics}
         self._outdated.discard(step)
 
@@ -311,10 +322,8 @@ class FitSaver:
             self._point = None
 
     def _warn_of_pruning(self, checkpoint: dict[str, Any]) -> None:
-        """Say once that a callback such as ModelPruning has replaced the weights that training goes on with."""
-        if self._is_pruned or not any(
-            type(callback).__name__ == "ModelPruning" for callback in self._trainer.callbacks
-        ):
+        """Warn once that ModelPruning has replaced the weights that training continues with."""
+        if self._is_pruned or not callbacks_of(self._trainer, "ModelPruning"):
             return
         names = self._trainer.lightning_module.state_dict().keys() - checkpoint["state_dict"].keys()
         if pruned := sorted(name.removesuffix("_orig") for name in names if name.endswith("_orig")):
@@ -329,7 +338,7 @@ class FitSaver:
         try:
             self._save(step, point, "preempted", checkpoint)
         except SaveFailedError:
-            # The save before this one failed. The process is about to end, so the log is the place to report it.
+            # The save before this one failed. The process is about to end, so the log has to report it.
             logger.exception("an earlier save failed; step %d is being saved", step)
         self._leave()
 
@@ -340,7 +349,7 @@ class FitSaver:
             left = self._preemption.seconds_left(None if grace is None else seconds(grace))
             self._store.manager.finish_mirror(left)
         finally:
-            self._store.part()
+            part(self._store.processes)
         self._say("preempted: stopping after step %d in %s", self._trainer.global_step, self._store.directory)
         leave(self._trainer, self._preemption)
 
@@ -353,11 +362,17 @@ class FitSaver:
 
     def _is_over(self) -> bool:
         fit = self._fit
-        return (  # as fit.done, which logs a message
+        return (  # the same as fit.done, which logs a message
             _reached(fit.epoch_loop.global_step, fit.max_steps)
             or _reached(fit.epoch_progress.current.processed, fit.max_epochs)
             or (self._trainer.should_stop and can_stop_early(fit))
         )
+
+
+def _log_event(event_for: tuple[Any, dict[str, Any]]) -> None:
+    listener, event = event_for
+    if (numbers := event_scalars(event)) and event.get("step") is not None:
+        listener.log_metrics(numbers, step=event["step"])
 
 
 def _reached(count: int, limit: int | None) -> bool:
@@ -373,8 +388,8 @@ class MetricsLedger:
 
     ``trainer.callback_metrics`` holds the last value of every metric that was ever logged: 50 steps after a validation
     its ``val_loss`` is still there, although it was measured on other parameters. Ranked by it, the later checkpoint
-    would look as good as the one that was validated. The ledger sees the metrics whenever some may have been added, and
-    notes the step at which each of them appeared.
+    would look as good as the one that was validated. The ledger observes the metrics whenever some may be new, and
+    notes the step at which each value appeared.
     """
 
     def __init__(self) -> None:
@@ -397,8 +412,8 @@ class MetricsLedger:
 
 
 def _same_value(one: Any, other: Any) -> bool:
-    """Return whether this is the very same logged value: the same memory, not the same number."""
+    """Return whether this is the same logged value: the same memory, not the same number."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        # Lightning hands out a new view at every access. As the one seen is kept, its memory is not used for another.
+        # Lightning returns a new view at every access. The ledger keeps the old one, so its memory is not reused.
         return one.data_ptr() == other.data_ptr()
     return one is other

@@ -1,4 +1,4 @@
-"""Signals, taken over from Lightning, and how a run ends that one of them has asked to end."""
+"""The handlers of signals, which replace those of Lightning, and how a run ends after a signal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Preempted(SystemExit):
 
 
 def leave(trainer: Any, preemption: PreemptionSignal) -> NoReturn:
-    """End a run that was asked to end, and has nothing left to save."""
+    """End a run after a signal, when nothing is left to save."""
     release_children(trainer)
     raise Preempted(preemption.exit_status)
 
@@ -34,13 +34,8 @@ def leave(trainer: Any, preemption: PreemptionSignal) -> NoReturn:
 class Signals:
     """The signals of one call of ``fit``, ``validate``, ``test`` or ``predict``, from ``setup`` to its end.
 
-    They are taken over where Lightning installs handlers of its own, which end a run after any batch, also after one
-    whose gradients are still being accumulated, which no checkpoint holds.
-
-    Args:
-        trainer: The trainer.
-        preemption: The flag that the signals set.
-        finish: Called last, when Lightning has ended a run that was left.
+    The handlers replace those of Lightning, which end a run after any batch, also while gradients that no checkpoint
+    holds are being accumulated. ``finish`` is called last, when Lightning has ended a run after a signal.
     """
 
     def __init__(self, trainer: Any, preemption: PreemptionSignal, finish: Callable[[], None]) -> None:
@@ -57,7 +52,7 @@ class Signals:
         take_over(self._connector, self._preemption)
 
     def end(self, error: object = None) -> None:
-        """End the handling of signals, after an error perhaps."""
+        """End the handling of signals; ``error`` is the exception that ends the run, if any."""
         self._left = isinstance(error, Preempted)
         self._preemption.restore()
         if not self._left:
@@ -71,9 +66,9 @@ class Signals:
 
 
 def take_over(connector: Any, preemption: PreemptionSignal) -> None:
-    """Put a flag in the place of Lightning's own handler of SIGTERM, on top of the handler before that.
+    """Replace Lightning's handler of SIGTERM by one that sets a flag, on top of the handler of before.
 
-    When the run ends Lightning puts back what was there before its own handler, as always.
+    When the run ends, Lightning restores the handler that was there before its own, as always.
     """
     is_lightnings = is_lightnings_handler(signal.getsignal(signal.SIGTERM))
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -94,20 +89,20 @@ def take_over(connector: Any, preemption: PreemptionSignal) -> None:
 
 # ---- SLURM: the requeue signal saves a step of the run, and Lightning's own files for requeueing are left alone
 #
-# Lightning saves ``hpc_ckpt_N.ckpt`` inside the signal handler, perhaps in the middle of a batch, asks SLURM to requeue
-# the job, and begins with the highest of these files from then on, for ``fit``, ``validate``, ``test`` and ``predict``,
-# before any hook of a callback.
+# At that signal, Lightning saves ``hpc_ckpt_N.ckpt`` inside the handler, perhaps in the middle of a batch, and asks
+# SLURM to requeue the job. Later calls of ``fit``, ``validate``, ``test`` and ``predict`` begin with the file that has
+# the highest number, before any hook of a callback.
 
 
 logger = logging.getLogger("holdfast")
 
-_PATIENCE = 120.0  # seconds, of the other processes for ``scontrol``
+_PATIENCE = 120.0  # The other processes wait so many seconds for ``scontrol``.
 
-_OURS = "holdfast_requeues"  # the note, among the attributes of an environment, that this integration requeues its job
+_OURS = "holdfast_requeues"  # The attribute of an environment that notes that this integration requeues its job.
 
 
 def take_over_requeue(trainer: Any) -> signal.Signals | None:
-    """Take the requeue signal from Lightning; return it, or None where the job is not to be requeued."""
+    """Take the requeue signal from Lightning; return it, or None if the job is not to be requeued."""
     environment = cluster_environment(trainer)
     if "SLURMEnvironment" not in {kind.__name__ for kind in type(environment).__mro__}:
         return None
@@ -120,10 +115,7 @@ def take_over_requeue(trainer: Any) -> signal.Signals | None:
 
 
 def requeue(processes: ProcessGroup) -> None:
-    """Put the job back into SLURM's queue; all processes call it, as SLURM may end a job when one of them has ended.
-
-    SLURM ends the job as soon as it is asked, so this comes last.
-    """
+    """Put the job back into SLURM's queue, which ends it at once. All processes call this, and wait for process 0."""
     group = processes.rendezvous("requeue")
     if group is None:
         _requeue()
@@ -133,7 +125,7 @@ def requeue(processes: ProcessGroup) -> None:
             if processes.is_primary:
                 _requeue()
             group.broadcast("requeued", b"", _PATIENCE)
-        except HoldfastError as error:  # process 0 has ended
+        except HoldfastError as error:  # Process 0 has ended.
             logger.debug("%s: %s", group.name, error)
 
 

@@ -1,4 +1,4 @@
-"""The checkpoints of one run, as the callback and Lightning's ``CheckpointIO`` see them."""
+"""The checkpoints of one run, for the callback and for Lightning's ``CheckpointIO``."""
 
 from __future__ import annotations
 
@@ -7,32 +7,25 @@ import io
 import logging
 import os
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...engine.api import load
-from ...engine.checkpoint import AsyncCheckpointer, SaveReport
+from ...engine.checkpoint import AsyncCheckpointer
 from ...engine.clock import seconds
 from ...engine.distributed import ProcessGroup, current_coordinator
-from ...engine.errors import CheckpointNotFoundError, HoldfastError, StateError
+from ...engine.errors import CheckpointNotFoundError, HoldfastError, InvalidLocationError, StateError
 from ...engine.format import ITEM, RECORD, CheckpointRecord
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler, SavedShares
-from ...engine.manager import (
-    CheckpointManager,
-    CheckpointManagerOptions,
-    event_scalars,
-    guarded,
-    metric_name,
-    metric_value,
-)
+from ...engine.manager import CheckpointManager, CheckpointManagerOptions, metric_name, metric_value
 from ...engine.observer import process_observer
 from ...engine.steps import list_steps, newest_step, prefix_of, read_record, read_steadily, series_and_step, series_of
 from ...engine.storage import TEMPORARY_PREFIX, Location, Place, as_location
-from ..loop import WITHOUT_GRACE, GraceCheck, all_steps, part
+from ..loop import WITHOUT_GRACE, GraceCheck, all_steps
 from ..options import ProgramOptions, Resume
 from .arguments import CallbackArguments
 from .strategies import SharedState, StateHandler, has_leaves
@@ -41,20 +34,12 @@ from .trees import POSITION, from_tree, plain_weights, to_tree
 PROCESS = "process"
 """The item with the position of each of several processes."""
 
-_OF_EVERY = {"every": True}  # to get the positions of all processes where another number of them has saved
+_OF_EVERY = {"every": True}  # This restores the positions of all processes where another number of them has saved.
 
 Template = Mapping[str, Any] | None
 """Templates by entry of Lightning's dictionary."""
 
 logger = logging.getLogger("holdfast")
-
-
-@dataclass(frozen=True, slots=True)
-class Intent:
-    """Why a checkpoint is being saved, and the metrics of its step."""
-
-    reason: str
-    metrics: dict[str, float] | None = None
 
 
 class RunStore:
@@ -71,21 +56,18 @@ class RunStore:
         self._own = AsyncCheckpointer(PerProcessCheckpointHandler(options.tree_handler()))
         self._manager: CheckpointManager | None = None
         self.is_open = False
-        self.has_late_metrics = False
+        self.has_saved = False
         self._has_positions = False
         self._has_fetched = False
         self._reported: set[str] = set()
-        self.reports: list[SaveReport] = []
-        self.events: list[dict[str, Any]] = []  # that the loggers have not got yet
-        self._log = guarded(_log_event, "that passes events to the trainer's loggers")
-        self.intent: Intent | None = None
+        self._events: list[dict[str, Any]] = []  # that :meth:`take_events` has not returned yet
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RunStore, (self.directory, self._arguments)
 
     @property
     def manager(self) -> CheckpointManager:
-        """The manager that writes, or wrote last in this process; a reading one when there is none."""
+        """The manager that writes, or wrote last in this process; without one, a manager that only reads."""
         if self._manager is None:
             return self._make(replace(self._options, read_only=True))
         return self._manager
@@ -96,39 +78,28 @@ class RunStore:
         return ProcessGroup(self.directory.url, None, seconds(self._options.barrier_timeout_secs))
 
     def open(self) -> None:
-        """Take the right to write to the directory.
-
-        Raises:
-            OwnershipError: Another live run writes to it.
-        """
+        """Take ownership of the directory, in which the run then writes."""
         self.close()
         manager = self._make(self._options)
         manager.acquire()
-        manager.add_listener(self.reports.append)
-        manager.events.add_listener(self.events.append)
+        manager.events.add_listener(self._events.append)
         if self._grace is not None:
             manager.add_listener(self._grace)
         self._manager, self.is_open = manager, True
 
     def close(self, *, orderly: bool = True) -> None:
-        """Wait for the save that is under way and give the directory back.
-
-        Raises:
-            SaveFailedError: A save failed in the background.
-        """
+        """Wait for the save that is under way, and release the directory."""
         if self.is_open and self._manager is not None:
             self.is_open = False
             if not orderly:
                 self._manager.finish_mirror(WITHOUT_GRACE)
             self._manager.close()
 
-    def log_events(self, loggers: Sequence[Any]) -> None:
-        """Pass the numbers of new events to the loggers of a trainer; called on its thread."""
-        events = self.events[:]
-        del self.events[: len(events)]
-        for event in events:
-            for logger_ in loggers:
-                self._log((logger_, event))
+    def take_events(self) -> list[dict[str, Any]]:
+        """Return the events since the last call; only process 0 has any."""
+        events = self._events[:]
+        del self._events[: len(events)]  # a save in the background may have added others meanwhile
+        return events
 
     @property
     def may_fetch(self) -> bool:
@@ -142,16 +113,15 @@ class RunStore:
             self._has_fetched = True
 
     def agree(self, found: bool, resume: Resume) -> bool:
-        """Return whether process 0 has found a checkpoint to go on from; the option ``resume`` is the same for all."""
+        """Return whether process 0 has found a checkpoint to resume from; ``resume`` has to be the same on all."""
         mine = {"directory": self.directory.url, "resume": resume}
         self.processes.compare("the options of the callbacks", mine)
         return bool(self.processes.decide("what to begin from", lambda: found))
 
     def record_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Store metrics that came after their step was saved, those of process 0; return them."""
+        """Store the metrics of process 0 that were logged after their step was saved; return them."""
         late: dict[str, float] = self.processes.decide("late metrics", lambda: metrics)
         if late:
-            self.has_late_metrics = True
             self.manager.record_metrics(step, late)
         return late
 
@@ -163,7 +133,10 @@ class RunStore:
 
     def step_of(self, path: Place) -> int | None:
         """Return the step that a path stands for, or None when it is not in this directory."""
-        location = as_location(path)
+        try:
+            location = as_location(path)
+        except InvalidLocationError:
+            return None
         named = series_and_step(location.name) if location.parent == self.directory else None
         return named[1] if named is not None and named[0] == self._series else None
 
@@ -174,19 +147,19 @@ class RunStore:
             return None
         try:
             return metric_value(self.manager.metrics(step), metric)
-        except CheckpointNotFoundError:  # its save has not been committed yet
+        except CheckpointNotFoundError:  # Its save has not been committed yet.
             return None
 
     def awaited_metric(
         self, newest: Mapping[int, Mapping[str, float]], metrics: Callable[[], Mapping[str, float]]
     ) -> str | None:
-        """Return the name of the metric that ranks checkpoints where the newest lacks it, and the metrics have it.
+        """Return the name of the metric that ranks checkpoints if the newest checkpoint lacks it, unlike ``metrics``.
 
         An interval seldom ends at a validation: its checkpoints would never be ranked. ``newest`` has the step of the
         newest checkpoint and the metrics that it was saved with. All processes take the answer of process 0.
         """
         metric = self._options.best_fn
-        if metric is None or self._options.save_on_best:  # which has ranked this step
+        if metric is None or self._options.save_on_best:  # ``save_on_best`` has decided about this step.
             return None
 
         def answer() -> str | None:
@@ -198,60 +171,43 @@ class RunStore:
         name: str | None = self.processes.decide("a step with the metric", answer)
         return name
 
-    def part(self) -> None:
-        """Let process 0, which may keep the store that connects them, wait until the others have ended."""
-        part(self.processes)
-
-    def save(self, step: int, checkpoint: dict[str, Any], shared: SharedState | None = None) -> None:
-        """Save Lightning's dictionary; where several processes save, all call this with what they share.
-
-        Raises:
-            UnsupportedLeafError: It cannot be saved.
-            SaveFailedError: The save before this one failed; this one is under way nevertheless.
-        """
+    def save(
+        self,
+        step: int,
+        checkpoint: dict[str, Any],
+        strategy: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        reason: str = "trainer.save_checkpoint",
+    ) -> None:
+        """Save Lightning's dictionary in the background; all processes of a strategy call this together."""
+        shared = SharedState(strategy) if strategy.world_size > 1 else None
         items = self._tree(checkpoint) if shared is None else self._items(checkpoint, shared)
-        intent = self.intent or Intent("trainer.save_checkpoint")
         with contextlib.ExitStack() as stack:
             manager = self.manager if self.is_open else stack.enter_context(self._make(self._options))
             if shared is None and self._has_positions:
                 items = {ITEM: items}
             if self._manager is not None:
                 self._manager = manager
-            manager.save(step, items, metrics=intent.metrics, force=True, reason=intent.reason)
+            self.has_saved |= self.is_open
+            manager.save(step, items, metrics=metrics, force=True, reason=reason)
 
-    def load_newest(self, *, with_position: bool = True, template: Template = None) -> dict[str, Any]:
-        """Return the newest whole checkpoint as Lightning's dictionary, with the positions of processes if asked for.
-
-        Raises:
-            CheckpointNotFoundError: There is none.
-            NoWholeCheckpointError: All of them are damaged.
-        """
+    def load(self, step: int | None, *, with_position: bool, template: Template = None) -> dict[str, Any]:
+        """Return a step, or the newest whole one, as Lightning's dictionary, perhaps with positions of processes."""
         manager = self.manager
-        restored = manager.restore_latest(self._wanted(with_position, template), restore_kwargs=self._of_every())
+        wanted: Any = template
+        if self._has_positions:
+            wanted = {ITEM: template, PROCESS: None} if with_position else {ITEM: template}
+        of_every = {PROCESS: _OF_EVERY} if self._has_positions else {}
+        if step is not None:
+            return _checkpoint(manager.restore(step, wanted, restore_kwargs=of_every), self.path_of(step))
+        restored = manager.restore_latest(wanted, restore_kwargs=of_every)
         if restored is None:
             raise CheckpointNotFoundError(f"{manager.directory}: there is no checkpoint to restore")
         return _checkpoint(restored.items, self.path_of(restored.step))
 
-    def load(self, step: int, *, template: Template = None) -> dict[str, Any]:
-        """Return the checkpoint of a step as Lightning's dictionary; positions of processes only during a fit.
-
-        Raises:
-            CheckpointNotFoundError: There is no such step.
-            DamagedCheckpointError: It does not verify.
-        """
-        found = self.manager.restore(step, self._wanted(self.is_open, template), restore_kwargs=self._of_every())
-        return _checkpoint(found, self.path_of(step))
-
-    def _of_every(self) -> dict[str, Any]:
-        return {PROCESS: _OF_EVERY} if self._has_positions else {}
-
-    def _wanted(self, with_position: bool, template: Template) -> Any:
-        if not self._has_positions:
-            return template
-        return {ITEM: template, PROCESS: None} if with_position else {ITEM: template}
-
     def _make(self, options: CheckpointManagerOptions) -> CheckpointManager:
-        """Make a manager, of two items where processes have positions of their own, now or in a saved step."""
+        """Make a manager; it has two items if processes have positions of their own, now or in a saved step."""
         self._has_positions = not self.processes.alone or any(
             PROCESS in entry.record.items
             for entry in list_steps(self.directory, self._series)
@@ -293,19 +249,13 @@ class RunStore:
         return tree
 
 
-def _log_event(event_for: tuple[Any, dict[str, Any]]) -> None:
-    logger_, event = event_for
-    if (numbers := event_scalars(event)) and event.get("step") is not None:
-        logger_.log_metrics(numbers, step=event["step"])
-
-
 def read_checkpoint(path: Place, *, with_position: bool, template: Template = None) -> dict[str, Any]:
     """Read a checkpoint, or the newest whole one of a directory, into Lightning's dictionary."""
     location = as_location(path)
     if not (location / RECORD).exists():
         newest = newest_step(list_steps(location))
         store = RunStore(location, ProgramOptions(step_prefix=prefix_of(newest.series) if newest else None))
-        return store.load_newest(with_position=with_position, template=template)
+        return store.load(None, with_position=with_position, template=template)
     return read_steadily(location, lambda record: _read(location, record, with_position, template))
 
 
@@ -321,19 +271,20 @@ def _read(location: Location, record: CheckpointRecord, with_position: bool, tem
 
 
 def is_checkpoint(path: Place) -> bool:
-    location = as_location(path)
+    try:
+        location = as_location(path)
+    except InvalidLocationError:
+        return False
     if location.name.endswith(".ckpt") or not location.is_directory():
-        return False  # Lightning's own files are not looked for where they may take a network to look
-    if (location / RECORD).exists():
-        return True
-    return bool(list_steps(location))
+        return False  # A file of Lightning may be on a network, and is not looked for.
+    return (location / RECORD).exists() or bool(list_steps(location))
 
 
 def _checkpoint(found: Any, place: Place) -> dict[str, Any]:
-    """Return what was restored, one item or several, as Lightning's dictionary with the position of this process.
+    """Return restored items as Lightning's dictionary with the position of this process.
 
-    Where another number of processes has saved, the position also has those of all of them, as ``shares``; a process
-    without one of its own gets that of process 0.
+    If another number of processes has saved, the position also has those of all of them, as ``shares``; a process
+    without a position of its own gets that of process 0.
     """
     tree, own = found, None
     if isinstance(found, dict) and "state_dict" not in found and ITEM in found:
@@ -353,7 +304,7 @@ def _checkpoint(found: Any, place: Place) -> dict[str, Any]:
     return {**checkpoint, POSITION: {**shares[of], "shares": shares}}
 
 
-# ---- what lies beside the steps of a run and follows them: links to the newest and the best, and the best weights
+# ---- files beside the steps of a run: links to the newest and the best, and the best weights
 
 
 class Published:
@@ -366,7 +317,7 @@ class Published:
         self._exported: int | None = None
 
     def update(self, manager: CheckpointManager) -> None:
-        """Let everything follow the committed steps; a failure is logged, as nothing of the run depends on it."""
+        """Update the links and the file; a failure is only logged, as nothing in the run depends on them."""
         links = self._options.links and self._directory.is_local
         steps = manager.all_steps() if links or self._options.export_best is not None else []
         if not steps:
@@ -394,7 +345,7 @@ class Published:
         try:
             partial.symlink_to(folder, target_is_directory=True)
             partial.replace(link)
-        except OSError as error:  # the disk has no links
+        except OSError as error:  # The disk has no links.
             logger.debug("%s is not kept as a link: %s", link, error)
             with contextlib.suppress(OSError):
                 partial.unlink()
@@ -403,7 +354,7 @@ class Published:
 def export_weights(step: Location, place: Location) -> None:
     """Write the weights of a step into one file, atomically.
 
-    A ``.safetensors`` file has the names of the module's state dict. A ``.ckpt`` file has the hyper-parameters, too, as
+    A ``.safetensors`` file has the names of the module's state dict. A ``.ckpt`` file also has the hyper-parameters, as
     plain data, so that Lightning loads it with ``weights_only=True``.
     """
     if place.name.endswith(".safetensors"):
@@ -423,7 +374,7 @@ _OF_THE_MODEL = {
 
 
 def _entries(step: Location, names: Collection[str]) -> dict[str, Any]:
-    """Read some entries of Lightning's dictionary, those that are there."""
+    """Read those entries of Lightning's dictionary that exist."""
     record = read_record(step).items[ITEM]
     handler, folder = PyTreeCheckpointHandler(), step / record.folder
     outline = handler.structure(folder, files=record.files)

@@ -1,9 +1,9 @@
-"""Strategies of Lightning: which ones the callback can save, and how several processes save and load one checkpoint.
+"""The strategies of Lightning that the callback supports, and how several processes save and load one checkpoint.
 
-Under DDP, parameters and optimizer states are the same in every process, and under FSDP2 and tensor parallelism each
-process holds its part of them as DTensors: each saves from its own memory. Nothing guarantees that everything else,
-such as buffers, callbacks and hyper-parameters, is the same in every process, or there at all. As in Lightning's own
-checkpoints, what process 0 has is saved.
+Under DDP, parameters and optimizer states are the same in every process; under FSDP2 and tensor parallelism each
+process holds its part of them as DTensors. So each process saves these from its own memory. Everything else, such as
+buffers, callbacks and hyper-parameters, may differ between processes. As in Lightning's own checkpoints, process 0
+saves it.
 """
 
 from __future__ import annotations
@@ -27,23 +27,20 @@ from ...engine.storage import Location
 from .wall import averages_models, broadcasts_buffers, gathers_in_one_process
 
 _SAVE_BY_THEMSELVES = {"FSDPStrategy", "DeepSpeedStrategy"}
-_OWN_PROCESSES = {"XLAStrategy"}  # a DDPStrategy by descent, but not connected by torch.distributed
+_OWN_PROCESSES = {"XLAStrategy"}  # It is derived from DDPStrategy, but torch.distributed does not connect it.
 
 _SHARDED = "ModelParallelStrategy"
 
+# The processes of a trainer that is gone. Python would warn of processes that are collected while they run.
 _released: list[subprocess.Popen[bytes]] = []
 
-_LARGE = 1 << 20  # bytes of a tensor from which on it goes from memory to memory, not through the store
+_LARGE = 1 << 20  # bytes, from which on process 0 broadcasts a tensor instead of sending it through the store
 
 Path = tuple[Any, ...]
 
 
 def check_strategy(trainer: Any) -> None:
-    """Check that the callback can save what the trainer's strategy holds.
-
-    Raises:
-        StateError: It cannot; the message names the strategies that work.
-    """
+    """Refuse strategies whose state the callback cannot save."""
     strategy = trainer.strategy
     name = type(strategy).__name__
     works = "It works with one process, and in several with strategy='ddp' or ModelParallelStrategy (FSDP2)"
@@ -65,7 +62,7 @@ def check_strategy(trainer: Any) -> None:
 
 
 def can_save(strategy: Any) -> bool:
-    """Return whether it is known how the processes of a strategy hold what a checkpoint needs."""
+    """Return whether the callback supports the way in which a strategy divides its state among processes."""
     kinds = _kinds(strategy)
     if kinds & _SAVE_BY_THEMSELVES:
         return False
@@ -78,12 +75,12 @@ def is_sharded(strategy: Any) -> bool:
 
 
 def keeps_own_buffers(strategy: Any) -> bool:
-    """Return whether each process goes on with buffers of its own, rather than with those of process 0."""
+    """Return whether each process keeps buffers of its own, which are not synchronized with process 0."""
     return strategy.world_size > 1 and not broadcasts_buffers(strategy)
 
 
 def own_buffers(module: Any) -> dict[str, Any]:
-    """Return the buffers of this process by name, without those that are divided among processes."""
+    """Return the buffers of this process by name, without DTensors."""
     return {name: value for name, value in module.named_buffers() if not hasattr(value, "placements")}
 
 
@@ -95,14 +92,14 @@ def replicas(strategy: Any) -> int:
 
 
 def release_children(trainer: Any) -> None:
-    """Let a run end in all of its processes by itself.
+    """Let all processes of a run end by themselves.
 
     A trainer that has started the others kills all that are left, and itself, as soon as one has ended with a status
-    other than 0, which after SIGTERM all of them do.
+    other than 0. After SIGTERM, all of them do.
     """
     processes = getattr(trainer.strategy.launcher, "procs", None)
     if isinstance(processes, list):
-        _released.extend(processes)  # Python would complain of processes that are forgotten while they run
+        _released.extend(processes)
         processes.clear()
 
 
@@ -115,7 +112,7 @@ def _kinds(strategy: Any) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """Stands for a tensor that every process has."""
+    """Stands for a tensor that each process takes from its own memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +124,14 @@ class _Sent:
 
 
 class SharedState:
-    """What the processes of one strategy save processes."""
+    """Brings the tree of process 0 to the other processes of a strategy, so that all save the same leaves."""
 
     def __init__(self, strategy: Any) -> None:
         module = strategy.lightning_module
         gloo = torch.distributed.get_backend() == "gloo"
         self._channel = torch.device("cpu") if gloo else strategy.root_device
         self._parameters = {unwrapped_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-        # Optimizers that shard their state by themselves give all of it to process 0, and nothing to the others.
+        # An optimizer that shards its state by itself gives all of it to process 0, and nothing to the others.
         self._optimizers = {
             index
             for index, optimizer in enumerate(strategy.optimizers)
@@ -144,13 +141,7 @@ class SharedState:
     def tree(
         self, processes: ProcessGroup, checkpoint: dict[str, Any], make: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Return the tree that this process saves: the same leaves on all of them.
-
-        ``make`` makes a tree of Lightning's dictionary, on process 0 only.
-
-        Raises:
-            StateError: This process does not hold what process 0 holds.
-        """
+        """Return the tree that this process saves, with the same leaves on all; ``make`` makes that of process 0."""
         group = processes.rendezvous("what process 0 saves")
         assert group is not None
         large: list[torch.Tensor] = []
@@ -177,19 +168,19 @@ class SharedState:
         return tree
 
     def _is_own(self, path: Path, value: torch.Tensor) -> bool:
-        if hasattr(value, "placements"):  # a DTensor: each process has its part
+        if hasattr(value, "placements"):  # It is a DTensor, of which each process has its part.
             return True
         if path[0] == "state_dict":
             return len(path) == 2 and unwrapped_name(path[1]) in self._parameters
         return path[0] == "optimizer_states" and len(path) > 1 and path[1] in self._optimizers
 
     def _outline(self, value: Any, path: Path, large: list[torch.Tensor]) -> Any:
-        """Return process 0's tree without the tensors that the others have, and without large ones."""
+        """Return process 0's tree, with placeholders for large tensors and for those that the others have."""
         if isinstance(value, torch.Tensor):
             if self._is_own(path, value):
                 return _Own()
             if value.nbytes < _LARGE:
-                return value.cpu().clone()  # a view would bring all of its memory along
+                return value.cpu().clone()  # Pickle would write the whole storage of a view.
             large.append(value.detach().to(self._channel).contiguous())
             return _Sent(tuple(value.shape), value.dtype)
         if isinstance(value, dict):
@@ -200,7 +191,7 @@ class SharedState:
         return value
 
     def _filled(self, outline: Any, own: Any, path: Path, large: list[torch.Tensor]) -> Any:
-        """Return this process's tree, made from process 0's outline."""
+        """Return this process's tree from the outline of process 0."""
         if isinstance(outline, _Own):
             if not isinstance(own, torch.Tensor):
                 raise StateError(
@@ -227,12 +218,12 @@ class SharedState:
 
 
 class StateHandler(PyTreeCheckpointHandler):
-    """Saves trees as its base does; restores some entries with templates, and the others as they were saved."""
+    """Restores some entries of a tree with templates, and the others as they were saved."""
 
     def restore(
         self, directory: Location, item: Any = None, *, files: Mapping[str, FileRecord] | None = None, **kwargs: Any
     ) -> Any:
-        """Read a tree with templates by entry, without entries whose template is None. None for all is no template."""
+        """Read a tree with templates by entry, without entries whose template is None; None reads all without any."""
         if item is None:
             return super().restore(directory, files=files, **kwargs)
         outline = super().structure(directory, files=files)
@@ -245,7 +236,7 @@ class StateHandler(PyTreeCheckpointHandler):
 
 
 class ShardedState:
-    """What a strategy, with its module and optimizers set up, holds divided among its processes."""
+    """The state that a strategy, when its module and optimizers are set up, divides among its processes."""
 
     def __init__(self, strategy: Any) -> None:
         self._module = strategy.model
@@ -258,7 +249,7 @@ class ShardedState:
         return {"state_dict": get_model_state_dict(self._module), "optimizer_states": states or None}
 
     def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Load into module and optimizers what was restored with the template."""
+        """Load a checkpoint that was restored with the template into module and optimizers."""
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
             set_model_state_dict,

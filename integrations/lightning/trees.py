@@ -1,8 +1,8 @@
-"""A Lightning checkpoint as a tree of arrays and plain values, and back; nothing is pickled.
+"""Conversion of a Lightning checkpoint to a tree of arrays and plain values, and back, without pickle.
 
 The tree has the keys of the dictionary that Lightning makes: ``state_dict``, ``optimizer_states``, ``lr_schedulers``,
-``loops``, ``callbacks``, ``hyper_parameters`` and what modules and plugins add. Arrays come back as tensors, as nearly
-all of them are. The entry ``value_types`` says which values are of other types: numpy arrays, paths, namespaces.
+``loops``, ``callbacks``, ``hyper_parameters`` and what modules and plugins add. Arrays are loaded as tensors, as nearly
+all of them are. The entry ``value_types`` lists the values of other types, such as numpy arrays, paths, namespaces.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ...engine.pytree import STRIDES, is_permuted, with_strides
 from ...engine.stateful import instance_of
 
 POSITION = "holdfast"
-"""Where a checkpoint keeps what Lightning's own does not have: the position in the data, and random generators."""
+"""The entry for the state that Lightning's own checkpoints lack: the position in the data, and random generators."""
 
 _VERSIONS = "state_dict_versions"
 _NUMPY = "numpy.ndarray"
-_TYPES = "value_types"  # of values that are saved as plain data: the keys that lead to each, and its type
-_FIRST = ("state_dict", "optimizer_states", "lr_schedulers")  # what people look for in a listing
+_TYPES = "value_types"  # the types of values that are saved as plain data: pairs of the keys of a value and its type
+_FIRST = ("state_dict", "optimizer_states", "lr_schedulers")  # entries that a listing shows first
 _REQUIRED = ("state_dict", "optimizer_states", "loops", POSITION)
 _Keys = tuple[str | int, ...]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -50,10 +50,7 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return a checkpoint of Lightning as a tree that the engine saves, and a line for each entry that was left out.
 
     An entry is left out when it is, or holds, an object that is neither an array nor data; its line is such as
-    ``hyper_parameters/loss (torch.nn.modules.loss.MSELoss)``. The checkpoint is not changed.
-
-    Raises:
-        UnsupportedLeafError: There is such an object where a run could not be resumed without it.
+    ``hyper_parameters/loss (torch.nn.modules.loss.MSELoss)``. For an entry that a resume needs, this is an error.
     """
     plain = _Plain()
     first = [name for name in _FIRST if name in checkpoint]
@@ -67,7 +64,7 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         )
     versions = getattr(checkpoint.get("state_dict"), "_metadata", None)
     if versions:
-        # The versions of the modules, which they may need to load older states. One leaf, not one for every module.
+        # Modules may need their versions to load older states. All are in one leaf, as there are many modules.
         tree[_VERSIONS] = json.dumps({name: facts.get("version") for name, facts in versions.items()})
     if plain.types:
         tree[_TYPES] = json.dumps(plain.types)
@@ -135,7 +132,7 @@ class _Plain:
                 return _Left(value)
             if not hasattr(value, "placements") and not value.is_contiguous():
                 strides = list(value.stride())
-                if is_permuted(value.shape, strides):  # on which the rounding of the next steps may depend
+                if is_permuted(value.shape, strides):  # The rounding of the next steps may depend on it.
                     self.types.append((keys, f"{STRIDES} {json.dumps(strides)}"))
             return value.detach()
         if isinstance(value, dict):
@@ -168,7 +165,7 @@ class _Plain:
             found = self.value(item, (*keys, index))
             if isinstance(found, _Left):
                 del self.types[count:]
-                return found  # leaving one element out would move the others: the whole entry goes
+                return found  # Leaving out one element would move the others, so the whole entry is left out.
             items.append(found)
         if isinstance(value, set | frozenset):
             return type(value)(items) if all(type(item) in _PLAIN for item in value) else _Left(value)
@@ -190,7 +187,7 @@ def _contents(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
     if isinstance(value, np.ndarray):
         return _tensor(value)
     if isinstance(value, dict):
-        if value.keys() == {_NUMPY} and isinstance(value[_NUMPY], np.ndarray):  # as in earlier checkpoints
+        if value.keys() == {_NUMPY} and isinstance(value[_NUMPY], np.ndarray):  # Version 0.1.0 saved arrays so.
             return value[_NUMPY]
         entries = {key: _value(item, (*keys, key), types) for key, item in value.items()}
         return OrderedDict(entries) if isinstance(value, OrderedDict) else entries
@@ -202,17 +199,17 @@ def _contents(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
 def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     if array.dtype.type.__module__.partition(".")[0] != "ml_dtypes":
         return torch.from_numpy(array)
-    # Types that torch knows by the same names as ml_dtypes; numpy only passes their bits.
+    # torch has these types under the same names as ml_dtypes. Only the bits go through numpy.
     bits = torch.from_numpy(np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").reshape(array.shape))
     found: torch.dtype = getattr(torch, array.dtype.name)
     return bits.view(found)
 
 
-# ---- values of other types as plain data, and back: what hyper-parameters hold beside numbers and strings
+# ---- values of other types, which hyper-parameters hold beside numbers and strings
 #
 # A path is saved as a string, a namespace as a dictionary, a dtype by its name: every reader can use that. The names of
-# the types are saved beside them, so that Lightning gets the values back as they were. Only the constructors listed
-# here are called for that; a class of the program is only used if the program has loaded it.
+# the types are saved beside them, so that Lightning gets the original values. Only the constructors in this table are
+# called for that; a class of the program is only used if the program has loaded it.
 
 
 logger = logging.getLogger("holdfast")
@@ -233,7 +230,7 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
 
 
 def as_plain(value: Any) -> tuple[Any, str] | None:
-    """Return a value as plain data, perhaps with values inside to treat alike, and its type; None if it is unknown."""
+    """Return a value as plain data, which may hold further such values, and its type; None if the type is unknown."""
     kind = type(value)
     if isinstance(value, pathlib.PurePath):
         return str(value), "pathlib.Path" if isinstance(value, pathlib.Path) else f"pathlib.{kind.__name__}"
@@ -262,7 +259,7 @@ def as_plain(value: Any) -> tuple[Any, str] | None:
 
 
 def from_plain(plain: Any, kind: str) -> Any:
-    """Return the value that :func:`as_plain` was given; the plain data where its class is not there any more."""
+    """Return the value that :func:`as_plain` was given; the plain data if its class does not exist any more."""
     try:
         if kind in _MAKE:
             return _MAKE[kind](plain)
@@ -293,7 +290,7 @@ def _name(kind: type) -> str:
 
 
 def _found(name: str) -> Any:
-    """Return what a name such as ``torch.nn:ReLU`` stands for in the modules that are loaded, or None."""
+    """Return the object with a name such as ``torch.nn:ReLU`` in the modules that are loaded, or None."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):

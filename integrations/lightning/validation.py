@@ -1,49 +1,49 @@
-"""What a run was like when its validation began, for a run that has to end before its validation does.
+"""The state of a run before a validation, for a run that has to end during the validation.
 
-A validation is no point to save at: callbacks exchange the weights for an average, and modules count, cache and switch
-their modes. What is saved then has to be what was there before. Where hooks of the program run in a validation, it is
-copied; where there are none, the tensors are watched, and a validation that changes one is run to its end.
+During a validation the state is not consistent: callbacks exchange the weights for an average, and modules count, cache
+and switch their modes. So a save in a validation needs the state of before. If hooks of the program run in the
+validation, that state is copied; otherwise its tensors are watched, and a validation that changes one runs to its end.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-# What runs before a validation can be left, which is where one of its batches has ended.
+# The hooks that run before a validation can be left, at the end of one of its batches.
 _HOOKS = ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end")
 _OF_MODULES = (*_HOOKS, "on_validation_model_eval", "on_save_checkpoint")
 
 _HARMLESS = ("lightning.pytorch.", "pytorch_lightning.", f"{__name__.partition('.')[0]}.")
 _EXCHANGES_WEIGHTS = ".weight_averaging"
 
-_OPTIMIZERS = "optimizer_states"  # several times the module, and nothing in a validation changes them: watched only
+_OPTIMIZERS = "optimizer_states"  # These are large, and a validation hardly changes them: they are only watched.
 
 _Versions = list[tuple[torch.Tensor, int]]
 
 
 class StateBeforeValidation:
-    """The state of a run at the last point between two batches, while a validation goes on."""
+    """The state of a run at the last point between two batches, during a validation."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._copies = Copies()
         self._watched: _Versions = []
         self.checkpoint: dict[str, Any] | None = None
-        """Lightning's dictionary of before, where it was copied."""
+        """Lightning's dictionary from before the validation, if it was copied."""
 
     def take(self, dump: Callable[[], dict[str, Any]]) -> None:
-        """Begin; ``dump`` makes Lightning's dictionary."""
+        """Copy or watch the state when a validation begins; ``dump`` makes Lightning's dictionary."""
         self.checkpoint = None if _is_harmless(self._trainer) else self._copies.of(dump(), without=_OPTIMIZERS)
         self._watched = self._versions()
 
     def is_intact(self) -> bool:
-        """Return whether what was not copied is still as it was."""
+        """Return whether everything that was not copied is unchanged."""
         now = self._versions()
         return len(now) == len(self._watched) and all(
             one[0] is other[0] and one[1] == other[1] for one, other in zip(now, self._watched, strict=True)
@@ -73,35 +73,25 @@ def _is_harmless(trainer: Any) -> bool:
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-        return
-    parts: Iterable[Any] = ()
-    if isinstance(value, dict):
-        parts = value.values()
-    elif isinstance(value, list | tuple):
-        parts = value
-    for part in parts:
-        yield from _tensors(part)
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
 
 
-# ---- copies of a checkpoint in memory that is kept for the next one
+# ---- copies of a checkpoint in memory that is reused
 
 
 _Path = tuple[Any, ...]
 
 
 class Copies:
-    """Copies Lightning's dictionaries, one after the other, into the same host memory: fresh memory costs more."""
+    """Copies Lightning's dictionaries, one after the other, into the same host memory, as fresh memory costs more."""
 
     def __init__(self) -> None:
         self._memory: dict[_Path, torch.Tensor] = {}
 
     def of(self, checkpoint: dict[str, Any], *, without: str = "") -> dict[str, Any]:
-        """Return a copy of all containers and arrays; the copy before it is overwritten.
-
-        Args:
-            checkpoint: Lightning's dictionary.
-            without: An entry whose tensors are not copied.
-        """
+        """Return a copy of all containers and arrays, in the memory of the last copy; one entry may be left out."""
         return {name: self._copy(value, (name,), without) for name, value in checkpoint.items()}
 
     def _copy(self, value: Any, path: _Path, without: str) -> Any:
@@ -110,7 +100,7 @@ class Copies:
         if isinstance(value, np.ndarray):
             return value.copy()
         if isinstance(value, dict):
-            copied = copy.copy(value)  # with what a state dict knows of its modules
+            copied = copy.copy(value)  # This keeps the attributes of a state dict, such as the versions of modules.
             for key, item in value.items():
                 copied[key] = self._copy(item, (*path, key), without)
             return copied
@@ -122,7 +112,7 @@ class Copies:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             return tensor.clone()
         memory = self._memory.get(path)
-        like = torch.empty_like(tensor, device="meta")  # dense, with the tensor's order of axes
+        like = torch.empty_like(tensor, device="meta")  # It is dense, with the tensor's order of axes.
         facts = like.shape, like.dtype, like.stride()
         if memory is None or (memory.shape, memory.dtype, memory.stride()) != facts:
             memory = self._memory[path] = torch.empty_like(tensor, device="cpu")

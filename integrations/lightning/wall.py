@@ -1,12 +1,12 @@
-"""What Lightning does not make public and the callback needs: which names, and how methods of its objects are entered.
+"""The names of Lightning that are not public and that the callback needs, and how it wraps methods of Lightning.
 
-Callback hooks come before the loops have done their bookkeeping: after ``on_train_batch_end`` the module's own hook,
-the validation and the schedulers that wait for it are still to come, and after ``on_train_epoch_end`` those of the
-epoch. A checkpoint saved from a hook therefore lacks them. The methods of the loops that enclose all of that are
-wrapped, on the loop objects of one trainer and for one run.
+Lightning calls the hooks of callbacks before its loops have done their bookkeeping: after ``on_train_batch_end`` it
+calls the module's own hook, validates and steps the schedulers, and after ``on_train_epoch_end`` it does the same for
+the epoch. A checkpoint saved from a hook lacks the results. :class:`LoopHooks` therefore wraps the methods of the loops
+that enclose all of that, on the objects of one trainer and for one run.
 
-A trainer chooses its checkpoint before it calls any hook, so there is one method that is wrapped on the class, when the
-first callback is made: :func:`follow_choices`.
+A trainer chooses its checkpoint before it calls any hook. So :func:`follow_choices` wraps one method on its class, when
+the first callback is made.
 """
 
 from __future__ import annotations
@@ -18,23 +18,15 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...engine.errors import StateError
 
-Wrapper = Callable[..., Any]
-
 logger = logging.getLogger("holdfast")
 
 NAMES = {  # that are not documented, by the object of a trainer that has them
-    "": (
-        "_run_sanity_check",
-        "_accelerator_connector",
-        "_checkpoint_connector",
-        "_logger_connector",
-        "_signal_connector",
-    ),
+    "": ("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_signal_connector"),
     "_checkpoint_connector": (
         *("_hpc_resume_path", "_loaded_checkpoint", "_parse_ckpt_path", "dump_checkpoint"),
         *("restore_loops", "restore_lr_schedulers", "resume_start"),
@@ -44,7 +36,7 @@ NAMES = {  # that are not documented, by the object of a trainer that has them
     "fit_loop": (
         *("_can_stop_early", "_combined_loader", "_data_fetcher", "_last_train_dl_reload_epoch"),
         *("_load_combined_loader_states", "_should_accumulate", "on_advance_end", "on_advance_start", "run"),
-        *("epoch_progress", "reset_restart_stage"),
+        *("epoch_progress", "on_iteration_done"),
     ),
     "fit_loop.epoch_loop": (
         *("_num_ready_batches_reached", "_on_after_fetch", "_on_before_fetch", "_restarting", "_results"),
@@ -56,7 +48,8 @@ NAMES = {  # that are not documented, by the object of a trainer that has them
     ),
 }
 _CONNECTOR = "trainer.connectors.checkpoint_connector"
-_BEGINS = "holdfast_was_given_no_path"  # the note, among the attributes of a connector
+_GIVEN = "holdfast_given_path"  # the attribute of a connector that notes the ``ckpt_path`` of the call
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 # Trainers find a callback that resumes by itself as ``ckpt_path="last"``. Lightning then warns about a model that was
 # not given, and in a first run about a missing "last", although the user has not asked for it.
@@ -64,8 +57,6 @@ _MISLEADING = (
     r"`\.fit\(ckpt_path=None\)` was called without a model\.",
     r'\.fit\(ckpt_path="last"\) is set, but there is no last checkpoint available\.',
 )
-
-_RESTART_FLAGS = ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint")
 
 
 def missing_names(trainer: Any) -> list[str]:
@@ -88,24 +79,23 @@ def check_version(trainer: Any) -> None:
     """
     if missing := missing_names(trainer):
         raise StateError(
-            f"{type(trainer).__module__.partition('.trainer')[0]} is built differently from the versions that holdfast "
-            f"supports (2.5 and 2.6); it has no {', '.join(missing)}"
+            f"{_package(trainer)} is built differently from the versions that holdfast supports (2.5 and 2.6); it has "
+            f"no {', '.join(missing)}"
         )
 
 
-class RequeuePath(str):
-    """The file of Lightning's that a trainer begins with because it is there, and was not told to begin with.
-
-    The callback may come with the module (``configure_callbacks``), which a trainer asks later than it looks for files.
-    """
+def _package(trainer: Any) -> str:
+    """Return the name of the package of a trainer, whose class may be derived from that of Lightning."""
+    names = (kind.__module__ for kind in type(trainer).__mro__)
+    return next(package for name in names for package in _PACKAGES if name.startswith(f"{package}."))
 
 
 def follow_choices(callback: type) -> None:
-    """Note in every trainer whether ``fit`` was given a path, and keep it from files that Lightning has requeued with.
+    """Note in every trainer which path ``fit`` was given, and keep it from files that Lightning has requeued with.
 
     Both are known only in the arguments of one call, before any hook. ``callback`` is the class of our callbacks.
     """
-    for package in ("lightning.pytorch", "pytorch_lightning"):
+    for package in _PACKAGES:
         module: Any = sys.modules.get(f"{package}.{_CONNECTOR}")
         if module is not None and not hasattr(module._CheckpointConnector._parse_ckpt_path, "__wrapped__"):
             _follow(module._CheckpointConnector, callback)
@@ -116,20 +106,15 @@ def _follow(connector: Any, callback: type) -> None:
 
     @functools.wraps(original)
     def parse(self: Any, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
+        vars(self)[_GIVEN] = ckpt_path
         models = {"model_provided": model_provided, "model_connected": model_connected}
-        vars(self)[_BEGINS] = ckpt_path is None
-        has_callback = any(isinstance(one, callback) for one in self.trainer.callbacks)
-        if ckpt_path is None and "SLURM_NTASKS" in os.environ and (found := self._hpc_resume_path):
-            if not has_callback:
-                begun = original(self, state_fn, ckpt_path, **models)
-                return RequeuePath(begun) if begun == found else begun
-            is_left_alone(self.trainer, RequeuePath(found))
-            # What a trainer does where there is no such file.
+        if not any(isinstance(one, callback) for one in self.trainer.callbacks):
+            return original(self, state_fn, ckpt_path, **models)
+        if ckpt_path is None and _is_in_slurm() and is_left_alone(self.trainer, self._hpc_resume_path):
+            # A trainer does the same where there is no such file.
             if state_fn != "fit" and model_provided:
                 return None
             ckpt_path = "last" if state_fn == "fit" else "best"
-        if not has_callback:
-            return original(self, state_fn, ckpt_path, **models)
         with warnings.catch_warnings():
             for message in _MISLEADING:
                 warnings.filterwarnings("ignore", message=message, category=UserWarning)
@@ -140,45 +125,43 @@ def _follow(connector: Any, callback: type) -> None:
 
 def was_given_no_path(trainer: Any) -> bool:
     """Return whether the trainer was given no ``ckpt_path`` for the run that begins."""
-    return bool(vars(trainer._checkpoint_connector).get(_BEGINS, False))
+    return vars(trainer._checkpoint_connector).get(_GIVEN, "") is None
 
 
 def forget_choice(trainer: Any) -> None:
-    """Forget at the end of a run what its trainer was given, as the next one may begin without choosing."""
-    vars(trainer._checkpoint_connector).pop(_BEGINS, None)
+    """Forget at the end of a run what its trainer was given, as the next run may begin without choosing."""
+    vars(trainer._checkpoint_connector).pop(_GIVEN, None)
 
 
 def is_left_alone(trainer: Any, path: Any) -> bool:
-    """Return whether a path is a file that Lightning would begin with by itself, and say that it is left alone."""
+    """Return whether Lightning itself chose a path, that of a file for requeueing, and log that it is left alone.
+
+    Where the module makes the first callback of the process (``configure_callbacks``), the trainer has chosen before
+    anything was noted: then the path counts as Lightning's own choice.
+    """
     connector = trainer._checkpoint_connector
-    # Where the module makes the first callback of the process, nothing was followed when the trainer chose.
-    unknown = path and _BEGINS not in vars(connector) and "SLURM_NTASKS" in os.environ
-    if isinstance(path, RequeuePath) or (unknown and path == connector._hpc_resume_path):
-        logger.warning("%s is left alone: Lightning saved it for requeueing; ckpt_path='hpc' begins with it", path)
-        return True
-    return False
+    was_chosen = path and _is_in_slurm() and vars(connector).get(_GIVEN) is None
+    if not was_chosen or path != connector._hpc_resume_path:
+        return False
+    logger.warning("%s is left alone: Lightning saved it for requeueing; ckpt_path='hpc' begins with it", path)
+    return True
+
+
+def _is_in_slurm() -> bool:
+    return "SLURM_NTASKS" in os.environ
 
 
 class LoopHooks:
-    """Wrappers around methods of single objects, used where ``applies()``, which :meth:`remove` takes off again."""
+    """Wrappers around methods of single objects, which act where ``applies()``, until :meth:`remove` takes them off."""
 
     def __init__(self, applies: Callable[[], bool] = lambda: True) -> None:
         self._placed: list[tuple[Any, str, Any, Any]] = []
         self._active = True
         self._applies = applies
 
-    def place(self, owner: Any, name: str, wrapper: Wrapper) -> None:
-        """Wrap a method of one object; the wrapper is called with the original method and its arguments.
-
-        Raises:
-            StateError: There is no such method.
-        """
-        original = getattr(owner, name, None)
-        if not callable(original):
-            raise StateError(
-                f"{type(owner).__qualname__} has no method {name}(): this version of Lightning is built differently "
-                "from those that holdfast supports (2.5 and 2.6)"
-            )
+    def place(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Wrap a method of one object; the wrapper is called with the original method and its arguments."""
+        original = getattr(owner, name)
 
         @functools.wraps(original)
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -190,7 +173,7 @@ class LoopHooks:
         setattr(owner, name, method)
 
     def remove(self) -> None:
-        """Take all wrappers off. One that was wrapped in turn stays, and only passes on."""
+        """Take all wrappers off. A wrapper that another one wraps stays, and only calls the original method."""
         self._active = False
         for owner, name, before, method in reversed(self._placed):
             if vars(owner).get(name) is not method:
@@ -208,12 +191,9 @@ def clear_restart(loop: Any) -> None:
     A restored loop guesses from the counters at which hook it was saved, then counts steps, skips validations and
     leaves schedulers out to make up for it. After a save between batches there is nothing to make up for.
     """
-    for name in _RESTART_FLAGS:
-        if name in vars(loop):
-            setattr(loop, name, False)
-    loop.reset_restart_stage()
+    loop.on_iteration_done()
     for child in vars(loop).values():
-        if "_restarting" in getattr(child, "__dict__", ()) and hasattr(child, "reset_restart_stage"):
+        if hasattr(child, "on_iteration_done"):
             clear_restart(child)
 
 
@@ -240,8 +220,13 @@ def forget_unfinished(progress: Any) -> None:
 # ---- parts of trainers, loops and strategies
 
 
-SANITY_CHECK, FIRST_ITERATOR = "_run_sanity_check", "_load_combined_loader_states"  # methods to wrap, of trainer, fit
+FIRST_ITERATOR = "_load_combined_loader_states"  # the method of the fit loop that precedes its first iterator
 BEFORE_FETCH, AFTER_FETCH = "_on_before_fetch", "_on_after_fetch"  # of the loop over an epoch
+
+
+def callbacks_of(trainer: Any, *names: str) -> list[Any]:
+    """Return the callbacks of a trainer whose class, or a base of it, has one of the names."""
+    return [one for one in trainer.callbacks if any(kind.__name__ in names for kind in type(one).__mro__)]
 
 
 def checkpoint_connector(trainer: Any) -> Any:
@@ -368,6 +353,13 @@ def broadcasts_buffers(strategy: Any) -> bool:
     return bool(getattr(strategy, "_ddp_kwargs", {"broadcast_buffers": False}).get("broadcast_buffers", True))
 
 
+def package_of(kind: type) -> str | None:
+    """Return the package of whose ``LightningModule`` or ``LightningDataModule`` a class is derived."""
+    names = {f"{base.__module__}.{base.__name__}" for base in kind.__mro__}
+    modules = ("core.module.LightningModule", "core.datamodule.LightningDataModule")
+    return next((package for package in _PACKAGES if any(f"{package}.{one}" in names for one in modules)), None)
+
+
 def made_from(
     package: str, kind: Any, checkpoint: dict[str, Any], place: str, strict: bool | None, given: Mapping[str, Any]
 ) -> Any:
@@ -380,8 +372,9 @@ def made_from(
 
 # ---- Lightning's searches for a learning rate and a batch size: a run begins with them, a resumed run keeps the result
 #
-# ``LearningRateFinder`` and ``BatchSizeFinder`` search in ``on_fit_start``, between the loading of a checkpoint's
-# weights and that of its optimizers, and write what they find into attributes that no checkpoint of Lightning's holds.
+# ``LearningRateFinder`` and ``BatchSizeFinder`` search in ``on_fit_start``, after a trainer has loaded the weights of a
+# checkpoint and before it loads the optimizers. They write what they find into attributes that no checkpoint of
+# Lightning's holds.
 
 
 _SEARCHES = {"LearningRateFinder": "lr_find", "BatchSizeFinder": "scale_batch_size"}
@@ -408,12 +401,14 @@ class Searches:
 
     @staticmethod
     def are_all(trainer: Any) -> bool:
-        """Return whether the trainer was started by a ``Tuner``, to search and do nothing else."""
+        """Return whether a ``Tuner`` has started the trainer, to search and do nothing else."""
         return any(getattr(finder, "_early_exit", False) for finder, _ in _finders(trainer))
 
     def found(self, trainer: Any) -> dict[str, Any]:
         """Return the values of the attributes that finders set."""
-        return {name: values[-1] for name in sorted(self._names) if (values := [*_values(trainer, name)])}
+        parsing, module = _parsing(trainer), trainer.lightning_module
+        names = [name for name in sorted(self._names) if parsing.lightning_hasattr(module, name)]
+        return {name: parsing.lightning_getattr(module, name) for name in names}
 
     def replace(self, trainer: Any, found: Mapping[str, Any]) -> None:
         """Let each finder set, where it would search, what was found when the run began.
@@ -435,13 +430,9 @@ class Searches:
             self._hooks = None
 
 
-def _finders(trainer: Any) -> Iterator[tuple[Any, str]]:
-    """Yield the callbacks that search, and the name of the method that does it."""
-    for callback in trainer.callbacks:
-        for kind in type(callback).__mro__:
-            if kind.__name__ in _SEARCHES:
-                yield callback, _SEARCHES[kind.__name__]
-                break
+def _finders(trainer: Any) -> list[tuple[Any, str]]:
+    """Return the callbacks that search, each with the name of the method that does it."""
+    return [(one, search) for name, search in _SEARCHES.items() for one in callbacks_of(trainer, name)]
 
 
 def _attributes(trainer: Any, finder: Any) -> list[str]:
@@ -451,7 +442,7 @@ def _attributes(trainer: Any, finder: Any) -> list[str]:
     if not finder._update_attr:
         return []
     names = (finder._attr_name,) if finder._attr_name else _RATES
-    return [name for name in names if any(True for _ in _values(trainer, name))][:1]
+    return [name for name in names if _parsing(trainer).lightning_hasattr(trainer.lightning_module, name)][:1]
 
 
 def _set_instead(trainer: Any, finder: Any, found: Mapping[str, Any], *_: Any, **__: Any) -> None:
@@ -473,27 +464,11 @@ def _set_instead(trainer: Any, finder: Any, found: Mapping[str, Any], *_: Any, *
             trainer.fit_loop._combined_loader = trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
 
 
-def _owners(trainer: Any) -> Iterator[Any]:
-    """Yield what may have such an attribute, in Lightning's order: the module, its hyper-parameters, the data's."""
-    for owner in (trainer.lightning_module, trainer.datamodule):
-        if owner is not None:
-            yield owner
-            yield getattr(owner, "hparams", {})
-
-
-def _values(trainer: Any, name: str) -> Iterator[Any]:
-    for owner in _owners(trainer):
-        if isinstance(owner, dict):
-            if name in owner:
-                yield owner[name]
-        elif hasattr(owner, name):
-            yield getattr(owner, name)
+def _parsing(trainer: Any) -> Any:
+    """Return the module with which a trainer's package finds attributes: of the module, the data, their parameters."""
+    return importlib.import_module(f"{_package(trainer)}.utilities.parsing")
 
 
 def _set(trainer: Any, name: str, value: Any) -> None:
-    for owner in _owners(trainer):
-        if isinstance(owner, dict):
-            if name in owner:
-                owner[name] = value
-        elif hasattr(owner, name):
-            setattr(owner, name, value)
+    if _parsing(trainer).lightning_hasattr(trainer.lightning_module, name):
+        _parsing(trainer).lightning_setattr(trainer.lightning_module, name, value)

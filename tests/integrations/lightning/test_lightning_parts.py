@@ -257,7 +257,7 @@ class Loader:
 def test_every_generator_goes_on_where_it_was(tmp_path: Any) -> None:
     loader = Loader(1)
     loader.draw()
-    state = capture_generators(CPU, [loader])
+    state = capture_generators([loader])
     expected = [loader.draw(), loader.draw()]
     saved = through_disk({"random": state}, tmp_path / "checkpoint")["random"]
     fresh = Loader(2)
@@ -276,7 +276,7 @@ def test_taking_the_state_does_not_change_it() -> None:
     np.random.seed(5)
     random.seed(5)
     loader = Loader(1)
-    capture_generators(CPU, [loader])
+    capture_generators([loader])
     assert loader.draw() == expected
 
 
@@ -310,11 +310,6 @@ def test_hooks_that_do_not_apply_do_nothing() -> None:
     assert loop.advance(1) == "tapped"
     hooks.remove()
     assert vars(loop) == {}
-
-
-def test_unknown_lightning_is_refused() -> None:
-    with pytest.raises(hf.errors.StateError, match=r"Loop has no method on_advance_end\(\)"):
-        LoopHooks().place(Loop(), "on_advance_end", lambda original: None)
 
 
 # ---- templates for a part of a checkpoint
