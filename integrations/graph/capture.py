@@ -20,7 +20,7 @@ from ...engine.pytree import (
     unflatten,
 )
 from .frameworks import is_module, is_uninitialized
-from .paths import Path, format_node_path, storage_name
+from .paths import format_node_path, storage_name
 from .slots import BoxSlot, MemberSlot, StateSlot
 from .views import Branch, Leaf
 from .walk import OPTIMIZER_SLOTS, OWN_STATES, LiveGraph, LiveNode
@@ -33,8 +33,6 @@ PER_PROCESS = "//"
 class CapturedGraph:
     tree: Any  # the values, each once, under the shortest path to it
     document: dict[str, Any]  # nodes and edges, as JSON
-    skipped: Mapping[Path, str]  # objects that are not saved, each with the reason
-    notes: Mapping[Path, str]  # for people, on objects that are saved
     per_process: Mapping[str, Any] | None = None  # the values of which each process saves its own, by storage name
 
 
@@ -61,7 +59,7 @@ def capture(graph: LiveGraph, *, apart: bool = False) -> CapturedGraph:
     names.update({numbers[id(node)]: PER_PROCESS + escape_key(storage_name(node.path)) for node in states})
     nodes = [_node_document(node, numbers, names) for node in graph.nodes]
     per_process = {storage_name(node.path): _stored(node) for node in states} if apart else None
-    return CapturedGraph(tree, {"nodes": nodes, OWN_STATES: True}, graph.skipped, graph.notes, per_process)
+    return CapturedGraph(tree, {"nodes": nodes, OWN_STATES: True}, per_process)
 
 
 def _stored(node: LiveNode) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol, Self
 
 from ...engine.arrays import Layout
@@ -25,11 +25,11 @@ from ...engine.pytree import Patterns, collection_paused
 from ...engine.storage import Location, Place, as_location
 from .capture import CapturedGraph, capture
 from .paths import Path, format_node_path
-from .reader import locate, numbers_of, plain_values
+from .reader import locate, numbers_of, plain_values, saved_counter
 from .restoration import PreparedRestore, Restoration, RestoreStatus, check_restored, describe_no_match
 from .saved import Rename
 from .stored import GraphCheckpointHandler, StoredGraph, open_graph
-from .tracked import Node, stand_for
+from .tracked import Node, NodeState, stand_for
 from .views import COUNTER, root_view
 from .walk import check, walk
 
@@ -40,6 +40,14 @@ class RestoreListener(Protocol):
     """An object that has to know what was restored, such as a manager that counts steps from there."""
 
     def note_restore(self, stored: StoredGraph) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _CheckpointState(NodeState):
+    listeners: weakref.WeakSet[RestoreListener] = field(default_factory=weakref.WeakSet)
+    reported: Mapping[Path, str] = field(default_factory=dict)  # what the last save has logged
+    restorations: list[Restoration] = field(default_factory=list)  # that have values for objects to come
+    saver: _GraphSaver | None = None
 
 
 class Checkpoint(Node):
@@ -67,11 +75,7 @@ class Checkpoint(Node):
     (array([0., 1., 2.]), 7)
     """
 
-    __slots__ = ("_holdfast_listeners", "_holdfast_reported", "_holdfast_restorations", "_holdfast_saver")
-    _holdfast_listeners: weakref.WeakSet[RestoreListener]
-    _holdfast_reported: dict[Path, str]
-    _holdfast_restorations: list[Restoration]
-    _holdfast_saver: _GraphSaver | None
+    _holdfast: _CheckpointState
 
     def __init__(self, /, root: Any = None, **objects: Any) -> None:
         stand_for(self, root)
@@ -82,18 +86,16 @@ class Checkpoint(Node):
                     raise OptionError(f"{name}= is another object than the root's own {name!r}; choose another name")
         super().__init__(**objects)
 
-    def __new__(cls, *_: Any, **__: Any) -> Self:
-        found = super().__new__(cls)
-        for name, value in (("listeners", weakref.WeakSet()), ("restorations", []), ("saver", None), ("reported", {})):
-            object.__setattr__(found, f"_holdfast_{name}", value)
-        return found
+    @staticmethod
+    def _holdfast_state() -> _CheckpointState:
+        return _CheckpointState()
 
     # ---- saving
 
     @property
     def save_counter(self) -> int:
         """The number of the last numbered save; 0 before the first."""
-        return self._holdfast_counter or 0
+        return self._holdfast.counter or 0
 
     def save(self, prefix: Place, *, background: bool = False, layout: Layout | None = None) -> str:
         """Save to ``<prefix>-<number>``, with the next number that is free.
@@ -241,9 +243,8 @@ class Checkpoint(Node):
             raise CheckpointNotFoundError(f"{error}; do you mean {location.name}-1 or the like?") from error
 
     def _saving(self) -> _GraphSaver:
-        saver = self._holdfast_saver or _GraphSaver()
-        object.__setattr__(self, "_holdfast_saver", saver)
-        return saver
+        self._holdfast.saver = self._holdfast.saver or _GraphSaver()
+        return self._holdfast.saver
 
 
 def snapshot(checkpoint: Checkpoint) -> CapturedGraph:
@@ -253,37 +254,39 @@ def snapshot(checkpoint: Checkpoint) -> CapturedGraph:
         StateError: A restore is not complete.
         UnsupportedLeafError: An object cannot be saved.
     """
-    check_restored(checkpoint._holdfast_restorations)
+    state = checkpoint._holdfast
+    check_restored(state.restorations)
     with collection_paused():
-        found = capture(walk(checkpoint), apart=current_coordinator().process_count > 1)
-    reported = {**found.skipped, **found.notes}
+        live = walk(checkpoint)
+        found = capture(live, apart=current_coordinator().process_count > 1)
+    reported = {**live.skipped, **live.notes}
     for path, reason in reported.items():
-        if checkpoint._holdfast_reported.get(path) != reason:
-            if path in found.skipped:
+        if state.reported.get(path) != reason:
+            if path in live.skipped:
                 _logger.warning("%s: not saved: %s", format_node_path(path), reason)
             else:
                 _logger.info("%s: %s", format_node_path(path), reason)
-    object.__setattr__(checkpoint, "_holdfast_reported", reported)
+    state.reported = reported
     return found
 
 
 @contextlib.contextmanager
 def numbered(checkpoint: Checkpoint, number: int) -> Iterator[CapturedGraph]:
     """Give the snapshot of a save with this number, which does not count if the save cannot begin or fails at once."""
-    before = checkpoint._holdfast_counter
-    object.__setattr__(checkpoint, "_holdfast_counter", number)
+    state = checkpoint._holdfast
+    before, state.counter = state.counter, number
     try:
         yield snapshot(checkpoint)
-    except SaveFailedError:  # the save before; this one is under way, or done
+    except SaveFailedError:  # of the save before: this one is under way, or done
         raise
     except BaseException:
-        object.__setattr__(checkpoint, "_holdfast_counter", before)
+        state.counter = before
         raise
 
 
 def listen(checkpoint: Checkpoint, listener: RestoreListener) -> None:
     """Tell a listener of each restore that counts, as long as it exists."""
-    checkpoint._holdfast_listeners.add(listener)
+    checkpoint._holdfast.listeners.add(listener)
 
 
 @dataclass(frozen=True)
@@ -303,25 +306,16 @@ class CheckpointTemplate:
         checkpoint = self.checkpoint
         if not (self.partial or self.select or self.exclude):
             check(checkpoint)  # what no save can take is an error now, not at the first save
-        has_counter = COUNTER in stored.graph.nodes[0].edges
-        ignore: set[Path] = set() if self.counts and has_counter else {(COUNTER,)}
-        before = checkpoint._holdfast_counter
-        if self.counts and before is None:
-            object.__setattr__(checkpoint, "_holdfast_counter", 0)
-        try:
-            restoration = Restoration(
-                stored, checkpoint, rename=self.rename, select=self.select, exclude=self.exclude, ignore=ignore
-            )
-            restoration.progress.partial = True  # as long as it may still fail
-            prepared = restoration.prepare(checkpoint)
-            if not self.partial and not restoration.found_anything and restoration.progress.unrestored():
-                report = restoration.report(checkpoint)
-                if report.missing:
-                    raise TreeMismatchError(f"{describe_no_match(report)}\nIf that is intended, pass partial=True")
-        except BaseException:
-            object.__setattr__(checkpoint, "_holdfast_counter", before)
-            raise
-        return PreparedCheckpoint(self, stored, prepared, before)
+        restoration = Restoration(
+            stored, checkpoint, rename=self.rename, select=self.select, exclude=self.exclude, ignore=[(COUNTER,)]
+        )
+        restoration.progress.partial = True  # as long as it may still fail
+        prepared = restoration.prepare(checkpoint)
+        if not self.partial and not restoration.found_anything and restoration.progress.left():
+            report = restoration.report(checkpoint)
+            if report.missing:
+                raise TreeMismatchError(f"{describe_no_match(report)}\nIf that is intended, pass partial=True")
+        return PreparedCheckpoint(self, stored, prepared, saved_counter(stored) if self.counts else None)
 
 
 @dataclass(frozen=True)
@@ -331,25 +325,24 @@ class PreparedCheckpoint:
     template: CheckpointTemplate
     stored: StoredGraph
     prepared: PreparedRestore
-    counter: int | None  # the number of the last save, before the restore
+    counter: int | None  # the number of the save, if it is restored
 
     def apply(self) -> RestoreStatus:
         """Change the objects; return the status."""
         checkpoint, restoration = self.template.checkpoint, self.prepared.restoration
-        try:
-            self.prepared.apply()
-        except BaseException:
-            object.__setattr__(checkpoint, "_holdfast_counter", self.counter)
-            raise
+        state = checkpoint._holdfast
+        self.prepared.apply()
+        if self.counter is not None:
+            state.counter = self.counter
         if not self.template.partial:
             restoration.warn_of_missing(checkpoint)
         restoration.progress.partial = self.template.partial
-        for other in checkpoint._holdfast_restorations:
-            if set(other.progress.unrestored()) <= restoration.wanted():
+        wanted = set(restoration.progress.wanted.values())
+        for other in state.restorations:
+            if set(other.progress.unrestored()) <= wanted:
                 other.retire()  # the newer one restores all that it waits for
-        waiting = [other for other in checkpoint._holdfast_restorations if not other.done]
-        object.__setattr__(checkpoint, "_holdfast_restorations", [*waiting, restoration])
-        for listener in checkpoint._holdfast_listeners if self.template.counts else ():
+        state.restorations = [*(other for other in state.restorations if not other.done), restoration]
+        for listener in state.listeners if self.template.counts else ():
             listener.note_restore(self.stored)
         return RestoreStatus(restoration, checkpoint)
 

@@ -252,37 +252,43 @@ def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
 class OptimizerSlot:
     """One value that an optimizer keeps for a parameter, whether it has it yet or not."""
 
-    def __init__(self, optimizer: Any, parameter: Any, name: str) -> None:
-        self.anchor = parameter
+    def __init__(self, optimizer: Any, group: dict[str, Any], parameter: Any, name: str) -> None:
+        self.anchor = self.parameter = parameter
         self.trail: Path = (str(id(optimizer)), name)
-        self._optimizer = optimizer
-        self._name = slot_key(name)
+        self.name = name
+        self.group = group
+        self._state = optimizer.state
+        self._key = slot_key(name)
 
     def get(self) -> Any:
-        return _snapshot(self._optimizer.state.get(self.anchor, {}).get(self._name, ...))
+        return _snapshot(self._state.get(self.anchor, {}).get(self._key, ...))
 
     def set(self, value: Any) -> None:
-        self._optimizer.state[self.anchor][self._name] = decode_state(value)
+        self._state[self.anchor][self._key] = decode_state(value)
 
 
 class OptionSlot:
     """One option of a group, whether the group has it yet or not; a tensor stays the same object."""
 
-    def __init__(self, optimizer: Any, group: int, name: str) -> None:
+    def __init__(self, optimizer: Any, number: int, name: str) -> None:
         self.anchor = optimizer
-        self.trail: Path = (GROUPS, str(group), name)
-        self._options = optimizer.param_groups[group]
-        self._name = name
+        self.trail: Path = (GROUPS, str(number), name)
+        self.name = name
+        self.group: dict[str, Any] = optimizer.param_groups[number]
+
+    @property
+    def parameter(self) -> Any:
+        return self.group["params"][0]
 
     def get(self) -> Any:
-        return _snapshot(self._options.get(self._name, ...))
+        return _snapshot(self.group.get(self.name, ...))
 
     def set(self, value: Any) -> None:
-        old = self._options.get(self._name)
+        old: Any = self.group.get(self.name)
         if is_torch_tensor(old) and is_torch_tensor(value):
             old.detach().copy_(value)
         else:
-            self._options[self._name] = decode_state(value)
+            self.group[self.name] = decode_state(value)
 
 
 _KEY = "holdfast.key:"  # begins the names of values whose keys are no text, but numbers or tuples
@@ -314,13 +320,11 @@ def divided_like(parameter: Any, shape: Any, dtype: Any) -> Any:
     return torch.zeros_like(parameter.detach(), dtype=getattr(torch, dtype.name))
 
 
-def new_optimizer_tensor(parameter: Any, name: str, array: Any, strides: Any, group: dict[str, Any]) -> Any:
-    """Return the tensor that an optimizer would create for a parameter, with the strides that were saved."""
-    tensor = decode_state({"torch.Tensor": array, STRIDES: strides})
-    on_host = name == "step" and not (group.get("capturable") or group.get("fused"))
-    if not on_host and parameter.device.type not in {"cpu", "meta"}:
-        tensor = tensor.to(parameter.device)
-    return tensor
+def new_optimizer_tensor(slot: OptimizerSlot | OptionSlot, array: Any, strides: Any) -> Any:
+    """Return the tensor that an optimizer would create in a slot, with the strides that were saved."""
+    tensor, device = decode_state({"torch.Tensor": array, STRIDES: strides}), slot.parameter.device
+    on_host = slot.name == "step" and not (slot.group.get("capturable") or slot.group.get("fused"))
+    return tensor if on_host or device.type in {"cpu", "meta"} else tensor.to(device)
 
 
 # ---- flax nnx

@@ -10,16 +10,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from ...engine.pytree import is_python_value, is_torch_tensor, unescape_key
 from .frameworks import GROUPS, OptimizerSlot, OptionSlot, group_options, is_optimizer
 from .paths import Path, format_node_path
 from .saved import SavedGraph
-from .slots import Assignment, EntrySlot, Slot
+from .slots import Assignment, BoxSlot, Slot
 from .tracked import Node
 from .values import PlainValues, is_plain
-from .views import Branch, Leaf, Position, View, classify, edge_at, is_growing, root_view, sequence_slot
+from .views import Branch, Leaf, Position, View, classify, edge_at, root_view, sequence_slot
 from .walk import OPTIMIZER_SLOTS
 
 _logger = logging.getLogger("holdfast")
@@ -32,9 +33,8 @@ class _Visit(NamedTuple):
     value: Any
     view: View
     path: Path
-    within: frozenset[int] = frozenset()  # the immutable containers around it
     position: Position | None = None  # None for a root
-    only: str | None = None  # the one edge to follow; None for all of them
+    within: frozenset[int] = frozenset()  # the immutable containers around it
 
 
 class Matching:
@@ -49,28 +49,31 @@ class Matching:
         self.bindings = Bindings(graph)
         self.unused: dict[int, Path] = {}  # values in whose place there is an object that cannot take them
         self.waiting: list[Any] = []  # holders below which values are missing an object
-        self.has_unmatched = False  # whether an object of the program was met that the checkpoint does not have
+        self.has_unmatched = False  # whether the program has an object that the checkpoint does not have
         self._final = final
         self._optimizers = OptimizerMatching(graph, self.bindings, self.unused)
 
     def from_root(self, root: Node) -> Iterator[Assignment]:
+        """Generate the values for everything that can be reached from the root."""
         self.bindings.begin()
-        yield from self._match(_Visit(0, root, root_view(root), ()), anew=True)
+        yield from self._match([_Visit(0, root, root_view(root), ())], anew=True)
         yield from self._optimizers.everything()
 
     def from_holder(self, holder: Any, key: object = None) -> Iterator[Assignment]:
-        """Generate the values for new objects below a holder that is known already."""
+        """Generate the values for new objects below a holder that is known already: under one key, or anywhere."""
         self.bindings.begin()
+        # With thousands of children, classifying all of them whenever one is added takes minutes.
         edge = None if key is None else edge_at(holder, key)
-        only = None if edge is None else edge.segment
         for number, binding in self.bindings.of(holder):
             target = None if binding.reference is None else binding.reference()
             target = holder if target is None else target  # the checkpoint that it was the root of may be gone
-            position = Position(target, (), None)
-            # With thousands of children, classifying all of them whenever one is added takes minutes.
-            view = classify(target, position) if edge is None else Branch("", [edge])
-            visit = _Visit(number, target, view, binding.path, position=position, only=only)
-            yield from self._match(visit, anew=False)
+            if edge is None:
+                position = Position(target, (), None)
+                start = _Visit(number, target, classify(target, position), binding.path, position)
+                yield from self._match([start], known=start)
+            elif edge.segment in self.graph.nodes[number].edges:
+                child, path = self.graph.nodes[number].edges[edge.segment], (*binding.path, edge.segment)
+                yield from self._match([_Visit(child, edge.value, edge.view(), path, edge.position)])
         yield from self._optimizers.of(self.bindings.fresh)
 
     def undo(self) -> None:
@@ -84,13 +87,10 @@ class Matching:
                 return self.graph.nodes[number].edges[segment]
         return None
 
-    def _match(self, start: _Visit, *, anew: bool) -> Iterator[Assignment]:
-        queue = deque([start])
+    def _match(self, queue: list[_Visit], *, anew: bool = False, known: _Visit | None = None) -> Iterator[Assignment]:
+        """Follow both graphs; unless ``anew``, not below objects that are bound already, but for one that is known."""
         seen: set[tuple[int, int]] = set()
-        kept = []  # so that no other object gets the id of one that was seen
-        first = True
-        while queue:
-            visit = queue.popleft()
+        for visit in queue:  # grows during the loop, and keeps all objects alive, so that their ids are unique
             number, value, view = visit.number, visit.value, visit.view
             if isinstance(view, Leaf) and view.opened is not None and self._is_opened(number, view):
                 view = view.opened()
@@ -99,15 +99,13 @@ class Matching:
             # The parts of an immutable container are visited wherever they are, as each place is built anew.
             if not isinstance(view, Branch) or id(value) in visit.within:
                 continue
-            if not (anew or first) and self.bindings.binds(number, value):
+            if not anew and visit is not known and self.bindings.binds(number, value):
                 continue
-            first = False
             if not view.functional and (number, id(value)) in seen:
                 continue
             if not self.bindings.bind(number, value, visit.path, fixed=not view.functional):
                 continue
             seen.add((number, id(value)))
-            kept.append(value)
             if self.graph.nodes[number].value is None:
                 yield from self._branch(visit, view, queue)
             elif self.plain.is_packed(number) and (slot := _slot_of_elements(visit)) is not None:
@@ -133,41 +131,38 @@ class Matching:
         elif (visit.value is None or leaf.opened) and (covers := self._made(visit.number)) is not None:
             yield Assignment(visit.number, leaf.slot, visit.path, covers=covers)
 
-    def _branch(self, visit: _Visit, view: Branch, queue: deque[_Visit]) -> Iterator[Assignment]:
+    def _branch(self, visit: _Visit, view: Branch, queue: list[_Visit]) -> Iterator[Assignment]:
         """Follow the edges that both graphs have; plain values need none in the program."""
-        value, path = visit.value, visit.path
-        grows = None if view.functional else visit.position
-        changes = view.sequence and len(value) != len(self.graph.nodes[visit.number].edges)
+        number, value, path = visit.number, visit.value, visit.path
+        saved = self.graph.nodes[number].edges
+        changes = view.sequence and len(value) != len(saved)
         takes_arrays = self._final and changes
-        slot = _slot_of_elements(visit, arrays=takes_arrays) if self.plain.is_sequence(visit.number) else None
+        slot = _slot_of_elements(visit, arrays=takes_arrays) if self.plain.is_sequence(number) else None
         if slot is not None:
             # A list may wait for objects that the program has yet to append; of a deque, nothing would notice them.
             takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
-            covers = self.plain.below(visit.number, arrays=takes_arrays)
+            covers = self.plain.below(number, arrays=takes_arrays)
             # Elements that other objects hold, too, have to stay the same objects, as far as they exist; so do those
             # of a tuple, which is a part of something.
-            if covers is not None and (changes or not (self.plain.shares(visit.number) or isinstance(value, tuple))):
-                yield Assignment(visit.number, slot, path, covers=covers)
+            if covers is not None and (changes or not (self.plain.shares(number) or isinstance(value, tuple))):
+                yield Assignment(number, slot, path, covers)
                 return
         edges = {edge.segment: edge for edge in view.edges}
-        special = {GROUPS} if view.optimizer is not None else frozenset()
         within = visit.within | {id(value)} if view.functional else frozenset()
-        saved = self.graph.nodes[visit.number].edges
         if not self.has_unmatched:
             new = (edge.value for segment, edge in edges.items() if segment not in saved)
             self.has_unmatched = any(not is_python_value(one) for one in new)
-        if visit.only is not None:
-            saved = {visit.only: saved[visit.only]} if visit.only in saved else {}
+        grows = isinstance(value, dict) and not view.functional and visit.position is not None
         for segment, child in saved.items():
             below = (*path, segment)
             if segment in edges:
                 edge = edges[segment]
-                found = classify(edge.value, edge.position)
-                queue.append(_Visit(child, edge.value, found, below, within, edge.position))
-            elif grows is not None and isinstance(value, dict) and (covers := self._made(child)) is not None:
-                entry = EntrySlot(value, grows.anchor, (*grows.trail, segment), visit.number)
-                yield Assignment(child, entry, below, covers=covers)
-            elif segment not in special and child in self.graph.with_values:
+                queue.append(_Visit(child, edge.value, edge.view(), below, edge.position, within))
+            elif grows and visit.position is not None and (covers := self._made(child)) is not None:
+                anchor, trail = visit.position.anchor, (*visit.position.trail, segment)
+                add = partial(dict.__setitem__, value, self.plain.key(number, segment))
+                yield Assignment(child, BoxSlot(anchor, trail, lambda: ..., add), below, covers)
+            elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)
 
     def _made(self, number: int) -> list[tuple[int, Path]] | None:
@@ -180,7 +175,7 @@ def _slot_of_elements(visit: _Visit, *, arrays: bool = False) -> Slot | None:
     value, position = visit.value, visit.position
     if position is None or not isinstance(value, list | tuple | deque) or not is_plain(value, {}, arrays=arrays):
         return None
-    return sequence_slot(value, position) if is_growing(value, position) else position.slot(value)
+    return sequence_slot(value, position)
 
 
 # ---- bindings
@@ -207,21 +202,21 @@ class Bindings:
     def __init__(self, graph: SavedGraph) -> None:
         # Nodes that two different objects stand for, with the paths of both.
         self.conflicts: dict[int, tuple[Path, Path]] = {}
-        self.fresh: list[int] = []  # nodes that objects have been bound to since the pass began
         self._graph = graph
         self._by_number: dict[int, list[Binding]] = {}
-        self._by_identity: dict[int, list[tuple[int, Binding]]] = {}
-        self._before: list[tuple[int, list[Binding]]] = []
+        self._numbers: dict[int, dict[int, None]] = {}  # the nodes that an object may stand for, by its identity
+        self._before: list[tuple[int, list[Binding]]] = []  # what the pass has changed
+
+    @property
+    def fresh(self) -> list[int]:
+        """The nodes that objects have been bound to since the pass began."""
+        return [number for number, _ in self._before]
 
     def begin(self) -> None:
-        self.fresh.clear()
         self._before.clear()
 
     def undo(self) -> None:
         for number, bindings in reversed(self._before):
-            for binding in self._by_number[number]:
-                if binding not in bindings and binding.identity is not None:
-                    self._by_identity[binding.identity].remove((number, binding))
             self._by_number[number] = bindings
         self.begin()
 
@@ -235,9 +230,15 @@ class Bindings:
         return [(thing, path) for thing, path in found if thing is not None]
 
     def of(self, holder: Any) -> list[tuple[int, Binding]]:
-        known = self._by_identity.get(_identity(holder), ())
+        """Return the nodes that an object stands for."""
+        identity = _identity(holder)
+        known = [(number, one) for number in self._numbers.get(identity, ()) for one in self._by_number[number]]
         # Another object may have the id of one that is gone.
-        return [(number, one) for number, one in known if one.lives or (one.root is not None and one.root() is holder)]
+        return [
+            (number, one)
+            for number, one in known
+            if one.identity == identity and (one.lives or (one.root is not None and one.root() is holder))
+        ]
 
     def binds(self, number: int, value: Any) -> bool:
         identity = _identity(value)
@@ -245,7 +246,7 @@ class Bindings:
 
     def bind(self, number: int, value: Any, path: Path, *, fixed: bool) -> bool:
         """Note that an object stands for a node; return whether no other object does."""
-        bindings = self._by_number.setdefault(number, [])
+        bindings = self._by_number.get(number, [])
         identity = _identity(value) if fixed else None
         if any(one.identity == identity and one.path == path and one.lives for one in bindings):
             return True
@@ -265,11 +266,9 @@ class Bindings:
         if identity is not None:
             root = value.__holdfast_root__() if isinstance(value, Node) else None
             found = Binding(identity, path, _reference(value), None if root is None else _reference(root))
+            self._numbers.setdefault(identity, {})[number] = None
         self._before.append((number, bindings))
         self._by_number[number] = [*kept, found]
-        self.fresh.append(number)
-        if identity is not None:
-            self._by_identity.setdefault(identity, []).append((number, found))
         return True
 
 
@@ -296,35 +295,32 @@ class OptimizerMatching:
         self._graph = graph
         self._bindings = bindings
         self._unused = unused
-        self._values: dict[tuple[int, int], list[tuple[str, int]]] = {}
-        self._group_of: dict[tuple[int, int], int] = {}
-        self._parameters_of: dict[int, dict[int, None]] = {}
-        self._optimizers_of: dict[int, dict[int, None]] = {}
+        # For each optimizer, by parameter, the values that it keeps; and the group that the parameter is in.
+        self._values: dict[int, dict[int, list[tuple[str, int]]]] = {}
+        self._group_of: dict[int, dict[int, int]] = {}
+        self._optimizers_of: dict[int, list[int]] = {}
         for number, node in enumerate(graph.nodes):
+            groups = {parameter: index for index, group in enumerate(node.groups) for parameter in group}
+            values: dict[int, list[tuple[str, int]]] = {parameter: [] for parameter in groups}
             for parameter, segment, value in node.optimizer_slots:
-                self._values.setdefault((number, parameter), []).append((segment, value))
-                self._pair(number, parameter)
-            for group, parameters in enumerate(node.groups):
-                for parameter in parameters:
-                    self._group_of[number, parameter] = group
-                    self._pair(number, parameter)
+                values.setdefault(parameter, []).append((segment, value))
+            if values:
+                self._values[number], self._group_of[number] = values, groups
+            for parameter in values:
+                self._optimizers_of.setdefault(parameter, []).append(number)
         self._live: dict[int, _LiveOptimizer] = {}
-
-    def _pair(self, number: int, parameter: int) -> None:
-        self._parameters_of.setdefault(number, {})[parameter] = None
-        self._optimizers_of.setdefault(parameter, {})[number] = None
 
     def everything(self) -> Iterator[Assignment]:
         """Generate all values and options whose slots are known."""
         self._live.clear()
-        return self.of(self._parameters_of)
+        return self.of(self._values)
 
     def of(self, fresh: Iterable[int]) -> Iterator[Assignment]:
         """Generate the values and options for optimizers and parameters that are new."""
         new = dict.fromkeys(fresh)
         for number in new:
-            if number in self._parameters_of:
-                yield from self._assignments(number, self._parameters_of[number])
+            if number in self._values:
+                yield from self._assignments(number, self._values[number])
         for parameter in new:
             for number in self._optimizers_of.get(parameter, ()):
                 if number not in new:
@@ -338,39 +334,35 @@ class OptimizerMatching:
             known = self._live.get(id(optimizer))
             if known is None or known.outdated(optimizer):
                 known = self._live[id(optimizer)] = _LiveOptimizer(optimizer, self._graph, number)
-            touched: dict[int, Any] = {}
+            touched: set[int] = set()
             for saved_parameter in parameters:
                 parameter, parameter_path = self._tensor(saved_parameter)
                 if parameter is None:
                     continue
                 group = known.group_of.get(id(parameter))
-                for segment, value in self._values.get((number, saved_parameter), ()):
+                for segment, value in self._values[number][saved_parameter]:
                     where = (*path, OPTIMIZER_SLOTS, *parameter_path, segment)
                     name = unescape_key(segment)
                     if group is None or not (known.related or name in optimizer.state.get(parameter, {})):
                         self._unused[value] = where
                         continue
-                    likeness = (parameter, name, optimizer.param_groups[group])
-                    yield Assignment(value, OptimizerSlot(optimizer, parameter, name), where, likeness)
-                if group is not None and (number, saved_parameter) in self._group_of:
-                    known.origins.setdefault(group, set()).add(self._group_of[number, saved_parameter])
-                    touched[group] = parameter
-            for group, parameter in touched.items():
-                yield from self._options(known, optimizer, group, (*path, GROUPS, str(group)), parameter)
+                    slot = OptimizerSlot(optimizer, optimizer.param_groups[group], parameter, name)
+                    yield Assignment(value, slot, where)
+                if group is not None and saved_parameter in self._group_of[number]:
+                    known.origins.setdefault(group, set()).add(self._group_of[number][saved_parameter])
+                    touched.add(group)
+            for group in sorted(touched):
+                yield from self._options(known, optimizer, group, (*path, GROUPS, str(group)))
 
-    def _options(
-        self, known: _LiveOptimizer, optimizer: Any, group: int, path: Path, parameter: Any
-    ) -> Iterator[Assignment]:
+    def _options(self, known: _LiveOptimizer, optimizer: Any, group: int, path: Path) -> Iterator[Assignment]:
         """Generate the options of a group, which is known by its parameters, not by its number."""
         if len(known.origins[group]) != 1:
             return  # its parameters were in several groups: its options stay as they are
         (origin,) = known.origins[group]
-        options = optimizer.param_groups[group]
         for segment, value in known.saved_options.get(origin, {}).items():
             name = unescape_key(segment)
-            if known.related or name in options or name == _SCHEDULED:
-                slot = OptionSlot(optimizer, group, name)
-                yield Assignment(value, slot, (*path, segment), (parameter, name, options))
+            if known.related or name in optimizer.param_groups[group] or name == _SCHEDULED:
+                yield Assignment(value, OptionSlot(optimizer, group, name), (*path, segment))
             else:
                 self._unused[value] = (*path, segment)
 

@@ -187,6 +187,16 @@ def plain_values(stored: StoredGraph) -> Peek:
     return Peek(step=step, extras=dict(zip(found, values, strict=True)))
 
 
+def saved_counter(stored: StoredGraph) -> int | None:
+    """Read the number of a numbered checkpoint; None for any other."""
+    node = stored.graph.find((COUNTER,))
+    leaf = None if node is None else stored.leaves.get(str(stored.graph.nodes[node].value))
+    if node is None or leaf is None or leaf.saved.shape not in (None, ()):
+        return None
+    value = stored.load([str(stored.graph.nodes[node].value)])[0]
+    return int(value) if isinstance(value, int) or np.issubdtype(getattr(value, "dtype", object), np.integer) else None
+
+
 def numbers_of(directory: Location, name: str) -> list[int]:
     """Return the numbers of all entries called ``<name>-<number>``, checkpoints or not: they are taken."""
     pattern = re.compile(re.escape(name) + r"-(0|[1-9][0-9]*)")

@@ -16,7 +16,6 @@ from ...engine.distributed import current_coordinator
 from ...engine.errors import StateError, UnmatchedObjectsError, shortened
 from ...engine.pytree import KeyProblem, PathFilter, Patterns, collection_paused, is_torch_tensor, key_segments
 from ...engine.sources import Misfits
-from .capture import PER_PROCESS
 from .frameworks import is_module
 from .matching import Matching
 from .paths import Path, format_node_path, format_section
@@ -24,9 +23,9 @@ from .saved import Rename
 from .slots import (
     Assignment,
     MemberSlot,
-    Proxy,
     Slot,
     StateSlot,
+    forget_kept,
     last_writer,
     note_writer,
     restore_numbers,
@@ -34,8 +33,8 @@ from .slots import (
 )
 from .stored import StoredGraph
 from .tracked import Node, expect, forget
-from .values import MADE_KINDS, PLAIN_KINDS, PlainValues, ValueReader
-from .views import COUNTER, Leaf
+from .values import PlainValues, ValueReader
+from .views import Leaf
 from .walk import LiveGraph, LiveNode, walk
 
 _logger = logging.getLogger("holdfast")
@@ -178,7 +177,7 @@ class RestoreStatus:
 
 def describe_no_match(report: RestoreReport) -> str:
     """Describe a restore that found nothing, and what there was to find."""
-    if not report.missing and not set(report.restored) - {COUNTER}:
+    if not report.missing and not report.restored:
         what = f"{report.checkpoint}: nothing was restored, as nothing has been attached yet"
     else:
         what = (
@@ -198,14 +197,15 @@ class RestoreProgress:
     restored: set[int] = field(default_factory=set)  # the nodes of the values that were restored
     partial: bool = False  # whether some of them may never be
 
-    def left(self) -> list[int]:
-        return [number for number in self.wanted if number not in self.restored]
+    def left(self) -> dict[int, Path]:
+        return {number: path for number, path in self.wanted.items() if number not in self.restored}
 
     def unrestored(self) -> list[Path]:
-        return [self.wanted[number] for number in self.left()]
+        return list(self.left().values())
 
-    def warn(self) -> None:
+    def end(self) -> None:
         """Log the values that were never restored, once the checkpoint object is gone."""
+        _free_kept()
         left = [] if self.partial else self.unrestored()
         if left:
             _logger.warning(
@@ -233,6 +233,11 @@ class PreparedRestore:
 _waiting: weakref.WeakSet[Restoration] = weakref.WeakSet()
 
 
+def _free_kept() -> None:
+    if not any(True for _ in _waiting):
+        forget_kept()
+
+
 class Restoration:
     """A restore into a root and everything that can be reached from it; a ``final`` one awaits no later objects."""
 
@@ -251,30 +256,18 @@ class Restoration:
         self._number = next(restore_numbers)
         graph = stored.graph.unwrapped()
         graph = graph.renamed(rename) if rename else graph
-        values = {
-            number: leaf.saved
-            for number, node in graph.values()
-            if (leaf := stored.leaves.get(str(node.value))) is not None
-            and not str(node.value).startswith(PER_PROCESS)
-            and node.transform is None
-            and not node.type  # no box, which the program has to make
-        }
-        plain = {number: saved.kind for number, saved in values.items() if saved.kind in PLAIN_KINDS}
-        arrays = frozenset(
-            number for number, saved in values.items() if saved.kind in MADE_KINDS and "sharding" not in saved.details
-        )
-        self._matching = Matching(graph, PlainValues(graph, plain, arrays), final=final)
-        self._reader = ValueReader(stored, graph, self._matching.plain, str(stored.checkpoint))
+        plain = PlainValues(stored, graph)
+        self._matching = Matching(graph, plain, final=final)
+        self._reader = ValueReader(stored, graph, plain)
         self._has_own = stored.has_own
         self._leaves = stored.leaves
         self._ignored = frozenset(ignore)
         self._filter = PathFilter(select, exclude)
         paths = {number: graph.path(number) for number, _ in graph.values()}
         self._filter.check(paths.values())
-        self._wanted = {number: path for number, path in paths.items() if self._chooses(path)}
-        self.progress = RestoreProgress(self._wanted, str(stored.checkpoint))
-        weakref.finalize(self, self.progress.warn).atexit = False
-        self._proxies: list[Proxy] = []
+        wanted = {number: path for number, path in paths.items() if self._chooses(path)}
+        self.progress = RestoreProgress(wanted, str(stored.checkpoint))
+        weakref.finalize(self, self.progress.end).atexit = False
         self._settled: set[Path] = set()
         self._fresh: set[Path] = set()  # streams of this process, for which the checkpoint has none
         self.retired = False  # whether a later restore has taken over all that it waits for
@@ -283,8 +276,8 @@ class Restoration:
 
     @property
     def done(self) -> bool:
-        """Whether everything was restored, and no other restore depends on what this one wrote."""
-        return self.retired or not (self.progress.unrestored() or self._proxies)
+        """Whether nothing is left to restore."""
+        return self.retired or not self.progress.left()
 
     def retire(self) -> None:
         """End the restore: objects that are built later belong to another one."""
@@ -343,7 +336,7 @@ class Restoration:
         for one in known:
             self._note(one)
         self._wait()
-        return [path for one in due for _, path in _values(one)]
+        return [path for one in due for _, path in one.values()]
 
     def expects_below(self, holder: object, key: object) -> bool:
         try:
@@ -358,13 +351,10 @@ class Restoration:
         """Whether anything but the root was found in the checkpoint."""
         graph = self._matching.graph
         return any(
-            number in self._wanted or graph.nodes[number].value is None
+            number in self.progress.wanted or graph.nodes[number].value is None
             for number in self._matching.bindings.numbers()
-            if number != 0 and graph.path(number) != (COUNTER,)
+            if number != 0
         )
-
-    def wanted(self) -> set[Path]:
-        return set(self._wanted.values())
 
     @collection_paused()
     def report(self, root: Node) -> RestoreReport:
@@ -374,10 +364,10 @@ class Restoration:
         left = self.progress.left()
         return RestoreReport(
             checkpoint=self.progress.where,
-            restored=tuple(format_node_path(node.path) for node in restored),
-            missing=tuple(format_node_path(node.path) for node in missing),
-            pending=tuple(format_node_path(self._wanted[number]) for number in left if number not in unused),
-            unused=tuple(format_node_path(self._wanted[number]) for number in left if number in unused),
+            restored=_formatted(node.path for node in restored),
+            missing=_formatted(node.path for node in missing),
+            pending=_formatted(path for number, path in left.items() if number not in unused),
+            unused=_formatted(path for number, path in left.items() if number in unused),
             conflicts=tuple(
                 (format_node_path(graph.path(number)), format_node_path(one), format_node_path(other))
                 for number, (one, other) in self._matching.bindings.conflicts.items()
@@ -386,24 +376,19 @@ class Restoration:
             nontrivial=self.found_anything,
         )
 
-    def _is_restored(self, node: LiveNode) -> bool:
-        if isinstance(node.view, Leaf) and node.view.opened is not None:
-            if (*node.path, "0") in self._settled:
-                return True  # element by element
-            if node.view.packed is None and any(path[: len(node.path)] == node.path for path in self._settled):
-                return True  # group by group, and parameter by parameter
-        return node.path in self._settled or last_writer(node.slot) >= self._number
-
     def _divided(self, live: LiveGraph) -> tuple[list[LiveNode], list[LiveNode]]:
         """Return the values of the program that were restored and those that are missing; note the reason of others."""
         # What the checkpoint lacks only because an earlier version of holdfast wrote it.
         too_new = [] if self._matching.graph.has_own_states else live.own_states
+        parts = {path[:depth] for path in self._settled for depth in range(1, len(path))}
         restored, missing = [], []
         for node in live.leaves():
             if node.path in self._fresh:
                 live.skipped[node.path] = _NO_STREAM
-            elif self._is_restored(node):
+            elif node.path in self._settled or last_writer(node.slot) >= self._number:
                 restored.append(node)
+            elif isinstance(node.view, Leaf) and node.view.opened is not None and node.path in parts:
+                restored.append(node)  # a sequence by its elements, or an optimizer by its groups and parameters
             elif any(node.path[: len(path)] == path for path in too_new):
                 live.skipped[node.path] = _NO_OWN_STATE
             elif self._chooses(node.path):
@@ -437,7 +422,7 @@ class Restoration:
         """Validate and read all values, before anything changes."""
         try:
             due, known = self._sorted(found)
-            values = self._reader.read(due, misfits)
+            values = self._reader.read_values(due, misfits)
             for slot, value in values:
                 if isinstance(slot, MemberSlot):
                     slot.member(value)
@@ -454,10 +439,9 @@ class Restoration:
         except BaseException:
             self._matching.undo()
             raise
+        _waiting.add(self)
         for one in prepared.due:
             note_writer(one.slot, self._number)
-            if isinstance(one.slot.anchor, Proxy):
-                self._proxies.append(one.slot.anchor)  # the note about its last writer lives as long as it does
         for one in (*prepared.due, *prepared.known):
             self._note(one)
         self._wait()
@@ -473,7 +457,7 @@ class Restoration:
         taken: dict[tuple[int, Path], Assignment] = {}
         for one in found:
             if one.path in self._settled or not all(
-                number in self._wanted and self._chooses(path) for number, path in _values(one)
+                number in self.progress.wanted and self._chooses(path) for number, path in one.values()
             ):
                 continue
             if not self._has_own and isinstance(one.slot, StateSlot) and one.slot.is_stream:
@@ -498,14 +482,14 @@ class Restoration:
 
     def _note(self, one: Assignment) -> None:
         self._settled.add(one.path)
-        for number, path in _values(one):
+        for number, path in one.values():
             self.progress.restored.add(number)
             self._settled.add(path)
             self._matching.unused.pop(number, None)
 
     def _wait(self) -> None:
         """Have holders report new objects, as long as values wait for them."""
-        left = len(self.progress.restored) < len(self._wanted)
+        left = len(self.progress.restored) < len(self.progress.wanted)
         for holder in self._matching.waiting:
             for target in (holder, holder.__holdfast_root__() if isinstance(holder, Node) else None):
                 if left and not self.retired and expect(target, self):
@@ -515,21 +499,17 @@ class Restoration:
             _waiting.add(self)
         else:
             self._stop_waiting()
-            others_wait = any(other is not self for other in _waiting)
-            self._proxies = self._proxies if others_wait else []
 
     def _stop_waiting(self) -> None:
         for reference in self._holders:
             forget(reference(), self)
         self._holders.clear()
         _waiting.discard(self)
+        _free_kept()
 
 
-def _values(one: Assignment) -> list[tuple[int, Path]]:
-    """Return the values that an assignment restores, each with its path in the program."""
-    if one.covers is None:
-        return [(one.saved, one.path)]
-    return [(number, (*one.path, *below)) for number, below in one.covers]
+def _formatted(paths: Iterable[Path]) -> tuple[str, ...]:
+    return tuple(map(format_node_path, paths))
 
 
 def check_restored(restorations: Sequence[Restoration]) -> None:

@@ -104,23 +104,6 @@ class PartSlot:
         self.owner.set(_replaced(self.owner.get(), {self.below: value}))
 
 
-@dataclass(eq=False)
-class EntrySlot:
-    """An entry that a dictionary lacks as yet."""
-
-    entries: dict[Any, Any]
-    anchor: Any
-    trail: Path
-    holder: int  # the dictionary's node in the checkpoint
-    key: Any = None  # the entry's key, set before the entry is
-
-    def get(self) -> Any:
-        return ...
-
-    def set(self, value: Any) -> None:
-        dict.__setitem__(self.entries, self.key, value)
-
-
 @dataclass(slots=True, eq=False)
 class Assignment:
     """A value of the checkpoint and the slot it belongs in."""
@@ -128,9 +111,13 @@ class Assignment:
     saved: int  # the value's node in the checkpoint
     slot: Slot
     path: Path  # the slot's path in the program
-    # Of a tensor that an optimizer has yet to create: parameter, name, group.
-    likeness: tuple[Any, str, dict[str, Any]] | None = None
     covers: list[tuple[int, Path]] | None = None  # of a container of plain values: its values and their paths from it
+
+    def values(self) -> list[tuple[int, Path]]:
+        """Return the values that it restores, each with its path in the program."""
+        if self.covers is None:
+            return [(self.saved, self.path)]
+        return [(number, (*self.path, *below)) for number, below in self.covers]
 
 
 def write_slots(changes: list[tuple[Slot, Any]]) -> None:
@@ -170,25 +157,8 @@ def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
 # ---- the last writer of each slot: the restore that was called last wins, in any order of objects
 
 restore_numbers = itertools.count(1)
-_writers: dict[int, tuple[weakref.ref[object], dict[Path, int]]] = {}
-_proxies: weakref.WeakValueDictionary[int, Proxy] = weakref.WeakValueDictionary()
-
-
-class Proxy:
-    """Stands for an object that has no weak references, and keeps it alive as long as the proxy itself lives."""
-
-    __slots__ = ("__weakref__", "thing")
-
-    def __init__(self, thing: Any) -> None:
-        self.thing = thing
-
-
-def proxy(thing: Any) -> Proxy:
-    """Return the one live proxy of an object."""
-    found = _proxies.get(id(thing))
-    if found is None or found.thing is not thing:
-        found = _proxies[id(thing)] = Proxy(thing)
-    return found
+_writers: dict[int, tuple[Callable[[], Any], dict[Path, int]]] = {}  # by the ids of the anchors
+_kept: set[int] = set()  # the ids of anchors without weak references, which stay alive until `forget_kept`
 
 
 def last_writer(slot: Slot) -> int:
@@ -198,11 +168,23 @@ def last_writer(slot: Slot) -> int:
 
 
 def note_writer(slot: Slot, number: int) -> None:
-    key = id(slot.anchor)
+    anchor, key = slot.anchor, id(slot.anchor)
     entry = _writers.get(key)
-    if entry is None or entry[0]() is not slot.anchor:
-        entry = _writers[key] = (weakref.ref(slot.anchor, lambda gone: _forget(key, gone)), {})
+    if entry is None or entry[0]() is not anchor:
+        if type(anchor).__weakrefoffset__:
+            entry = (weakref.ref(anchor, lambda gone: _forget(key, gone)), {})
+        else:
+            entry = (lambda: anchor, {})
+            _kept.add(key)
+        _writers[key] = entry
     entry[1][slot.trail] = number
+
+
+def forget_kept() -> None:
+    """Free the anchors without weak references, once no restore waits that has to know who wrote to them."""
+    for key in _kept:
+        del _writers[key]
+    _kept.clear()
 
 
 def _forget(key: int, gone: weakref.ref[object]) -> None:

@@ -81,7 +81,7 @@ class StoredGraph:
             names = [*self.leaves, *self._containers]
             self.graph = SavedGraph.of_document(document, names, str(self.location / GRAPH))
 
-    def read(self, names: Sequence[str]) -> list[NDArray[Any] | None]:
+    def read_arrays(self, names: Sequence[str]) -> list[NDArray[Any] | None]:
         """Read leaves; an array that is named twice is copied."""
         arrays: dict[str, NDArray[Any] | None] = {}
         for source, per_process in ((self._source, False), (self._share, True)):
@@ -103,7 +103,7 @@ class StoredGraph:
         """
         leaves = [self.leaves_of(name) for name in names]
         every = [leaf for group in leaves for leaf in group]
-        arrays = self.read(every)
+        arrays = self.read_arrays(every)
         saved = [self.leaves[leaf].saved for leaf in every]
         templates = [
             with_request(name, LeafRequest(kind="torch"), leaf, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsIndex
 
@@ -79,6 +80,15 @@ class Value:
         return f"Value({self.value!r})"
 
 
+@dataclass(slots=True, eq=False)
+class NodeState:
+    """What holdfast notes of a node, besides the objects that it holds."""
+
+    untracked: set[str] = field(default_factory=set)  # names of objects that are neither saved nor restored
+    root: Any = None  # the object whose edges the node has besides its own, or a weak reference to it
+    counter: int | None = None  # of a checkpoint: the number of its last numbered save
+
+
 class Node:
     """A holder of named objects: a part of a checkpoint, or a stand-in for a part of one.
 
@@ -93,18 +103,9 @@ class Node:
     [0.0, 0.0]
     """
 
-    __slots__ = (
-        "__dict__",
-        "__weakref__",
-        "_holdfast_counter",
-        "_holdfast_pending",
-        "_holdfast_root",
-        "_holdfast_untracked",
-    )
+    __slots__ = ("__dict__", "__weakref__", "_holdfast", "_holdfast_pending")
+    _holdfast: NodeState
     _holdfast_pending: list[Resumable]
-    _holdfast_untracked: set[str]
-    _holdfast_root: Any
-    _holdfast_counter: int | None
 
     def __init__(self, /, **objects: Any) -> None:
         for name, value in objects.items():
@@ -112,9 +113,13 @@ class Node:
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         node = super().__new__(cls)
-        for name, value in (("pending", []), ("untracked", set()), ("root", None), ("counter", None)):
-            object.__setattr__(node, f"_holdfast_{name}", value)
+        object.__setattr__(node, "_holdfast", cls._holdfast_state())
+        object.__setattr__(node, "_holdfast_pending", [])
         return node
+
+    @staticmethod
+    def _holdfast_state() -> NodeState:
+        return NodeState()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _reserved(type(self)):  # type: ignore[arg-type]  # mypy takes the class for an instance
@@ -122,11 +127,11 @@ class Node:
                 f"{name!r} is a name that {type(self).__name__} needs for itself; attach the object under another one"
             )
         if isinstance(value, Untracked):
-            self._holdfast_untracked.add(name)
+            self._holdfast.untracked.add(name)
             object.__setattr__(self, name, value.value)
             return
-        before, hidden = vars(self).get(name, _NOTHING), name in self._holdfast_untracked
-        self._holdfast_untracked.discard(name)
+        before, hidden = vars(self).get(name, _NOTHING), name in self._holdfast.untracked
+        self._holdfast.untracked.discard(name)
         object.__setattr__(self, name, _tracked(self, name, value))
 
         def undo() -> None:
@@ -134,7 +139,7 @@ class Node:
                 object.__delattr__(self, name)
             else:
                 object.__setattr__(self, name, before)
-                self._holdfast_untracked.update([name] if hidden else [])
+                self._holdfast.untracked.update([name] if hidden else [])
 
         _resume(self, name, undo)
 
@@ -144,34 +149,29 @@ class Node:
 
     def __delattr__(self, name: str) -> None:
         object.__delattr__(self, name)
-        self._holdfast_untracked.discard(name)
+        self._holdfast.untracked.discard(name)
 
     def __holdfast_root__(self) -> Any:
         """Return the object whose edges this node has besides its own, or None."""
-        root = self._holdfast_root
+        root = self._holdfast.root
         return unwrapped(root() if isinstance(root, weakref.ref) else root)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "objects": dict(vars(self)),
-            "untracked": sorted(self._holdfast_untracked),
-            "root": self.__holdfast_root__(),
-            "counter": self._holdfast_counter,
-        }
+        state, root = self._holdfast, self.__holdfast_root__()
+        return {"objects": dict(vars(self)), "state": (sorted(state.untracked), root, state.counter)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state["objects"])
-        self._holdfast_untracked.update(state["untracked"])
-        object.__setattr__(self, "_holdfast_root", state["root"])
-        object.__setattr__(self, "_holdfast_counter", state["counter"])
+        names, self._holdfast.root, self._holdfast.counter = state["state"]
+        self._holdfast.untracked.update(names)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(vars(self))})"
 
 
 def stand_for(node: Node, root: Any) -> None:
-    """Give a node the edges of an object, or a weak reference to one, besides its own."""
-    object.__setattr__(node, "_holdfast_root", root)
+    """Give a node the edges of an object, besides its own; ``root`` may be a weak reference to the object."""
+    node._holdfast.root = root
 
 
 class TrackedList(list[Any]):

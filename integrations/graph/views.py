@@ -46,7 +46,7 @@ from .frameworks import (
 from .keras import VARIABLE, bare_variable, keras_children, keras_kind, variable_slot, why_not_saved
 from .outside import is_actor_class, is_code_or_tool, why_more, why_refused
 from .paths import Path
-from .slots import BoxSlot, MemberSlot, PartSlot, Slot, StateSlot, proxy
+from .slots import BoxSlot, MemberSlot, PartSlot, Slot, StateSlot
 from .tracked import Node, TrackedDict, TrackedList, Untracked, Value, tracked_attributes
 from .wrappers import unwrapped
 
@@ -77,6 +77,9 @@ class Edge:
 
     def __post_init__(self) -> None:
         self.value = bare_variable(unwrapped(self.value))
+
+    def view(self) -> View:
+        return classify(self.value, self.position)
 
 
 @dataclass(slots=True)
@@ -144,7 +147,7 @@ def edge_at(holder: Any, key: object) -> Edge | None:
     """Return one edge of a node or tracked container, as `classify` would, or None where only that can tell."""
     position = Position(holder, (), None)
     if isinstance(holder, Node) and isinstance(key, str):
-        if holder.__holdfast_root__() is not None or key in holder._holdfast_untracked or key not in vars(holder):
+        if holder.__holdfast_root__() is not None or key in holder._holdfast.untracked or key not in vars(holder):
             return None
         return _attributes(holder, [(key, vars(holder)[key])], position)[0]
     if isinstance(holder, TrackedList) and isinstance(key, int) and not is_python_value(holder[key]):
@@ -193,11 +196,10 @@ def _classify_object(value: Any, position: Position) -> View:
 
 def _node(node: Node, position: Position) -> View:
     """Return the edges of a node, and those of the object that it stands for, if there is one."""
-    own = [(name, child) for name, child in vars(node).items() if name not in node._holdfast_untracked]
+    own = [(name, child) for name, child in vars(node).items() if name not in node._holdfast.untracked]
     edges = _attributes(node, own, position)
-    if node._holdfast_counter is not None:
-        change = partial(object.__setattr__, node, "_holdfast_counter")
-        edges.append(Edge(COUNTER, COUNTER, node._holdfast_counter, Position(node, (COUNTER,), change)))
+    if node._holdfast.counter is not None:
+        edges.append(Edge(COUNTER, COUNTER, node._holdfast.counter, Position(node, (COUNTER,), None)))
     root = node.__holdfast_root__()
     if root is None:
         return Branch(class_name(node), edges)
@@ -251,20 +253,25 @@ def _packed(value: Any) -> PackedNumbers | None:
 
 def _numbers(value: Any, packed: PackedNumbers, position: Position) -> Leaf:
     """Return a long sequence of numbers as one value."""
-    opened = partial(_container, value, position)
-    if not is_growing(value, position):
-        shared = type(value) is not tuple
-        return Leaf(position.slot(value), shared=shared, in_place=False, packed=packed, opened=opened)
-    return Leaf(sequence_slot(value, position), shared=True, packed=packed, opened=opened)
+    grows = _is_growing(value, position)
+    return Leaf(
+        sequence_slot(value, position),
+        shared=grows or type(value) is not tuple,
+        in_place=grows,
+        packed=packed,
+        opened=partial(_container, value, position),
+    )
 
 
-def is_growing(value: Any, position: Position) -> bool:
+def _is_growing(value: Any, position: Position) -> bool:
     """Whether a value is a list or deque that takes other elements in place."""
     return isinstance(value, list | deque) and position.part is None
 
 
-def sequence_slot(value: Any, position: Position) -> BoxSlot:
-    """Return the slot of all elements of a list or deque, which stays the same object."""
+def sequence_slot(value: Any, position: Position) -> Slot:
+    """Return the slot of all elements of a sequence; a list or deque stays the same object where it can."""
+    if not _is_growing(value, position):
+        return position.slot(value)
     anchor, trail = _anchor(value, position)
     return BoxSlot(anchor, trail, lambda: value, partial(_refill, value))
 
@@ -306,7 +313,7 @@ def options_edge(optimizer: Any) -> Edge:
 
 def _variable(value: Any) -> View:
     get, change = variable_accessors(value)
-    slot = BoxSlot(value if _can_be_anchor(value) else proxy(value), (), get, change)
+    slot = BoxSlot(value, (), get, change)
     view = classify(get(), Position(slot.anchor, slot.trail, change))
     return Leaf(slot, shared=True) if isinstance(view, Leaf) else view
 

@@ -12,7 +12,7 @@ from .frameworks import GROUPS, ModuleState, OptimizerSlot, is_buffer, slot_name
 from .paths import Path, format_node_path
 from .slots import Slot
 from .tracked import Node, TrackedDict, TrackedList, check_origin
-from .views import Branch, Edge, Leaf, Unsaved, classify, options_edge, root_view
+from .views import Branch, Edge, Leaf, Unsaved, options_edge, root_view
 
 OWN_STATES = "own_states"  # key of whether a document has the states that modules and optimizers give by methods
 OPTIMIZER_SLOTS = "slots"  # name below which a torch optimizer's values for parameters are, by the parameters' paths
@@ -134,7 +134,7 @@ class _Walk:
     def _new(self, edge: Edge, path: Path) -> LiveNode | None:
         if not self._tensors and is_torch_tensor(edge.value):
             return None
-        view = classify(edge.value, edge.position)
+        view = edge.view()
         if isinstance(view, Unsaved):
             if not view.intended:
                 self.problems[path] = view.reason
@@ -159,19 +159,19 @@ class _Walk:
                 node.groups.append(within)
                 missing += sum(bool(state.get(one)) for one in group["params"] if id(one) not in by_object)
                 for parameter in within:
-                    nodes += _slots_of(node, parameter)
+                    nodes += _slots_of(node, group, parameter)
             if missing:
                 self.skipped[*node.path, OPTIMIZER_SLOTS] = (
                     f"{missing} of its parameters are not part of the checkpoint"
                 )
 
 
-def _slots_of(node: LiveNode, parameter: LiveNode) -> list[LiveNode]:
+def _slots_of(node: LiveNode, group: dict[str, Any], parameter: LiveNode) -> list[LiveNode]:
     values = node.optimizer.state.get(parameter.value, {})
     added = []
     names = list(map(slot_name, values))
     for segment, name, one in zip(key_segments(names), names, values.values(), strict=True):
-        leaf = Leaf(OptimizerSlot(node.optimizer, parameter.value, name), shared=True)
+        leaf = Leaf(OptimizerSlot(node.optimizer, group, parameter.value, name), shared=True)
         value = LiveNode(one, leaf, (*node.path, OPTIMIZER_SLOTS, *parameter.path, segment))
         node.optimizer_slots.append((parameter, segment, value))
         added.append(value)

@@ -596,7 +596,7 @@ def test_restores_that_follow_each_other_do_not_pile_up(place: str, caplog: pyte
     for _ in range(3):
         saved.b += 1
         status = checkpoint.restore(saved.save(f"{place}/run"))
-    assert len(checkpoint._holdfast_restorations) == len(holder._holdfast_pending) == 1
+    assert len(checkpoint._holdfast.restorations) == len(holder._holdfast_pending) == 1
     holder.b = np.zeros(1)
     assert holder.b.tolist() == [4]
     status.assert_consumed()
