@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .capture import capture
 from .checkpoint import Checkpoint, snapshot
 from .frameworks import has_own_protocol, is_module, is_optimizer, nnx_children
 from .keras import keras_kind
@@ -12,7 +11,7 @@ from .paths import Path, format_node_path, format_section, parse_path, storage_n
 from .reader import CheckpointReader, GraphView, checkpoints_iterator, latest_checkpoint, load_checkpoint
 from .restoration import PreparedRestore, Restoration, RestoreReport, RestoreStatus
 from .saved import current_name
-from .stored import GraphCheckpointHandler, StoredGraph, open_graph
+from .stored import GraphCheckpointHandler, StoredGraph, capture, open_graph
 from .tracked import Node, TrackedDict, TrackedList, Untracked, Value, stand_for, tracked_attributes
 from .views import Leaf
 from .walk import OPTIMIZER_SLOTS, LiveGraph, LiveNode, check, walk

@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from ...engine.arrays import Layout
 from ...engine.checkpoint import AsyncCheckpointer, ItemToSave, Save
@@ -23,12 +23,11 @@ from ...engine.format import ITEM, RECORD, CheckpointRecord, ItemRecord
 from ...engine.manager import Peek
 from ...engine.pytree import Patterns, collection_paused
 from ...engine.storage import Location, Place, as_location
-from .capture import CapturedGraph, capture
 from .paths import Path, format_node_path
 from .reader import locate, numbers_of, plain_values, saved_counter
 from .restoration import PreparedRestore, Restoration, RestoreStatus, check_restored, describe_no_match
 from .saved import Rename
-from .stored import GraphCheckpointHandler, StoredGraph, open_graph
+from .stored import CapturedGraph, GraphCheckpointHandler, StoredGraph, capture, open_graph
 from .tracked import Node, NodeState, stand_for
 from .views import COUNTER, root_view
 from .walk import check, walk

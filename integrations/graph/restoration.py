@@ -208,12 +208,11 @@ class RestoreProgress:
         _free_kept()
         left = [] if self.partial else self.unrestored()
         if left:
-            _logger.warning(
+            what = (
                 "a checkpoint object is gone, and values of %s were never restored; call expect_partial() if that is "
-                "intended:\n%s",
-                self.where,
-                "\n".join(format_section("not restored", list(map(format_node_path, left)))),
             )
+            lines = format_section("not restored", _formatted(left))
+            _logger.warning(f"{what}intended:\n%s", self.where, "\n".join(lines))
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,8 +298,7 @@ class Restoration:
         """
         with collection_paused():
             prepared = self._read(self._matching.from_root(root), misfits)
-        for one in (*prepared.due, *prepared.known):
-            self._note(one)
+        self._note(*prepared.due, *prepared.known)
         return prepared
 
     def restore_modes(self) -> list[str]:
@@ -333,8 +331,7 @@ class Restoration:
         if root is None:
             return []
         due, known = self._sorted(self._matching.from_root(root))
-        for one in known:
-            self._note(one)
+        self._note(*known)
         self._wait()
         return [path for one in due for _, path in one.values()]
 
@@ -400,18 +397,12 @@ class Restoration:
         if not (self._matching.has_unmatched or self._matching.unused):
             return
         _, nodes = self._divided(walk(root, strict=False))
-        missing = [format_node_path(node.path) for node in nodes if isinstance(node.view, Leaf) and node.view.shared]
+        missing = _formatted(node.path for node in nodes if isinstance(node.view, Leaf) and node.view.shared)
         if missing:
             lines = format_section("in the program, not in the checkpoint", missing)
-            lines += format_section(
-                "in the checkpoint, not in the program", list(map(format_node_path, self.progress.unrestored()))
-            )
-            _logger.warning(
-                "%s has no values for objects of the program, which keep those they have; pass partial=True if that "
-                "is intended:\n%s",
-                self.progress.where,
-                "\n".join(lines),
-            )
+            lines += format_section("in the checkpoint, not in the program", _formatted(self.progress.unrestored()))
+            what = "%s has no values for objects of the program, which keep those they have; pass partial=True if that "
+            _logger.warning(f"{what}is intended:\n%s", self.progress.where, "\n".join(lines))
 
     def _chooses(self, path: Path) -> bool:
         return path not in self._ignored and self._filter.chooses(path)
@@ -442,8 +433,7 @@ class Restoration:
         _waiting.add(self)
         for one in prepared.due:
             note_writer(one.slot, self._number)
-        for one in (*prepared.due, *prepared.known):
-            self._note(one)
+        self._note(*prepared.due, *prepared.known)
         self._wait()
 
     def _sorted(self, found: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:
@@ -480,12 +470,13 @@ class Restoration:
             self._fresh.update(fresh)
         return due, known
 
-    def _note(self, one: Assignment) -> None:
-        self._settled.add(one.path)
-        for number, path in one.values():
-            self.progress.restored.add(number)
-            self._settled.add(path)
-            self._matching.unused.pop(number, None)
+    def _note(self, *done: Assignment) -> None:
+        for one in done:
+            self._settled.add(one.path)
+            for number, path in one.values():
+                self.progress.restored.add(number)
+                self._settled.add(path)
+                self._matching.unused.pop(number, None)
 
     def _wait(self) -> None:
         """Have holders report new objects, as long as values wait for them."""
@@ -516,34 +507,28 @@ def check_restored(restorations: Sequence[Restoration]) -> None:
     """Raise StateError if a save would lose values that a restore was asked for."""
     lost: list[str] = []
     unrestored: list[str] = []
-    for place, restoration in enumerate(restorations):
+    superseded: set[Path] = set()  # the values of later restores
+    for restoration in reversed(restorations):
         progress = restoration.progress
-        if not progress.unrestored():
-            continue
-        superseded: set[Path] = set().union(*(other.wanted() for other in restorations[place + 1 :]))
-        late = [path for path in restoration.awaited() if path not in superseded]
-        settled = superseded.union(late)
-        if progress.partial:
-            new = [format_node_path(path) for path in late if path not in restoration.reported]
-            if new:
+        if waiting := progress.unrestored():
+            late = [path for path in restoration.awaited() if path not in superseded]
+            if not progress.partial:
+                unrestored += [f"{format_node_path(path)} ({progress.where})" for path in late]
+                waiting = [path for path in waiting if path not in superseded.union(late)]
+                lost += [f"{format_node_path(path)} ({progress.where})" for path in waiting]
+            elif new := format_section(
+                "not restored", _formatted(path for path in late if path not in restoration.reported)
+            ):
                 what = "objects that were built since the restore from %s keep the values of the program:\n%s"
-                _logger.warning(what, progress.where, "\n".join(format_section("not restored", new)))
-        else:
-            unrestored += [f"{format_node_path(path)} ({progress.where})" for path in late]
-            lost += [
-                f"{format_node_path(path)} ({progress.where})" for path in progress.unrestored() if path not in settled
-            ]
-        restoration.reported.update(late)
+                _logger.warning(what, progress.where, "\n".join(new))
+            restoration.reported.update(late)
+        superseded.update(progress.wanted.values())
     if lost or unrestored:
+        lines = format_section("values waiting for their objects, which a save would lose", lost)
+        lines += format_section("objects built since the restore, without their values", unrestored)
         raise StateError(
-            "\n".join(
-                [
-                    "a restore is not complete, and nothing was written:",
-                    *format_section("values waiting for their objects, which a save would lose", lost),
-                    *format_section("objects built since the restore, without their values", unrestored),
-                    "Build the objects and call try_complete() on the status that the restore returned, to take the "
-                    "values of the checkpoint (a manager has the status of restore_or_initialize as manager.status); "
-                    "or call expect_partial() on it, to leave them behind and save the values of the program",
-                ]
-            )
+            "\n".join(["a restore is not complete, and nothing was written:", *lines]) + "\n"
+            "Build the objects and call try_complete() on the status that the restore returned, to take the "
+            "values of the checkpoint (a manager has the status of restore_or_initialize as manager.status); "
+            "or call expect_partial() on it, to leave them behind and save the values of the program"
         )

@@ -33,12 +33,11 @@ from ...engine.pytree import (
     unescape_key,
 )
 from ...engine.sources import Misfits
-from .capture import PER_PROCESS
 from .frameworks import OptimizerSlot, OptionSlot, TensorSlot, divided_like, is_single_leaf, new_optimizer_tensor
 from .paths import Path, format_node_path, storage_name
 from .saved import SavedGraph, Transform
 from .slots import Assignment, Slot, StateSlot
-from .stored import StoredGraph, keys_by_segment
+from .stored import PER_PROCESS, StoredGraph, keys_by_segment
 from .tracked import TrackedDict, TrackedList
 
 # Kinds of leaves that need no object of the program.
@@ -219,7 +218,7 @@ class ValueReader:
         return self._graph.nodes[one.saved].value or ""
 
     def _transformed(self, due: list[Assignment], saved: list[Saved]) -> list[NDArray[Any] | None]:
-        """Return all arrays after the functions of ``rename=``, whose results change ``saved``; none without functions."""
+        """Return all arrays after the functions of ``rename=``, if there are any; their results change ``saved``."""
         transforms = [self._graph.nodes[one.saved].transform for one in due]
         if not any(transforms):
             return []
