@@ -511,7 +511,7 @@ def own_graph(component: LiveComponent, root: Node) -> tuple[LiveGraph, dict[str
         return graph, skipped, others
     for node in graph.nodes:
         node.edges = {segment: child for segment, child in node.edges.items() if id(child) in own}
-    return LiveGraph([node for node in graph.nodes if id(node) in own], graph.skipped, graph.notes), skipped, others
+    return LiveGraph([node for node in graph.nodes if id(node) in own], graph.skipped), skipped, others
 
 
 def outside_parameters(node: LiveNode) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .checkpoint import Checkpoint, snapshot
-from .frameworks import has_own_protocol, is_module, is_optimizer, nnx_children
+from .frameworks import OPTIMIZER_SLOTS, has_own_protocol, is_module, is_optimizer, nnx_children
 from .keras import keras_kind
 from .manager import CheckpointManager
 from .outside import is_actor_class
@@ -14,4 +14,4 @@ from .saved import current_name
 from .stored import GraphCheckpointHandler, StoredGraph, capture, open_graph
 from .tracked import Node, TrackedDict, TrackedList, Untracked, Value, stand_for, tracked_attributes
 from .views import Leaf
-from .walk import OPTIMIZER_SLOTS, LiveGraph, LiveNode, check, walk
+from .walk import LiveGraph, LiveNode, check, walk

@@ -45,7 +45,7 @@ class RestoreListener(Protocol):
 class _CheckpointState(NodeState):
     listeners: weakref.WeakSet[RestoreListener] = field(default_factory=weakref.WeakSet)
     reported: Mapping[Path, str] = field(default_factory=dict)  # what the last save has logged
-    restorations: list[Restoration] = field(default_factory=list)  # that have values for objects to come
+    restorations: list[Restoration] = field(default_factory=list)  # restores with values for later objects
     saver: _GraphSaver | None = None
 
 
@@ -247,7 +247,7 @@ class Checkpoint(Node):
 
 
 def snapshot(checkpoint: Checkpoint) -> CapturedGraph:
-    """Return what a save of a checkpoint object writes; log what is not saved, and was not reported before.
+    """Return what a save of a checkpoint object writes; log skipped objects that were not logged before.
 
     Raises:
         StateError: A restore is not complete.
@@ -271,12 +271,12 @@ def snapshot(checkpoint: Checkpoint) -> CapturedGraph:
 
 @contextlib.contextmanager
 def numbered(checkpoint: Checkpoint, number: int) -> Iterator[CapturedGraph]:
-    """Give the snapshot of a save with this number, which does not count if the save cannot begin or fails at once."""
+    """Yield the snapshot of a numbered save; the number is taken back if the save cannot begin or fails at once."""
     state = checkpoint._holdfast
     before, state.counter = state.counter, number
     try:
         yield snapshot(checkpoint)
-    except SaveFailedError:  # of the save before: this one is under way, or done
+    except SaveFailedError:  # the save before failed; this one is under way, or done
         raise
     except BaseException:
         state.counter = before
@@ -290,7 +290,7 @@ def listen(checkpoint: Checkpoint, listener: RestoreListener) -> None:
 
 @dataclass(frozen=True)
 class CheckpointTemplate:
-    """What a checkpoint object takes of a graph; the arguments are those of `Checkpoint.restore`."""
+    """The values of a graph that a checkpoint object takes; the arguments are those of `Checkpoint.restore`."""
 
     checkpoint: Checkpoint
     counts: bool = True  # whether the number of the next save is restored
@@ -304,11 +304,11 @@ class CheckpointTemplate:
         """Read and compare the values."""
         checkpoint = self.checkpoint
         if not (self.partial or self.select or self.exclude):
-            check(checkpoint)  # what no save can take is an error now, not at the first save
+            check(checkpoint)  # objects that cannot be saved are an error now, not at the first save
         restoration = Restoration(
             stored, checkpoint, rename=self.rename, select=self.select, exclude=self.exclude, ignore=[(COUNTER,)]
         )
-        restoration.progress.partial = True  # as long as it may still fail
+        restoration.progress.partial = True  # no warning if it fails
         prepared = restoration.prepare(checkpoint)
         if not self.partial and not restoration.found_anything and restoration.progress.left():
             report = restoration.report(checkpoint)
@@ -339,7 +339,7 @@ class PreparedCheckpoint:
         wanted = set(restoration.progress.wanted.values())
         for other in state.restorations:
             if set(other.progress.unrestored()) <= wanted:
-                other.retire()  # the newer one restores all that it waits for
+                other.retire()  # this restore has all values that the other one waits for
         state.restorations = [*(other for other in state.restorations if not other.done), restoration]
         for listener in state.listeners if self.template.counts else ():
             listener.note_restore(self.stored)

@@ -14,7 +14,7 @@ from ...engine.pytree import STRIDES, is_jax_array, is_nnx, is_python_value, is_
 from ...engine.stateful import decode_state, encode_state, hashable, is_dense
 from .outside import is_actor_class
 from .paths import Path
-from .slots import StateSlot
+from .slots import PartState
 from .tracked import Node, Value
 from .wrappers import STRIPPED_BY_TORCH, module_prefixes
 
@@ -40,25 +40,21 @@ def is_uninitialized(tensor: Any) -> bool:
     return isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
 
 
-def module_children(module: Any) -> tuple[list[tuple[str, Any]], dict[str, str]]:
-    """Return the children of a module with their names, and notes on those that ``state_dict()`` does not see."""
+def module_children(module: Any) -> list[tuple[str, Any]]:
+    """Return the children of a module by name, including modules in plain lists and dictionaries."""
     torch: Any = loaded("torch")
     transient = module._non_persistent_buffers_set
     buffers = {name: buffer for name, buffer in module._buffers.items() if name not in transient}
     tables = (module._parameters, buffers, module._modules)
     children = [(name, child) for table in tables for name, child in table.items() if child is not None]
     if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-        children.append(("_extra_state", _ExtraState(module)))
+        children.append(("_extra_state", _ExtraState(module, "_extra_state")))
     if has_own_protocol(module):
-        children.append((OWN_STATE, ModuleState(module)))
-    notes = {}
+        children.append((OWN_STATE, ModuleState(module, OWN_STATE)))
     for name, value in vars(module).items():
-        if isinstance(value, Node | Value):
+        if isinstance(value, Node | Value) or (name not in _MODULE_TABLES and _holds_modules(value, torch)):
             children.append((name, value))
-        elif name not in _MODULE_TABLES and _holds_modules(value, torch):
-            children.append((name, value))
-            notes[name] = f"is a plain {type(value).__name__} of modules, which state_dict() does not see"
-    return children, notes
+    return children
 
 
 def _holds_modules(value: Any, torch: Any) -> bool:
@@ -69,7 +65,7 @@ def _holds_modules(value: Any, torch: Any) -> bool:
 
 
 class TensorSlot:
-    """A tensor, changed in place; the parameter of a lazy module takes the shape of its first value."""
+    """A tensor, which is changed in place; a parameter of a lazy module takes the shape of its first value."""
 
     def __init__(self, tensor: Any) -> None:
         self.anchor = tensor
@@ -77,7 +73,7 @@ class TensorSlot:
 
     @property
     def overlaps(self) -> bool:
-        """Whether elements share memory, as after ``expand``, so that they cannot change one by one."""
+        """Whether elements share memory, as after ``expand``, so that they cannot be written one by one."""
         torch: Any = loaded("torch")
         tensor = self.anchor
         if is_uninitialized(tensor) or tensor.layout != torch.strided:
@@ -85,7 +81,7 @@ class TensorSlot:
         return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
     def template(self, shape: Iterable[int]) -> Any:
-        """Return the tensor to compare with: itself, or for a lazy parameter what it would become."""
+        """Return the tensor to compare with: the tensor itself, or what a lazy parameter would become."""
         if not is_uninitialized(self.anchor):
             return self.anchor
         torch: Any = loaded("torch")
@@ -102,13 +98,8 @@ class TensorSlot:
             self.anchor.copy_(value)
 
 
-class _ExtraState(StateSlot):
+class _ExtraState(PartState):
     """The value of a module's ``get_extra_state``."""
-
-    is_stream = False
-
-    def __init__(self, module: Any) -> None:
-        super().__init__(module, module, ("_extra_state",))
 
     def get(self) -> Any:
         return pack_tree(encode_state(self.thing.get_extra_state()))
@@ -119,7 +110,7 @@ class _ExtraState(StateSlot):
 
 # ---- modules and optimizers that give and take their state by methods or hooks of their own
 
-OWN_STATE = "_own_state"  # name of the edge from a module to what its state_dict() says beyond the graph
+OWN_STATE = "_own_state"  # name of the edge from a module to the part of its state_dict() that the graph lacks
 _MODULE_METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
 _MODULE_HOOKS = (
     "_state_dict_hooks",
@@ -128,7 +119,7 @@ _MODULE_HOOKS = (
     "_load_state_dict_post_hooks",
 )
 _OPTIMIZER_HOOKS = ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks")
-# Libraries whose methods and hooks only find or wrap what the graph has, too.
+# Methods and hooks of these libraries only find or wrap values that the graph has, too.
 _TRANSPARENT = (
     "torch.nn.",
     "torch.optim",
@@ -168,16 +159,11 @@ def _function(hook: Any) -> Any:
     return hook
 
 
-class ModuleState(StateSlot):
-    """What a module's own ``state_dict()`` says beyond the parameters that the graph has, its children included.
+class ModuleState(PartState):
+    """The part of a module's own ``state_dict()`` that is not parameters of the graph, including that of its children.
 
-    Its buffers are part of that, as a module may take them in another shape, or compute them anew.
+    Buffers belong to it, because a module may accept them in another shape, or compute them again.
     """
-
-    is_stream = False
-
-    def __init__(self, module: Any) -> None:
-        super().__init__(module, module, (OWN_STATE,))
 
     def get(self) -> Any:
         state = self.thing.state_dict()
@@ -186,13 +172,13 @@ class ModuleState(StateSlot):
 
     def set(self, value: Any) -> None:
         torch: Any = loaded("torch")
-        state = copy.copy(self.thing.state_dict())  # with the metadata of torch, which is an attribute
+        state = copy.copy(self.thing.state_dict())  # copy() keeps the metadata of torch, which is an attribute
         for name in self._beyond(state):
             del state[name]
         prefixes = list(module_prefixes(self.thing))
         found = {_wrapped(name, prefixes): one for name, one in decode_state(value).items()}
         state.update(found)
-        # Parameters that the module gives in another form, such as in half precision, keep the values of the graph.
+        # The module may give parameters in another form, such as half precision; they keep the values of the graph.
         named = ((name.replace(STRIPPED_BY_TORCH, ""), one) for name, one in self.thing.named_parameters())
         exact = [(one, one.detach().clone()) for name, one in named if name in found]
         self.thing.load_state_dict(state)
@@ -222,28 +208,29 @@ def _wrapped(name: str, prefixes: list[tuple[str, str]]) -> str:
 
 
 def is_buffer(module: Any, name: str) -> bool:
-    """Return whether an attribute of a module is a buffer that its own state has."""
+    """Return whether an attribute of a module is a buffer, which its own state includes."""
     return is_module(module) and name in module._buffers and type(module._buffers[name]).__name__ != "DTensor"
 
 
 def _memory(tensor: Any) -> tuple[Any, ...]:
-    """Return what two tensors share that are the same elements in the same order."""
+    """Return a key that is equal for tensors with the same elements in the same order of the same memory."""
     local = getattr(tensor, "_local_tensor", tensor)
     if is_uninitialized(local) or not is_dense(local):
         return (id(tensor),)
     return local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), local.device
 
 
-# ---- torch optimizers: values for each parameter ("optimizer slots"), and options for each group of parameters. Both
-# belong to parameters, never to numbers: another order of modules or of groups does not swap them.
+# ---- torch optimizers keep values for each parameter ("optimizer slots") and options for each group of parameters.
+# Both are matched by parameters, never by numbers: another order of modules or of groups does not swap them.
 
+OPTIMIZER_SLOTS = "slots"  # name of the container of a torch optimizer's values, by the paths of the parameters
 GROUPS = "groups"  # name of the edge from a torch optimizer to the options of its groups
-# Options that decide how an optimizer computes, not what; they depend on the devices of the program.
+# These options decide how an optimizer computes, not what; they depend on the devices of the program.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group by name, such as its learning rate, without those that the program decides."""
+    """Return the saved options of a group, such as its learning rate, by name."""
     return {
         name: value for name, value in group.items() if not name.startswith("param") and name not in _IMPLEMENTATION
     }
@@ -291,11 +278,11 @@ class OptionSlot:
             self.group[self.name] = decode_state(value)
 
 
-_KEY = "holdfast.key:"  # begins the names of values whose keys are no text, but numbers or tuples
+_KEY = "holdfast.key:"  # prefix of the names of values whose keys are numbers or tuples
 
 
 def slot_name(key: Any) -> str:
-    """Return the name under which a value of an optimizer is stored that the optimizer keeps under a key."""
+    """Return the name in the checkpoint of a value that an optimizer keeps under a key."""
     return key if isinstance(key, str) else _KEY + json.dumps(key)
 
 
@@ -304,7 +291,7 @@ def slot_key(name: str) -> Any:
 
 
 def is_single_leaf(value: object) -> bool:
-    """Whether a value of an optimizer is one leaf; lists of tensors and the like are trees."""
+    """Whether a value of an optimizer is one leaf; a list of tensors, for example, is a tree."""
     return is_torch_tensor(value) or is_python_value(value)
 
 
@@ -313,7 +300,7 @@ def _snapshot(value: Any) -> Any:
 
 
 def divided_like(parameter: Any, shape: Any, dtype: Any) -> Any:
-    """Return the template for a value of a parameter that processes share, which is divided alike; ``...`` else."""
+    """Return the template for a value of a DTensor parameter, which is sharded alike; ``...`` for other parameters."""
     if type(parameter).__name__ != "DTensor" or shape != tuple(parameter.shape):
         return ...
     torch: Any = loaded("torch")
@@ -343,7 +330,7 @@ def nnx_children(value: Any) -> list[tuple[str, Any]]:
         is_data = is_nnx_variable(child) or is_nnx(child)
         if data is not None:
             is_data = is_data or data.get(name)
-        else:  # a version of flax that does not record which attributes are data
+        else:  # this version of flax does not record which attributes are data
             is_data = is_data or is_jax_array(child) or isinstance(child, np.ndarray | list | dict | tuple)
         if is_data and not name.startswith(("_pytree__", "_object__")):
             children.append((name, child))

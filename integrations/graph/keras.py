@@ -16,14 +16,14 @@ from typing import Any
 from ...engine.pytree import is_jax_array, is_torch_tensor
 from ...engine.stateful import decode_state, encode_state
 from .frameworks import OWN_STATE
-from .slots import BoxSlot, StateSlot
+from .slots import BoxSlot, PartState
 
 LAYER, OPTIMIZER, VARIABLE = "Layer", "Optimizer", "Variable"
 _KINDS = {LAYER, OPTIMIZER, VARIABLE, "Metric", "SeedGenerator"}
 _OWN_METHODS = ("save_own_variables", "load_own_variables")
 
 
-@lru_cache(maxsize=1024)  # of thousands of objects, few are of different types
+@lru_cache(maxsize=1024)  # many objects have few types
 def _kind_of(cls: Any) -> str | None:
     return next((base.__name__ for base in cls.__mro__ if base.__name__ in _KINDS and _is_of_keras(base)), None)
 
@@ -37,7 +37,7 @@ def _is_of_keras(cls: type) -> bool:
 
 
 def keras_kind(value: object) -> str | None:
-    """Return which kind of object of Keras this is, where its values are tensors of torch or arrays of jax."""
+    """Return the kind of an object of Keras whose values are tensors of torch or arrays of jax; None for others."""
     kind = _kind(value)
     if kind is None or not all(is_torch_tensor(one) or is_jax_array(one) for one in map(_value, _variables(value))):
         return None
@@ -57,17 +57,17 @@ def bare_variable(value: Any) -> Any:
 
 def keras_children(value: Any) -> list[tuple[str, Any]]:
     """Return the variables and the parts of an object of Keras by name."""
-    if _kind(value) == OPTIMIZER:  # whose variables have names of layers in theirs
+    if _kind(value) == OPTIMIZER:  # the names of its variables contain those of layers, which Keras numbers
         return [(f"variable_{index}", one) for index, one in enumerate(value.variables)]
     if _kind(value) != LAYER:
         return _numbered((_name(one), one) for one in _variables(value))
     if any(base.__name__ == "TorchModuleWrapper" and _is_of_keras(base) for base in type(value).__mro__):
-        return [("module", value.module)]  # whose buffers are no variables of Keras
+        return [("module", value.module)]  # its buffers are no variables of Keras
     layers = value._flatten_layers(include_self=False, recursive=False)
     below = {id(one) for layer in layers for one in layer.variables}
     own = [(_name(one), one) for one in value.variables if id(one) not in below]
     if _overrides(type(value), _OWN_METHODS):
-        own.append((OWN_STATE, _OwnVariables(value)))
+        own.append((OWN_STATE, _OwnVariables(value, OWN_STATE)))
     parts = [(_layer_name(layer), layer) for layer in layers if layer.variables]
     optimizer = getattr(value, "optimizer", None)
     if optimizer is not None:
@@ -87,13 +87,8 @@ def why_not_saved(value: Any) -> str | None:
     return None
 
 
-class _OwnVariables(StateSlot):
-    """What a layer of a program says of itself by ``save_own_variables``."""
-
-    is_stream = False
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__(layer, layer, (OWN_STATE,))
+class _OwnVariables(PartState):
+    """The variables that a layer of a program saves by ``save_own_variables``."""
 
     def get(self) -> Any:
         store: dict[str, Any] = {}
@@ -121,8 +116,9 @@ def _name(variable: Any) -> str:
 def _layer_name(layer: Any) -> str:
     """Return the name of a layer, without a number that Keras gave it."""
     given = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", type(layer).__name__))
-    given = re.sub("([a-z])([A-Z])", r"\1_\2", given).lower()  # as Keras makes names of classes
-    found = re.fullmatch(rf"((forward_|backward_)?{re.escape(given)})(_\d+)?", layer.name)  # of a Bidirectional layer
+    given = re.sub("([a-z])([A-Z])", r"\1_\2", given).lower()  # Keras makes names of classes in this way
+    # A Bidirectional layer adds the direction.
+    found = re.fullmatch(rf"((forward_|backward_)?{re.escape(given)})(_\d+)?", layer.name)
     return found[1] if found else str(layer.name)
 
 

@@ -98,7 +98,7 @@ class CheckpointManager:
         self._interval = checkpoint_interval
         self._init = init_fn
         self._last = last_checkpoint_step
-        self._saving: tuple[int, int | None] | None = None  # the number of the last save, and `_last` before it
+        self._saving: tuple[int, int | None] | None = None  # number of the last save, and `_last` before that save
         self._kwargs = {} if layout is None else {"layout": layout}
         self.status: RestoreStatus | None = None
         clock = clock or SystemClock()
@@ -179,7 +179,7 @@ class CheckpointManager:
         if step is not None and self._is_early(step, check_interval):
             return None
         wanted = None if checkpoint_number is None else _number(checkpoint_number)
-        # Process 0 reads the directory and the clock: another process may see an older directory.
+        # Process 0 decides for all: another process may see an older listing of the directory.
         counter, number, protected = self._processes.decide("number", lambda: self._next(wanted))
         for one in protected:
             self._steps.pin(one)
@@ -189,7 +189,7 @@ class CheckpointManager:
         with numbered(self._checkpoint, counter) as item:
             try:
                 self._steps.save(number, item, force=True, save_kwargs=self._kwargs, reason=reason)
-            except SaveFailedError as error:  # the save before; this one is under way
+            except SaveFailedError as error:  # the save before failed; this one is under way
                 failed = error
         self._saving, self._last = (number, self._last), step
         if failed is not None:
@@ -261,7 +261,7 @@ class CheckpointManager:
         return [following, following if wanted is None else wanted, sorted(self._protected)]
 
     def _forget_failed(self) -> None:
-        """Count the interval from the save before, if the last one has failed; a process alone knows that at once."""
+        """Count the interval from the save before if the last one failed, which only a single process knows at once."""
         if self._saving is None or self._steps.is_saving_in_progress() or not self._steps.alone:
             return
         (number, before), self._saving = self._saving, None
@@ -307,12 +307,12 @@ class _Options(CheckpointManagerOptions):
 class _KeepPreserved(Rule):
     """Keeps each step for good that was committed at least an interval after the last one so kept.
 
-    Only steps that are no longer among the newest are judged, the oldest first; deleted steps do not count.
+    Only steps that are no longer among the newest are considered, the oldest first; deleted steps do not count.
     """
 
     seconds: float
     since: float
-    newest: int  # how many of the newest steps are not judged yet
+    newest: int  # how many of the newest steps are not considered yet
 
     def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         kept: dict[int, str] = {}

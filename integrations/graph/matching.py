@@ -1,6 +1,6 @@
-"""Matching of the program's objects with a checkpoint's nodes: both graphs are walked together, edge by edge.
+"""Match the program's objects with a checkpoint's nodes by walking both graphs together, edge by edge.
 
-Values and options of torch optimizers follow the parameters they belong to, as far as both sides know those.
+Values and options of torch optimizers follow their parameters, if the program and the checkpoint both have these.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ...engine.pytree import is_python_value, is_torch_tensor, unescape_key
-from .frameworks import GROUPS, OptimizerSlot, OptionSlot, group_options, is_optimizer
+from .frameworks import GROUPS, OPTIMIZER_SLOTS, OptimizerSlot, OptionSlot, group_options, is_optimizer
 from .paths import Path, format_node_path
 from .saved import SavedGraph
 from .slots import Assignment, BoxSlot, Slot
 from .tracked import Node
 from .values import PlainValues, is_plain
 from .views import Branch, Leaf, Position, View, classify, edge_at, root_view, sequence_slot
-from .walk import OPTIMIZER_SLOTS
 
 _logger = logging.getLogger("holdfast")
 
@@ -62,11 +61,11 @@ class Matching:
     def from_holder(self, holder: Any, key: object = None) -> Iterator[Assignment]:
         """Generate the values for new objects below a holder that is known already: under one key, or anywhere."""
         self.bindings.begin()
-        # With thousands of children, classifying all of them whenever one is added takes minutes.
+        # Classifying thousands of children whenever one is added would take minutes.
         edge = None if key is None else edge_at(holder, key)
         for number, binding in self.bindings.of(holder):
             target = None if binding.reference is None else binding.reference()
-            target = holder if target is None else target  # the checkpoint that it was the root of may be gone
+            target = holder if target is None else target  # the checkpoint object of a root may be gone
             if edge is None:
                 position = Position(target, (), None)
                 start = _Visit(number, target, classify(target, position), binding.path, position)
@@ -88,15 +87,15 @@ class Matching:
         return None
 
     def _match(self, queue: list[_Visit], *, anew: bool = False, known: _Visit | None = None) -> Iterator[Assignment]:
-        """Follow both graphs; unless ``anew``, not below objects that are bound already, but for one that is known."""
+        """Walk both graphs; unless ``anew``, skip what is below objects that are bound already, except ``known``."""
         seen: set[tuple[int, int]] = set()
-        for visit in queue:  # grows during the loop, and keeps all objects alive, so that their ids are unique
+        for visit in queue:  # the queue grows, and keeps all objects alive, so that their ids are unique
             number, value, view = visit.number, visit.value, visit.view
             if isinstance(view, Leaf) and view.opened is not None and self._is_opened(number, view):
                 view = view.opened()
             if isinstance(view, Leaf):
                 yield from self._leaf(visit, view)
-            # The parts of an immutable container are visited wherever they are, as each place is built anew.
+            # Parts of an immutable container are visited in each place, because each place is built anew.
             if not isinstance(view, Branch) or id(value) in visit.within:
                 continue
             if not anew and visit is not known and self.bindings.binds(number, value):
@@ -114,13 +113,13 @@ class Matching:
                 self.unused[number] = visit.path
 
     def _is_opened(self, number: int, leaf: Leaf) -> bool:
-        """Whether a node has the parts of an object that is one value in the program."""
+        """Whether the checkpoint has an object in parts that is one value in the program."""
         if leaf.packed is None:
             return self.graph.nodes[number].value is None
         return not self._holds_numbers(number)
 
     def _holds_numbers(self, number: int) -> bool:
-        """Whether a node may be the elements of a sequence, packed or one by one."""
+        """Whether a node holds the elements of a plain sequence, packed or one by one."""
         return self.plain.is_packed(number) or (self.plain.is_sequence(number) and self.plain.below(number) is not None)
 
     def _leaf(self, visit: _Visit, leaf: Leaf) -> Iterator[Assignment]:
@@ -139,11 +138,10 @@ class Matching:
         takes_arrays = self._final and changes
         slot = _slot_of_elements(visit, arrays=takes_arrays) if self.plain.is_sequence(number) else None
         if slot is not None:
-            # A list may wait for objects that the program has yet to append; of a deque, nothing would notice them.
+            # The program may append objects to a list later; nothing would notice objects that it appends to a deque.
             takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
             covers = self.plain.below(number, arrays=takes_arrays)
-            # Elements that other objects hold, too, have to stay the same objects, as far as they exist; so do those
-            # of a tuple, which is a part of something.
+            # Existing elements stay the same objects if other objects hold them, too, or if a tuple holds them.
             if covers is not None and (changes or not (self.plain.shares(number) or isinstance(value, tuple))):
                 yield Assignment(number, slot, path, covers)
                 return
@@ -166,7 +164,7 @@ class Matching:
                 self.waiting.append(value)
 
     def _made(self, number: int) -> list[tuple[int, Path]] | None:
-        """Return the values in a container that can be made without one of the program; None if there are others."""
+        """Return the values of a container that needs no object of the program; None if it needs one."""
         return self.plain.below(number, arrays=self._final)
 
 
@@ -185,10 +183,10 @@ def _slot_of_elements(visit: _Visit, *, arrays: bool = False) -> Slot | None:
 class Binding:
     """An object that stands for a node."""
 
-    identity: int | None  # None for an object that may be another one after every restore
+    identity: int | None  # None for an object that a restore may replace
     path: Path
     reference: Callable[[], Any] | None  # None for an object without weak references
-    root: Callable[[], Any] | None = None  # of the object that it stands for in the program, if any
+    root: Callable[[], Any] | None = None  # returns the root that a checkpoint object stands for
 
     @property
     def lives(self) -> bool:
@@ -200,11 +198,11 @@ class Bindings:
     """The objects that stand for nodes; the additions of a pass over them can be taken back."""
 
     def __init__(self, graph: SavedGraph) -> None:
-        # Nodes that two different objects stand for, with the paths of both.
+        # The paths of two different objects that stand for one node.
         self.conflicts: dict[int, tuple[Path, Path]] = {}
         self._graph = graph
         self._by_number: dict[int, list[Binding]] = {}
-        self._numbers: dict[int, dict[int, None]] = {}  # the nodes that an object may stand for, by its identity
+        self._numbers: dict[int, dict[int, None]] = {}  # candidate nodes of an object, by its identity
         self._before: list[tuple[int, list[Binding]]] = []  # what the pass has changed
 
     @property
@@ -233,7 +231,7 @@ class Bindings:
         """Return the nodes that an object stands for."""
         identity = _identity(holder)
         known = [(number, one) for number in self._numbers.get(identity, ()) for one in self._by_number[number]]
-        # Another object may have the id of one that is gone.
+        # A new object may have the id of one that is gone.
         return [
             (number, one)
             for number, one in known
@@ -250,7 +248,7 @@ class Bindings:
         identity = _identity(value) if fixed else None
         if any(one.identity == identity and one.path == path and one.lives for one in bindings):
             return True
-        kept = [binding for binding in bindings if binding.path != path]  # by now another object is at that path
+        kept = [binding for binding in bindings if binding.path != path]  # an object at the same path is replaced
         others = [one for one in kept if one.identity not in (None, identity) and one.lives] if fixed else []
         if others:
             if self.conflicts.get(number) != (others[0].path, path):
@@ -273,7 +271,7 @@ class Bindings:
 
 
 def _identity(value: Any) -> int:
-    """Return the id of an object; a checkpoint is one with the object that it stands for."""
+    """Return the id of an object; a checkpoint object has that of its root."""
     root = value.__holdfast_root__() if isinstance(value, Node) else None
     return id(value if root is None else root)
 
@@ -285,17 +283,17 @@ def _reference(value: Any) -> Callable[[], Any] | None:
 # ---- torch optimizers
 
 _TORCH = "torch.optim."
-_SCHEDULED = "initial_lr"  # an option that schedulers add to groups of any optimizer
+_SCHEDULED = "initial_lr"  # schedulers add this option to groups of any optimizer
 
 
 class OptimizerMatching:
-    """The values and options of a checkpoint's optimizers, and the slots they belong in."""
+    """Assigns the values and options of a checkpoint's optimizers to slots."""
 
     def __init__(self, graph: SavedGraph, bindings: Bindings, unused: dict[int, Path]) -> None:
         self._graph = graph
         self._bindings = bindings
         self._unused = unused
-        # For each optimizer, by parameter, the values that it keeps; and the group that the parameter is in.
+        # By optimizer and parameter: the values that the optimizer keeps, and the parameter's group.
         self._values: dict[int, dict[int, list[tuple[str, int]]]] = {}
         self._group_of: dict[int, dict[int, int]] = {}
         self._optimizers_of: dict[int, list[int]] = {}
@@ -357,7 +355,7 @@ class OptimizerMatching:
     def _options(self, known: _LiveOptimizer, optimizer: Any, group: int, path: Path) -> Iterator[Assignment]:
         """Generate the options of a group, which is known by its parameters, not by its number."""
         if len(known.origins[group]) != 1:
-            return  # its parameters were in several groups: its options stay as they are
+            return  # the parameters were in several groups, so that the options stay as they are
         (origin,) = known.origins[group]
         for segment, value in known.saved_options.get(origin, {}).items():
             name = unescape_key(segment)
@@ -376,7 +374,7 @@ class _LiveOptimizer:
     def __init__(self, optimizer: Any, graph: SavedGraph, number: int) -> None:
         groups = [group["params"] for group in optimizer.param_groups]
         self.group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
-        # For each of its groups the groups of the checkpoint that its parameters were in.
+        # By group: the groups of the checkpoint that its parameters were in.
         self.origins: dict[int, set[int]] = {}
         self._reference = weakref.ref(optimizer)
         self._sizes = [len(group) for group in groups]
@@ -389,7 +387,7 @@ class _LiveOptimizer:
         self.related = self._is_related(optimizer, graph.nodes[number].type)
 
     def outdated(self, optimizer: Any) -> bool:
-        """Whether this is about another optimizer, or parameters have been added to it since."""
+        """Whether this describes another optimizer, or parameters have been added since."""
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         return self._reference() is not optimizer or self._sizes != sizes
 
@@ -397,7 +395,7 @@ class _LiveOptimizer:
         """Whether the saved optimizer is of the same class, a base or derived one, or has the same options at least."""
         kind = type(optimizer)
         if not (saved.startswith(_TORCH) and kind.__module__.startswith(_TORCH)):
-            return True  # classes of the program, which may have been moved or renamed
+            return True  # the program may have moved or renamed its own class
         kinds = [*kind.__mro__, *_derived(kind)]
         if saved in {f"{one.__module__}.{one.__qualname__}" for one in kinds}:
             return True

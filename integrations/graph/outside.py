@@ -1,4 +1,4 @@
-"""Objects whose values are not in their Python attributes: left out where they hold no state, refused otherwise.
+"""Leave out objects without state, and refuse objects whose values are not in their Python attributes.
 
 The walk reads attributes. What an extension type, a framework's runtime or another process keeps would be lost without
 a word, so that an object is walked only if its class is made of Python attributes alone.
@@ -29,7 +29,7 @@ _ADVICE = (
     "name the attribute in __untracked__ of its class, or mark it with Untracked"
 )
 _LIBRARIES = {"torch", "jax", "jaxlib", "flax", "optax", "numpy", "lightning", "pytorch_lightning"}
-_ELSEWHERE = {  # the beginnings of the names of classes, and of their bases
+_ELSEWHERE = {  # where values are, by the prefix of the name of a class or of a base
     "ray.actor.": "in another process",
     "ray._raylet.": "in Ray",
     "tensorflow.": "in TensorFlow",
@@ -56,7 +56,7 @@ _CODE = (
     operator.methodcaller,
     np.ufunc,
 )
-# Tools of a process, and settings that its program decides anew at every start: they hold no state of training.
+# Tools of a process, and settings that its program makes at every start, hold no state of training.
 _TOOLS = (re.Pattern, PurePath, np.dtype, types.EllipsisType, types.NotImplementedType)
 _TOOL_MODULES = (
     "threading",
@@ -88,9 +88,9 @@ _TOOL_NAMES = {
 
 
 def is_code_or_tool(value: Any) -> bool:
-    """Whether an object can be left out without a word: code, locks, loggers, paths, devices, files that are written.
+    """Whether an object is left out without a warning: code, locks, loggers, paths, devices, files that are written.
 
-    An instance of a class of the program that derives from one may hold anything, and is none.
+    Instances of classes of the program that derive from these may hold state, and do not count.
     """
     if isinstance(value, (*_CODE, *_TOOLS)) or (callable(value) and hasattr(value, "__wrapped__")):
         return True
@@ -106,9 +106,9 @@ def is_code_or_tool(value: Any) -> bool:
 
 
 def is_actor_class(kind: Any) -> bool:
-    """Whether a class stands for another one, which ``ray.remote`` has decorated: its object is code, no state.
+    """Whether ``ray.remote`` has made a class, whose object is code and holds no state.
 
-    It derives from the class of the program, and was never initialized as one.
+    It derives from the class of the program, but the object was never initialized as one.
     """
     return any(class_name_of(base) == "ray.actor.ActorClass" for base in kind.__mro__)
 
@@ -131,7 +131,7 @@ def why_refused(value: Any) -> str | None:
 
 def why_more(container: Any, keys: Iterable[Any]) -> str | None:
     """Return why the contents of a container do not have all of its state; None where they do."""
-    known = {*keys, "_metadata"}  # which torch adds to its state dicts
+    known = {*keys, "_metadata"}  # torch adds this attribute to its state dicts
     attributes = getattr(container, "__dict__", {})
     more = [name for name in attributes if name not in known and not name.startswith(("__", "_holdfast_"))]
     if not more:
@@ -142,12 +142,12 @@ def why_more(container: Any, keys: Iterable[Any]) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _hiding(kind: Any) -> Any | None:
-    """Return the class among a class and its bases whose instances hold more than ``__dict__`` and ``__slots__``."""
+    """Return the class or base whose instances hold more than ``__dict__`` and ``__slots__``; None if there is none."""
     pointer = struct.calcsize("P")
     while kind is not object:
         base, entries = kind.__base__, vars(kind)
         known = sum(name in entries for name in ("__dict__", "__weakref__"))
-        if "__slots__" in entries:  # only a class of Python has them
+        if "__slots__" in entries:  # an extension type has no __slots__
             known += sum(isinstance(one, types.MemberDescriptorType) for one in entries.values())
         if kind.__itemsize__ or kind.__basicsize__ - base.__basicsize__ > known * pointer:
             return kind

@@ -1,4 +1,4 @@
-"""Paths through an object graph, in their three written forms.
+"""Format and parse paths through a graph of objects.
 
 An edge is named by the escaped form of its key, as in the names of leaves (:mod:`~holdfast.engine.pytree.names`); a
 path is the names of the edges from the root.
@@ -15,7 +15,7 @@ Path = tuple[str, ...]  # the names of the edges from the root to a node, each e
 
 
 def storage_name(path: Path) -> str:
-    """Return a path as leaves are named: ``net.l1.weight``."""
+    """Return the name of the leaf at a path: ``net.l1.weight``."""
     return ".".join(path)
 
 
@@ -25,7 +25,7 @@ def format_node_path(path: Path) -> str:
 
 
 def parse_path(text: str) -> Path:
-    """Read a path that a person wrote: as it is formatted (``net/l1/weight``) or as a leaf is named (``net.l1``)."""
+    """Parse a path that a user wrote as ``net/l1/weight`` or ``net.l1.weight``."""
     if not isinstance(text, str) or not text:
         raise OptionError(f"{text!r} is not a path; write 'net/l1/weight' or 'net.l1.weight'")
     path = tuple(key.replace(".", "%2E") for key in text.split("/")) if "/" in text else tuple(text.split("."))
@@ -38,5 +38,5 @@ def parse_path(text: str) -> Path:
 
 
 def format_section(what: str, names: Sequence[str]) -> list[str]:
-    """Format the line of a report for a list of paths; nothing for an empty list."""
+    """Format the line of a report for a list of paths; an empty list has none."""
     return [f"  {what} ({len(names)}): {shortened(names, 10)}"] if names else []

@@ -1,6 +1,6 @@
-"""Checkpoints read without the program that wrote them, and the newest of the numbered ones in a directory.
+"""Read checkpoints without the program that wrote them, and find the newest numbered one of a directory.
 
-Nothing is written down about the newest one: each call lists the directory, so that it can be moved, copied and tidied.
+No file names the newest one: each call lists the directory, which can therefore be moved, copied and cleaned up.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from ...engine.sources import find_steps, recognise
 from ...engine.steps import has_record, read_record
 from ...engine.storage import Location, Place, as_location
 from ..formats.tensorflow.tree import ATTRIBUTES, VALUE, object_path
-from .frameworks import GROUPS
+from .frameworks import GROUPS, OPTIMIZER_SLOTS
 from .paths import Path, format_node_path, parse_path
 from .saved import SavedGraph
 from .stored import StoredGraph, open_graph
 from .values import PLAIN_KINDS
 from .views import COUNTER
-from .walk import OPTIMIZER_SLOTS
 
 _logger = logging.getLogger("holdfast")
-_SUFFIX = f"/{ATTRIBUTES}/{VALUE}"  # ends the names of TensorFlow
+_SUFFIX = f"/{ATTRIBUTES}/{VALUE}"  # the end of TensorFlow's names of values
 
 
 class GraphView:
@@ -142,7 +141,7 @@ class CheckpointReader:
         return self._stored.load([name])[0]
 
     def _name(self, path: str) -> str | None:
-        """Return the storage name of the value that a path or a name of TensorFlow's leads to."""
+        """Return the storage name of the value at a path or under a name of TensorFlow's."""
         if path in self._values or path == "":
             return self._values.get(path)
         tensorflow = path.endswith(_SUFFIX)
@@ -173,7 +172,7 @@ def load_checkpoint(path: Place) -> CheckpointReader:
 
 
 def plain_values(stored: StoredGraph) -> Peek:
-    """Read the numbers and texts of a checkpoint that are no part of optimizers and of the states of objects."""
+    """Read the numbers and texts of a checkpoint, except those of optimizers and of the states of objects."""
     graph = stored.graph
     options = [graph.path(node.edges[GROUPS]) for node in graph.nodes if node.groups and GROUPS in node.edges]
     found: dict[str, str] = {}
@@ -198,7 +197,7 @@ def saved_counter(stored: StoredGraph) -> int | None:
 
 
 def numbers_of(directory: Location, name: str) -> list[int]:
-    """Return the numbers of all entries called ``<name>-<number>``, checkpoints or not: they are taken."""
+    """Return the numbers of all entries called ``<name>-<number>``, whether they are checkpoints or not."""
     pattern = re.compile(re.escape(name) + r"-(0|[1-9][0-9]*)")
     return [int(match[1]) for entry in directory.entries() if (match := pattern.fullmatch(entry.name))]
 

@@ -1,7 +1,7 @@
-"""One restore: values are validated, read and written, now for the objects that exist, later for those that are new.
+"""Restore objects: validate, read and write their values, now for those that exist, later for new ones.
 
-A save restores nothing: the state of an object since it was built is the program's, and is saved as it is or not at
-all. :func:`check_restored` refuses a save that would lose values of a restore.
+A save restores nothing: an object that was built since belongs to the program. :func:`check_restored` refuses a save
+that would lose values of a restore.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RestoreReport:
         return not (self.missing or self.pending or self.unused or self.conflicts)
 
     def note(self, misfits: Misfits) -> None:
-        """Note what differs."""
+        """Add the differences to ``misfits``."""
         misfits.missing(self.missing)
         misfits.surplus((*self.pending, *self.unused))
         for path, one, other in self.conflicts:
@@ -190,12 +190,12 @@ def describe_no_match(report: RestoreReport) -> str:
 
 @dataclass(slots=True)
 class RestoreProgress:
-    """The values of a checkpoint that were restored; outlives the restore, to warn of those that never were."""
+    """The values of a checkpoint that were restored; it outlives the restore, to warn of the others."""
 
     wanted: dict[int, Path]  # the nodes of the values to restore, with their paths
     where: str
     restored: set[int] = field(default_factory=set)  # the nodes of the values that were restored
-    partial: bool = False  # whether some of them may never be
+    partial: bool = False  # whether values may stay unrestored
 
     def left(self) -> dict[int, Path]:
         return {number: path for number, path in self.wanted.items() if number not in self.restored}
@@ -222,7 +222,7 @@ class PreparedRestore:
     restoration: Restoration
     values: list[tuple[Slot, Any]]
     due: list[Assignment]
-    known: list[Assignment]  # done by a later restore, or by way of another path
+    known: list[Assignment]  # values that a later restore, or another path, has written
 
     def apply(self) -> None:
         """Change the objects."""
@@ -238,7 +238,7 @@ def _free_kept() -> None:
 
 
 class Restoration:
-    """A restore into a root and everything that can be reached from it; a ``final`` one awaits no later objects."""
+    """A restore into a root and everything that can be reached from it; a ``final`` one expects no later objects."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ class Restoration:
         self.progress = RestoreProgress(wanted, str(stored.checkpoint))
         weakref.finalize(self, self.progress.end).atexit = False
         self._settled: set[Path] = set()
-        self._fresh: set[Path] = set()  # streams of this process, for which the checkpoint has none
+        self._fresh: set[Path] = set()  # streams that the checkpoint lacks for this process
         self.retired = False  # whether a later restore has taken over all that it waits for
         self.reported: set[Path] = set()  # values whose objects a save has found
         self._holders: list[weakref.ref[Any]] = []
@@ -279,7 +279,7 @@ class Restoration:
         return self.retired or not self.progress.left()
 
     def retire(self) -> None:
-        """End the restore: objects that are built later belong to another one."""
+        """End the restore, because a later one takes over what it waits for."""
         self.retired = True
         self.progress.partial = True
         self._stop_waiting()
@@ -292,9 +292,9 @@ class Restoration:
                 self._read(self._matching.from_root(root)).apply()
 
     def prepare(self, root: Node, misfits: Misfits | None = None) -> PreparedRestore:
-        """Read everything that `advance` would restore; the report has it as restored from now on.
+        """Read everything that `advance` would restore; the report counts it as restored from now on.
 
-        With ``misfits``, what fits is restored, and it gets the values that do not.
+        With ``misfits``, only values that fit are restored, and the others are noted there.
         """
         with collection_paused():
             prepared = self._read(self._matching.from_root(root), misfits)
@@ -302,11 +302,7 @@ class Restoration:
         return prepared
 
     def restore_modes(self) -> list[str]:
-        """Give modules the mode, and parameters the need of gradients, that they were saved with.
-
-        Returns:
-            For people, what has changed, by path. Checkpoints of 0.1.0 have no modes of modules.
-        """
+        """Restore ``training``, which 0.1.0 did not save, and ``requires_grad``; return the changes by path."""
         changed = []
         graph = self._matching.graph
         for number, node in enumerate(graph.nodes):
@@ -326,7 +322,7 @@ class Restoration:
         self._read(self._matching.from_holder(holder, key)).apply()
 
     def awaited(self) -> list[Path]:
-        """Return the paths of values that `advance` would restore now; they stay as they are."""
+        """Return the paths of values that `advance` would restore now, and restore nothing."""
         root = self._root()
         if root is None:
             return []
@@ -374,8 +370,8 @@ class Restoration:
         )
 
     def _divided(self, live: LiveGraph) -> tuple[list[LiveNode], list[LiveNode]]:
-        """Return the values of the program that were restored and those that are missing; note the reason of others."""
-        # What the checkpoint lacks only because an earlier version of holdfast wrote it.
+        """Return the values of the program that were restored and that are missing; add others to ``skipped``."""
+        # holdfast 0.1.0 did not save these.
         too_new = [] if self._matching.graph.has_own_states else live.own_states
         parts = {path[:depth] for path in self._settled for depth in range(1, len(path))}
         restored, missing = [], []
@@ -393,7 +389,7 @@ class Restoration:
         return restored, missing
 
     def warn_of_missing(self, root: Node) -> None:
-        """Log the objects of the program, such as parameters, that the checkpoint has no values for."""
+        """Log objects of the program, such as parameters, for which the checkpoint has no values."""
         if not (self._matching.has_unmatched or self._matching.unused):
             return
         _, nodes = self._divided(walk(root, strict=False))
@@ -437,9 +433,9 @@ class Restoration:
         self._wait()
 
     def _sorted(self, found: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:
-        """Return the assignments to do, and those done by a later restore or by way of another path.
+        """Return the assignments to do, and those that a later restore or another path has done.
 
-        Streams of which the checkpoint has none of this process are done as well: they stay as they are.
+        Streams that the checkpoint lacks for this process stay as they are, and count as done.
         """
         due: list[Assignment] = []
         known: list[Assignment] = []
@@ -479,7 +475,7 @@ class Restoration:
                 self._matching.unused.pop(number, None)
 
     def _wait(self) -> None:
-        """Have holders report new objects, as long as values wait for them."""
+        """Make holders report new objects while values wait for objects."""
         left = len(self.progress.restored) < len(self.progress.wanted)
         for holder in self._matching.waiting:
             for target in (holder, holder.__holdfast_root__() if isinstance(holder, Node) else None):

@@ -11,22 +11,24 @@ from typing import Any
 
 from ...engine.errors import DamagedCheckpointError, OptionError, TreeMismatchError
 from ...engine.pytree import unescape_key
+from .frameworks import OPTIMIZER_SLOTS
 from .paths import Path, format_node_path, parse_path, storage_name
-from .walk import OPTIMIZER_SLOTS, OWN_STATES
 from .wrappers import wrapped_nodes
 
-Transform = Callable[[Any], Any]  # makes the array that is restored from the one that was saved
+OWN_STATES = "own_states"  # key of a document that includes the states that modules and optimizers give by methods
+
+Transform = Callable[[Any], Any]  # takes the saved array, and returns the array to restore
 
 Rename = Mapping[str, str | tuple[str, Transform]]
-"""For paths in the checkpoint the paths in the program, or those with a function that is applied to the array; the
-objects below a path go with it."""
+"""Paths in the program by paths in the checkpoint, each alone or with a function of the array. What is below a path
+moves with it."""
 
 
 _MOVED = re.compile(r"holdfast\.engine\.(?=(?:graph|components|formats)\.)")
 
 
 def current_name(name: str) -> str:
-    """Return the name of a class or function; checkpoints of 0.1.0 name those of holdfast by the modules of then."""
+    """Return the present name of a class or function, which a checkpoint of 0.1.0 names by its former module."""
     return _MOVED.sub("holdfast.integrations.", name, count=1) if name.startswith("holdfast.") else name
 
 
@@ -35,8 +37,7 @@ class SavedNode:
     edges: dict[str, int] = field(default_factory=dict)
     value: str | None = None  # the storage name of its value, or of the container that is its value
     type: str = ""  # the name of the object's type; empty for values, except boxes for numbers
-    # The parameter's node, the name, the value's node.
-    optimizer_slots: list[tuple[int, str, int]] = field(default_factory=list)
+    optimizer_slots: list[tuple[int, str, int]] = field(default_factory=list)  # (parameter, name, value)
     groups: list[list[int]] = field(default_factory=list)  # the parameters of an optimizer's groups
     transform: Transform | None = None  # None restores the value as it is
     training: bool = True  # whether a module was in the mode of training
@@ -52,7 +53,7 @@ class SavedGraph:
         # Whether modules and optimizers gave their states by methods of their own; in holdfast 0.1.0 they did not.
         self.has_own_states: bool = has_own_states if before is None else before.has_own_states
         self._before = before
-        # Not the paths themselves: in a forged graph they may be as long as there are nodes.
+        # Paths are made on demand: in a forged graph, each may be as long as there are nodes.
         self._above: dict[int, tuple[int, str]] = {0: (0, "")}
         self._slots: dict[int, tuple[int, int, str]] = {}
         queue = [0]
@@ -102,7 +103,7 @@ class SavedGraph:
     def unwrapped(self) -> SavedGraph:
         """Return the graph with the paths that wrapped modules have without their wrappers, besides their own."""
         nodes, found = list(self.nodes), False
-        for number in reversed(self._above):  # those inside first
+        for number in reversed(self._above):  # inner wrappers first
             for child in wrapped_nodes(nodes[number].type, nodes[number].edges):
                 nodes[number] = replace(nodes[number], edges={**nodes[child].edges, **nodes[number].edges})
                 found = True
@@ -136,7 +137,7 @@ class SavedGraph:
 
     @functools.cached_property
     def uses(self) -> Counter[int]:
-        """How often each node is an object's, an optimizer's parameter, or a value that an optimizer keeps."""
+        """How many edges, optimizer groups and optimizer slots lead to each node."""
         found: Counter[int] = Counter()
         for node in self.nodes:
             found.update(node.edges.values())
@@ -148,7 +149,7 @@ class SavedGraph:
 
     @functools.cached_property
     def with_values(self) -> set[int]:
-        """The nodes that have a value, or have some below them."""
+        """The nodes that have a value, or nodes with values below them."""
         above: dict[int, list[int]] = {}
         for number, node in enumerate(self.nodes):
             for child in node.edges.values():
@@ -188,7 +189,7 @@ class SavedGraph:
 
     @classmethod
     def of_document(cls, document: Any, names: Sequence[str], source: str) -> SavedGraph:
-        """Read a graph from a document, which is not trusted in any way."""
+        """Build a graph from a document that is not trusted."""
         nodes = document.get("nodes") if isinstance(document, dict) else None
         if not isinstance(nodes, list) or not nodes:
             raise DamagedCheckpointError(f"{source} has no list of nodes")
@@ -212,7 +213,7 @@ class SavedGraph:
 
 
 def _split_keys(nodes: list[SavedNode]) -> None:
-    """Add the edges that keys with dots in them stand for, where those lead nowhere else."""
+    """Add the edges of paths that are written as keys with dots, if no other edges have these names."""
     for number in range(len(nodes)):
         for segment, child in list(nodes[number].edges.items()):
             *keys, last = segment.split("%2E")
@@ -223,7 +224,7 @@ def _split_keys(nodes: list[SavedNode]) -> None:
 
 
 def _walk_down(nodes: list[SavedNode], start: int, path: Sequence[str]) -> int | None:
-    """Return the node at a path, after adding the nodes that are missing; None if a value is on the way."""
+    """Return the node at a path, after adding missing nodes; None if the path leads through a value."""
     for segment in path:
         edges = nodes[start].edges
         if segment not in edges:

@@ -1,4 +1,4 @@
-"""Slots: the places in live objects that hold one value each, from which it is saved and into which it is restored.
+"""Slots: places in live objects that hold one value each, which a save reads and a restore writes.
 
 Objects that change in place are their own slots (tensors, writable numpy arrays, boxes, objects with a state). Every
 other value is replaced where it is attached: an attribute, an entry, or a part of an immutable container that is
@@ -34,7 +34,7 @@ class Slot(Protocol):
 
 @dataclass(eq=False)
 class BoxSlot:
-    """A value that one function reads and another replaces."""
+    """A value with a function that returns it and one that replaces it."""
 
     anchor: Any
     trail: Path
@@ -52,7 +52,7 @@ class StateSlot:
 
     @property
     def is_stream(self) -> bool:
-        """Whether each process has to have its own."""
+        """Whether each process saves and restores its own state."""
         return is_stream(self.thing)
 
     def get(self) -> Any:
@@ -62,8 +62,17 @@ class StateSlot:
         restore_state(self.thing, value)
 
 
+class PartState(StateSlot):
+    """A part of the state of an object, which gives and takes it by its own methods; the same on all processes."""
+
+    is_stream = False
+
+    def __init__(self, thing: Any, name: str) -> None:
+        super().__init__(thing, thing, (name,))
+
+
 class MemberSlot:
-    """A member of an enumeration: its value is its name, or the number or text that it is."""
+    """A member of an enumeration, saved as its name, or as the number or text that it equals."""
 
     def __init__(self, member: Any, owner: Slot) -> None:
         self.anchor, self.trail = owner.anchor, owner.trail
@@ -88,7 +97,7 @@ class MemberSlot:
 
 
 class PartSlot:
-    """A part of an immutable container, which is built anew to change the part."""
+    """A part of an immutable container; to change the part, the container is built anew."""
 
     def __init__(self, owner: Slot, below: Path, value: Any) -> None:
         self._value = value
@@ -111,7 +120,7 @@ class Assignment:
     saved: int  # the value's node in the checkpoint
     slot: Slot
     path: Path  # the slot's path in the program
-    covers: list[tuple[int, Path]] | None = None  # of a container of plain values: its values and their paths from it
+    covers: list[tuple[int, Path]] | None = None  # the values of a container of plain values, by their paths from it
 
     def values(self) -> list[tuple[int, Path]]:
         """Return the values that it restores, each with its path in the program."""
@@ -154,11 +163,11 @@ def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
     return contents.build(values)
 
 
-# ---- the last writer of each slot: the restore that was called last wins, in any order of objects
+# ---- the last writer of each slot: the latest restore wins, in whichever order objects are attached
 
 restore_numbers = itertools.count(1)
 _writers: dict[int, tuple[Callable[[], Any], dict[Path, int]]] = {}  # by the ids of the anchors
-_kept: set[int] = set()  # the ids of anchors without weak references, which stay alive until `forget_kept`
+_kept: set[int] = set()  # ids of anchors without weak references, which stay alive until `forget_kept`
 
 
 def last_writer(slot: Slot) -> int:
@@ -181,7 +190,7 @@ def note_writer(slot: Slot, number: int) -> None:
 
 
 def forget_kept() -> None:
-    """Free the anchors without weak references, once no restore waits that has to know who wrote to them."""
+    """Free the anchors without weak references; called when no restore waits that would overwrite them."""
     for key in _kept:
         del _writers[key]
     _kept.clear()

@@ -32,16 +32,16 @@ from ...engine.pytree import (
 )
 from ...engine.sources import GRAPH, CheckpointSource, NativeTree, PreparedGraph, read_checkpoint
 from ...engine.storage import Location
-from .frameworks import is_module, is_uninitialized
+from .frameworks import OPTIMIZER_SLOTS, is_module, is_uninitialized
 from .paths import format_node_path, storage_name
-from .saved import SavedGraph
+from .saved import OWN_STATES, SavedGraph
 from .slots import BoxSlot, MemberSlot, StateSlot
 from .views import Branch, Leaf
-from .walk import OPTIMIZER_SLOTS, OWN_STATES, LiveGraph, LiveNode
+from .walk import LiveGraph, LiveNode
 
-# Prefix of the storage names of values of which each process saves its own; no other name begins with it.
+# The storage names of values that each process saves for itself begin with this; no other name does.
 PER_PROCESS = "//"
-_TYPES = {"deque": "collections.deque"}  # of objects, by the kinds of containers that have other names
+_TYPES = {"deque": "collections.deque"}  # names of types, where the kind of the container is another name
 
 
 # ---- live objects, captured for a save
@@ -49,13 +49,13 @@ _TYPES = {"deque": "collections.deque"}  # of objects, by the kinds of container
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    tree: Any  # the values, each once, under the shortest path to it
+    tree: Any  # each value once, under the shortest path to it
     document: dict[str, Any]  # nodes and edges, as JSON
-    per_process: Mapping[str, Any] | None = None  # the values of which each process saves its own, by storage name
+    per_process: Mapping[str, Any] | None = None  # values that each process saves for itself, by storage name
 
 
 def capture(graph: LiveGraph, *, apart: bool = False) -> CapturedGraph:
-    """Take the values and the structure of a graph; ``apart`` separates the states of objects for each process."""
+    """Take the values and the structure of a graph; with ``apart``, each process saves the states of its objects."""
     numbers = {id(node): number for number, node in enumerate(graph.nodes)}
     states = [node for node in graph.leaves() if apart and isinstance(node.slot, StateSlot)]
     too_deep = [node for node in graph.leaves() if len(node.path) > MAX_DEPTH]
@@ -89,20 +89,21 @@ def _stored(node: LiveNode) -> Any:
 
 
 def _nested(node: LiveNode, numbers: Mapping[int, int], elsewhere: Collection[int]) -> Any:
-    """Return the containers below a node with the number of each value in its place.
+    """Return the containers below a node, with node numbers in place of values.
 
-    None stands for a container that holds no value, unless it is empty in the program.
+    A container without values is None, unless it is empty in the program.
     """
     if not isinstance(node.view, Branch):
         return numbers[id(node)] if node.has_value and id(node) not in elsewhere else None
     found: dict[Any, Any] = {}
     complete = True
+    keys = {edge.segment: edge.key for edge in node.view.edges}
     for segment, child in node.edges.items():
         if child.path != (*node.path, segment) or len(child.path) > MAX_DEPTH:
-            continue  # stored under another path, or too deep to hold a value
+            continue  # it is stored under another path, or too deep to hold a value
         below = _nested(child, numbers, elsewhere)
         if below is not None:
-            found[node.keys[segment]] = below
+            found[keys.get(segment, segment)] = below
         elif isinstance(child.view, Branch):
             complete = False
     for _, _, value in node.optimizer_slots:
@@ -124,7 +125,7 @@ def _nested(node: LiveNode, numbers: Mapping[int, int], elsewhere: Collection[in
 
 
 def _is_box(node: LiveNode) -> bool:
-    """Whether a node is a box for a number."""
+    """Whether a node is an object that holds one number, such as a `Value`."""
     assert isinstance(node.view, Leaf)
     return node.view.in_place and isinstance(node.slot, BoxSlot) and is_python_value(node.slot.get())
 
@@ -138,7 +139,7 @@ def _node_document(node: LiveNode, numbers: dict[int, int], names: Mapping[int, 
             document["training"] = False
         document["edges"] = {segment: numbers[id(child)] for segment, child in node.edges.items()}
     elif _is_box(node) or isinstance(node.slot, MemberSlot):
-        document["type"] = class_name(node.value)  # which is not that number or text
+        document["type"] = class_name(node.value)
     if number in names:
         document["value"] = names[number]
     if node.optimizer_slots:
@@ -157,7 +158,7 @@ class GraphTemplate(Protocol):
     """Objects that take the values of a graph."""
 
     def prepare(self, stored: StoredGraph) -> Any:
-        """Read and compare the values; return what changes the objects when it is applied."""
+        """Read and compare the values; return a prepared restore, whose ``apply()`` changes the objects."""
         ...
 
 
@@ -169,7 +170,7 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._own_states = PyTreeCheckpointHandler(**kwargs)  # a handler knows the structure of one tree
+        self._own_states = PyTreeCheckpointHandler(**kwargs)  # a handler remembers the structure of one tree
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
         """Make a `CapturedGraph` ready to be written."""
@@ -181,25 +182,25 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
         return PreparedGraph(tree, item.document, share)
 
     def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Open a graph; a template reads what it takes of it, and nothing changes yet."""
+        """Open a graph; with a template, read the values that the template takes, and change nothing."""
         stored = StoredGraph(NativeTree(directory, files), directory.parent, files)
         template: GraphTemplate | None = item
         return stored if template is None else template.prepare(stored)
 
 
 class StoredGraph:
-    """A graph on disk, opened for reading: its structure is known, no data has been read."""
+    """A graph on disk, opened for reading: its structure is read, its values are not."""
 
     def __init__(self, source: TreeSource, checkpoint: Location, files: Mapping[str, FileRecord] | None = None) -> None:
         self.checkpoint = checkpoint
         self._source = source
         self.location = source.location  # the item's folder
-        self.variables = source.variables  # None for values whose names are their paths
+        self.variables = source.variables  # None if the names of values are their paths
         self.leaves: dict[str, SavedLeaf] = {leaf.name: leaf for leaf in source.leaves}  # by storage name
-        own = own_item(files or {})  # of this process
+        own = own_item(files or {})  # the states of objects of this process
         share = None if own is None else own_share(source.location / own.folder, own.files)
         self._share = None if share is None else TreeReader(share.folder, share.files)
-        # Whether the states of objects belong to this process; a checkpoint of one process has those of process 0.
+        # Whether the states of objects are those of this process; one process saves those of process 0.
         self.has_own = current_coordinator().process_index == 0 if share is None else share.is_own
         self._containers = _containers(source.tree.structure, "")
         kinds = {name: _TYPES.get(container.kind, container.kind) for name, container in self._containers.items()}
@@ -215,7 +216,7 @@ class StoredGraph:
             self.graph = SavedGraph.of_document(document, names, str(self.location / GRAPH))
 
     def read_arrays(self, names: Sequence[str]) -> list[NDArray[Any] | None]:
-        """Read leaves; an array that is named twice is copied."""
+        """Read the arrays of leaves; an array that is named twice is copied."""
         arrays: dict[str, NDArray[Any] | None] = {}
         for source, per_process in ((self._source, False), (self._share, True)):
             wanted = list(dict.fromkeys(name for name in names if name.startswith(PER_PROCESS) is per_process))
@@ -232,7 +233,7 @@ class StoredGraph:
     def load(self, names: Sequence[str], *, as_tensors: Collection[str] = ()) -> list[Any]:
         """Read values without a template: numpy arrays, Python values, or trees of those.
 
-        Those of ``as_tensors`` are of torch if they were saved from torch.
+        Arrays of ``as_tensors`` that were saved from torch become tensors.
         """
         leaves = [self.leaves_of(name) for name in names]
         every = [leaf for group in leaves for leaf in group]
@@ -252,18 +253,18 @@ class StoredGraph:
         ]
 
     def leaves_of(self, name: str) -> list[str]:
-        """Return the storage names of the leaves in a container, in their order; for a leaf, its own."""
+        """Return the storage names of the leaves of a container in order, or that of a leaf."""
         if name in self.leaves:
             return [name]
         return [leaf for child in _names(self._containers[name], name) for leaf in self.leaves_of(child)]
 
     def container(self, name: str) -> TreeDef | None:
-        """Return the container of this storage name, or None."""
+        """Return the container with a storage name; None if there is none."""
         return self._containers.get(name)
 
 
 def keys_by_segment(container: TreeDef | None) -> dict[str, Any]:
-    """Return the keys of a container by the names of its edges; none where there is no container."""
+    """Return the keys of a container by the names of its edges."""
     if container is None:
         return {}
     keys = range(len(container.children)) if container.keys is None else container.keys

@@ -1,8 +1,8 @@
-"""Values of a checkpoint, made like the values in the program that they are for.
+"""Read values of a checkpoint in the kind, dtype and placement that the program has.
 
-Arrays change in place, so the program must have theirs before they can be restored. Plain values do not: a list or
-dictionary that holds nothing else, such as a history of losses, takes all values that were saved, however many. An
-empty deque, such as a replay buffer, takes arrays, too.
+Arrays are restored in place, so the program must have an array for each. Plain values need no object: a list or
+dictionary of plain values, such as a history of losses, takes all saved values, however many. An empty deque, such as a
+replay buffer, takes arrays, too.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from .slots import Assignment, Slot, StateSlot
 from .stored import PER_PROCESS, StoredGraph, keys_by_segment
 from .tracked import TrackedDict, TrackedList
 
-# Kinds of leaves that need no object of the program.
+# Leaves of these kinds need no object of the program.
 PLAIN_KINDS = NUMBER_KINDS | {NUMBERS, "str", "bytes", "none", "set", "frozenset", "numpy_scalar"}
-# Kinds of arrays that can be made without an array of the program; those of jax have a place on devices.
+# Arrays of these kinds can be made without an array of the program; those of jax are placed on devices.
 MADE_KINDS = frozenset({"numpy", "torch"})
 
 _CONTAINERS = (list, dict, tuple, deque, TrackedList, TrackedDict)
@@ -63,11 +63,11 @@ class PlainValues:
         self._stored = stored
         self._graph = graph
         self._values: dict[int, str] = {}  # the kinds of the values, by their nodes
-        self._arrays: set[int] = set()  # nodes of arrays that can be made without an array of the program
+        self._arrays: set[int] = set()  # nodes of arrays of `MADE_KINDS`
         for number, node in graph.values():
             name = str(node.value)
             leaf = stored.leaves.get(name)
-            # The program has to make boxes for numbers, which have a type, and objects whose states processes keep.
+            # A node with a type is a box for a number, which the program has to make, as it does objects with a state.
             if leaf is None or node.type or node.transform is not None or name.startswith(PER_PROCESS):
                 continue
             if leaf.saved.kind in PLAIN_KINDS:
@@ -79,13 +79,13 @@ class PlainValues:
         self._keys: dict[int, dict[str, Any]] = {}  # of dictionaries, by the names of their edges
 
     def below(self, number: int, *, arrays: bool = False) -> list[tuple[int, Path]] | None:
-        """Return the values in a container and their paths from it; None if it holds anything else, too.
+        """Return the values in a container and their paths from it; None if it holds anything but plain values.
 
-        With ``arrays``, arrays are values, too, if nothing outside of the container holds them.
+        With ``arrays``, arrays count as plain values if nothing outside of the container holds them.
         """
         key = number, arrays
         if key not in self._known:
-            self._known[key] = None  # during the search, for containers that hold themselves
+            self._known[key] = None  # the answer for a container that holds itself
             self._known[key] = self._search(number, self._arrays if arrays else set())
         return self._known[key]
 
@@ -97,7 +97,7 @@ class PlainValues:
         return self._graph.nodes[number].type in _SEQUENCES
 
     def shares(self, number: int) -> bool:
-        """Whether other edges lead to containers in this one, too; asked after `below`."""
+        """Whether other edges lead to containers in this one, too; `below` has to be called first."""
         return number in self._sharing
 
     def build(self, number: int, values: Mapping[int, Any]) -> Any:
@@ -108,7 +108,7 @@ class PlainValues:
         if kind in _SEQUENCES:
             elements = [self.build(edges[segment], values) for segment in sorted(edges, key=int)]
             stored = self._container(number)
-            is_deque = stored is not None and stored.kind == "deque"  # which knows its greatest length
+            is_deque = stored is not None and stored.kind == "deque"  # a stored deque has its maxlen
             return stored.build(elements) if stored is not None and is_deque else _SEQUENCES[kind](elements)
         known = self._keys_of(number)
         order = [segment for segment in known if segment in edges]
@@ -139,14 +139,14 @@ class PlainValues:
             if known.value is not None or known.type not in _LABELS or known.optimizer_slots or len(path) > MAX_DEPTH:
                 return None
             if known.type in _SEQUENCES and not all(edge.isascii() and edge.isdigit() for edge in known.edges):
-                return None  # renamed
+                return None  # rename= has changed keys
             for segment, child in known.edges.items():
                 if child in arrays:
                     held[child] += 1
                     if held[child] > 1:
                         continue
                 elif self._graph.above(child) != (node, segment):
-                    return None  # stored elsewhere, or a container that holds itself
+                    return None  # it is stored under another path, or the container holds itself
                 elif self._graph.uses[child] > 1 and child not in self._values:
                     self._sharing.add(number)
                 queue.append((child, (*path, segment)))
@@ -154,9 +154,9 @@ class PlainValues:
 
 
 def is_plain(value: Any, known: dict[int, bool], depth: int = 0, *, arrays: bool = False) -> bool:
-    """Whether a value is plain, or a container of plain values; ``known`` has the answers by the containers' ids.
+    """Whether a value is plain, or a container of plain values; ``known`` keeps the answers by the ids of containers.
 
-    With ``arrays``, arrays that no optimizer changes are values, too.
+    With ``arrays``, arrays without gradients count as plain values.
     """
     if is_python_value(value):
         return True
@@ -165,7 +165,7 @@ def is_plain(value: Any, known: dict[int, bool], depth: int = 0, *, arrays: bool
     if type(value) not in _CONTAINERS or depth > MAX_DEPTH:
         return False
     if id(value) not in known:
-        known[id(value)] = False  # during the search: no plain container holds itself
+        known[id(value)] = False  # the answer for a container that holds itself
         children = value.values() if isinstance(value, dict) else value
         known[id(value)] = all(is_plain(child, known, depth + 1, arrays=arrays) for child in children)
     return known[id(value)]
@@ -181,9 +181,9 @@ class ValueReader:
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
 
     def read_values(self, due: list[Assignment], misfits: Misfits | None = None) -> list[tuple[Slot, Any]]:
-        """Return the slots of assignments with their values, after comparing all of them with the program.
+        """Compare all values of assignments with the program; return the slots with their values.
 
-        With ``misfits``, assignments whose values do not fit are removed from ``due``, and are noted there.
+        With ``misfits``, assignments whose values do not fit are removed from ``due`` and added to ``misfits``.
         """
         trees: list[Assignment] = []
         leaves: list[Assignment] = []
@@ -299,14 +299,14 @@ def _like(one: Assignment, value: Any) -> Any:
 
 
 def _depends(one: Assignment, lost: Iterable[Assignment]) -> bool:
-    """Whether it is a value that an optimizer keeps for a parameter together with a lost one, or for a lost one."""
+    """Whether an optimizer keeps the value for a parameter that is lost, or that has lost another value."""
     return isinstance(one.slot, OptimizerSlot) and any(
         other.slot.anchor is one.slot.anchor for other in lost if isinstance(other.slot, OptimizerSlot | TensorSlot)
     )
 
 
 def _transformed(transform: Transform, array: Any, path: Path) -> NDArray[Any]:
-    """Apply a function of the program; a note on its error names the value."""
+    """Apply a function of the program, and name the value in its error."""
     try:
         changed = np.asarray(transform(array), order="C")
     except Exception as error:
@@ -318,7 +318,7 @@ def _transformed(transform: Transform, array: Any, path: Path) -> NDArray[Any]:
 
 
 def _template(one: Assignment, leaf: Saved) -> Any:
-    """Return the template for a value; ``...`` where any value will do."""
+    """Return the template for a value; ``...`` accepts any value."""
     slot = one.slot
     if isinstance(slot, TensorSlot):
         return slot.template(leaf.shape or ())
@@ -328,5 +328,5 @@ def _template(one: Assignment, leaf: Saved) -> Any:
             return divided_like(slot.parameter, leaf.shape, leaf.dtype)  # the optimizer has yet to create it
         return ...
     if is_python_value(live) and (leaf.kind == "none" or (isinstance(slot, OptionSlot) and leaf.kind in PLAIN_KINDS)):
-        return ...  # empty in the checkpoint; or an option, of which torch's own defaults are 0 where others are 0.1
+        return ...  # the slot is empty in the checkpoint; or an option may be the int 0 here and a float there
     return live if is_single_leaf(live) or hasattr(live, "dtype") else ...

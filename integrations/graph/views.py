@@ -1,4 +1,4 @@
-"""Classification of live objects: a branch with named edges, a leaf with a value, or an object that is not saved."""
+"""Classify live objects as branches with named edges, leaves with values, or objects that are not saved."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import enum
 import types
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -55,12 +55,12 @@ COUNTER = "save_counter"  # name of the edge to the number of a checkpoint's las
 
 @dataclass(slots=True)
 class Position:
-    """Where a value hangs, with all that is needed to replace it."""
+    """The place of a value, and how to replace the value there."""
 
     anchor: Any  # the nearest object above that can be referred to weakly
-    trail: Path  # the path from there
-    change: Callable[[Any], None] | None  # puts another value in its place; None where that is impossible
-    part: PartSlot | None = None  # the slot, for a part of an immutable container
+    trail: Path  # the path from the anchor
+    change: Callable[[Any], None] | None  # replaces the value; None where that is impossible
+    part: PartSlot | None = None  # the slot of a part of an immutable container
 
     def slot(self, value: Any) -> Slot:
         if self.part is not None:
@@ -70,9 +70,9 @@ class Position:
 
 @dataclass(slots=True)
 class Edge:
-    segment: str  # its name: the key, escaped
+    segment: str  # the escaped key, which is the name of the edge
     key: Any
-    value: Any  # never a wrapper around a module or a parameter, but the module or parameter
+    value: Any  # the module or parameter itself, never a wrapper around it
     position: Position
 
     def __post_init__(self) -> None:
@@ -84,12 +84,11 @@ class Edge:
 
 @dataclass(slots=True)
 class Branch:
-    label: str  # the name of its type
+    label: str  # the name of the type
     edges: list[Edge]  # in the object's own order
     sequence: bool = False  # whether the keys are 0, 1, 2, ...
-    functional: bool = False  # whether it is built anew, so that it may be another object after every restore
-    optimizer: Any = None  # the torch optimizer, if it is one
-    notes: dict[str, str] = field(default_factory=dict)  # for people, by edge
+    functional: bool = False  # whether a restore builds it anew, so that it is another object afterwards
+    optimizer: Any = None  # the object itself, if it is a torch optimizer
 
 
 @dataclass(slots=True)
@@ -97,18 +96,17 @@ class Leaf:
     """An object with a value."""
 
     slot: Slot
-    shared: bool  # whether it is one object wherever it is reached, to be stored once
-    ready: bool = True  # whether it has a value already; parameters of lazy modules do not
-    in_place: bool = True  # whether a restore changes the object itself, not the place where it hangs
-    # Of a long sequence of numbers, which is one value: its elements, and what opens it as a container instead.
-    packed: PackedNumbers | None = None
-    opened: Callable[[], View] | None = None
+    shared: bool  # whether it is stored once, however many paths lead to it
+    ready: bool = True  # whether it has a value; parameters of lazy modules have none before the first call
+    in_place: bool = True  # whether a restore changes the object itself, instead of replacing it
+    packed: PackedNumbers | None = None  # the elements of a long sequence of numbers
+    opened: Callable[[], View] | None = None  # returns the branch that a checkpoint may have instead
 
 
 @dataclass(slots=True)
 class Unsaved:
     reason: str
-    intended: bool = False  # whether its owner wants that: it is marked as untracked, or is code or a tool
+    intended: bool = False  # whether the program wants that, or the object is code or a tool
 
 
 View = Branch | Leaf | Unsaved
@@ -144,7 +142,7 @@ def root_view(root: Node) -> Branch:
 
 
 def edge_at(holder: Any, key: object) -> Edge | None:
-    """Return one edge of a node or tracked container, as `classify` would, or None where only that can tell."""
+    """Return one edge of a node or tracked container; None where only `classify` can."""
     position = Position(holder, (), None)
     if isinstance(holder, Node) and isinstance(key, str):
         if holder.__holdfast_root__() is not None or key in holder._holdfast.untracked or key not in vars(holder):
@@ -171,8 +169,7 @@ def _classify_object(value: Any, position: Position) -> View:
     if (kind := keras_kind(value)) is not None:
         return _keras(kind, value, position)
     if is_module(value):
-        children, notes = module_children(value)
-        return Branch(class_name(value), _attributes(value, children, position), notes=notes)
+        return Branch(class_name(value), _attributes(value, module_children(value), position))
     if is_optimizer(value):
         return _optimizer(value, position)
     if is_nnx_variable(value):
@@ -195,7 +192,7 @@ def _classify_object(value: Any, position: Position) -> View:
 
 
 def _node(node: Node, position: Position) -> View:
-    """Return the edges of a node, and those of the object that it stands for, if there is one."""
+    """Return the edges of a node, and those of its root, if it has one."""
     own = [(name, child) for name, child in vars(node).items() if name not in node._holdfast.untracked]
     edges = _attributes(node, own, position)
     if node._holdfast.counter is not None:
@@ -211,7 +208,7 @@ def _node(node: Node, position: Position) -> View:
 
 
 def _attributes(holder: Any, children: Iterable[tuple[str, Any]], position: Position) -> list[Edge]:
-    """Return edges to children that are attributes, which can be set."""
+    """Return edges to attributes, which can be set."""
     pairs = list(children)
     anchor, trail = _anchor(holder, position)
     return [
@@ -221,7 +218,7 @@ def _attributes(holder: Any, children: Iterable[tuple[str, Any]], position: Posi
 
 
 def _container(value: Any, position: Position) -> View:
-    """Return the edges of a container: entries that can be set, or parts of a container that is built anew."""
+    """Return the edges of a container, whose entries can be set, or which is built anew."""
     contents = expand(value)
     assert contents is not None
     keys = contents.keys if contents.keys is not None else list(range(len(contents.values)))
@@ -264,7 +261,7 @@ def _numbers(value: Any, packed: PackedNumbers, position: Position) -> Leaf:
 
 
 def _is_growing(value: Any, position: Position) -> bool:
-    """Whether a value is a list or deque that takes other elements in place."""
+    """Whether a value is a list or deque whose elements can be replaced in place."""
     return isinstance(value, list | deque) and position.part is None
 
 
@@ -285,9 +282,9 @@ def _refill(sequence: Any, elements: Any) -> None:
 
 
 def _optimizer(value: Any, position: Position) -> View:
-    """Return an optimizer as its groups and what it keeps for parameters; by its own methods where it overrides them.
+    """Return an optimizer as groups and values for parameters, or as the state of its own ``state_dict()``.
 
-    An optimizer that drives another one, and says nothing of it in its state, has an edge to it.
+    An optimizer that drives another one, which its state may not include, has an edge to it.
     """
     inner = [(name, one) for name, one in vars(value).items() if is_optimizer(one)]
     branch = Branch(class_name(value), _attributes(value, inner, position), optimizer=value)
@@ -327,7 +324,7 @@ def _keras(kind: str, value: Any, position: Position) -> View:
 
 
 def _plain_object(value: Any, position: Position) -> View:
-    """Return the attributes of an object of a class of the program."""
+    """Return the attributes of an instance of a class of the program."""
     if isinstance(value, enum.Enum):
         return Unsaved("is a member of an enumeration in a container that cannot change; keep its value, or its name")
     if not isinstance(value, types.SimpleNamespace) and (reason := why_refused(value)) is not None:
@@ -351,7 +348,7 @@ def _is_mutable_dataclass(value: Any) -> bool:
 
 
 def _set_attribute(holder: Any, name: str, value: Any) -> None:
-    # Not the class's own assignment: a Node would take the value for a new object.
+    # __setattr__ of a Node would take the value for a new object.
     if isinstance(holder, Node):
         vars(holder)[name] = value
     else:
@@ -365,7 +362,7 @@ def _set_item(container: Any, key: Any, value: Any) -> None:
 
 def _copy_encoded(tensor: Any, value: Any) -> None:
     torch: Any = loaded("torch")
-    with torch.no_grad():  # what detach() returns has indices of its own
+    with torch.no_grad():  # a detached sparse tensor has indices of its own
         tensor.copy_(decode_state(value))
 
 

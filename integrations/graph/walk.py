@@ -1,4 +1,4 @@
-"""The walk over live objects: every object once, under the shortest path to it."""
+"""Walk over live objects: find every object once, under the shortest path to it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from typing import Any
 
 from ...engine.errors import UnsupportedLeafError
 from ...engine.pytree import collection_paused, is_python_value, is_torch_tensor, key_segments
-from .frameworks import GROUPS, ModuleState, OptimizerSlot, is_buffer, slot_name
+from .frameworks import GROUPS, OPTIMIZER_SLOTS, ModuleState, OptimizerSlot, is_buffer, is_module, slot_name
 from .paths import Path, format_node_path
 from .slots import Slot
 from .tracked import Node, TrackedDict, TrackedList, check_origin
 from .views import Branch, Edge, Leaf, Unsaved, options_edge, root_view
-
-OWN_STATES = "own_states"  # key of whether a document has the states that modules and optimizers give by methods
-OPTIMIZER_SLOTS = "slots"  # name below which a torch optimizer's values for parameters are, by the parameters' paths
 
 
 @dataclass(slots=True)
@@ -23,11 +20,9 @@ class LiveNode:
     value: Any
     view: Branch | Leaf
     path: Path  # the shortest path to it
-    keys: dict[str, Any] = field(default_factory=dict)  # the keys of its edges, by the edges' names
     edges: dict[str, LiveNode] = field(default_factory=dict)
-    optimizer_slots: list[tuple[LiveNode, str, LiveNode]] = field(default_factory=list)  # parameter, name, value
-    # The parameters of an optimizer's groups, as far as they are in the graph.
-    groups: list[list[LiveNode]] = field(default_factory=list)
+    optimizer_slots: list[tuple[LiveNode, str, LiveNode]] = field(default_factory=list)  # (parameter, name, value)
+    groups: list[list[LiveNode]] = field(default_factory=list)  # the parameters of an optimizer that are in the graph
 
     @property
     def has_value(self) -> bool:
@@ -43,20 +38,27 @@ class LiveNode:
         return self.view.slot
 
     def stored_value(self) -> Any:
-        """Return what a checkpoint holds of it."""
+        """Return the value as a checkpoint stores it."""
         assert isinstance(self.view, Leaf)
         return self.slot.get() if self.view.packed is None else self.view.packed
 
 
 @dataclass(slots=True)
 class LiveGraph:
-    nodes: list[LiveNode]  # the nearest to the root first, values of optimizers last
+    nodes: list[LiveNode]  # in the order of their distance from the root; values of optimizers last
     skipped: dict[Path, str]  # objects that are not saved, each with the reason
-    notes: dict[Path, str]  # for people, on objects that are saved
+
+    @property
+    def notes(self) -> dict[Path, str]:
+        """Remarks for people on objects that are saved, by path."""
+        modules = [node for node in self.nodes if is_module(node.value)]
+        plain = [one for node in modules for one in node.edges.values() if isinstance(one.value, dict | list | tuple)]
+        what = "is a plain {} of modules, which state_dict() does not see"
+        return {one.path: what.format(type(one.value).__name__) for one in plain}
 
     @property
     def own_states(self) -> list[Path]:
-        """The paths of states of modules, of optimizers in optimizers and of enumerations, which 0.1.0 did not save."""
+        """The paths of objects that 0.1.0 did not save: states of modules, enumerations, optimizers in optimizers."""
         found = [node.path for node in self.nodes if isinstance(node.value, ModuleState | enum.Enum)]
         optimizers = [node for node in self.nodes if node.optimizer is not None]
         return found + [one.path for node in optimizers for name, one in node.edges.items() if name != GROUPS]
@@ -77,12 +79,12 @@ def walk(root: Node, *, strict: bool = True) -> LiveGraph:
         walker.refuse()
     walker.skipped.update(walker.problems)
     walker.add_optimizer_slots(nodes)
-    return LiveGraph(nodes, walker.skipped, walker.notes)
+    return LiveGraph(nodes, walker.skipped)
 
 
 def check(root: Node) -> None:
     """Raise UnsupportedLeafError if anything that can be reached can be neither saved nor restored."""
-    walker = _Walk(tensors=False)  # every tensor can be saved
+    walker = _Walk(tensors=False)  # tensors can always be saved
     with collection_paused():
         walker.discover(root)
     walker.refuse()
@@ -93,7 +95,6 @@ class _Walk:
         self._tensors = tensors
         self.skipped: dict[Path, str] = {}
         self.problems: dict[Path, str] = {}
-        self.notes: dict[Path, str] = {}
         self._known: dict[int, LiveNode] = {}
 
     def refuse(self) -> None:
@@ -108,15 +109,13 @@ class _Walk:
         if (stood_for := root.__holdfast_root__()) is not None:
             self._known[id(stood_for)] = start
         queue = [(start, False)]
-        for node, covered in queue:  # grows during the loop
+        for node, covered in queue:  # the queue grows
             view = node.view
             if isinstance(node.value, TrackedList | TrackedDict):
                 check_origin(node.value, format_node_path(node.path))
             if not isinstance(view, Branch):
                 continue
-            for segment, note in view.notes.items():
-                self.notes[*node.path, segment] = note
-            # The outermost module with a state of its own gives those of the modules in it, and all buffers, by that.
+            # The state of the outermost module with one of its own includes those of inner modules, and all buffers.
             gives = covered or any(isinstance(edge.value, ModuleState) for edge in view.edges)
             options = [] if view.optimizer is None else [options_edge(view.optimizer)]
             for edge in [*view.edges, *options]:
@@ -128,7 +127,7 @@ class _Walk:
                     if child is None:
                         continue
                     queue.append((child, gives))
-                node.keys[edge.segment], node.edges[edge.segment] = edge.key, child
+                node.edges[edge.segment] = child
         return [node for node, _ in queue]
 
     def _new(self, edge: Edge, path: Path) -> LiveNode | None:
@@ -179,7 +178,7 @@ def _slots_of(node: LiveNode, group: dict[str, Any], parameter: LiveNode) -> lis
 
 
 def _is_constant(value: Any, depth: int = 4) -> bool:
-    """Whether a value is a tuple of plain values: Python makes one object of equal constants."""
+    """Whether a value is a tuple of plain values; Python makes equal constants one object."""
     return type(value) is tuple and all(
         is_python_value(child) or (depth > 0 and _is_constant(child, depth - 1)) for child in value
     )

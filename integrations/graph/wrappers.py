@@ -13,7 +13,7 @@ from typing import Any
 from ...engine.pytree import WRAPPED
 
 _CHECKPOINTED = "_checkpoint_wrapped_module"
-STRIPPED_BY_TORCH = f"{_CHECKPOINTED}."  # which state_dict() leaves out, and load_state_dict() puts in again
+STRIPPED_BY_TORCH = f"{_CHECKPOINTED}."  # state_dict() leaves this prefix out, and load_state_dict() adds it again
 # The attributes that hold the module, by the names of the wrappers' classes.
 _CLASSES = {
     "DistributedDataParallel": "module",
@@ -35,9 +35,9 @@ def unwrapped(value: Any) -> Any:
 
 
 def module_prefixes(module: Any, bare: str = "", wrapped: str = "") -> Iterator[tuple[str, str]]:
-    """Generate what the names of values begin with in the state of each module: without wrappers, and with them."""
+    """Generate the prefix of each module in a state dict: without the names of wrappers, and with them."""
     yield bare, wrapped
-    inside = _attribute(type(module))  # type: ignore[arg-type]  # as above
+    inside = _attribute(type(module))  # type: ignore[arg-type]  # mypy takes the class for an instance
     for name, child in module._modules.items():
         if child is not None and name == inside:
             yield from module_prefixes(child, bare, wrapped if name == _CHECKPOINTED else f"{wrapped}{name}.")
@@ -45,13 +45,13 @@ def module_prefixes(module: Any, bare: str = "", wrapped: str = "") -> Iterator[
             yield from module_prefixes(child, f"{bare}{name}.", f"{wrapped}{name}.")
 
 
-@lru_cache(maxsize=1024)  # of thousands of objects, few are of different types
+@lru_cache(maxsize=1024)  # many objects have few types
 def _attribute(kind: Any) -> str | None:
     names = (_CLASSES.get(base.__name__) for base in kind.__mro__ if base.__module__.partition(".")[0] in _LIBRARIES)
     return next((name for name in names if name is not None), None)
 
 
 def wrapped_nodes(label: str, edges: Mapping[str, int]) -> list[int]:
-    """Return the nodes of the modules in a saved node: a wrapper, or a dictionary of values of one."""
+    """Return the nodes of the wrapped modules in a saved wrapper, or in a dictionary of its values."""
     inside = [edges[name] for name in WRAPPED if name in edges]
     return inside if inside and (label in _DICTIONARIES or label.endswith(tuple(_CLASSES))) else []
