@@ -43,7 +43,7 @@ _SAVED = "torch.save"  # key of the bytes of what torch saves and loads without 
 _PAIRS = "holdfast.pairs"  # key of the pairs of a dictionary whose keys are no text or numbers
 _CLASS = "holdfast.class"  # key of the name of a class, beside its fields
 _FIELDS = "fields"
-_classes: WeakValueDictionary[str, type] = WeakValueDictionary()  # of the instances that were seen, by their names
+_classes: WeakValueDictionary[str, type] = WeakValueDictionary()  # classes of instances that were encoded, by name
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
@@ -166,7 +166,7 @@ def _is_method(value: object) -> bool:
 # ---- iterators that write their state to files, such as CLU's iterators over tf.data
 
 _FILES = "files"
-_NAME = "iterator"  # what the iterator is told to call its files, or to begin their names with
+_NAME = "iterator"  # name, or beginning of the names, of the files that the iterator writes
 
 
 def _writes_files(thing: object) -> bool:
@@ -213,7 +213,7 @@ def _restore_files(thing: Any, state: Any) -> None:
 
 # ---- loaders without a state
 
-_FABRIC_EPOCH = "_num_iter_calls"  # by which loaders of Lightning's Fabric tell their sampler the epoch
+_FABRIC_EPOCH = "_num_iter_calls"  # loaders of Lightning's Fabric tell their sampler the epoch by this attribute
 _DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # samplers of torch
 
 
@@ -259,7 +259,7 @@ class LoaderPosition(Iterator[Any]):
         self._batches = None
 
     def begin(self) -> None:
-        """Go to the position now, where it is within an epoch; the next batch begins the next one otherwise."""
+        """Go to the position now, if it is within an epoch; otherwise the next batch begins the next epoch."""
         length = self._length()
         if self.position % length if length else self.position:
             self._go_to(self.position)
@@ -385,13 +385,13 @@ def _with_generators(loader: Any, state: Any) -> Any:
 
 
 def _restore_torchdata_loader(loader: Any, state: Any) -> None:
-    """Bring a loader back to its place; after the last batch of an epoch, the next loop over it begins a new one."""
+    """Restore a loader's place; after the last batch of an epoch, the next loop over it begins a new one."""
     own, generators = state, {}
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions had no generators
         own, generators = state[_OWN_STATE], state[_GENERATORS]
     decoded = decode_state(own)
     loader.load_state_dict(decoded)
-    loader.state_dict()  # which begins the epoch
+    loader.state_dict()  # this begins the epoch
     if not decoded.get("_iterator_finished") and _yielded(decoded) and _length(loader) in (_yielded(decoded), None):
         nothing = object()
         if next(iter(loader), nothing) is not nothing:  # the end of an iterable dataset shows in its next batch
@@ -416,12 +416,12 @@ def _length(loader: Any) -> int | None:
         return None
     try:
         return len(loader)
-    except TypeError:  # of a sampler without a length
+    except TypeError:  # the sampler has no length
         return None
 
 
 def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
-    """Warn of random numbers that will differ where a loader of torchdata goes on in the middle of an epoch."""
+    """Warn of random numbers that will differ when a loader of torchdata continues in the middle of an epoch."""
     ended = state.get("_iterator_finished") or _yielded(state) in (0, _length(loader))
     if loader.num_workers and (not ended or loader.persistent_workers):
         _logger.warning(
@@ -508,7 +508,7 @@ def is_dense(tensor: Any) -> bool:
 
 
 def _saved_by_torch(value: Any) -> Any:
-    """Return what torch's own format holds of a value that is no array, such as a dtype or a sparse tensor.
+    """Return a value that is no array, such as a dtype or a sparse tensor, in torch's own format.
 
     Values that ``torch.load(weights_only=True)`` would refuse stay as they are; classes that the program has passed to
     ``torch.serialization.add_safe_globals`` are not refused.
@@ -535,7 +535,7 @@ def _loaded_by_torch(content: bytes) -> Any:
 
 def _like(original: Any, entries: dict[Any, Any]) -> Any:
     copied = original.copy()
-    for key, item in entries.items():  # not update(), which adds the values of a Counter
+    for key, item in entries.items():  # update() would add the values of a Counter
         copied[key] = item
     return copied
 

@@ -56,7 +56,7 @@ class ChunkDecoder:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def why_not(self, length: int) -> str:
-        """Return why a stored chunk cannot have a length in bytes; "" if it can."""
+        """Return why a stored chunk cannot have this length in bytes; "" if it can."""
         if length == self.stored_bytes or (self.compressed and CHECKSUM_BYTES < length < self.stored_bytes):
             return ""
         return f"has {length} bytes, expected {'at most ' if self.compressed else ''}{self.stored_bytes}"
@@ -138,7 +138,7 @@ class Assembly:
         self.decoders = [by_identity[id(one)] for one in metadata]
         self.keep = keep
         self._boxes: dict[int, list[OutputBox]] = {}
-        self._outputs: list[int] = []  # of each array: its position in the result, or that of its first box
+        self._outputs: list[int] = []  # the position in the result of each array, or of its first box
         count = 0
         for array, wanted in enumerate([None] * len(metadata) if boxes is None else boxes):
             self._outputs.append(count)
@@ -150,7 +150,7 @@ class Assembly:
         self._arrays: list[NDArray[Any] | None] = [None] * count
         self._damaged: set[int] = set()
         self._lock = threading.Lock()
-        self._threads = threading.local()  # of each, the buffer that it decompresses chunks into and copies them out of
+        self._threads = threading.local()  # a buffer for each thread: it decompresses into it, and copies out of it
 
     def is_whole(self, array: int) -> bool:
         return array not in self._boxes
@@ -177,7 +177,7 @@ class Assembly:
         self._damaged.add(array)
 
     def accept(self, array: int, chunk: int, data: Bytes, *, kept: bool = False, indexed: int = -1) -> str:
-        """Check a chunk and copy it to its place; return what is wrong with it, or ""."""
+        """Verify a chunk and copy it to its place; return what is wrong with it, or ""."""
         decoder, boxes = self.decoders[array], self.output_boxes(array)
         own = decoder.compressed and self.keep and any(self._is_chunk(decoder, chunk, one) for one in boxes)
         values, problem = decoder.content(data, _fresh_memory if own else self._scratch, indexed)
@@ -199,10 +199,10 @@ class Assembly:
         return ""
 
     def place(self, array: int, chunk: int, length: int) -> Bytes | None:
-        """Return the memory of an array where the values of a stored chunk go, all of them in one run; None else.
+        """Return the memory of an array for the values of a stored chunk; None if it is not one run, or not there yet.
 
-        There is none until another chunk of the array is verified. What is received there counts once
-        :meth:`accept_placed` has verified it.
+        The first verified chunk of an array allocates its memory. Values received there count once `accept_placed` has
+        verified them.
         """
         decoder, boxes = self.decoders[array], self.output_boxes(array)
         found = self._arrays[boxes[0].output] if self.keep and len(boxes) == 1 else None
@@ -215,7 +215,7 @@ class Assembly:
         return view.reshape(-1).view(np.uint8) if view.flags.c_contiguous and view.flags.writeable else None
 
     def accept_placed(self, array: int, chunk: int, values: Bytes, checksum: Bytes, indexed: int) -> str:
-        """Check a chunk that lies in its place already; return what is wrong with it, or ""."""
+        """Verify a chunk that was received in its place; return what is wrong with it, or ""."""
         problem = self.decoders[array].check(values, checksum, indexed)
         return f"chunk {chunk} {problem}" if problem else ""
 

@@ -21,7 +21,7 @@ from ..pytree import Part, format_path
 from ..storage import round_up
 from .plan import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Catalog, ChunkIds, Integers, part_corners
 
-_ROUNDS = 8  # in which overlapping groups balance their loads
+_ROUNDS = 8  # overlapping groups balance their loads in so many rounds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +29,7 @@ class ReplicaGroups:
     """Which processes hold the chunks of an array."""
 
     groups: Sequence[tuple[int, ...]]  # distinct groups of processes, each in ascending order
-    of_chunk: NDArray[np.int32]  # for each chunk, in C order, the position of its group in `groups`
+    of_chunk: NDArray[np.int32]  # the position in `groups` of the group of each chunk, in C order
 
     def chunks_by_group(self) -> list[Integers]:
         order = np.argsort(self.of_chunk, kind="stable")
@@ -65,10 +65,10 @@ def replica_groups(
 class ArrayClass:
     """Arrays with the same chunks and the same holders."""
 
-    arrays: Integers  # their numbers, ascending
+    arrays: Integers  # numbers of the arrays, ascending
     chunks: int  # number of chunks of each array
     nbytes: int  # bytes of one chunk in a data file
-    replicas: ReplicaGroups | None  # which processes hold which chunk; None if every process holds all
+    replicas: ReplicaGroups | None  # processes that hold each chunk; None if every process holds all
 
 
 def _array_classes(catalog: Catalog, processes: int) -> list[ArrayClass]:
@@ -100,7 +100,7 @@ class _ChunkBatch:
     """Chunks that one group holds of the arrays of a class, array by array."""
 
     array_class: ArrayClass
-    numbers: Integers  # of these chunks in each array
+    numbers: Integers  # numbers of these chunks in each array
     ends: Integers | None = None  # number of chunks of the first holder, of the first two, and so on
 
     @property

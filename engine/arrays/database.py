@@ -59,13 +59,13 @@ def naming(location: Location) -> Iterator[None]:
 
 
 class ArrayDatabase:
-    """Named arrays in a folder, opened for reading; ``files`` is what the commit record says of it."""
+    """Named arrays in a folder, opened for reading; ``files`` are those that the commit record lists."""
 
     def __init__(self, location: Location, files: Mapping[str, FileRecord] | None = None) -> None:
         self._location = location
         self._files = files
         self._metadata: dict[str, ArrayMetadata | None] = {}
-        self.bytes_read = 0  # so far, from all files, including gaps between chunks
+        self.bytes_read = 0  # bytes read so far from all files, gaps between chunks included
         self.unreadable = False  # whether the disk failed to read some of the data
         manifest = self.read_file(MANIFEST)
         # The manifest locates the nodes, and does not verify them; the record has the digest of the whole file.
@@ -117,7 +117,7 @@ class ArrayDatabase:
             known[name] = metadata
         return [known[name] for name in names]
 
-    def read(
+    def read_arrays(
         self, names: Sequence[str], boxes: Sequence[Sequence[Box] | None] | None = None
     ) -> tuple[list[NDArray[Any] | None], list[Problem]]:
         """Read whole arrays, or boxes and only the chunks that overlap them; None for each that is damaged."""

@@ -1,4 +1,4 @@
-"""Digests of files: of small files and of items without checksums of their own, and of files on their way elsewhere."""
+"""Digests of files without checksums of their own, and the verification of files while they are copied."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def check_files(folder: Location, files: Mapping[str, FileRecord]) -> None:
         raise DamagedCheckpointError(itemized(f"{folder} is damaged:", problems))
 
 
-# ---- files on their way elsewhere
+# ---- files that are copied
 
 
 def _no_chunks() -> NDArray[np.int64]:
@@ -98,17 +98,19 @@ def _no_chunks() -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class FileCheck:
-    """What is known of the bytes of a file: the digest of the whole, or the chunks in it that end in their CRC-32C."""
+    """What is known of the bytes of a file: the digest of the whole, or its chunks, which end in their CRC-32C."""
 
     known: FileRecord
-    offsets: NDArray[np.int64] = field(default_factory=_no_chunks)  # where the chunks begin, in ascending order
-    lengths: NDArray[np.int64] = field(default_factory=_no_chunks)  # how many bytes they have
-    checksums: NDArray[np.int64] = field(default_factory=_no_chunks)  # as the index has them; -1 where it has none
+    offsets: NDArray[np.int64] = field(default_factory=_no_chunks)  # offsets of the chunks in bytes, ascending
+    lengths: NDArray[np.int64] = field(default_factory=_no_chunks)  # sizes of the chunks in bytes
+    checksums: NDArray[np.int64] = field(
+        default_factory=_no_chunks
+    )  # checksums of the chunks in the index; -1 where it has none
 
     def covers(self, other: FileCheck) -> bool:
-        """Whether a data file of this name, of which this is known, has all that the other says.
+        """Whether a data file with these chunks has all chunks of the other, which describes a file of the same name.
 
-        The checksums tell, as no two saves give a data file one name. For other files, they would not be evidence.
+        Equal checksums are evidence because no two saves give a data file the same name.
         """
         if self.known != other.known or not len(self.offsets) or not len(other.offsets):
             return False
@@ -121,15 +123,17 @@ class FileCheck:
     def spans(self, alignment: int, least: int) -> list[tuple[int, int]]:
         """Divide the file at chunks that begin at a multiple of ``alignment``, into spans of at least so many bytes."""
         if self.known.crc32c is not None:
-            return [(0, self.known.size)]  # its digest needs all of it, in order
+            return [(0, self.known.size)]  # the digest needs all bytes in order
         cuts = [0]
         for offset in self.offsets[self.offsets % alignment == 0].tolist():
             if offset - cuts[-1] >= least:
                 cuts.append(offset)
         return list(pairwise([*cuts, self.known.size]))
 
-    def read(self, place: Location, file: DataReader, start: int, stop: int, step: int) -> Iterator[NDArray[np.uint8]]:
-        """Read a span in pieces of ``step`` bytes, which are reused, and compare it with what is known.
+    def read_span(
+        self, place: Location, file: DataReader, start: int, stop: int, step: int
+    ) -> Iterator[NDArray[np.uint8]]:
+        """Read a span in pieces of ``step`` bytes, whose memory is reused, and compare it with what is known.
 
         Raises:
             DamagedCheckpointError: It differs; what came before the difference has been generated.
@@ -178,7 +182,7 @@ class FileCheck:
         with required(place), place.open_data() as file:
             if file.size != self.known.size:
                 raise DamagedCheckpointError(f"{place}: expected {self.known.size} bytes, found {file.size}")
-            for _ in self.read(place, file, 0, self.known.size, _STEP):
+            for _ in self.read_span(place, file, 0, self.known.size, _STEP):
                 pass
 
     def is_met(self, place: Location) -> bool:

@@ -132,7 +132,7 @@ def read_chunks(
     extents = list(plan_extents(chunks, REMOTE_GAP if remote else LOCAL_GAP))
     own = threading.local()  # the buffer that a thread reads into again and again
 
-    def read(extent: Extent) -> int:
+    def read_extent(extent: Extent) -> int:
         if not hasattr(own, "buffer"):
             own.buffer = Buffer()
         if places is not None and _receive(files, extent, places):
@@ -143,11 +143,11 @@ def read_chunks(
     buffer = max((extent.length for extent in extents if not extent.kept), default=1)
     count = min(_THREADS, max(1, total // (buffer * _BUFFERS)))
     if len(extents) <= _FEW and total <= max(_EXTENT // 4, _SMALL * len(chunks)):
-        count = 1  # little to read, or mostly work for the interpreter, which threads only slow down
+        count = 1  # for a little data, or for many tiny chunks, threads only slow down the interpreter
     if remote:
         count = REQUESTS
         extents = _spread(extents)
-    return sum(parallel_map(read, extents, count, name="holdfast-read"))
+    return sum(parallel_map(read_extent, extents, count, name="holdfast-read"))
 
 
 def _receive(files: Mapping[str, DataReader], extent: Extent, places: Places) -> bool:

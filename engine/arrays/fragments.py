@@ -37,7 +37,7 @@ class Fragment:
     sizes: Sequence[int]  # length of each of its data files, in bytes
     # Paths of the last of these files: those of earlier saves, which this one shares. The others have names by number.
     shared: Sequence[str]
-    description: str  # what the leaves of its tree are, a line for each; empty on process 0
+    description: str  # a line for each leaf of its tree; empty on process 0
     chunks: Integers  # numbers of the chunks, counted over all arrays, in their order in the files
     files: Integers  # number of the data file of each chunk
     offsets: Integers  # first byte of each chunk in its file
@@ -50,7 +50,7 @@ class Fragment:
         return [*(data_path(self.token, self.process, number) for number in range(own)), *self.shared]
 
     def encode(self) -> bytes:
-        """Return the fragment as bytes, about five for each chunk: the columns are stored as differences."""
+        """Return the fragment as bytes, about five for each chunk, because columns are stored as differences."""
         facts = (self.process, self.processes, self.token, self.digest, self.sizes, self.shared)
         head = json.dumps([_VERSION, len(self.chunks), *facts]).encode()
         columns = np.diff(np.stack((self.chunks, self.files, self.offsets, self.lengths)), axis=1, prepend=0)
@@ -76,7 +76,7 @@ class Fragment:
             about = (process, processes, token, digest, sizes, shared, description)
             found = cls(*about, chunks, files, offsets, lengths, checksums)
             if len(found.shared) > len(found.sizes) or not all(map(_DATA_PATH.fullmatch, found.shared)):
-                raise ValueError(f"it shares files of earlier saves that cannot be such: {found.shared[:3]!r:.100}")
+                raise ValueError(f"these cannot be files of earlier saves that it shares: {found.shared[:3]!r:.100}")
             if count and not 0 <= found.files.min() <= found.files.max() < len(found.sizes):
                 raise ValueError(f"it places chunks in data file {found.files.max()} of {len(found.sizes)}")
             ends = np.array(found.sizes, np.int64)[found.files]

@@ -90,7 +90,7 @@ def _resumed(
     chosen: Sequence[bool],
     began: Mapping[str, LeafType],
 ) -> tuple[TreeDef | None, list[LeafTemplate], dict[str, str]]:
-    """Return containers and leaves of a state that goes on, and what shows that its program has changed, by leaf."""
+    """Return containers and leaves of a resumed state, and by leaf the differences that a changed program shows."""
     saved = {leaf.name: leaf.saved for leaf, one in zip(source.leaves, chosen, strict=True) if one}
     made: dict[str, LeafTemplate] = {}
     differs: dict[str, str] = {}
@@ -103,7 +103,9 @@ def _resumed(
             else:
                 made[target.name] = found
     if made.keys() != saved.keys() and structure is not None:
-        asked = set(key_segments(structure.keys, len(structure.children)))  # of the extras, perhaps not all
+        asked = set(
+            key_segments(structure.keys, len(structure.children))
+        )  # the template may have only some of the extras
         if made.keys() == {name for name in began if name.partition(".")[0] in asked}:
             try:
                 structure = regrown(structure, source.tree.select(chosen).structure)
@@ -176,7 +178,7 @@ def with_optimizer_states(template: Any, source: TreeSource) -> Any:
 
 
 def _tensor_template(leaf: SavedLeaf) -> Any:
-    """Return a tensor without memory for an array, and ``...``, which takes what was saved, for any other leaf."""
+    """Return a tensor without memory for an array; for any other leaf ``...``, which stands for the saved value."""
     if loaded("torch") is None or leaf.saved.kind not in ("torch", "numpy", "jax"):
         return ...
     like = tensor_like(leaf.saved)

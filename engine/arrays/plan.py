@@ -193,13 +193,13 @@ class ArraySpec:
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayEncoding:
     spec: ArraySpec
-    stored: Stored  # their element type as it is stored
-    metadata: bytes  # their ``zarr.json``
-    compression: int | None  # level their chunks are compressed with, or None
-    facts: dict[str, Any]  # what ``tree.json`` adds to their own metadata
-    # Which processes hold which part, along the stored axes; None if every process holds all.
+    stored: Stored  # element type in the data files
+    metadata: bytes  # content of ``zarr.json``
+    compression: int | None  # level of zstd for the chunks, or None
+    facts: dict[str, Any]  # entries of ``tree.json`` beyond the array metadata
+    # The parts along the stored axes, with the processes that hold them; None if every process holds all.
     parts: Sequence[Part] | None
-    text: str  # all of this as text, for people and for the comparison between processes
+    text: str  # all of this as text, for errors and for the comparison between processes
 
 
 class Catalog:
@@ -234,7 +234,9 @@ class Catalog:
             encodings.append(encoding)
         order = key_order(arrays)
         self.names = [arrays[i] for i in order]
-        self.positions: Integers = np.array([positions[i] for i in order], np.int64)  # of each among the leaves
+        self.positions: Integers = np.array(
+            [positions[i] for i in order], np.int64
+        )  # position of each array among the leaves
         self.encodings = [encodings[i] for i in order]  # equal arrays share one object
         # The number of the first chunk of each array, counted over all arrays; last, the number of all chunks.
         self.starts: Integers = np.zeros(len(order) + 1, np.int64)
@@ -340,7 +342,7 @@ def plan_files(arrays: Sequence[ArraySpec], layout: Layout, *groups: Iterable[tu
     segments: list[PlannedSegment] = []
     placed: list[Chunk] = []
     before = 0
-    start = end = 0  # of the open segment; `end` is where its last chunk's checksum ends
+    start = end = 0  # the open segment begins at `start`; the checksum of its last chunk ends at `end`
 
     def close_segment() -> None:
         nonlocal placed, before, start

@@ -156,7 +156,7 @@ class TreeReader(TreeSource):
 
     def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         arrays = [leaf.name for leaf in leaves if leaf.saved.dtype is not None and leaf.name not in self._aggregated]
-        values, problems = self._database.read(arrays)
+        values, problems = self._database.read_arrays(arrays)
         self._refuse(problems)
         found = iter(values)
         return [
@@ -176,7 +176,7 @@ class TreeReader(TreeSource):
             [_stored_box(box, count, leaf.saved) for box in wanted]
             for (leaf, wanted), count in zip(pairs, axes, strict=True)
         ]
-        values, problems = self._database.read(names, stored)
+        values, problems = self._database.read_arrays(names, stored)
         self._refuse(problems)
         found = iter(values)
 
@@ -277,7 +277,7 @@ class TreeReader(TreeSource):
         if metadata is None:
             if "value" in details or "base64" in details or details["kind"] in {"none", EXTERNAL}:
                 return Saved(details)
-            if isinstance(details.get("aggregate"), str):  # of a handler that was not given
+            if isinstance(details.get("aggregate"), str):  # the handler of this aggregate was not given
                 return Saved({**details, "kind": EXTERNAL, "handler": details["aggregate"]})
             raise DamagedCheckpointError(f"{self.location}: the index holds no array for leaf {format_path(name)}")
         try:

@@ -40,14 +40,14 @@ _SMALLEST_CHUNK = 64 << 10  # bytes; smaller ones are written faster than they a
 _SMALLEST_FILE = 1 << 20  # bytes; a smaller one is written again
 _LIVE = 0.5  # the share of a file's bytes that has to be unchanged: what changed stays on the disk beside it
 _SAMPLES = 256
-_SAMPLE_BYTES = 64  # of each sample
+_SAMPLE_BYTES = 64  # size of a sample
 _SAMPLE_GAP = 4096  # bytes from one sample to the next, at least
 _THREADS = 4
 _PATIENCE = 2  # changes in a row that only digests show; then the chunk is looked at less often
 _LONGEST_REST = 64  # saves
 _REMEMBERED = 64  # steps
 
-# What refuses one file, and nothing else: it is gone, was changed, or has as many names as it can have.
+# These errors concern a single file: it is gone, was changed, or has as many names as it can have.
 _OF_ONE_FILE = (errno.ENOENT, errno.ESTALE, errno.EMLINK, errno.EAGAIN)
 
 
@@ -63,11 +63,10 @@ class WrittenChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    # In the folder of the item. No two saves give a file the same path, so it also identifies the lineage of a file.
-    path: str
+    path: str  # in the folder of the item; unique to one save, so it also identifies the lineage of a file
     size: int
     identity: FileIdentity
-    chunks: Sequence[WrittenChunk]  # those whose digest is known
+    chunks: Sequence[WrittenChunk]  # chunks with a known digest
 
 
 @dataclass(slots=True)
@@ -79,7 +78,7 @@ class _WrittenStep:
 
 @dataclass(slots=True)
 class _SeenChunk:
-    """What the last save knew of a chunk."""
+    """What the last save found out about a chunk."""
 
     sample: bytes | None  # some of its bytes; None if it does not lie in memory in one run
     digest: bytes | None = None
@@ -94,9 +93,9 @@ class SharedFiles:
     # The chunks to write: those that have not changed lately, and the others. Each group goes into files of its own.
     groups: tuple[list[tuple[int, int]], ...]
     linked: list[WrittenFile] = field(default_factory=list)  # files of earlier steps, which have their names here now
-    # Their chunks: array, number in the array, file among these, offset, length and checksum.
+    # A row for each chunk in them: array, number in the array, file among these, offset, length and checksum.
     rows: list[tuple[int, ...]] = field(default_factory=list)
-    digests: Digests = field(default_factory=dict)  # of written chunks whose digest is worth knowing
+    digests: Digests = field(default_factory=dict)  # digests of written chunks, where they are worth knowing
     keys: dict[tuple[int, int], ChunkKey] = field(default_factory=dict)
 
 
@@ -116,9 +115,9 @@ class WrittenSteps:
     """
 
     def __init__(self) -> None:
-        self._steps: dict[int, _WrittenStep] = {}  # in the order of their commits
+        self._steps: dict[int, _WrittenStep] = {}  # keys are steps, in the order of their commits
         self._seen: dict[ChunkKey, _SeenChunk] = {}
-        self._before: dict[ChunkKey, _SeenChunk] = {}  # what the save before has seen
+        self._before: dict[ChunkKey, _SeenChunk] = {}  # chunks that the previous save has seen
         self._parts: dict[str, WrittenSteps] = {}
         self._pending: _WrittenStep | None = None
         self._step = -1
@@ -157,7 +156,7 @@ class WrittenSteps:
             part.commit()
 
     def forget(self) -> None:
-        """Share nothing with any step so far: one of them is damaged, perhaps in a file that others share."""
+        """Share nothing with the steps so far: one of them is damaged, perhaps in a file that others share."""
         self._steps.clear()
         self._pending = None
         for part in self._parts.values():
@@ -300,13 +299,13 @@ class WrittenSteps:
                 _logger.warning(
                     "%s: unchanged arrays are written again, as their files cannot be shared: %s", target, reason
                 )
-            elif error.errno != errno.ENOENT:  # which says nothing of the other names of the file
+            elif error.errno != errno.ENOENT:  # a missing name says nothing about the file's other names
                 self._refused.add(file.path)
                 _logger.info("%s: written again, as it cannot be shared: %s", source, reason)
             return None
 
     def _renew(self, file: WrittenFile, identity: FileIdentity) -> None:
-        """Note what another name has changed of a file: the time of all of its names."""
+        """Note the new change time of a file, which another name of it has changed for all of its names."""
         for step in self._steps.values():
             known = step.files.get(file.path)
             if known is not None and known.identity.inode == identity.inode:
@@ -314,9 +313,9 @@ class WrittenSteps:
 
     @contextlib.contextmanager
     def names_removed(self) -> Iterator[None]:
-        """Note what the deletion of steps changes of the files that other steps have, too: a time, and nothing else.
+        """Note the change times of shared files after the deletion of other steps with names of them.
 
-        A file whose time has changed for a reason that is not known is read before it is shared.
+        A file whose change time differs for an unknown reason is read before it is shared.
         """
         with contextlib.ExitStack() as stack:
             for part in self._parts.values():
@@ -361,7 +360,7 @@ def _identity_of(step: _WrittenStep, file: WrittenFile) -> FileIdentity | None:
 def _has_chunks(place: Location, file: WrittenFile) -> bool:
     """Read the chunks of a file; return whether they are what was written.
 
-    Other names of a file, such as those in a copy of hard links, change the same time as a program that writes to it.
+    New names of a file, such as those in a copy of hard links, change the same time as a program that writes to it.
     """
     buffer = Buffer()
     with contextlib.suppress(DamagedCheckpointError, StorageError), place.open_data(size=file.size) as opened:

@@ -1,7 +1,7 @@
-"""Copies of arrays that the training loop goes on changing, in memory that is reused from save to save.
+"""Copies of arrays that the training loop will change, in memory that is reused from save to save.
 
-A run saves trees of one structure. What that structure determines is found out once (`KnownTree`): from the second save
-on, the loop waits for a comparison of containers and facts, and for the copy.
+A run saves trees of one structure. `KnownTree` keeps what that structure determines: from the second save on, the loop
+waits for a comparison of containers and facts, and for the copy.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _ALIGNMENT = 64
 _SHARED = 64 << 20  # bytes; a smaller snapshot is not worth a thread
 _BATCH = 4 << 20  # bytes of small tensors that one thread copies at a time
 
-_Copy = tuple[Any, Any]  # where to, and what: two arrays, or two lists of tensors
-_HELD = ValueLeaf({})  # in the place of a leaf that is not copied
+_Copy = tuple[Any, Any]  # (destination, source): two arrays, or two lists of tensors
+_HELD = ValueLeaf({})  # stands for a leaf that is not copied
 
 
 class Snapshot(list[HostLeaf]):
@@ -53,20 +53,20 @@ class Snapshot(list[HostLeaf]):
         super().__init__(leaves)
         self._known = known
         self._held = held
-        self.arrival: Arrival | None = None  # of what accelerators copy
+        self.arrival: Arrival | None = None  # copies that accelerators have under way
 
     def complete(self) -> None:
         """Describe the leaves that are held, before the list is read; the loop need not wait for that."""
         for leaf in self:
             if type(leaf) is PinnedLeaf:
-                leaf.read()
+                leaf.to_numpy()
         if self._known is not None:
             for position, value in zip(self._known.held, self._held, strict=True):
                 self[position] = self._known.held_leaf(position, value)
             self._known, self._held = None, ()
 
     def in_turn(self) -> Iterator[int]:
-        """Wait for accelerators, and generate how many leaves may be read, from the first on; last, that all may."""
+        """Wait for accelerators; generate how many of the first leaves may be read, in the end the number of all."""
         if self.arrival is not None:
             yield from self.arrival.in_turn()
             self.arrival = None
@@ -157,7 +157,7 @@ class StagingBuffer:
         return copies
 
     def copy(self, copies: Snapshot, pending: Sequence[_Copy], nbytes: int, started: Sequence[Copy]) -> None:
-        """Fill a snapshot with copies; those that are started on accelerators go on after the call."""
+        """Fill a snapshot with copies; those on accelerators may still run after the call."""
         if started:
             assert self._pinned is not None
             copies.arrival = self._pinned.start(started)

@@ -110,7 +110,7 @@ class _Lazy:
         for child in node.children:
             self._starts.append(self._starts[-1] + cache.size(child))
 
-    def read(self) -> Any:
+    def read_all(self) -> Any:
         return unflatten(self._node, self._cache.values(range(self._starts[0], self._starts[-1])))
 
     def _child(self, position: int) -> Any:
@@ -156,7 +156,7 @@ class LazySequence(_Lazy, Sequence[Any]):
 def plain(value: Any) -> Any:
     """Read every lazy container in a value; return a value that holds none unchanged."""
     if isinstance(value, _Lazy):
-        return value.read()
+        return value.read_all()
     contents = None if isinstance(value, np.ndarray) else expand(value)
     if contents is None:
         return value

@@ -67,7 +67,7 @@ class HostTree:
     names: Sequence[str]
     leaves: Sequence[HostLeaf]
     structure: TreeDef | None
-    fresh: Details | None = None  # in what it differs from the fresh state that its run began with, where that is known
+    fresh: Details | None = None  # differences from the fresh state that the run began with, if they are known
 
     def __post_init__(self) -> None:
         if max(map(len, self.names), default=0) * 4 <= _NAME_LIMIT:  # no character takes more than four bytes
@@ -82,7 +82,7 @@ class HostTree:
 
 
 class TreePlan:
-    """What the structure of a tree determines: it is made by the first save, and serves all trees that are alike."""
+    """What the structure of a tree determines: the first save makes it, and later saves of like trees reuse it."""
 
     def __init__(self) -> None:
         self._catalog: Catalog | None = None
@@ -104,7 +104,7 @@ class TreePlan:
         return self._chunks[key]
 
     def document(self, tree: HostTree, documents: list[dict[str, Any]]) -> bytes:
-        """Return ``tree.json``; the last one, where no value in it is another."""
+        """Return ``tree.json``: the last one, if no value in it has changed."""
         if self._document is None or self._document[0] != documents:
             content = to_document(tree.structure, documents) | ({} if tree.fresh is None else {"fresh": tree.fresh})
             self._document = documents, encode_document(TREE_KIND, {"tree": content})
@@ -205,7 +205,7 @@ class TreeWriter:
             tables.append(shares)
             sizes += [file.size for file in linked]
         table = np.concatenate(tables)
-        if member.count > 1:  # otherwise merging is next and syncs this directory, too
+        if member.count > 1:  # a single process merges next, which syncs this directory
             data.sync_directory()
         if self.when_written is not None:
             self.when_written()
@@ -213,7 +213,7 @@ class TreeWriter:
         return make_fragment(self._catalog, member, token, table, sizes, [file.path for file in linked], values)
 
     def _in_turn(self, chunks: ChunkIds) -> Iterator[list[tuple[int, int]]]:
-        """Generate groups of chunks that are on the host: the first are written while others are under way."""
+        """Generate groups of chunks that have arrived on the host, so that writes overlap with copies from devices."""
         leaves = self._tree.leaves
         positions = self._catalog.positions[chunks[0]]
         start = 0
@@ -292,10 +292,9 @@ def _segments(
 
 
 def _plain_values(tree: HostTree) -> dict[str, str]:
-    """Return the values of a tree that are no arrays, by name: what processes at different steps differ in.
+    """Return the values of a tree that are no arrays, by name: processes at different steps differ in them.
 
-    Single numbers count where every process has the whole of them, whatever library they are of: that is what steps
-    and counts of optimizers are.
+    0-d arrays of any library count where every process has all of them: steps and counts of optimizers are such.
     """
     found = {}
     for name, leaf in zip(tree.names, tree.leaves, strict=True):

@@ -308,7 +308,7 @@ class _Copy:
         """
         position = start
         try:
-            for part in file.check.read(file.source, reader, start, stop, self._throttle.piece):
+            for part in file.check.read_span(file.source, reader, start, stop, self._throttle.piece):
                 self._throttle.take(len(part), sent=sent)
                 self._check()
                 yield part

@@ -151,7 +151,7 @@ class JaxCoordinator:
         return value
 
     def delete(self, key: str) -> None:
-        with _jax_error(key):  # and all values whose keys continue after a slash
+        with _jax_error(key):  # this also deletes all values whose keys continue after a slash
             self._client.key_value_delete(key)
 
 
@@ -189,7 +189,7 @@ class TorchCoordinator:
         if shared is not None:
             store = shared.clone() if hasattr(shared, "clone") else shared  # since torch 2.8
             self._own = sys.modules["torch.distributed"].PrefixStore("holdfast", store)
-            self._shared = None  # or process 0 would go on to serve it when the process group is gone
+            self._shared = None  # a reference would keep process 0 serving it when the process group is gone
         return self._own
 
     def put(self, key: str, value: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The processes of one joint action: process 0 decides for all, or all of them exchange values."""
+"""Joint actions of all processes: process 0 decides for all, or all of them exchange values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ProcessGroup:
     def __init__(self, name: str, coordinator: Coordinator | None, timeout: float) -> None:
         self._coordinator = current_coordinator() if coordinator is None else coordinator
         self._name = name
-        self._part: Rendezvous | None = None  # of the part of the program that all go through together now
+        self._part: Rendezvous | None = None  # the rendezvous of the current :meth:`together`
         self.timeout = timeout
 
     @property
@@ -58,9 +58,9 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Go through a part of the program with all processes, until the last has done it.
+        """Run a block on all processes, and leave it when the last one has run it.
 
-        If it fails on one process, the waits of the others in it end with a PeerFailedError.
+        If it fails on one process, the waits of the others in it raise PeerFailedError.
         """
         if self.alone or self._part is not None:
             yield

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 _SECOND_CHANCE = 1.0  # seconds that a store gets which did not answer the call before
 
-_silent: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # those that did not answer the last call
+_silent: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # coordinators that did not answer the last call
 
 
 class BoundedCoordinator:
@@ -100,7 +100,7 @@ _MESSAGE_LIMIT = 4000  # characters of an error that the other processes get
 _MOST_RETIRED = 64  # closed rendezvous to keep in mind; another process that died never closed its own
 _MOST_KEYS = 4000  # keys that a process reports for deletion
 
-_lock = threading.Lock()  # for the two tables below
+_lock = threading.Lock()  # protects the two tables below
 _counts: weakref.WeakKeyDictionary[Coordinator, dict[str, int]] = weakref.WeakKeyDictionary()
 _retired: weakref.WeakKeyDictionary[Coordinator, list[_Retired]] = weakref.WeakKeyDictionary()
 
@@ -116,7 +116,7 @@ def next_rendezvous(
 
 
 class Rendezvous:
-    """The meeting of all processes of a program for one joint action, such as one save.
+    """One joint action of all processes of a program, such as one save.
 
     Every process makes a rendezvous of the same name and calls the same operations in the same order, from one thread
     at a time; only `fail` may be called from any thread at any time. A topic serves each operation once. An operation

@@ -163,7 +163,7 @@ def _parts(frame: bytes | NDArray[np.uint8], limit: int) -> Iterator[bytes]:
 # ---- varints
 
 INT64_MAX, UINT64_MAX = (1 << 63) - 1, (1 << 64) - 1
-_MAX_BYTES = 10  # of the encoding of a 64-bit number
+_MAX_BYTES = 10  # longest encoding of a 64-bit number
 
 
 def encode_varint(value: int) -> bytes:

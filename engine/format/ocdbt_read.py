@@ -60,7 +60,7 @@ class Entries:
     # value.
     files: list[str] = field(default_factory=list)
     file_ids: NDArray[np.int64] = field(default_factory=_no_numbers)  # index into `files`; 0 where the value is inline
-    # Where the value starts in its file, in bytes; 0 where it is inline.
+    # First byte of the value in its file; 0 where it is inline.
     offsets: NDArray[np.int64] = field(default_factory=_no_numbers)
     # Size of the value in its file, in bytes; 0 where it is inline.
     lengths: NDArray[np.int64] = field(default_factory=_no_numbers)
@@ -76,8 +76,8 @@ class Root:
     height: int  # levels below the root
     file: str  # the file that holds it, relative to the directory of the database
     base: bytes  # the path, as bytes, that paths in the node are relative to
-    offset: int  # where it starts in the file, in bytes
-    length: int  # its size, in bytes
+    offset: int  # first byte in the file
+    length: int  # size in bytes
     key_count: int  # keys in the tree
     tree_bytes: int  # size of all nodes, in bytes
     value_bytes: int  # size of all values in data files, in bytes
@@ -92,7 +92,7 @@ def decode_database(
 ) -> Entries:
     """Decode the newest version of a database; ``read_node`` takes a file, an offset and a length."""
     root = decode_manifest(manifest, source)
-    return Entries() if root is None else _TreeDecoder(read_node, memory_limit).read(root)
+    return Entries() if root is None else _TreeDecoder(read_node, memory_limit).read_entries(root)
 
 
 def decode_checksums(nodes: bytes, entries: Entries, source: str) -> NDArray[np.int64]:
@@ -179,9 +179,9 @@ class _Reference:
     base: bytes
     offset: int
     length: int
-    prefix: bytes  # what all keys below begin with
-    first: bytes  # the keys below are not smaller than this,
-    end: bytes | None  # and smaller than this; None: no bound
+    prefix: bytes  # the common prefix of all keys below
+    first: bytes  # the lower bound of the keys below, itself included
+    end: bytes | None  # the upper bound of the keys below; None for no bound
 
 
 class _TreeDecoder:
@@ -202,7 +202,7 @@ class _TreeDecoder:
         self._read_parts: dict[str, list[tuple[int, int]]] = {}
         self._columns: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
 
-    def read(self, root: Root) -> Entries:
+    def read_entries(self, root: Root) -> Entries:
         pending = [_Reference(root.height, root.file, root.base, root.offset, root.length, b"", b"", None)]
         while pending:
             node = pending.pop()

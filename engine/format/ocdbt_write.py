@@ -45,15 +45,15 @@ class Rows:
 
     key: Callable[[int], bytes]  # gives the key of a row
     shared: NDArray[np.integer]  # bytes that each key shares with the one before; 0 for the first
-    suffix_ends: NDArray[np.int64]  # where the bytes of each key that follow the shared ones end in `text`
-    text: bytes  # those bytes of all keys, joined
+    suffix_ends: NDArray[np.int64]  # ends in `text` of the bytes of each key that follow the shared ones
+    text: bytes  # these bytes of all keys, joined
     outside: NDArray[np.bool_]  # whether the value lies in a data file
     lengths: NDArray[np.int64]  # bytes of the value, wherever it lies
     file_ids: NDArray[np.integer]  # index into `files`; any where the value is inline
-    offsets: NDArray[np.int64]  # where the value starts in its file, in bytes; any where it is inline
+    offsets: NDArray[np.int64]  # first byte of the value in its file; any where it is inline
     inline: Sequence[bytes]  # the values that are inline, in order
     files: Sequence[str]  # paths of the data files, relative to the directory of the database
-    # What `decode_checksums` returns for the value; any where it is inline. None writes no checksums.
+    # Checksums of the values for `decode_checksums`; any where a value is inline. None writes no checksums.
     checksums: NDArray[np.uint32] | None = None
 
     def __len__(self) -> int:
@@ -106,7 +106,7 @@ def encode_manifest(root: Root | None, database_id: bytes, created_ns: int) -> b
     versions = (
         encode_files([root.file]),
         encode_varint(1),  # one version
-        encode_varint(1),  # its generation
+        encode_varint(1),  # the generation of the version
         bytes([root.height]),
         encode_varint(0),
         encode_varint(root.offset),
@@ -167,7 +167,7 @@ def encode_leaves(rows: Rows, node_limit: int) -> list[_Leaf]:
 def _leaf_end(rows: Rows, ends: NDArray[np.int64], start: int, room: int) -> tuple[int, bytes, NDArray[np.int64]]:
     """Return where the leaf node that begins with row `start` ends, its file table, and the rows' indices into it."""
     spent = int(ends[start - 1]) if start else 0
-    reserve = 0  # for the table, which is only known once the rows are
+    reserve = 0  # bytes for the table, which depends on the rows
     while True:
         stop = int(np.searchsorted(ends, spent + max(0, room - reserve), "right"))
         stop = min(max(stop, start + 1), start + _ARITY_LIMIT, len(rows))
@@ -189,10 +189,10 @@ def encode_root(leaves: Sequence[_Leaf], node_file: str) -> bytes:
     shared, sizes, text = encode_keys([leaf.key for leaf in leaves])
     lengths = np.array([len(leaf.frame) for leaf in leaves], np.int64)
     columns = (
-        np.cumsum(lengths) - lengths,  # where each starts
+        np.cumsum(lengths) - lengths,  # offsets
         lengths,
         np.array([leaf.key_count for leaf in leaves], np.int64),
-        lengths,  # of all nodes below, itself included
+        lengths,  # bytes of each node and all nodes below it
         np.array([leaf.value_bytes for leaf in leaves], np.int64),
     )
     # The zeros are the common prefixes of the keys below each leaf, and the numbers of the files.
@@ -241,7 +241,7 @@ def shared_prefixes(keys: list[bytes]) -> NDArray[np.int64]:
     done = 0
     while pairs.size:
         differ = words[starts[pairs] + done] ^ words[starts[pairs + 1] + done]
-        lowest = differ & (~differ + np.uint64(1))  # only the lowest bit that differs
+        lowest = differ & (~differ + np.uint64(1))  # the lowest bit that differs, alone
         equal = np.where(differ == 0, 8, np.searchsorted(_LOWEST_BITS, lowest, "right") - 1)
         found = np.minimum(done + equal, limits[pairs])
         shared[pairs + 1] = found
@@ -250,8 +250,8 @@ def shared_prefixes(keys: list[bytes]) -> NDArray[np.int64]:
     return shared
 
 
-# ---- the index over the chunks of many zarr arrays. An index of ten million chunks has as many keys, none of which
-# becomes a Python object here. The keys of arrays of one grid differ in their names: they are laid out once for a grid.
+# ---- the index over the chunks of many zarr arrays. An index of ten million chunks has as many keys, so none becomes a
+# Python object here. Keys of arrays with one grid differ only by the arrays' names, so they are laid out once.
 
 
 Grid = tuple[int, ...]
@@ -269,12 +269,12 @@ class ArrayIndex:
     """Where the chunks of arrays lie: sequences with an element for each array, columns with one for each chunk."""
 
     names: Sequence[str]  # the names of the arrays in the order of `key_order`; all are different
-    grids: Sequence[Grid]  # how many chunks each has along each axis
+    grids: Sequence[Grid]  # number of chunks of each array along each axis
     metadata: Sequence[bytes]  # the ``zarr.json`` of each
     files: Sequence[str]  # paths of the data files, relative to the directory of the database
     # Index into `files`. Chunks are in the order of the arrays, those of one array in C order.
     file_ids: NDArray[np.integer]
-    offsets: NDArray[np.int64]  # where the chunk starts in its file, in bytes
+    offsets: NDArray[np.int64]  # first byte of the chunk in its file
     lengths: NDArray[np.int64]  # size of the chunk in its file, in bytes
     checksums: NDArray[np.uint32]  # CRC-32C of the chunk in its file, without the checksum that follows it there
     # The number of the first chunk of each array, and the number of all chunks.
@@ -300,7 +300,7 @@ class ArrayIndex:
         templates: dict[Grid, _Template] = {}
         first = 0
         while first < len(self.names):
-            # At least one array; an array has one key more than it has chunks.
+            # A batch has at least one array. An array has one key more than it has chunks.
             ends = self.starts[first + 1 :] - self.starts[first] + np.arange(1, len(self.names) - first + 1)
             last = first + max(1, int(np.searchsorted(ends, _BATCH, "right")))
             grids = set(self.grids[first:last])

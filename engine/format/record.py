@@ -48,7 +48,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class ItemRecord:
-    folder: str  # its path inside the checkpoint's directory
+    folder: str  # path inside the checkpoint's directory
     kind: str  # "pytree", "json", "processes", "components", or "files" for a handler of the user's own
     files: Mapping[str, FileRecord]  # the files by their path inside the folder
 
@@ -104,10 +104,10 @@ def own_shares(files: Mapping[str, FileRecord]) -> list[ItemRecord]:
 class CheckpointRecord:
     items: Mapping[str, ItemRecord]  # the items by name
     time: float  # when it was committed, in seconds since 1970-01-01 UTC
-    step: int | None = None  # its step, or None for a checkpoint outside a manager
+    step: int | None = None  # the step; None for a checkpoint outside a manager
     reason: str = ""  # why it was saved, for people
     metrics: Mapping[str, Any] | None = None  # metrics recorded with it (numbers, possibly nested), or None
-    custom_metadata: Mapping[str, Any] | None = None  # what the program noted of it, as JSON can hold it, or None
+    custom_metadata: Mapping[str, Any] | None = None  # JSON that the program stored with it, or None
     pinned: bool = False  # whether the user asked to keep it for good
     # Folders of the checkpoint that this one replaced; they may be removed.
     replaced: tuple[str, ...] = field(default=())
@@ -143,7 +143,7 @@ class CheckpointRecord:
 
     @property
     def identity(self) -> str:
-        """What the checkpoint is known by when its metrics or its pin change: another save of its step has another."""
+        """Identity of the save: new metrics and pins keep it, another save of the same step has another."""
         return f"{crc32c(json.dumps([float(self.time), self._items_document()], sort_keys=True).encode()):08x}"
 
     @property

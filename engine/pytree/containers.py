@@ -40,7 +40,7 @@ def expand(value: object, objects: NnxObjects | None = None) -> Contents | None:
         return Contents("namedtuple", list(value._fields), list(value), namedtuple._make, class_name(value))
     if is_nnx(value):
         return _open_nnx(value, objects or NnxObjects())
-    # Only classes can be registered with jax, not the interpreter's own types.
+    # Built-in types are not looked up: only classes can be registered with jax.
     jax = loaded("jax") if type(value).__module__ != "builtins" else None
     if jax is not None and (contents := _open_registered(value, jax)) is not None:
         return contents
@@ -208,7 +208,7 @@ def _open_subclass(value: Any, kind: str) -> Contents:
 
 
 def _dataclass(template: Any, names: list[str], values: list[Any]) -> Any:
-    # Not the constructor: it may derive fields anew, and all fields, those it does not take included, are leaves.
+    # The constructor is not called: it may derive fields anew, and fields that it does not take are leaves, too.
     built = copy.copy(template)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(built, name, value)  # frozen ones, too

@@ -182,9 +182,9 @@ def _refuse(value: Any) -> ArrayLeaf:
 class TakenLeaves(NamedTuple):
     """The leaves of a tree like one before, in the order of the positions in `KnownLeaves`."""
 
-    tensors: list[Any]  # to copy
-    arrays: list[Any]  # to copy
-    held: list[Any]  # for `KnownLeaves.held_leaf`: jax arrays on the host (`HostCopies`), then Python values
+    tensors: list[Any]  # these are copied
+    arrays: list[Any]  # these are copied
+    held: list[Any]  # jax arrays on the host (`HostCopies`), then Python values; see `KnownLeaves.held_leaf`
     others: list[ArrayLeaf | ValueLeaf]
 
 
@@ -206,7 +206,7 @@ class KnownLeaves:
         self._pinned_bytes = pinned_bytes
         self.types = list(map(type, values))
         self.tensors: list[int] = []  # small ones, on the host
-        self.arrays: list[int] = []  # of numpy
+        self.arrays: list[int] = []  # numpy arrays
         self.whole: list[int] = []  # jax arrays on one device
         self.plain: list[int] = []  # numbers and None
         self.others: list[int] = []
@@ -250,7 +250,7 @@ class KnownLeaves:
         copies = self._whole.start(whole, self._pinned_bytes)
         if copies is None:
             return None
-        left = max(copies.pinned_bytes, 1) if self._pinned_bytes else 0  # with 0, they would be described otherwise
+        left = max(copies.pinned_bytes, 1) if self._pinned_bytes else 0  # 0 would change how they are described
         try:
             others = describe([""] * len(self.others), list(map(get, self.others)), pinned_bytes=left)
         except UnsupportedLeafError:

@@ -36,7 +36,7 @@ ACCELERATORS = {"cuda"}  # types of devices whose tensors are copied like that, 
 # torch rounds the size of pinned memory up to a power of two: blocks of such a size waste nothing.
 _BLOCK = 256 << 20
 _ALIGNMENT = 64
-_ROOM = 1 << 20  # bytes; a tensor is not cut for less room at the end of a block
+_ROOM = 1 << 20  # bytes; a tensor is not cut to fill less than this at the end of a block
 _SMALL = 64 << 10  # bytes; to start the copy of a smaller tensor takes longer than the copy
 _GATHERED = 4 << 20  # bytes of small tensors that are put together on the device, and copied at once
 _FIRST = 256 << 20  # bytes that are waited for first; then twice as many, and so on, as each wait has its price
@@ -98,7 +98,9 @@ class Arrival:
 
     def __init__(self) -> None:
         self.events: list[tuple[int, Any]] = []  # the number of the first leaf that each waits for, and the event
-        self.held: list[Any] = []  # what is copied: memory that is not torch's own may be freed with its last tensor
+        self.held: list[
+            Any
+        ] = []  # sources of the copies: memory that is not torch's own may be freed with its last tensor
 
     def in_turn(self) -> Iterator[int]:
         """Wait for the copies, and generate from time to time how many leaves are there, from the first on.
@@ -134,7 +136,7 @@ class PinnedMemory:
     def __init__(self, limit: int) -> None:
         self._limit = limit  # bytes
         self._blocks: list[Any] = []  # tensors of bytes
-        self._addresses: list[int] = []  # of them, ascending
+        self._addresses: list[int] = []  # addresses of the blocks, ascending
         self._order: list[int] = []  # the blocks in the order of their addresses
         self._block = 0  # the block that is being filled
         self._offset = 0
@@ -191,7 +193,7 @@ class PinnedMemory:
             with torch.inference_mode(False):
                 block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
-            self._limit = self.nbytes  # not tried again
+            self._limit = self.nbytes  # so that it is not tried again
             _logger.warning("saves block for longer, as no more than %d bytes can be pinned: %s", self._limit, error)
             return False
         self._blocks.append(block)
@@ -211,8 +213,8 @@ class PinnedMemory:
     def start(self, copies: Sequence[Copy]) -> Arrival:
         """Start copies. Those to memory that is not pinned are done on return."""
         torch: Any = required("torch")
-        with contextlib.suppress(RuntimeError):  # it was an error of that save
-            self._last.wait()  # one that was given up has not waited for its copies
+        with contextlib.suppress(RuntimeError):  # an error of the last save is not one of this save
+            self._last.wait()  # an interrupted save has not waited for its copies
         arrival = self._last = Arrival()
         devices: dict[Any, list[_Started]] = {}
         rest: list[Copy] = []
@@ -269,7 +271,7 @@ class PinnedMemory:
                         _over(run[0].target, run[0].source).copy_(run[0].source, non_blocking=True)
                     nbytes += sum(one.target.numel() for one in run)
         finally:
-            # Also after an error: what was started must be done before the arrays change.
+            # Copies that were started before an error must end before the arrays change, too.
             last = mark()
             for stream in program:
                 stream.wait_event(last)

@@ -22,7 +22,7 @@ from .names import escape_key, unescape_key
 
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple}
 _MAPPINGS = {"dict", "ordered_dict", "default_dict", "counter", "mapping", "namedtuple", "dataclass", "node"}
-_LENGTH = re.compile("[0-9]{1,18}")  # of a deque at most
+_LENGTH = re.compile("[0-9]{1,18}")  # the largest length of a deque
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class TreeDocument:
 def to_document(structure: TreeDef | None, leaf_documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     tree = None if structure is None else _encode_node(structure)
     facts: list[dict[str, Any]] = []
-    numbers: dict[int, int] = {}  # by the identity of the documents, which leaves share
-    equal: dict[str, int] = {}  # by their content: how leaves share documents does not decide what is written
+    numbers: dict[int, int] = {}  # keys are the identities of documents, which leaves share
+    equal: dict[str, int] = {}  # keys are contents: which leaves share a document does not decide what is written
     leaves: list[dict[str, Any] | int] = []
     for document in leaf_documents:
         number = numbers.get(id(document))

@@ -222,7 +222,7 @@ class Outline:
         return leaves
 
 
-# What `expand` opens by the type alone; it opens all others anew for every tree.
+# Types that `_Container` opens itself; `expand` opens all others.
 _EXACT: dict[str, type] = {"dict": dict, "list": list, "tuple": tuple, "ordered_dict": OrderedDict}
 
 

@@ -32,7 +32,7 @@ _PLAIN_WITH_LABEL = frozenset({"deque", "default_dict", "ordered_dict", "counter
 class LeafType:
     """What distinguishes a leaf for a program, apart from its value."""
 
-    kind: str  # as in `LeafTemplate.kind`
+    kind: str  # see `LeafTemplate.kind`
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
     variant: str | None = None
@@ -85,7 +85,7 @@ class FreshTypes:
 
     def document(self, names: Sequence[str], leaves: Sequence[ArrayLeaf | ValueLeaf]) -> Details:
         """Return as JSON in what the fresh state differs from a tree that is saved."""
-        known: dict[tuple[int, str, Any], LeafType] = {}  # of the few descriptions that many leaves share
+        known: dict[tuple[int, str, Any], LeafType] = {}  # many leaves share a few descriptions
         grouped: dict[LeafType, list[str]] = {}
         new: list[str] = []
         for name, leaf in zip(names, leaves, strict=True):
@@ -149,7 +149,7 @@ def _like_saved(template: LeafTemplate, saved: Saved, *, keeps_kind: bool) -> Le
     own = {template.kind, kind} <= {"jax", "key"} or template.kind == kind == "torch"
     if not own or template.shape is None or saved.shape is None or template.variant != saved.variant:
         return new_leaf(template.name, saved, kind)
-    # Its sharding, or its device, is that of the template.
+    # The template decides its sharding or device.
     sharding = template.sharding if len(template.shape) == len(saved.shape) else None
     cast = kind == "torch" and template.dtype != saved.dtype
     found = replace(template, kind=kind, shape=saved.shape, dtype=saved.dtype, weak=saved.weak)

@@ -126,7 +126,7 @@ class JaxDescriber:
 class _ShardingInfo:
     sharding: Any  # held, so that its id stays its own
     details: Details
-    weak_details: Details  # of the weakly typed arrays with this sharding
+    weak_details: Details  # details of weakly typed arrays with this sharding
     whole: bool  # one device, which is this process's, has all of the array
     local: bool  # all devices are this process's; another process then has the same array on its own devices
 
@@ -296,7 +296,7 @@ def _deleted(value: Any, error: RuntimeError) -> Exception:
 
 
 def is_weak(value: Any) -> bool:
-    """Whether a jax array, or a `jax.ShapeDtypeStruct`, is weakly typed: it takes the dtype of what it meets."""
+    """Whether a jax array, or a `jax.ShapeDtypeStruct`, is weakly typed: it takes the dtype of the other operand."""
     return bool(getattr(value, "weak_type", False))
 
 
@@ -458,8 +458,8 @@ class SpreadArray(NamedTuple):
     sharding: Any
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    arrays: Sequence[NDArray[Any]]  # of each of its `device_boxes`
-    implementation: str | None  # of the typed keys whose data these are; None for other arrays
+    arrays: Sequence[NDArray[Any]]  # one for each of its `device_boxes`
+    implementation: str | None  # that of typed keys whose data these are; None for other arrays
 
 
 def put_spread(spread: Sequence[SpreadArray]) -> list[Any]:

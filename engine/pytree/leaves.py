@@ -27,7 +27,7 @@ NUMBER_KINDS = frozenset({"bool", "int", "float", "complex"})
 NUMBERS = "numbers"  # kind of the leaves that are sequences of numbers (`packing`)
 MIXED = "mixed"  # the elements of such a sequence that are bool, int and float side by side
 EXTERNAL = "external"  # kind of the leaves whose values a handler stores
-WEAK = "weak"  # in the details of jax arrays that are weakly typed
+WEAK = "weak"  # key in the details of weakly typed jax arrays
 STATIC = "static"  # kind of the functions in objects of jax, of which the name is stored
 PLACEHOLDER = "placeholder"  # kind of the leaves that another library saved by name alone; their value is ``...``
 
@@ -127,21 +127,21 @@ class Part:
     """A box of an array's elements that some processes hold."""
 
     start: tuple[int, ...]  # index of its first element, one number for each axis
-    shape: tuple[int, ...]  # its number of elements along each axis
+    shape: tuple[int, ...]  # number of elements along each axis
     holders: tuple[int, ...]  # the processes that hold all of it, in ascending order
 
 
 @dataclass(slots=True)
 class ArrayLeaf:
-    dtype: np.dtype[Any]  # of the elements, byte order included
-    shape: tuple[int, ...]  # of the whole array
+    dtype: np.dtype[Any]  # element type, byte order included
+    shape: tuple[int, ...]  # shape of the whole array
     # Host views that cover exactly once what this process holds of the array: all of it, where `parts` is None.
     pieces: list[Piece]
     volatile: bool  # whether other code can still change the memory of the pieces: copy them before going on
     # For ``tree.json``: "kind" ("numpy", "numpy_scalar", "jax", "key", "torch", "bool", "int", "float", "complex") and
-    # what that kind adds. Neither dtype nor shape.
+    # what that kind adds, but neither dtype nor shape.
     details: Details
-    # Which processes hold which parts, the same in all processes; the boxes cover the array exactly once. None where
+    # The parts with the processes that hold them, the same in all processes; they cover the array exactly once. None if
     # every process has the whole array.
     parts: tuple[Part, ...] | None = None
 
@@ -158,7 +158,7 @@ class ArrayLeaf:
 class PinnedLeaf(ArrayLeaf):
     """A leaf whose pieces are jax arrays in pinned host memory. They do not change, and are not arrays of numpy yet."""
 
-    def read(self) -> None:
+    def to_numpy(self) -> None:
         """Make them arrays of numpy, which takes another copy; the loop need not wait for that."""
         for piece in self.pieces:
             piece.array = np.asarray(piece.array)
@@ -185,9 +185,9 @@ def report_problems(problems: list[tuple[str, str]], what: str) -> None:
 class Saved:
     """A leaf as a checkpoint describes it."""
 
-    details: Details  # as in `ArrayLeaf.details` or `ValueLeaf.details`, read from ``tree.json`` and not trusted
-    dtype: np.dtype[Any] | None = None  # of the stored array (logical, as in `ArrayLeaf.dtype`); None for a value leaf
-    shape: tuple[int, ...] | None = None  # of the stored array; None for a value leaf
+    details: Details  # `ArrayLeaf.details` or `ValueLeaf.details`, read from ``tree.json`` and not trusted
+    dtype: np.dtype[Any] | None = None  # logical element type, as in `ArrayLeaf.dtype`; None for a value leaf
+    shape: tuple[int, ...] | None = None  # shape of the stored array; None for a value leaf
     kind: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -300,7 +300,7 @@ _DEEPEST = 8  # functions in functions
 def _name_of_code(value: Any, depth: int) -> str | None:
     wrapped = getattr(value, "__wrapped__", None)
     if type(value).__module__.partition(".")[0] in {"jax", "jaxlib"} and wrapped is not None and depth < _DEEPEST:
-        return _name_of_code(wrapped, depth + 1)  # what jax.jit and jax.custom_jvp return
+        return _name_of_code(wrapped, depth + 1)  # jax.jit and jax.custom_jvp return such objects
     is_ufunc = isinstance(value, np.ufunc) or type(value).__module__ == "jax.numpy"
     is_builtin = isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType | None)
     if isinstance(value, types.FunctionType):

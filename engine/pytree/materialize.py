@@ -55,7 +55,7 @@ def cast_number(value: complex, dtype: np.dtype[Any]) -> NDArray[Any]:
             if number_kind(dtype) in {"float", "complex"}:
                 return cast_checked(np.array(float(value)), dtype)
         except OverflowError:
-            pass  # it is larger than any float
+            pass  # the int is larger than any float
         short = value.bit_length() <= 200
         raise CastProblem(_message(value if short else f"one of {value.bit_length()} bits", np.dtype(object), dtype))
     return cast_checked(np.asarray(value), dtype)
@@ -66,7 +66,7 @@ def exact_cast(value: Any, dtype: np.dtype[Any]) -> NDArray[Any] | None:
     if isinstance(value, int):
         if not -(1 << 63) <= value < 1 << 64:
             return None
-        # By way of the widest integers; narrower ones wrap around silently.
+        # Cast from the widest integers: narrower ones wrap around silently.
         array = np.array(value, np.int64 if value < 1 << 63 else np.uint64).astype(dtype)
         return array if int(array) == value else None
     with np.errstate(all="ignore"):
@@ -316,7 +316,7 @@ def _number(template: LeafTemplate, value: Any, array: NDArray[Any] | None, name
         raise _inexact(template, value, name)
     wide = (
         array is not None and array.dtype.kind in "fc" and array.dtype.itemsize > 8
-    )  # perhaps of more precision than Python's
+    )  # it may be more precise than Python's numbers
     if array is not None and wide and not _same(np.asarray(plain).astype(array.dtype), array):
         raise _inexact(template, value, name)
     return type(template.leaf)(plain) if isinstance(template.leaf, Enum) else plain

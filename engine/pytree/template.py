@@ -43,16 +43,16 @@ class LeafTemplate:
     # "jax", "key", "torch", "numpy", "numpy_scalar", "bool", "int", "float", "complex", "str", "bytes", "none", "set",
     # "frozenset", "numbers" for a packed sequence that stays packed, or "any" for the leaf as it was saved.
     kind: str
-    # Of the array as it is stored (for keys: of the key data); None where the kind says all.
+    # Shape of the stored array (of the key data for keys); None where the kind says all.
     shape: tuple[int, ...] | None
-    dtype: np.dtype[Any] | None  # of the array as it is stored; None where the kind says all
+    dtype: np.dtype[Any] | None  # element type of the stored array; None where the kind says all
     leaf: Any  # the leaf of the template; None where there is no template
-    variant: str | None = None  # as `Saved.variant`
+    variant: str | None = None  # see `Saved.variant`
     weak: bool = False  # whether a jax array is weakly typed
-    sharding: Any = None  # of a jax array; None leaves it to jax
+    sharding: Any = None  # sharding of a jax array; None leaves it to jax
     cast: bool = False  # whether elements of another dtype are cast to this one
     resize: bool = False  # whether another shape is padded with zeros or truncated to this one, at the end of each axis
-    origin: str = "template"  # what asks, for messages: "template" or "request"
+    origin: str = "template"  # "template" or "request", for messages
 
     def __str__(self) -> str:
         return spell(self.kind, self.dtype, self.shape, self.variant)
@@ -62,7 +62,7 @@ def describe_template(names: Sequence[str], values: Sequence[Any]) -> list[LeafT
     """Describe the leaves of a template, or raise one error for all leaves that cannot be loaded."""
     templates: list[LeafTemplate] = []
     problems: list[tuple[str, str]] = []
-    describers: dict[type, Callable[[str, Any], LeafTemplate]] = {}  # of the few types in a tree
+    describers: dict[type, Callable[[str, Any], LeafTemplate]] = {}  # a tree has few types
     for name, value in zip(names, values, strict=True):
         describer = describers.get(type(value))
         if describer is None:
@@ -149,7 +149,9 @@ def compare_metadata(name: str, wanted: LeafMetadata, saved: Saved) -> str | Non
     found = metadata_of(saved)
     arrays = ARRAY_KINDS - {"key"}
     alike = wanted.kind == found.kind or {wanted.kind, found.kind} <= arrays
-    free = wanted.kind in {"str", "bytes", NUMBERS} or wanted.kind in NUMBER_KINDS  # their storage depends on the value
+    free = (
+        wanted.kind in {"str", "bytes", NUMBERS} or wanted.kind in NUMBER_KINDS
+    )  # the value decides how these are stored
     if alike and (free or (wanted.shape, wanted.dtype) == (found.shape, found.dtype)):
         return None
     expected = wanted.kind if free else str(wanted)
@@ -208,8 +210,8 @@ class LeafRequest:
     # "jax", "numpy", "torch", "int", "float", "bool", "complex" or "str"; "numbers" leaves a packed sequence packed;
     # None leaves it to the template.
     kind: str | None = None
-    dtype: np.dtype[Any] | None = None  # its elements are cast to this; None never casts
-    shape: tuple[int, ...] | None = None  # of the whole array; None is the saved shape
+    dtype: np.dtype[Any] | None = None  # elements are cast to this; None never casts
+    shape: tuple[int, ...] | None = None  # shape of the whole array; None is the saved shape
     # Whether a saved shape that differs from ``shape`` is padded with zeros or truncated, at the end of each axis;
     # otherwise that is an error.
     resize: bool = False
@@ -265,7 +267,9 @@ def made_like(name: str, request: LeafRequest, saved: Saved) -> LeafTemplate:
         kind = "numpy_scalar" if saved.kind == "numpy_scalar" and request.shape is None else "numpy"
     dtype = saved.dtype
     if kind == "jax" and saved.kind in NUMBER_KINDS:
-        dtype = jax_leaves.narrowed(dtype) or dtype  # as jax makes arrays of numbers; it must hold the value exactly
+        dtype = (
+            jax_leaves.narrowed(dtype) or dtype
+        )  # jax makes such arrays of numbers; the dtype must hold the value exactly
     if kind == "jax" and saved.kind == "key":
         kind = "key"
     own = LeafTemplate(name, kind, saved.shape, dtype, None, variant, request.weak, origin="request")

@@ -51,7 +51,7 @@ class TorchDescriber:
         self._later = later
         self._copies: dict[int, Any] = {}
         self._devices: set[Any] = set()
-        self._axes: dict[Mesh, set[int]] = {}  # of each root mesh, those that DTensors of the tree are spread over
+        self._axes: dict[Mesh, set[int]] = {}  # axes of each root mesh over which DTensors of the tree are spread
 
     def prepare(self, value: Any) -> None:
         if is_dtensor(value) and (place := _place_in_root(value.device_mesh)) is not None:
@@ -124,7 +124,7 @@ class TorchDescriber:
         for device in self._devices:
             getattr(self._torch, device.type).synchronize(device)
         self._devices.clear()
-        tensor = self._copies.get(id(value))  # not removed: the same tensor may be two leaves
+        tensor = self._copies.get(id(value))  # kept, as the same tensor may be two leaves
         encoding = tensor_encoding(value.dtype)
         if isinstance(tensor, DeviceArray):
             _check_memory(tensor.tensor)
@@ -180,7 +180,7 @@ class TensorEncoding:
     carrier: Any  # a torch dtype of the same size that numpy has as well; None where numpy has the dtype itself
     paired: bool  # whether an element is stored as two, real and imaginary part
     variant: str | None  # the torch dtype's name where the numpy dtype does not mean the same, or None
-    details: Details  # for the leaf
+    details: Details  # details of the leaf
 
     def to_numpy(self, tensor: Any) -> NDArray[Any]:
         """Return a view of a tensor that has neither gradient nor conjugate nor negative bit."""
@@ -265,7 +265,7 @@ def tensors_over(arrays: Sequence[NDArray[Any]], facts: Sequence[tuple[Any, ...]
     if not arrays:
         return []  # torch may not be loaded
     torch: Any = loaded("torch")
-    with torch.inference_mode(False):  # otherwise they could not be written outside of that mode
+    with torch.inference_mode(False):  # tensors made in that mode could not be written outside of it
         return [tensor_encoding(fact[0]).to_tensor(array) for array, fact in zip(arrays, facts, strict=True)]
 
 
@@ -339,7 +339,7 @@ def put(array: NDArray[Any], template: Any, name: str | None = None, strides: An
     return _finished(with_strides(_moved(array, dtype, template.device), strides), template)
 
 
-STRIDES = "strides"  # in a leaf's details: those of a tensor that is dense, but not in the order of C; in elements
+STRIDES = "strides"  # key in the details of dense tensors that are not in C order: their strides, in elements
 
 
 def is_permuted(shape: Sequence[int], strides: Any) -> bool:
@@ -409,7 +409,7 @@ def _moved(array: NDArray[Any], dtype: Any, device: Any) -> Any:
 
 def _finished(tensor: Any, template: Any) -> Any:
     torch: Any = required("torch")
-    differentiable = tensor.dtype.is_floating_point or tensor.dtype.is_complex  # it may have been cast to integers
+    differentiable = tensor.dtype.is_floating_point or tensor.dtype.is_complex  # a cast to integers has no gradient
     needs_gradient = template.requires_grad and differentiable
     if isinstance(template, torch.nn.Parameter):
         return torch.nn.Parameter(tensor, requires_grad=needs_gradient)
@@ -425,16 +425,15 @@ PlacedBox = tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]
 class Division(NamedTuple):
     """How one axis of a mesh divides an array."""
 
-    # The array's axis that is divided, or None where each process of that axis of the mesh has all of it.
-    axis: int | None
-    rounds: int = 1  # into how many blocks the axis is cut before each is divided: 1, or more for a ``_StridedShard``
+    axis: int | None  # the array's axis that is divided; None if each process of this mesh axis has all of it
+    rounds: int = 1  # blocks that the axis is cut into before each is divided; more than 1 for a ``_StridedShard``
 
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
     shape: tuple[int, ...]  # the number of processes along each axis
-    processes: tuple[int, ...]  # their ranks in the program, the last axis changing fastest
-    names: tuple[str, ...]  # of the axes
+    processes: tuple[int, ...]  # ranks in the program, in C order
+    names: tuple[str, ...]  # names of the axes
 
     @cached_property
     def coordinates(self) -> dict[int, tuple[int, ...]]:
@@ -451,7 +450,7 @@ class Share(NamedTuple):
 class DTensorSharding(NamedTuple):
     mesh: Mesh  # the processes that hold some
     divisions: tuple[Division, ...]  # one for each axis of the mesh
-    shape: tuple[int, ...]  # of the whole array
+    shape: tuple[int, ...]  # shape of the whole array
 
     def intervals(self, process: int) -> list[list[Interval]] | None:
         """Return the indices that a process holds along each axis, in memory order; None outside the mesh."""
@@ -528,7 +527,7 @@ def _divide(held: list[Interval], rounds: int, count: int, index: int) -> list[I
 
 
 def _chunk(begin: int, end: int, count: int, index: int) -> Interval:
-    # As torch.chunk does it: all of one size, but for the last ones, which may be smaller or empty.
+    # Like torch.chunk: all shares have one size, but the last ones may be smaller or empty.
     size = math.ceil((end - begin) / count)
     return min(begin + index * size, end), min(begin + (index + 1) * size, end)
 
@@ -586,7 +585,7 @@ def _place_in_root(mesh: Any) -> tuple[Mesh, frozenset[int]] | None:
     """Return the mesh that a mesh was cut from, and the axes of it that it has all of; None where it has others."""
     if mesh not in _places:
         torch: Any = loaded("torch")
-        get = getattr(mesh, "_get_root_mesh", None)  # in earlier versions of torch, a function of the module
+        get = getattr(mesh, "_get_root_mesh", None)  # a function of the module in earlier versions of torch
         found = torch.distributed.device_mesh._mesh_resources.get_root_mesh(mesh) if get is None else get()
         root, own = _mesh(found), _mesh(mesh)
         _places[mesh] = None

@@ -131,10 +131,10 @@ def apply_transformations(
 class OriginalTree:
     """The part of the original tree that a plan needs; its values are not read."""
 
-    names: Sequence[str]  # of its leaves
-    structure: TreeDef | None  # its containers; None for a bare leaf
-    empty: Sequence[bool]  # for each leaf, whether it is None, which counts as no value
-    where: str = ""  # its location, for errors; empty for a tree in memory
+    names: Sequence[str]  # names of the leaves
+    structure: TreeDef | None  # the containers; None for a bare leaf
+    empty: Sequence[bool]  # whether each leaf is None, which counts as no value
+    where: str = ""  # location for errors; empty for a tree in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +146,8 @@ class Kept:
 class Taken:
     """A leaf of the new tree that is a leaf or container of the original tree."""
 
-    path: str  # its path there
-    start: int  # the number of its first leaf in the original tree
+    path: str  # path in the original tree
+    start: int  # the number of its first leaf there
     stop: int  # the number after its last leaf
     container: TreeDef | None  # None for a leaf
     function: Callable[[Any], Any] | None  # makes the new value of it; None for the value itself
@@ -169,7 +169,7 @@ class Call:
 
     path: str  # the path of the leaf or container in the new tree that it makes
     function: Callable[..., Any]
-    # Of the leaves below that path, relative to it; a leaf itself has the empty name.
+    # Names of the leaves below that path, relative to it; a leaf itself has the empty name.
     names: list[str] = field(default_factory=list)
 
     def run(self, original: Any) -> Any:
@@ -200,7 +200,7 @@ class Computed:
     name: str
 
 
-Origin = Kept | Taken | Computed  # where a leaf of the new tree comes from
+Origin = Kept | Taken | Computed  # the source of a leaf of the new tree
 
 
 def plan_transformations(

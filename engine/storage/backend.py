@@ -19,9 +19,9 @@ class Entry:
 
     name: str  # the last segment of its path
     is_directory: bool  # whether it holds other names; a link to a directory counts as one
-    # Its length in bytes; None for directories, broken links, and stores whose listings have no sizes.
+    # Length in bytes; None for directories, broken links, and stores whose listings have no sizes.
     size: int | None = None
-    links: int = 1  # how many names its file has, this one included; its space is free when the last is removed
+    links: int = 1  # number of names of its file; the space is free when the last is removed
     identity: tuple[int, int] | None = None  # the same for all names of a file, where the caller has asked for it
 
 
@@ -29,30 +29,30 @@ class Entry:
 class Segment:
     """A contiguous stretch of a data file and the source of its bytes."""
 
-    offset: int  # where it starts in the file, in bytes; a multiple of 4096
-    size: int  # its length in bytes
+    offset: int  # first byte in the file; a multiple of 4096
+    size: int  # length in bytes
     # Called in one thread at a time, and again where the bytes are sent again: they must be the same. Yields
     # one-dimensional uint8 arrays of ``size`` bytes in total, best of at most 1 MiB each; the memory of one is copied
     # or sent before the next is requested.
     parts: Callable[[], Iterator[NDArray[np.uint8]]]
-    # The same, where the bytes are only hashed before they are sent; None: ``parts``.
+    # Called in place of ``parts``, if given, where the bytes are only hashed before they are sent.
     peek: Callable[[], Iterator[NDArray[np.uint8]]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    name: str  # its path relative to the directory it belongs to
-    size: int  # its length in bytes
-    segments: Sequence[Segment]  # its content, in ascending order; gaps are zero
+    name: str  # path relative to the directory it belongs to
+    size: int  # length in bytes
+    segments: Sequence[Segment]  # content, in ascending order; gaps are zero
 
 
 class FileIdentity(NamedTuple):
-    """What a data file is recognised by later: that it is the same file, and was not written to."""
+    """Facts by which a data file is recognised later, if nobody has written to it."""
 
     inode: int
-    size: int  # in bytes
-    modified: int  # in nanoseconds
-    changed: int  # in nanoseconds: the time that no program can set back; that of its names and rights, too
+    size: int  # bytes
+    modified: int  # nanoseconds
+    changed: int  # nanoseconds; no program can set this time back, and new names and permissions change it
 
 
 class DataReader(Protocol):

@@ -36,7 +36,7 @@ def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
         return memory[start : start + nbytes]
     # An almost empty last huge page would cost more than its few small pages.
     huge = (nbytes + HUGE_PAGE // 4) // HUGE_PAGE * HUGE_PAGE
-    # Room to move the start to a huge-page boundary: untouched memory costs nothing.
+    # The start moves to a huge-page boundary: the untouched memory before it costs nothing.
     length = max(round_up(nbytes), huge) + HUGE_PAGE
     mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = np.frombuffer(mapping, np.uint8)

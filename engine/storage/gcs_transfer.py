@@ -82,7 +82,7 @@ class _Token(NamedTuple):
 
 
 _lock = threading.Lock()
-_known: dict[tuple[str | None, ...], _Token] = {}  # by the source of the credentials
+_known: dict[tuple[str | None, ...], _Token] = {}  # keys are the sources of the credentials
 
 
 def access_token() -> str | None:
@@ -99,7 +99,7 @@ def access_token() -> str | None:
 
 
 def forget_token(text: str) -> None:
-    """Ask for another token than this one, which has ended before its time: a machine that sleeps counts none."""
+    """Drop a token that has ended early: the clock behind its end stands still while a machine sleeps."""
     with _lock:
         for source in [source for source, token in _known.items() if token.text == text]:
             del _known[source]
@@ -129,7 +129,7 @@ def _ask_for_token() -> bytes:
 
 
 def _answer(request: urllib.request.Request) -> bytes:
-    # The machine is reached without a proxy, and with a proxy for Google there is no such client.
+    # Bypass proxies for the metadata server; this client is not used behind a proxy.
     handlers = [urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls_context())]
     with urllib.request.build_opener(*handlers).open(request, timeout=_WAIT) as response:
         content: bytes = response.read()

@@ -32,14 +32,14 @@ HIDDEN_SUFFIX = ".__lock"  # TensorStore's lock files, which its own listings hi
 
 TEMPORARY_PREFIX = ".holdfast-"  # prefix of the temporary names that atomic writes use; a crash may leave one behind
 
-THREADS = 8  # how many threads write one file, the calling one included
+THREADS = 8  # threads that write one file, the calling one included
 
-# How many while a training loop runs: two reach most of the speed, and with more the loop waits for processors.
+# Threads beside a running training loop: two reach most of the speed, and with more the loop waits for processors.
 THREADS_BESIDE = max(2, CORES // 2)
 
 BLOCK = 4 << 20  # bytes that a thread gathers before it writes them
 
-_AWAY = "move it away"  # the way on where something else lies in the place of one of our files
+_AWAY = "move it away"  # advice where something else lies in the place of one of our files
 _FICLONE = 0x40049409  # the request of ioctl_ficlone(2)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS, whose fsync(2) leaves data in the drive's cache
@@ -320,9 +320,9 @@ def _read_into(descriptor: int, memory: memoryview, offset: int) -> int:
 
 
 def _sync(descriptor: int, *, drive: bool = False) -> None:
-    """Make a file durable; with ``drive``, whatever the drive was given before is durable, too, where fsync(2) differs.
+    """Make a file durable; with ``drive``, also all that the drive received before, where fsync(2) does not do that.
 
-    A commit record is written so, and so is its name: what was synced before is then on the disk before the record is.
+    Commit records and their names are synced so: earlier files are then on the disk before the record is.
     """
     if drive and _FULL_SYNC is not None:
         with contextlib.suppress(OSError):  # some file systems, such as those of a network, know nothing of drives
@@ -354,9 +354,9 @@ def append_line(path: str | os.PathLike[str], text: str) -> None:
 
 
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file that belongs to a run or to a checkpoint, and to nothing else, and return its descriptor.
+    """Open a file that belongs to this run or checkpoint alone, and return its descriptor.
 
-    A link could lead to the file of another run, and a pipe would wait for its other end: both are refused.
+    A link could lead to the file of another run, and a pipe would wait for its other end, so both are refused.
 
     Raises:
         OSError: It is a link (ELOOP) or no regular file (EINVAL), or the system refused.
@@ -407,8 +407,8 @@ def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event) -
         data = part.data
         while data:
             count = min(len(block) - filled, len(data))
-            # Not numpy's assignment: it would release the interpreter for each part, and another thread that computes
-            # would keep it for milliseconds each time.
+            # Numpy's assignment would release the interpreter for each part, and another thread that computes would
+            # keep it for milliseconds each time.
             block[filled : filled + count] = data[:count]
             data = data[count:]
             filled += count
@@ -444,7 +444,7 @@ def _open_direct(path: str, flags: int) -> int:
 
 
 def _open(path: str | os.PathLike[str], flags: int) -> int:
-    # Without O_NONBLOCK, opening a pipe would wait for its other end for ever.
+    # O_NONBLOCK keeps the opening of a pipe from waiting for its other end for ever.
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
@@ -459,7 +459,7 @@ def _make_buffered(descriptor: int) -> None:
 
 def _allocate(descriptor: int, size: int) -> None:
     """Reserve the space, so that a full disk fails first, and set the length: writes that extend a file wait."""
-    # Where a file system cannot reserve space, the C library writes into every page, which direct I/O refuses at once.
+    # The C library writes into every page where a file system cannot reserve space; direct I/O refuses that at once.
     if size and is_direct(descriptor):
         try:
             os.posix_fallocate(descriptor, 0, size)

@@ -319,7 +319,7 @@ class Location:
         return self._backend.read_bytes(self._key, limit, size)
 
     def read_own(self, limit: int, *, size: int | None = None) -> bytes:
-        """Return the content of a file by which a run is steered: one that leads elsewhere is that of another run.
+        """Return the content of a file that controls a run. A link is refused: it may lead to the file of another run.
 
         Raises:
             DamagedCheckpointError: It is a link, or as :meth:`read_bytes` says.
@@ -329,11 +329,11 @@ class Location:
         return self.read_bytes(limit, size=size)
 
     def is_link(self) -> bool:
-        """Return whether this name is a symbolic link: what it leads to is read, and belongs to something else."""
+        """Return whether this is a symbolic link: its target is read, and belongs to something else."""
         return self.is_local and os.path.islink(self._key)
 
     def check_not_link(self) -> None:
-        """Raise InvalidLocationError if this is a symbolic link, as what it leads to would be changed."""
+        """Raise InvalidLocationError if this is a symbolic link, whose target would be changed."""
         if self.is_link():
             raise InvalidLocationError(
                 f"{self}: this is a symbolic link to {os.path.realpath(self._key)}, which is read and never changed "
@@ -353,7 +353,7 @@ class Location:
 
         Args:
             data: The content.
-            atomic: Whether readers, and a crash at any instant, see either the old content or the new, and the name is
+            atomic: Whether readers, and a crash at any point, see either the old content or the new, and the name is
                 durable, too. Without it, writing is cheaper; use it in directories that are not committed yet, whose
                 names are synced together in the end.
         """

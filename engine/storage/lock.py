@@ -26,7 +26,7 @@ from .local import open_own
 from .location import Location
 from .status import os_errors
 
-_GLANCE = 0.02  # seconds, in which a process that only looks at a lock has done so
+_GLANCE = 0.02  # seconds; a process that only tests a lock releases it within this time
 
 
 class FileLock:
@@ -37,7 +37,7 @@ class FileLock:
     def __init__(self, place: Location) -> None:
         self._place = place
         self._close: weakref.finalize[..., FileLock] | None = None
-        self.descriptor: int | None = None  # of the open file
+        self.descriptor: int | None = None  # descriptor of the open file
         self.obstacle: OSError | None = None  # why the file system did not lock the file
 
     def acquire(self, flags: int) -> None:
@@ -47,18 +47,18 @@ class FileLock:
             StorageConflictError: Another open file holds the lock, or the file exists and ``flags`` has ``O_EXCL``.
             StoragePermissionError: The file cannot be opened, so whether it is locked is unknown.
         """
-        self.release()  # an attempt that was interrupted may have locked it
+        self.release()  # an interrupted attempt may have locked it
         with os_errors(self._place.url, "open"):
             descriptor = open_own(self._place, flags)
         self.descriptor = descriptor
-        self._close = weakref.finalize(self, os.close, descriptor)  # also where the holder was dropped
+        self._close = weakref.finalize(self, os.close, descriptor)  # runs also when the holder is garbage
         _held.add(self)
         try:
             self.obstacle = None
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                time.sleep(_GLANCE)  # another process may have looked only whether it is locked
+                time.sleep(_GLANCE)  # another process may only have tested the lock
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.release()
@@ -120,7 +120,9 @@ class SaveLock(FileLock):
 
     def make(self) -> None:
         """Make the file, empty, and lock it."""
-        if not self._acquire(os.O_RDWR | os.O_CREAT | os.O_EXCL):  # another save took it for a dead one's meanwhile
+        if not self._acquire(
+            os.O_RDWR | os.O_CREAT | os.O_EXCL
+        ):  # another save has replaced it meanwhile, as that of a dead save
             raise self.conflict()
 
     def take_over(self) -> bool:

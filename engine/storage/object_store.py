@@ -51,14 +51,14 @@ RETRIES = 8  # attempts at one request; an unreachable service is given up after
 REQUEST_TIMEOUT = 300.0
 WARN_AFTER = 20.0  # seconds after which the log names a request that is still waiting
 SLOWEST = 64 << 10  # bytes a second; the time limit grows by what sending or receiving takes at this speed
-# Bytes; ranges that end beyond it are refused without a request, as no store has objects of that size.
+# Bytes; no store has objects of that size, so ranges that end beyond it are refused without a request.
 _LONGEST_RANGE = 1 << 50
-_LIST_PAGE = 1000  # how many names stores list at a time
+_LIST_PAGE = 1000  # names that stores list at a time
 _UNKNOWN_SIZE = 32 << 20  # bytes that the time limit allows for an object of unknown length
 
 _TRUSTED = 256 << 20  # bytes that are allocated for a range before the store has shown that it is there
 
-_BY_NAME = FileIdentity(0, 0, 0, 0)  # of any object
+_BY_NAME = FileIdentity(0, 0, 0, 0)  # identity of every object
 
 _LARGE = 256 << 20  # bytes of a file whose upload is repeated before TensorStore has all of it in memory
 _AGAIN = (1.0, 5.0, 20.0)  # seconds to wait before each repetition
@@ -74,7 +74,7 @@ _CREDENTIALS = {
 }
 
 _context_lock = threading.Lock()
-_conditional: dict[str, bool] = {}  # by the service: whether it honours conditions
+_conditional: dict[str, bool] = {}  # whether each service honours conditions
 
 
 @functools.cache
@@ -153,7 +153,7 @@ class ObjectStoreBackend:
         self.spec = spec
         self._lock = threading.Lock()
         self._opened: tensorstore.KvStore | None = None
-        self._bulk: list[Transfer | None] | None = None  # its only element, once it is known
+        self._bulk: list[Transfer | None] | None = None  # a list of one, once it is known
 
     def url(self, key: str) -> str:
         path = quote(key, safe="/-_.~!$&'()*+,;=:@", errors="surrogateescape")
@@ -183,7 +183,7 @@ class ObjectStoreBackend:
             try:
                 return self.read_range(key, slice(0, size))
             except DamagedCheckpointError:
-                pass  # it is shorter, or the server does not serve ranges
+                pass  # the object is shorter, or the server does not serve ranges
         data = None
         if limit is None or not self._has_byte(key, limit):
             data = self.read_range(key, None)
@@ -199,7 +199,7 @@ class ObjectStoreBackend:
             return self.read_range(key, None) == b""
         if self._has_byte(key, size - 1):
             return True
-        return len(self.read_range(key, None)) == size  # for servers that do not serve ranges
+        return len(self.read_range(key, None)) == size  # this server does not serve ranges
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         # Stores replace objects in one step, and answer when they are durable.
@@ -230,7 +230,7 @@ class ObjectStoreBackend:
             content, generation = self._read_with_generation(key)
             if content != expected:
                 return content == data
-        # A request whose answer was lost is repeated, and refused because of itself.
+        # A repeated request whose first answer was lost is refused, as it has changed the object itself.
         return self._write_where(key, data, generation) or self._read_with_generation(key)[0] == data
 
     def remove_if(self, key: str, expected: bytes) -> None:
@@ -354,7 +354,7 @@ class ObjectStoreBackend:
             if self._opened is None:
                 import tensorstore
 
-                # Without this, TensorStore asks for an object before each conditional write of it.
+                # TensorStore would otherwise ask for an object before each conditional write of it.
                 extra = {"use_conditional_write": True} if self.scheme == "s3" else {}
                 self._opened = tensorstore.KvStore.open(self.spec | extra, context=shared_context()).result()
             return self._opened
@@ -437,7 +437,7 @@ class ObjectStoreBackend:
         except HoldfastError:
             raise
         except (ValueError, IndexError, RuntimeError, OSError) as error:
-            # Not kept in a local variable: an error that its own frame holds keeps its callers' objects alive.
+            # No local variable holds the new error: a cycle with its own frame would keep its callers' objects alive.
             raise self._advised(map_status(error, self.url(key), action)) from error
 
     def _advised(self, error: HoldfastError) -> HoldfastError:
@@ -487,7 +487,7 @@ class ObjectStoreSnapshot(ObjectStoreBackend):
         self._others: dict[str, bool] = {}
 
     def is_there(self, key: str) -> bool:
-        if not key.startswith(self._prefix):  # mostly the key itself, several times
+        if not key.startswith(self._prefix):  # callers ask several times for the key itself
             if key not in self._others:
                 self._others[key] = super().is_there(key)
             return self._others[key]
@@ -511,8 +511,8 @@ class ObjectReader(DataReader):
         self._lock = threading.Lock()
         self._whole: bytes | None = None
         self._missing: ObjectNotFoundError | None = None
-        self._first = threading.Lock()  # taken by the first read, for ever
-        self._answered = threading.Event()  # whether that one has been answered, or has ended
+        self._first = threading.Lock()  # the first read takes it for good
+        self._answered = threading.Event()  # set when the first read has been answered, or has ended
 
     @property
     def size(self) -> int:
@@ -537,7 +537,7 @@ class ObjectReader(DataReader):
     def read_into(self, offset: int, memory: Sequence[NDArray[np.uint8]]) -> bool:
         if self._whole is not None or self._missing is not None:
             return False
-        # A service may hash or fetch an object before it answers: it is asked once.
+        # Only one request waits for the first answer: before that, a service may hash or fetch the object.
         if self._first.acquire(blocking=False):
             try:
                 return self._backend.read_into(self._key, offset, memory, self._answered.set)

@@ -49,9 +49,9 @@ OS_ERRORS: dict[int, type[StorageError]] = {
 _UNREADABLE = frozenset(
     getattr(errno, name)
     for name in ("EIO", "EUCLEAN", "EBADMSG", "ENODATA", "EILSEQ", "EREMOTEIO", "ELOOP")
-    if hasattr(errno, name)  # not all systems have all of them
+    if hasattr(errno, name)  # some systems lack some of them
 )
-"""Error numbers of reads that say that something is broken there, as opposed to not allowed or not available now."""
+"""Error numbers of reads from a broken file or disk, as opposed to one that is not allowed or not available now."""
 
 
 class GarbledAnswerError(StorageUnavailableError):
@@ -88,7 +88,10 @@ _SERVICE_CODES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (
         ),
         StoragePermissionError,
     ),
-    (re.compile(r"was ignored by server|Content-Range header"), DamagedCheckpointError),  # it does not serve ranges
+    (
+        re.compile(r"was ignored by server|Content-Range header"),
+        DamagedCheckpointError,
+    ),  # the server does not serve ranges
     (re.compile(r"StorageFull|QuotaExceeded|http_response_code='507'"), StorageFullError),
     (re.compile(r"PermanentRedirect|http_response_code='30[178]'"), InvalidLocationError),
 )
@@ -98,7 +101,7 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/+[^\s'\"]+")
 _USER = re.compile(r"(:/+)[^/\s'\"]*@")
 _QUERY = re.compile(r"((?<=[?&])[\w.%-]+=)[^&\s'\"]+")
 
-# Additions of TensorStore that repeat the message itself.
+# TensorStore adds these, which repeat the message itself.
 _BODY = re.compile(r" \[(?:http_response_body|x-amzn-requestid)='(?:[^'\\]|\\.)*'\]")
 
 _ADVICE: dict[type[HoldfastError], str] = {

@@ -73,7 +73,7 @@ class Transfer:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._failures = 0
-        self._paused = 0.0  # until then, time.monotonic()
+        self._paused = 0.0  # end of the pause, by time.monotonic()
 
     @classmethod
     def _at(cls, url: str, *settings: Any) -> Self | None:
@@ -102,7 +102,7 @@ class Transfer:
         raise NotImplementedError
 
     def _digest(self, parts: Callable[[], Iterator[Part]]) -> str:
-        """Return what :meth:`_authorized` has to know of the bytes of an upload, or ""."""
+        """Return the digest of an upload that :meth:`_authorized` needs, or ""."""
         return ""
 
     def _authorized(self, method: str, target: str, headers: Mapping[str, str], digest: str) -> dict[str, str] | None:
@@ -110,7 +110,7 @@ class Transfer:
         raise NotImplementedError
 
     def _refused(self, headers: Mapping[str, str]) -> None:
-        """Note that the service does not accept the credentials in these headers, any more perhaps."""
+        """Note that the service does not accept the credentials in these headers, or no longer."""
 
     def _is_stored(self, answer: bytes, size: int) -> bool:
         """Return whether an answer with the status of success says that an object of this size was stored."""
@@ -209,13 +209,13 @@ class Transfer:
             body = response.read(_ANSWER)
             whole = _is_whole(response)
             if response.status in (403, 405, 501) or (response.status == 200 and whole and not body):
-                self.copies = False  # it must not, cannot, or takes the request for an upload of nothing
+                self.copies = False  # it may not or cannot copy, or takes the request for an empty upload
                 _logger.info("%s: the service does not copy objects", self._netloc)
             return response.status == 200 and whole and self._is_copied(body)
 
         method, path, headers = self._copy_request(key, target)
         headers["content-length"] = "0"
-        # What the service refuses is no failure of it.
+        # A service that refuses a copy still works.
         return bool(self._attempt(method, path, headers, str, None, receive, patience, works={*range(400, 500), 501}))
 
     def _attempt(
