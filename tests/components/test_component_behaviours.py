@@ -1,4 +1,4 @@
-"""What trees of components do: one test for each behaviour, R1 to R18, on a small trainer with two torch policies."""
+"""What trees of components do, one test for each behaviour, on a small trainer with two torch policies."""
 
 from __future__ import annotations
 
@@ -127,10 +127,10 @@ def everything(trainer: Trainer) -> list[Any]:
     return [values, slots, rest, trainer.runner.random.bit_generator.state]
 
 
-# ---- R1 to R4: layout, round trip
+# ---- layout, round trip
 
 
-def test_r01_every_part_has_a_directory_of_its_own(tmp_path: Path) -> None:
+def test_every_part_has_a_directory_of_its_own(tmp_path: Path) -> None:
     path = Path(trained().save_to_path(tmp_path / "trainer"))
     parts = ["", "learner", "learner/rl_module", "learner/rl_module/p0", CUSTOM, "runner"]
     for part in parts:
@@ -142,7 +142,7 @@ def test_r01_every_part_has_a_directory_of_its_own(tmp_path: Path) -> None:
     assert '"class": "' in (path / "metadata.json").read_text()
 
 
-def test_r01_without_a_path_a_new_directory_is_made() -> None:
+def test_without_a_path_a_new_directory_is_made() -> None:
     one, other = trained(0).save_to_path(), trained(0).save_to_path()
     try:
         assert one != other
@@ -153,7 +153,7 @@ def test_r01_without_a_path_a_new_directory_is_made() -> None:
 
 
 @pytest.mark.parametrize("base", [Trainer, Checkpointable], ids=["its class", "base class"])
-def test_r02_a_new_instance_continues_bit_for_bit(place: str, base: type[Checkpointable]) -> None:
+def test_a_new_instance_continues_bit_for_bit(place: str, base: type[Checkpointable]) -> None:
     trainer = trained(lr=0.25)
     found = base.from_checkpoint(trainer.save_to_path(place))
     assert type(found) is Trainer
@@ -164,7 +164,7 @@ def test_r02_a_new_instance_continues_bit_for_bit(place: str, base: type[Checkpo
     assert everything(found) == everything(trainer)
 
 
-def test_r03_a_part_is_made_alone(place: str) -> None:
+def test_a_part_is_made_alone(place: str) -> None:
     trainer = trained()
     path = trainer.save_to_path(place)
     policy = Policy.from_checkpoint(f"{path}/{CUSTOM}")
@@ -174,7 +174,7 @@ def test_r03_a_part_is_made_alone(place: str) -> None:
     assert hf.load(f"{path}/{CUSTOM}")["net"]["0"]["weight"].shape == (4, 3)
 
 
-def test_r03_a_part_may_be_copied_elsewhere(tmp_path: Path) -> None:
+def test_a_part_may_be_copied_elsewhere(tmp_path: Path) -> None:
     trainer = trained()
     path = trainer.save_to_path(tmp_path / "trainer")
     shutil.copytree(Path(path) / CUSTOM, tmp_path / "deployed")
@@ -198,7 +198,7 @@ class Outer(Checkpointable):
         self.inner = inner if inner is not None else Injected(policy, {"two": Policy(3)})
 
 
-def test_r03_components_that_were_given_to_the_constructor(place: str) -> None:
+def test_components_that_were_given_to_the_constructor_stay_shared(place: str) -> None:
     outer = Outer(Policy(3))
     path = outer.save_to_path(place)
     found = Outer.from_checkpoint(path, strict=True)
@@ -216,7 +216,7 @@ def test_r03_components_that_were_given_to_the_constructor(place: str) -> None:
     assert Outer.from_checkpoint(again, strict=True).inner.others["one"] is not None
 
 
-def test_r04_constructor_arguments_are_overridden(place: str) -> None:
+def test_constructor_arguments_are_overridden(place: str) -> None:
     path = trained(lr=0.5).save_to_path(place)
     found = Trainer.from_checkpoint(path, lr=9.0)
     assert (found.lr, found.iterations) == (9.0, 2)
@@ -225,10 +225,10 @@ def test_r04_constructor_arguments_are_overridden(place: str) -> None:
         Trainer.from_checkpoint(path, rate=1)
 
 
-# ---- R5 to R7: restoring into what runs
+# ---- restoring into what runs
 
 
-def test_r05_objects_stay_the_objects_they_are(place: str) -> None:
+def test_objects_stay_the_objects_they_are(place: str) -> None:
     trainer = trained()
     path = trainer.save_to_path(place)
     running = trained(1)
@@ -244,7 +244,7 @@ def test_r05_objects_stay_the_objects_they_are(place: str) -> None:
     assert report.complete
 
 
-def test_r06_one_part_is_swapped(place: str) -> None:
+def test_one_part_is_swapped(place: str) -> None:
     single = trained(names=("default_policy",))
     running = trained(3)
     untouched = weights(running.policy("p0"))
@@ -259,7 +259,7 @@ def test_r06_one_part_is_swapped(place: str) -> None:
     assert after == slots
 
 
-def test_r07_an_unknown_part_is_an_error(place: str) -> None:
+def test_an_unknown_part_is_an_error(place: str) -> None:
     running = trained()
     path = running.save_to_path(place)
     before = everything(running)
@@ -270,7 +270,7 @@ def test_r07_an_unknown_part_is_an_error(place: str) -> None:
     assert everything(running) == before
 
 
-# ---- R8 to R10: parts of states, missing parts, parts born from states
+# ---- parts of states, missing parts, parts born from states
 
 
 def leaves(state: Any, path: str = "") -> set[str]:
@@ -296,11 +296,11 @@ def leaves(state: Any, path: str = "") -> set[str]:
     ],
     ids=["all", "one below", "two", "pattern", "all but", "one but", "exclusion wins"],
 )
-def test_r08_states_of_some_parts(components: Any, not_components: Any, expected: set[str]) -> None:
+def test_a_state_of_some_parts_holds_only_these(components: Any, not_components: Any, expected: set[str]) -> None:
     assert leaves(trained().get_state(components, not_components=not_components)) == expected
 
 
-def test_r08_a_state_that_is_given_is_what_is_saved(place: str) -> None:
+def test_a_state_that_is_given_is_what_is_saved(place: str) -> None:
     trainer = trained()
     state = trainer.get_state(components=CUSTOM)
     state["iterations"] = 50
@@ -313,13 +313,13 @@ def test_r08_a_state_that_is_given_is_what_is_saved(place: str) -> None:
     assert hf.load(Trainer().save_to_path(f"{place}/empty", state={})) == {}
 
 
-def test_r08_unknown_parts_are_errors() -> None:
+def test_unknown_parts_are_errors() -> None:
     for arguments in ({"components": "leaner"}, {"not_components": ["learner", "typo"]}, {"components": "x/*"}):
         with pytest.raises(hf.TreeMismatchError, match="Trainer has no component"):
             Trainer().get_state(**arguments)
 
 
-def test_r08_a_subset_leaves_the_rest() -> None:
+def test_a_state_of_some_parts_leaves_the_others() -> None:
     trainer, other = trained(), trained(1)
     before = weights(other.policy("p0"))
     state = trainer.get_state(CUSTOM)
@@ -331,7 +331,7 @@ def test_r08_a_subset_leaves_the_rest() -> None:
     assert (other.iterations, other.learner.updates) == (1, 1)
 
 
-def test_r08_a_state_is_a_snapshot() -> None:
+def test_a_state_is_a_snapshot() -> None:
     trainer, other = trained(), Trainer()
     state, expected = trainer.get_state(), everything(trainer)
     trainer.train()
@@ -339,7 +339,7 @@ def test_r08_a_state_is_a_snapshot() -> None:
     assert everything(other) == expected
 
 
-def test_r09_missing_and_extra_parts_are_reported(place: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_and_extra_parts_are_reported(place: str, caplog: pytest.LogCaptureFixture) -> None:
     two = trained()
     running = trained(1, names=("p1", "p2"))
     path = two.save_to_path(place)
@@ -381,7 +381,7 @@ class League(Checkpointable):
         super().set_state({key: value for key, value in state.items() if key != "names"})
 
 
-def test_r10_parts_born_from_state_are_restored(place: str) -> None:
+def test_parts_born_from_state_are_restored(place: str) -> None:
     league = League()
     league.add("a")
     league.add("b")
@@ -396,10 +396,10 @@ def test_r10_parts_born_from_state_are_restored(place: str) -> None:
     assert same(weights(direct.members["b"]), weights(league.members["b"]))
 
 
-# ---- R11 to R14: classes, forms of states, safety, replacing
+# ---- classes, forms of states, safety, replacing
 
 
-def test_r11_wrong_and_unknown_classes(place: str) -> None:
+def test_wrong_and_unknown_classes_are_refused(place: str) -> None:
     path = trained().save_to_path(f"{place}/trainer")
     with pytest.raises(hf.errors.OptionError, match=r"holds a .*:Trainer, which is no .*:Policy"):
         Policy.from_checkpoint(path)
@@ -418,7 +418,7 @@ def test_r11_wrong_and_unknown_classes(place: str) -> None:
     gone = saved_by_a_class_that_is_gone()
     saved = hf.load(gone)
     assert saved["weights"].tolist() == [7, 7]
-    name = "test_component_behaviours:test_r11_wrong_and_unknown_classes.<locals>"
+    name = "test_component_behaviours:test_wrong_and_unknown_classes_are_refused.<locals>"
     import gc
 
     gc.collect()  # the class is only reachable by itself
@@ -432,7 +432,7 @@ def test_r11_wrong_and_unknown_classes(place: str) -> None:
     assert Here.from_checkpoint(gone, fallback=True, size=2).weights.tolist() == [7, 7]
 
 
-def test_r11_a_damaged_description_is_never_a_fallback(tmp_path: Path) -> None:
+def test_a_damaged_description_is_never_a_fallback(tmp_path: Path) -> None:
     path = Path(Policy(3).save_to_path(tmp_path / "policy"))
     (path / "state" / "component.json").write_text("{}")
     with pytest.raises(hf.DamagedCheckpointError, match=r"component\.json is not what was saved"):
@@ -455,7 +455,7 @@ class Odd(Checkpointable):
 
 
 @pytest.mark.parametrize("use_msgpack", [False, True], ids=["arrays", "msgpack"])
-def test_r12_values_of_all_kinds_come_back(place: str, use_msgpack: bool) -> None:
+def test_values_of_all_kinds_come_back(place: str, use_msgpack: bool) -> None:
     odd = Odd()
     odd.state = {
         "tuple": (1, (2.5, "x")),
@@ -482,7 +482,7 @@ def test_r12_values_of_all_kinds_come_back(place: str, use_msgpack: bool) -> Non
     assert type(found[3]["int key"]) is np.int16
 
 
-def test_r12_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     odd = Odd()
     odd.state = {"deep": [1, object()]}
     with pytest.raises(hf.errors.UnsupportedLeafError, match="odd/deep/1"):
@@ -512,7 +512,7 @@ class Scaled(Checkpointable):
         self.function, self.flags = function, flags
 
 
-def test_r13_functions_have_to_be_allowed(place: str) -> None:
+def test_functions_have_to_be_allowed(place: str) -> None:
     flags = {"sizes": (3, [4]), "nan": float("nan"), 5: {1, 2}, "type": np.dtype("int8")}
     found = Scaled.from_checkpoint(Scaled(scale, dict(flags)).save_to_path(f"{place}/a"))
     assert found.function is scale
@@ -526,7 +526,7 @@ def test_r13_functions_have_to_be_allowed(place: str) -> None:
     assert Scaled.from_checkpoint(path, function=scale).function is scale
 
 
-def test_r14_saving_again_leaves_nothing_of_the_old(tmp_path: Path) -> None:
+def test_saving_again_leaves_nothing_of_the_old(tmp_path: Path) -> None:
     path = trained(names=("p0", "p1", "p2")).save_to_path(tmp_path / "x", use_msgpack=True)
     again = trained(1, names=("p0", "p1"))
     with pytest.raises(hf.CheckpointExistsError, match="overwrite=True"):
@@ -543,7 +543,7 @@ def test_r14_saving_again_leaves_nothing_of_the_old(tmp_path: Path) -> None:
     assert same(weights(Policy.from_checkpoint(f"{path}/{CUSTOM}")), weights(again.policy("p1")))
 
 
-def test_r14_a_failed_save_leaves_the_old_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_the_old_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = trained()
     path = first.save_to_path(tmp_path / "x")
     files = sorted(str(file) for file in Path(path).rglob("*"))
@@ -565,10 +565,10 @@ def test_r14_a_failed_save_leaves_the_old_one_whole(tmp_path: Path, monkeypatch:
     assert len(sorted(Path(path).rglob("*"))) == len(files)
 
 
-# ---- R15 to R18: paths, versions, devices, schedulers
+# ---- paths, versions, devices, schedulers
 
 
-def test_r15_every_form_of_path(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_form_of_path_is_taken(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     trainer = trained()
     places: list[str | Path] = [tmp_path / "a", str(tmp_path / "b"), "c", f"file://{tmp_path}/d", place]
@@ -582,7 +582,7 @@ def test_r15_every_form_of_path(tmp_path: Path, place: str, monkeypatch: pytest.
         assert same(weights(Policy.from_checkpoint(part)), weights(trainer.policy("p1")))
 
 
-def test_r16_metadata_and_versions(tmp_path: Path) -> None:
+def test_metadata_has_the_class_and_the_versions(tmp_path: Path) -> None:
     from holdfast.engine.format import decode_document
 
     path = Path(trained().save_to_path(tmp_path / "x"))
@@ -597,7 +597,7 @@ def test_r16_metadata_and_versions(tmp_path: Path) -> None:
     assert Trainer.from_checkpoint(path).iterations == 2
 
 
-def test_r16_the_commit_of_the_program_is_known(tmp_path: Path) -> None:
+def test_metadata_has_the_commit_of_the_program(tmp_path: Path) -> None:
     from holdfast.integrations.components.saving import commit_in
 
     commit = "0123456789abcdef0123456789abcdef01234567"
@@ -625,7 +625,7 @@ class Counters(Checkpointable):
 
 
 @pytest.mark.parametrize("form", ["arrays", "msgpack"])
-def test_r16_released_versions_load(form: str) -> None:
+def test_released_versions_load(form: str) -> None:
     path = Path(__file__).parent / "released" / "1.0" / form
     assert hf.verify(path).ok
     with pytest.raises(hf.errors.NotAllowedError, match="__main__:Counters"):
@@ -637,7 +637,7 @@ def test_r16_released_versions_load(form: str) -> None:
         assert found.counters["a"].array.tolist() == [0, 1, 2, 3]
 
 
-def test_r16_the_callers_configuration_wins(place: str) -> None:
+def test_the_callers_configuration_wins(place: str) -> None:
     path = trained(lr=0.5).save_to_path(place)
     running = Trainer(lr=0.125)
     running.restore_from_path(path, keep=["lr", "**/lr"])
@@ -660,7 +660,7 @@ class OnDevice(Checkpointable):
         return []
 
 
-def test_r17_specs_of_other_machines(place: str) -> None:
+def test_devices_that_this_machine_lacks_become_its_own(place: str) -> None:
     value = OnDevice("cpu", torch.device("cpu"))
     # As if it had been made on a machine that has what this one lacks.
     value.get_ctor_args_and_kwargs = lambda: (("xpu",), {"other": torch.device("xpu:3")})  # type: ignore[method-assign]
@@ -692,7 +692,7 @@ class Scheduler:
         return driven
 
 
-def test_r18_a_scheduler_that_knows_nothing(place: str) -> None:
+def test_a_scheduler_needs_save_and_restore_only(place: str) -> None:
     scheduler = Scheduler(place, keep=2)
     scheduler.run(Trainer, 7, 2, lambda _: None)
     assert sorted(path.rpartition("/")[2] for _, path in scheduler.saved) == ["checkpoint_000004", "checkpoint_000006"]
@@ -701,7 +701,7 @@ def test_r18_a_scheduler_that_knows_nothing(place: str) -> None:
     assert again.iterations == 5
 
 
-def test_r18_steps_are_listed_with_their_metrics(place: str) -> None:
+def test_steps_are_listed_with_their_metrics(place: str) -> None:
     trainer = Trainer()
     for step, loss in ((1, 0.5), (2, np.float32(0.25)), (3, 0.75)):
         trainer.train()

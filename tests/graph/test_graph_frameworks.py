@@ -53,7 +53,7 @@ def moments(net: torch.nn.Module, optimizer: torch.optim.Optimizer, slot: str = 
     return {name: optimizer.state[parameter][slot].tolist() for name, parameter in net.named_parameters()}
 
 
-def test_t20_slots_are_keyed_by_paths(place: str) -> None:
+def test_slots_are_keyed_by_paths(place: str) -> None:
     net = Net("l1")
     path = graph.Checkpoint(net=net, optimizer=trained(net)).save(f"{place}/ckpt")
     slots = [leaf.path for leaf in hf.describe(path) if "/slots/" in leaf.path]
@@ -67,7 +67,7 @@ def test_t20_slots_are_keyed_by_paths(place: str) -> None:
 
 
 @pytest.mark.parametrize("order", ["parameter", "optimizer"])
-def test_t20_before_the_first_step_in_either_order(place: str, order: str) -> None:
+def test_slots_are_restored_before_the_first_step_in_either_order(place: str, order: str) -> None:
     net = Net("l1")
     optimizer = trained(net)
     path = graph.Checkpoint(net=net, optimizer=optimizer).save(f"{place}/ckpt")
@@ -93,7 +93,7 @@ def test_t20_before_the_first_step_in_either_order(place: str, order: str) -> No
     assert all(torch.equal(*pair) for pair in zip(net.parameters(), other.parameters(), strict=True))
 
 
-def test_t20_reordered_modules(place: str) -> None:
+def test_moments_follow_modules_that_are_reordered(place: str) -> None:
     net = Net("a", "b")
     optimizer = trained(net)
     path = graph.Checkpoint(net=net, optimizer=optimizer).save(f"{place}/ckpt")
@@ -103,7 +103,7 @@ def test_t20_reordered_modules(place: str) -> None:
     assert moments(swapped, fresh) == moments(net, optimizer)
 
 
-def test_t20_reordered_groups(place: str) -> None:
+def test_options_follow_groups_that_are_reordered(place: str) -> None:
     def groups(net: torch.nn.Module, names: str) -> list[dict[str, Any]]:
         return [{"params": list(net.get_submodule(name).parameters()), "lr": 0.1 * ord(name)} for name in names]
 
@@ -118,7 +118,7 @@ def test_t20_reordered_groups(place: str) -> None:
     assert [group["lr"] for group in fresh.param_groups] == [0.1 * ord("b"), 0.1 * ord("a")]
 
 
-def test_t20_a_group_made_of_several_keeps_its_options(place: str) -> None:
+def test_a_group_made_of_several_keeps_its_options(place: str) -> None:
     net, other = Net("a", "b"), Net("a", "b")
     optimizer = trained(net, [{"params": list(net.get_submodule(name).parameters())} for name in "ab"])
     path = graph.Checkpoint(net=net, optimizer=optimizer).save(f"{place}/ckpt")
@@ -130,7 +130,7 @@ def test_t20_a_group_made_of_several_keeps_its_options(place: str) -> None:
     status.expect_partial()
 
 
-def test_t20_how_an_optimizer_computes_is_up_to_the_program(place: str) -> None:
+def test_how_an_optimizer_computes_is_up_to_the_program(place: str) -> None:
     net, other = Net("a"), Net("a")
     optimizer = torch.optim.Adam(net.parameters(), lr=0.3, foreach=True)
     path = graph.Checkpoint(net=net, optimizer=optimizer).save(f"{place}/ckpt")
@@ -139,7 +139,7 @@ def test_t20_how_an_optimizer_computes_is_up_to_the_program(place: str) -> None:
     assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["foreach"]) == (0.3, False)
 
 
-def test_t20_both_are_needed(place: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_slots_are_saved_with_their_parameters_only(place: str, caplog: pytest.LogCaptureFixture) -> None:
     net = Net("a", "b")
     checkpoint = graph.Checkpoint(part=net.a, optimizer=trained(net))
     with caplog.at_level(logging.WARNING, "holdfast"):
@@ -153,7 +153,7 @@ def test_t20_both_are_needed(place: str, caplog: pytest.LogCaptureFixture) -> No
     assert not any("slots" in leaf.path for leaf in hf.describe(alone))
 
 
-def test_t20_an_optimizer_that_has_only_some_of_the_parameters(place: str) -> None:
+def test_an_optimizer_that_has_only_some_of_the_parameters_takes_their_slots(place: str) -> None:
     net, other = Net("a", "b"), Net("a", "b")
     path = graph.Checkpoint(net=net, optimizer=trained(net)).save(f"{place}/ckpt")
     fresh = torch.optim.Adam(other.a.parameters())
@@ -165,7 +165,7 @@ def test_t20_an_optimizer_that_has_only_some_of_the_parameters(place: str) -> No
 
 @pytest.mark.parametrize("saved", [torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
-def test_t20_another_kind_of_optimizer_takes_what_it_has(place: str, saved: Any, kind: Any) -> None:
+def test_another_kind_of_optimizer_takes_what_it_has(place: str, saved: Any, kind: Any) -> None:
     net, other = Net("a"), Net("a")
     more = {"momentum": 0.9} if saved is not torch.optim.Adam else {}
     optimizer = trained(net, kind=lambda parameters, lr: saved(parameters, lr=lr, **more))
@@ -189,7 +189,7 @@ def test_t20_another_kind_of_optimizer_takes_what_it_has(place: str, saved: Any,
     status.expect_partial()
 
 
-def test_t20_many_parameters_attached_late(place: str) -> None:
+def test_slots_of_many_parameters_that_are_attached_late(place: str) -> None:
     def make() -> tuple[list[Any], Any]:
         parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(100)]
         return parameters, torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
@@ -218,7 +218,7 @@ def test_t20_many_parameters_attached_late(place: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.LBFGS])
-def test_t20_other_optimizers(place: str, kind: Any) -> None:
+def test_every_kind_of_optimizer_resumes(place: str, kind: Any) -> None:
     net, other = Net("a"), Net("a")
 
     def optimizer_of(net: torch.nn.Module) -> Any:
@@ -243,7 +243,7 @@ def test_t20_other_optimizers(place: str, kind: Any) -> None:
     assert all(torch.equal(*pair) for pair in zip(net.parameters(), other.parameters(), strict=True))
 
 
-def test_t20_schedulers_have_a_state(place: str) -> None:
+def test_schedulers_have_a_state(place: str) -> None:
     net = Net("a")
     optimizer = trained(net)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -277,7 +277,7 @@ def nnx_trained(net: nnx.Module) -> Any:
     return optimizer
 
 
-def test_t20_moments_of_nnx(place: str) -> None:
+def test_moments_of_nnx_have_the_paths_of_their_parameters(place: str) -> None:
     net = Flax(0)
     optimizer = nnx_trained(net)
     path = graph.Checkpoint(net=net, optimizer=optimizer).save(f"{place}/ckpt")

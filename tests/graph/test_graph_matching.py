@@ -50,7 +50,7 @@ def path(place: str, library: Library) -> str:
     return graph.Checkpoint(net=graph.Node(l1=layer), step=5).save(f"{place}/ckpt")
 
 
-def test_t12_fake_parents(path: str, library: Library) -> None:
+def test_stand_ins_for_the_parents_lead_to_a_value(path: str, library: Library) -> None:
     to_restore = library.make([0.0, 0.0])
     fake_net = graph.Node(l1=graph.Node(bias=to_restore))
     status = graph.Checkpoint(net=fake_net).restore(path)
@@ -62,7 +62,7 @@ def test_t12_fake_parents(path: str, library: Library) -> None:
     status.expect_partial()
 
 
-def test_t13_attach_later(path: str, library: Library) -> None:
+def test_a_value_that_is_attached_later_is_restored(path: str, library: Library) -> None:
     layer = graph.Node(bias=library.make([0.0, 0.0]))
     checkpoint = graph.Checkpoint(net=graph.Node(l1=layer))
     status = checkpoint.restore(path)
@@ -75,7 +75,7 @@ def test_t13_attach_later(path: str, library: Library) -> None:
     assert library.read(layer.kernel) == [[9, 9]]
 
 
-def test_t13_a_whole_subtree(path: str, library: Library) -> None:
+def test_a_subtree_that_is_attached_later_is_restored(path: str, library: Library) -> None:
     checkpoint = graph.Checkpoint()
     status = checkpoint.restore(path)
     checkpoint.net = graph.Node(l1=graph.Node(kernel=library.make([[0.0, 0.0]]), bias=library.make([0.0, 0.0])))
@@ -85,7 +85,7 @@ def test_t13_a_whole_subtree(path: str, library: Library) -> None:
     status.assert_consumed()
 
 
-def test_t13_what_does_not_fit_is_not_attached(path: str, library: Library) -> None:
+def test_what_does_not_fit_is_not_attached(path: str, library: Library) -> None:
     layer = graph.Node(bias=library.make([0.0, 0.0]))
     checkpoint = graph.Checkpoint(net=graph.Node(l1=layer))
     status = checkpoint.restore(path)
@@ -113,7 +113,7 @@ def test_t13_what_does_not_fit_is_not_attached(path: str, library: Library) -> N
     assert (library.read(part.l1.bias), library.read(part.l1.kernel)) == ([3, 4], [[1, 2]])
 
 
-def test_t13_what_does_not_fit_is_not_added(place: str) -> None:
+def test_what_does_not_fit_is_not_added(place: str) -> None:
     saved = graph.Checkpoint(listed=[np.ones(1), np.ones(1)], mapped={"a": np.ones(1), "b": np.ones(1)})
     path = saved.write(f"{place}/x")
     checkpoint = graph.Checkpoint(listed=graph.TrackedList([np.zeros(1)]), mapped=graph.TrackedDict())
@@ -137,7 +137,7 @@ def test_t13_what_does_not_fit_is_not_added(place: str) -> None:
     status.assert_consumed()
 
 
-def test_t13_lists_and_dicts(place: str, library: Library) -> None:
+def test_elements_that_come_later_are_restored(place: str, library: Library) -> None:
     saved = graph.Checkpoint(
         listed=[library.make(1.0), library.make(2.0)],
         mapped={"one": library.make(3.0), "more": {"two": library.make(4.0)}},
@@ -163,7 +163,7 @@ def test_t13_lists_and_dicts(place: str, library: Library) -> None:
     assert hf.load(f"{place}/again-2")["mapped"]["more"] == {"two": 4}
 
 
-def test_t14_alias(place: str, library: Library) -> None:
+def test_one_object_under_several_names_is_saved_once(place: str, library: Library) -> None:
     save = graph.Checkpoint()
     save.listed = [library.make(1.0)]
     save.listed.append(library.make(2.0))
@@ -185,7 +185,7 @@ def test_t14_alias(place: str, library: Library) -> None:
     assert library.read(v2) == 2
 
 
-def test_t14_an_alias_is_not_restored_twice(place: str) -> None:
+def test_an_alias_is_not_restored_twice(place: str) -> None:
     shared = np.array([1.0])
     path = graph.Checkpoint(one=shared, other=shared).save(f"{place}/ckpt")
     checkpoint = graph.Checkpoint(one=np.zeros(1))
@@ -195,7 +195,7 @@ def test_t14_an_alias_is_not_restored_twice(place: str) -> None:
     assert checkpoint.one.tolist() == [7]
 
 
-def test_t14_immutable_values_are_restored_at_each_place(place: str) -> None:
+def test_immutable_values_are_restored_at_each_place(place: str) -> None:
     shared = jnp.ones(2)
     path = graph.Checkpoint(one={"w": shared}, other=shared).save(f"{place}/ckpt")
     assert [leaf.path for leaf in hf.describe(path)] == ["other", "save_counter"]
@@ -205,7 +205,7 @@ def test_t14_immutable_values_are_restored_at_each_place(place: str) -> None:
 
 
 @pytest.mark.parametrize("first", [1, 2])
-def test_t15_latest_call_wins(place: str, library: Library, first: int) -> None:
+def test_the_latest_restore_wins(place: str, library: Library, first: int) -> None:
     paths = {number: graph.Checkpoint(v=library.make(11.0 + number)).save(f"{place}/run") for number in (1, 2)}
     roots = {1: graph.Checkpoint(), 2: graph.Checkpoint()}
     for number in (first, 3 - first):
@@ -223,7 +223,7 @@ def cycle(library: Library, values: tuple[float, float]) -> tuple[graph.Node, gr
     return first, second
 
 
-def test_t16_cycles(place: str, library: Library) -> None:
+def test_cycles_are_restored(place: str, library: Library) -> None:
     path = graph.Checkpoint(cycle(library, (3.0, 4.0))[0]).save(f"{place}/ckpt")
     first, _ = cycle(library, (0.0, 0.0))
     graph.Checkpoint(first).restore(path).assert_consumed()
@@ -240,7 +240,7 @@ def test_t16_cycles(place: str, library: Library) -> None:
     status.assert_consumed()
 
 
-def test_t16_a_list_that_holds_itself(place: str) -> None:
+def test_a_list_that_holds_itself_is_restored(place: str) -> None:
     loop: list[Any] = [np.ones(1)]
     loop.append(loop)
     path = graph.Checkpoint(loop=loop).save(f"{place}/ckpt")
@@ -250,7 +250,7 @@ def test_t16_a_list_that_holds_itself(place: str) -> None:
     assert other[0].tolist() == [1]
 
 
-def test_t17_ambiguity(place: str, library: Library) -> None:
+def test_two_objects_for_one_saved_object_are_a_conflict(place: str, library: Library) -> None:
     shared = graph.Node(v=library.make(1.0))
     path = graph.Checkpoint(a=shared, b=shared).save(f"{place}/ckpt")
     status = graph.Checkpoint(a=graph.Node(v=library.make(0.0)), b=graph.Node(v=library.make(0.0))).restore(path)
@@ -260,14 +260,14 @@ def test_t17_ambiguity(place: str, library: Library) -> None:
             check()
 
 
-def test_t17_two_saved_objects_in_one(place: str, library: Library) -> None:
+def test_one_object_takes_the_first_of_two_saved_ones(place: str, library: Library) -> None:
     path = graph.Checkpoint(a=library.make(1.0), b=library.make(2.0)).save(f"{place}/ckpt")
     leaf = library.make(0.0)
     graph.Checkpoint(a=leaf, b=leaf).restore(path).assert_consumed()
     assert library.read(leaf) == 1
 
 
-def test_t18_no_checkpoint() -> None:
+def test_asserts_fail_without_a_checkpoint() -> None:
     status = graph.Checkpoint(v=np.zeros(1)).restore(None)
     for check in (status.assert_consumed, status.assert_existing_objects_matched, status.assert_nontrivial_match):
         with pytest.raises(AssertionError, match="no checkpoint"):
@@ -276,7 +276,7 @@ def test_t18_no_checkpoint() -> None:
     assert status.report.checkpoint == ""
 
 
-def test_t18_nothing_but_the_root(place: str) -> None:
+def test_a_checkpoint_of_which_only_the_root_matches_is_refused(place: str) -> None:
     path = graph.Checkpoint(v1=np.ones(1)).save(f"{place}/ckpt")
     other = graph.Checkpoint(net=graph.Node(v1=np.zeros(1)))
     with pytest.raises(hf.TreeMismatchError, match="net/v1"):
@@ -289,7 +289,7 @@ def test_t18_nothing_but_the_root(place: str) -> None:
         graph.Checkpoint().restore(path, partial=True).assert_nontrivial_match()
 
 
-def test_t18_unused_values(place: str, library: Library) -> None:
+def test_a_value_with_something_else_in_its_place_is_reported_as_unused(place: str, library: Library) -> None:
     path = graph.Checkpoint(v1=library.make(1.0), v2=library.make(2.0)).save(f"{place}/ckpt")
     checkpoint = graph.Checkpoint(v1=graph.Node(x=1), v2=library.make(0.0))
     status = checkpoint.restore(path)
@@ -299,13 +299,13 @@ def test_t18_unused_values(place: str, library: Library) -> None:
     assert status.report.unused == ("v1",)
 
 
-def test_t18_empty_containers(place: str) -> None:
+def test_empty_containers_count_as_matched(place: str) -> None:
     path = graph.Checkpoint(v=np.ones(1), empty={}).save(f"{place}/ckpt")
     status = graph.Checkpoint(v=np.zeros(1), a=[], b={}, c=()).restore(path)
     status.assert_consumed().assert_existing_objects_matched()
 
 
-def test_t18_asserts_outlive_the_checkpoint(place: str) -> None:
+def test_asserts_outlive_the_checkpoint(place: str) -> None:
     path = graph.Checkpoint(v=np.ones(1)).save(f"{place}/ckpt")
     checkpoint = graph.Checkpoint(v=np.zeros(1))
     status = checkpoint.restore(path)
@@ -314,7 +314,7 @@ def test_t18_asserts_outlive_the_checkpoint(place: str) -> None:
     status.assert_consumed()
 
 
-def test_t18_the_report_is_data(place: str) -> None:
+def test_the_report_is_data(place: str) -> None:
     path = graph.Checkpoint(a=np.ones(1), b=np.ones(1), c=np.ones(1)).write(f"{place}/ckpt")
     status = graph.Checkpoint(a=np.zeros(1), c=graph.Node(x=1), d=np.zeros(2)).restore(path)
     report = status.report
@@ -324,7 +324,7 @@ def test_t18_the_report_is_data(place: str) -> None:
     assert "(1): b" in str(report)
 
 
-def test_t19_partial_silence(place: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_expect_partial_silences_the_warning_about_unused_values(place: str, caplog: pytest.LogCaptureFixture) -> None:
     path = graph.Checkpoint(v1=np.ones(1), v2=np.ones(1)).save(f"{place}/ckpt")
     for partial in (False, True):
         gc.collect()  # of other tests
@@ -339,7 +339,7 @@ def test_t19_partial_silence(place: str, caplog: pytest.LogCaptureFixture) -> No
         assert ["v1" in warning and "v2" not in warning for warning in warnings] == ([] if partial else [True])
 
 
-def test_t22_root_or_named(place: str) -> None:
+def test_a_name_of_the_root_cannot_be_given_to_another_object(place: str) -> None:
     m = graph.Node(w=np.ones(1))
     with pytest.raises(hf.errors.OptionError, match="w="):
         graph.Checkpoint(root=m, w=np.zeros(1))
@@ -356,7 +356,7 @@ def test_t22_root_or_named(place: str) -> None:
     assert checkpoint.w.tolist() == [1]
 
 
-def test_t22_a_torch_module_as_root(place: str) -> None:
+def test_a_torch_module_is_a_root(place: str) -> None:
     path = graph.Checkpoint(torch.nn.Linear(2, 3), step=7).save(f"{place}/ckpt")
     assert [leaf.path for leaf in hf.describe(path)] == ["weight", "bias", "step", "save_counter"]
     module = torch.nn.Linear(2, 3)
@@ -365,7 +365,7 @@ def test_t22_a_torch_module_as_root(place: str) -> None:
     assert checkpoint.step == 7
 
 
-def test_t22_attaching_to_a_root_later(place: str) -> None:
+def test_what_is_attached_to_a_root_later_is_restored(place: str) -> None:
     path = graph.Checkpoint(graph.Node(w=np.ones(1), v=np.ones(2))).save(f"{place}/ckpt")
     root = graph.Node(w=np.zeros(1))
     graph.Checkpoint(root).restore(path)
@@ -373,7 +373,7 @@ def test_t22_attaching_to_a_root_later(place: str) -> None:
     assert root.v.tolist() == [1, 1]
 
 
-def test_t22_a_weak_root(place: str) -> None:
+def test_a_weak_reference_is_a_root(place: str) -> None:
     root = graph.Node(w=np.ones(1))
     checkpoint = graph.Checkpoint(weakref.ref(root))
     path = checkpoint.save(f"{place}/ckpt")
@@ -387,7 +387,7 @@ def test_t22_a_weak_root(place: str) -> None:
 @pytest.mark.parametrize(
     "root", [np.ones(3), torch.optim.SGD([torch.ones(1)], 0.1), (1, 2)], ids=["array", "optimizer", "tuple"]
 )
-def test_t22_what_cannot_be_a_root(root: Any) -> None:
+def test_what_cannot_be_a_root(root: Any) -> None:
     with pytest.raises(hf.errors.OptionError, match="name"):
         graph.Checkpoint(root)
 

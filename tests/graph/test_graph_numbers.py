@@ -24,7 +24,7 @@ def numbers(paths: list[str]) -> list[int]:
     return [int(path.rpartition("-")[2]) for path in paths]
 
 
-def test_t01_numbered_saves(place: str) -> None:
+def test_saves_are_numbered_from_one(place: str) -> None:
     checkpoint = graph.Checkpoint(w=1.5)
     paths = [checkpoint.save(f"{place}/run") for _ in range(10)]
     assert paths == [f"{place}/run-{number}" for number in range(1, 11)]
@@ -35,7 +35,7 @@ def test_t01_numbered_saves(place: str) -> None:
     assert [found.step for found in hf.list_checkpoints(place)] == list(range(1, 11))
 
 
-def test_t02_bare_write(place: str) -> None:
+def test_write_numbers_nothing_and_leaves_the_counter_alone(place: str) -> None:
     saved, loaded = np.arange(3.0), np.zeros(3)
     checkpoint = graph.Checkpoint(w=saved)
     assert checkpoint.write(f"{place}/x") == f"{place}/x"
@@ -57,7 +57,7 @@ def test_a_number_is_no_path() -> None:
             action(number)
 
 
-def test_t02_read_leaves_the_counter_alone(place: str) -> None:
+def test_read_leaves_the_counter_alone_and_restore_takes_it(place: str) -> None:
     path = graph.Checkpoint(w=1).save(f"{place}/run")
     other = graph.Checkpoint(w=0)
     other.read(path).assert_consumed()
@@ -66,7 +66,7 @@ def test_t02_read_leaves_the_counter_alone(place: str) -> None:
     assert other.save_counter == 1
 
 
-def test_t04_keep_n(place: str) -> None:
+def test_the_newest_three_are_kept(place: str) -> None:
     checkpoint = graph.Checkpoint(step=0)
     with graph.CheckpointManager(checkpoint, place, max_to_keep=3) as manager:
         paths = [manager.save() for _ in range(4)]
@@ -75,7 +75,7 @@ def test_t04_keep_n(place: str) -> None:
     assert names(place) == ["ckpt-2", "ckpt-3", "ckpt-4"]
 
 
-def test_t04_a_lower_limit_deletes_nothing_before_the_next_save(place: str) -> None:
+def test_a_lower_limit_deletes_nothing_before_the_next_save(place: str) -> None:
     checkpoint = graph.Checkpoint(step=0)
     with graph.CheckpointManager(checkpoint, place, max_to_keep=None) as manager:
         for _ in range(4):
@@ -87,7 +87,7 @@ def test_t04_a_lower_limit_deletes_nothing_before_the_next_save(place: str) -> N
     assert names(place) == ["ckpt-3", "ckpt-4", "ckpt-5"]
 
 
-def test_t05_periodic_preservation(place: str, clock: Any) -> None:
+def test_one_in_so_many_hours_is_kept_across_managers(place: str, clock: Any) -> None:
     checkpoint = graph.Checkpoint(step=0)
 
     def opened(hours: float | None) -> graph.CheckpointManager:
@@ -119,7 +119,9 @@ def test_t05_periodic_preservation(place: str, clock: Any) -> None:
     assert times[4] == 16130
 
 
-def test_t06_clock_runs_backwards(place: str, clock: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_clock_that_went_backwards_deletes_nothing_from_before(
+    place: str, clock: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     checkpoint = graph.Checkpoint(step=0)
     clock.wall = 10000
     with graph.CheckpointManager(checkpoint, place, 1, 1, clock=clock) as manager:
@@ -143,7 +145,7 @@ def test_t06_clock_runs_backwards(place: str, clock: Any, caplog: pytest.LogCapt
     assert {"ckpt-2", "ckpt-3", "ckpt-7"} <= set(names(place))
 
 
-def test_t07_foreign_files(place: str) -> None:
+def test_checkpoints_with_another_prefix_are_never_deleted(place: str) -> None:
     checkpoint = graph.Checkpoint(step=0)
     odd = [checkpoint.save(f"{place}/odd") for _ in range(2)]
     resumed = graph.Checkpoint(step=1)
@@ -153,7 +155,7 @@ def test_t07_foreign_files(place: str) -> None:
     assert names(place) == ["ckpt-4", "ckpt-5", "odd-1", "odd-2"]
 
 
-def test_t07_saves_by_hand_are_never_deleted(place: str) -> None:
+def test_saves_by_hand_are_never_deleted(place: str) -> None:
     checkpoint = graph.Checkpoint(step=0)
     checkpoint.save(f"{place}/ckpt")
     with graph.CheckpointManager(checkpoint, place, max_to_keep=1) as manager:
@@ -163,7 +165,7 @@ def test_t07_saves_by_hand_are_never_deleted(place: str) -> None:
     assert names(place) == ["ckpt-1", "ckpt-4"]
 
 
-def test_t07_a_fresh_counter_in_a_used_directory(place: str) -> None:
+def test_a_fresh_counter_goes_on_from_the_numbers_in_the_directory(place: str) -> None:
     first, second = graph.Checkpoint(step=1), graph.Checkpoint(step=2)
     with graph.CheckpointManager(first, place, max_to_keep=None) as one:
         one.save()
@@ -177,7 +179,7 @@ def test_t07_a_fresh_counter_in_a_used_directory(place: str) -> None:
     assert graph.Checkpoint(step=3).save(f"{place}/ckpt") == f"{place}/ckpt-3"
 
 
-def test_t08_custom_number(place: str) -> None:
+def test_the_program_may_give_the_number(place: str) -> None:
     step = graph.Value(0)
     checkpoint = graph.Checkpoint(step=step)
     with graph.CheckpointManager(checkpoint, place, max_to_keep=2) as manager:
@@ -195,7 +197,7 @@ def test_t08_custom_number(place: str) -> None:
     assert checkpoint.save_counter == 6
 
 
-def test_t09_interval(place: str) -> None:
+def test_a_save_within_the_interval_is_left_out(place: str) -> None:
     checkpoint = graph.Checkpoint(step=0)
 
     def manager(**options: Any) -> graph.CheckpointManager:
@@ -228,7 +230,7 @@ def test_t09_interval(place: str) -> None:
             assert saved(keeper, checkpoint.step) is not early
 
 
-def test_t09_options_that_make_no_sense(place: str) -> None:
+def test_options_that_make_no_sense(place: str) -> None:
     with pytest.raises(hf.errors.OptionError, match="step_counter"):
         graph.CheckpointManager(graph.Checkpoint(), place, 1, checkpoint_interval=2)
     with pytest.raises(hf.errors.OptionError, match="checkpoint_interval"):
@@ -249,7 +251,7 @@ def test_t09_options_that_make_no_sense(place: str) -> None:
         manager.save("x")
 
 
-def test_t09_a_failed_save_leaves_interval_and_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_interval_and_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     step = graph.Value(0)
@@ -266,7 +268,7 @@ def test_t09_a_failed_save_leaves_interval_and_counter(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
-def test_t10_restore_or_initialize(place: str, background: bool) -> None:
+def test_restore_or_initialize_initializes_only_without_a_checkpoint(place: str, background: bool) -> None:
     started = []
     checkpoint = graph.Checkpoint(w=np.ones(3))
     with graph.CheckpointManager(
@@ -283,7 +285,7 @@ def test_t10_restore_or_initialize(place: str, background: bool) -> None:
         manager.status.assert_consumed()
 
 
-def test_t11_moved_directory(tmp_path: Path) -> None:
+def test_a_moved_directory_and_its_copy_resume(tmp_path: Path) -> None:
     checkpoint = graph.Checkpoint(step=0)
     with graph.CheckpointManager(checkpoint, tmp_path / "a", 2) as manager:
         for _ in range(3):

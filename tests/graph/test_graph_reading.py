@@ -27,7 +27,7 @@ from holdfast.engine.sources.discovery import open_checkpoint
 from holdfast.engine.storage import as_location
 from holdfast.integrations.graph import GraphCheckpointHandler, Restoration, RestoreStatus, StoredGraph, capture, walk
 
-# ---- T21
+# ---- values that do not fit
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,9 @@ from holdfast.integrations.graph import GraphCheckpointHandler, Restoration, Res
     ],
     ids=["numpy", "torch", "nnx"],
 )
-def test_t21_shape(place: str, make: Callable[[int], Any], read: Callable[[Any], Any]) -> None:
+def test_a_value_of_another_shape_restores_nothing(
+    place: str, make: Callable[[int], Any], read: Callable[[Any], Any]
+) -> None:
     path = graph.Checkpoint(a=np.ones(3, np.float32), net=graph.Node(w=np.ones(2, np.float32)), z=1).save(
         f"{place}/ckpt"
     )
@@ -53,7 +55,7 @@ def test_t21_shape(place: str, make: Callable[[int], Any], read: Callable[[Any],
     assert read(checkpoint.a).tolist() == [1, 1, 1]
 
 
-def test_t21_a_slot_that_does_not_fit(place: str) -> None:
+def test_a_slot_that_does_not_fit_is_refused(place: str) -> None:
     net, other = torch.nn.Linear(2, 3), torch.nn.Linear(5, 3)
     optimizer = torch.optim.Adam(net.parameters())
     for parameter in net.parameters():
@@ -66,7 +68,7 @@ def test_t21_a_slot_that_does_not_fit(place: str) -> None:
     assert not checkpoint.optimizer.state
 
 
-def test_t21_dtype_and_kind(place: str) -> None:
+def test_another_dtype_or_kind_is_refused(place: str) -> None:
     path = graph.Checkpoint(w=np.ones(3, np.float32), n=1, late=0.5).save(f"{place}/ckpt")
     for wrong in ({"w": np.zeros(3)}, {"n": 1.5}, {"n": "one"}):
         with pytest.raises(hf.TreeMismatchError, match=next(iter(wrong))):
@@ -76,7 +78,7 @@ def test_t21_dtype_and_kind(place: str) -> None:
     assert checkpoint.late == 0.5
 
 
-def test_t21_an_object_that_does_not_fit_when_it_is_attached(place: str) -> None:
+def test_an_object_that_does_not_fit_is_refused_when_it_is_attached(place: str) -> None:
     path = graph.Checkpoint(w=np.ones(3)).save(f"{place}/ckpt")
     checkpoint = graph.Checkpoint()
     checkpoint.restore(path, partial=True)
@@ -84,7 +86,7 @@ def test_t21_an_object_that_does_not_fit_when_it_is_attached(place: str) -> None
         checkpoint.w = np.zeros(2)
 
 
-# ---- T23
+# ---- reading without the program
 
 
 @pytest.fixture
@@ -99,7 +101,7 @@ def saved(place: str) -> str:
     return place
 
 
-def test_t23_inspect(saved: str) -> None:
+def test_a_reader_has_names_shapes_dtypes_and_values(saved: str) -> None:
     for path in (saved, f"{saved}/ckpt-1"):
         reader = graph.load_checkpoint(path)
         shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
@@ -138,12 +140,12 @@ def test_a_name_of_tensorflow_leads_to_what_an_optimizer_keeps(place: str) -> No
     assert reader.get_tensor(name) == adam.state[net.weight]["exp_avg"]
 
 
-def test_t23_nothing_to_inspect(saved: str) -> None:
+def test_a_reader_of_nothing_is_an_error(saved: str) -> None:
     with pytest.raises(hf.CheckpointNotFoundError):
         graph.load_checkpoint(f"{saved}/nothing")
 
 
-def test_t23_names_round_trip(saved: str) -> None:
+def test_names_with_slashes_and_dots_come_back(saved: str) -> None:
     reader = graph.load_checkpoint(saved)
     odd = {path: shape for path, shape in reader.get_variable_to_shape_map().items() if path.startswith("odd/")}
     assert sorted(shape[0] for shape in odd.values()) == [1, 2, 3, 4, 5]
@@ -152,7 +154,7 @@ def test_t23_names_round_trip(saved: str) -> None:
     assert {key: len(value) for key, value in loaded.items()} == {"a/b/c": 1, "c/": 2, ".S": 3, "slots": 4, "": 5}
 
 
-def test_t23_the_graph(saved: str) -> None:
+def test_a_reader_has_children_types_and_shared_objects(saved: str) -> None:
     view = graph.load_checkpoint(saved).graph
     assert set(view.children()) == {"net", "alias", "odd", "iterator", "name", "save_counter"}
     assert view.children("alias") == {"b": "net/bias"}
@@ -162,7 +164,7 @@ def test_t23_the_graph(saved: str) -> None:
         view.children("nat")
 
 
-def test_t23_the_ordinary_tools_read_it(saved: str) -> None:
+def test_load_verify_and_list_read_a_graph(saved: str) -> None:
     assert hf.verify(saved).ok
     loaded = hf.load(saved)
     assert loaded["net"]["bias"].tolist() == [0, 1, 2]
@@ -172,7 +174,7 @@ def test_t23_the_ordinary_tools_read_it(saved: str) -> None:
     assert part["net"]["bias"].tolist() == [0, 1, 2]
 
 
-def test_t23_a_plain_tree_is_a_graph_of_containers(place: str) -> None:
+def test_a_plain_tree_is_a_graph_of_containers(place: str) -> None:
     hf.save(f"{place}/tree", {"net": {"layers": [np.ones(2), np.ones(3)]}, "step": 4})
     checkpoint = graph.Checkpoint(net=graph.Node(layers=[np.zeros(2), np.zeros(3)]), step=0)
     checkpoint.read(f"{place}/tree").assert_consumed()
@@ -180,7 +182,7 @@ def test_t23_a_plain_tree_is_a_graph_of_containers(place: str) -> None:
     assert graph.load_checkpoint(f"{place}/tree").get_tensor("net/layers/1").tolist() == [1, 1, 1]
 
 
-# ---- T24
+# ---- saves in the background
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ def test_t23_a_plain_tree_is_a_graph_of_containers(place: str) -> None:
     ],
     ids=["numpy", "torch", "nnx", "value", "generator"],
 )
-def test_t24_async_snapshot(place: str, leaf: Any, change: Callable[[Any], Any]) -> None:
+def test_a_save_in_the_background_is_a_snapshot(place: str, leaf: Any, change: Callable[[Any], Any]) -> None:
     checkpoint = graph.Checkpoint(leaf=leaf)
     before = graph.load_checkpoint(checkpoint.write(f"{place}/before")).get_tensor("leaf")
     path = checkpoint.write(f"{place}/x", background=True)
@@ -209,7 +211,7 @@ def test_t24_async_snapshot(place: str, leaf: Any, change: Callable[[Any], Any])
         np.testing.assert_equal(after, before)
 
 
-def test_t24_errors_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_save_in_the_background_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = graph.Checkpoint(w=np.zeros(3))
     good = checkpoint.save(tmp_path / "run")
     with monkeypatch.context() as broken:
@@ -231,7 +233,7 @@ def test_t24_errors_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert graph.load_checkpoint(newest).get_tensor("save_counter") == checkpoint.save_counter
 
 
-def test_t24_the_newest_is_the_newest_committed(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_checkpoint_is_the_newest_committed_one(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
     from holdfast.engine.checkpoint import commit
@@ -254,7 +256,7 @@ def test_t24_the_newest_is_the_newest_committed(place: str, monkeypatch: pytest.
         assert manager.latest_checkpoint == second == graph.latest_checkpoint(place)
 
 
-# ---- T25
+# ---- crashes and damage
 
 KILLED = """
 import os, sys
@@ -283,7 +285,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("instant", [0, 3, 6, 9])
-def test_t25_crash(tmp_path: Path, instant: int) -> None:
+def test_a_crash_at_any_write_leaves_a_whole_checkpoint(tmp_path: Path, instant: int) -> None:
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path), str(instant)]
     code = subprocess.run(command, check=False).returncode
     assert code in (0, 9)
@@ -297,7 +299,7 @@ def test_t25_crash(tmp_path: Path, instant: int) -> None:
         assert hf.verify(tmp_path).ok
 
 
-def test_t25_every_flipped_byte_is_found(tmp_path: Path) -> None:
+def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
     checkpoint = graph.Checkpoint(net=graph.Node(w=np.arange(5.0), n=3), name="x")
     path = Path(checkpoint.write(tmp_path / "x"))
     random_numbers = random.Random(1)
@@ -330,7 +332,7 @@ class Words:
         raise AssertionError
 
 
-def test_t25_what_each_process_has_of_its_own_is_verified(tmp_path: Path) -> None:
+def test_what_each_process_has_of_its_own_is_verified(tmp_path: Path) -> None:
     found = capture(walk(graph.Checkpoint(batches=Words(), w=np.ones(3))), apart=True)
     path = tmp_path / "x"
     hf.Checkpointer(GraphCheckpointHandler()).save(path, found)
@@ -350,7 +352,7 @@ def test_t25_what_each_process_has_of_its_own_is_verified(tmp_path: Path) -> Non
     assert hf.verify(path).ok
 
 
-def test_t25_the_manager_falls_back(tmp_path: Path) -> None:
+def test_the_manager_falls_back_to_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     checkpoint = graph.Checkpoint(w=np.zeros(100))
     with graph.CheckpointManager(checkpoint, tmp_path, 3) as manager:
         for value in (1.0, 2.0):
@@ -366,10 +368,10 @@ def test_t25_the_manager_falls_back(tmp_path: Path) -> None:
         assert manager.save() == str(tmp_path / "ckpt-3")
 
 
-# ---- T26
+# ---- sizes of files
 
 
-def test_t26_shards(tmp_path: Path) -> None:
+def test_data_files_have_the_size_of_the_layout(tmp_path: Path) -> None:
     limit = 8192
     arrays = {"a": np.arange(5000.0), "b": np.arange(300.0), "c": np.arange(900.0)}
     layout = hf.Layout(chunk_bytes=4096, segment_bytes=4096, data_file_bytes=limit)
@@ -382,7 +384,7 @@ def test_t26_shards(tmp_path: Path) -> None:
     assert all(np.array_equal(zeros[name], arrays[name]) for name in arrays)
 
 
-# ---- T27: the seam that checkpoints of TensorFlow come in by
+# ---- the seam that checkpoints of TensorFlow come in by
 
 
 class Foreign(TreeSource):
@@ -406,7 +408,7 @@ class Foreign(TreeSource):
         return {"nodes": nodes}
 
 
-def test_t27_foreign_graphs(place: str) -> None:
+def test_a_graph_of_another_library_is_restored(place: str) -> None:
     hf.save(place, {"net/kernel/.ATTRIBUTES/VARIABLE_VALUE": np.arange(3.0)})
     source = Foreign(open_checkpoint(as_location(place)).tree("state"))
     stored = StoredGraph(source, as_location(place))

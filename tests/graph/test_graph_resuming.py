@@ -201,7 +201,7 @@ def train_and_checkpoint(run: Any, manager: graph.CheckpointManager) -> list[str
     return said
 
 
-def test_t03_resume_picks_up(make: Callable[[int], Any], place: str) -> None:
+def test_a_resumed_run_ends_as_one_without_a_break(make: Callable[[int], Any], place: str) -> None:
     run = make(1)
     with graph.CheckpointManager(run.checkpoint, place, max_to_keep=3) as manager:
         said = train_and_checkpoint(run, manager)
@@ -224,7 +224,7 @@ def test_t03_resume_picks_up(make: Callable[[int], Any], place: str) -> None:
     np.testing.assert_array_equal(next(resumed.batches)[0], next(run.batches)[0])
 
 
-def test_t03_in_the_background(make: Callable[[int], Any], place: str) -> None:
+def test_a_run_that_saves_in_the_background_resumes(make: Callable[[int], Any], place: str) -> None:
     run, resumed = make(1), make(2)
     with graph.CheckpointManager(run.checkpoint, place, max_to_keep=3, background=True) as manager:
         train_and_checkpoint(run, manager)

@@ -36,7 +36,7 @@ def paths_of(nodes: list[dict[str, Any]]) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("prefix", WITH_GRAPHS)
-def test_t27_foreign_bundles(prefix: str) -> None:
+def test_a_reader_has_the_paths_and_values_that_tensorflow_saw(prefix: str) -> None:
     reader = graph.load_checkpoint(FIXTURES / prefix)
     nodes, variables = SEEN[prefix]["nodes"], SEEN[prefix]["variables"]
     compared = 0
@@ -57,7 +57,7 @@ def test_t27_foreign_bundles(prefix: str) -> None:
     assert compared
 
 
-def test_t27_a_list_and_a_dictionary_that_share() -> None:
+def test_a_list_and_a_dictionary_of_tensorflow_that_share_a_value() -> None:
     restore = graph.Checkpoint()
     second = np.zeros((), np.float32)
     restore.mapped = {"two": second}
@@ -66,7 +66,7 @@ def test_t27_a_list_and_a_dictionary_that_share() -> None:
     assert second == expected != 0
 
 
-def test_t27_into_torch_and_nnx() -> None:
+def test_values_of_tensorflow_go_into_torch_and_nnx() -> None:
     guide = graph.load_checkpoint(FIXTURES / "guide")
     kernel, bias = guide.get_tensor("net/l1/_kernel"), guide.get_tensor("net/l1/bias")
     layer: Any = torch.nn.Linear(1, 5)
