@@ -250,6 +250,18 @@ def test_rooms_are_entered_by_the_front() -> None:
     assert wrong == []
 
 
+def test_only_tests_of_the_benchmarks_import_them() -> None:
+    tests = Path(__file__).parent
+    wrong = [
+        f"{path.relative_to(tests)} imports {name}"
+        for path in tests.rglob("*.py")
+        if path.parent != tests / "benchmarks"
+        for name in imported(path.read_text(), ["tests"])
+        if name.split(".")[0] == "benchmarks"
+    ]
+    assert wrong == []
+
+
 def test_imports_are_found() -> None:
     found = set(imports(ROOT / "engine" / "manager" / "manager.py"))
     assert {

@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.sweep.cases import Case, first_difference, judge
-from benchmarks.sweep.runner import summary
+from benchmarks.sweep import summary
 from tests.documents.starts import start
+from tests.sweep.cases import Case, first_difference, judge
 
 PERSISTENT = "lightning/persistent/default"
 LIVE_ACROSS_EPOCHS = "the workers of a data loader live across epochs"
 
 
-PROGRAM = "import sys; from benchmarks.sweep.runner import main; sys.exit(main(sys.argv[1:]))"
+PROGRAM = "import sys; from benchmarks.sweep import main; sys.exit(main(sys.argv[1:]))"
 
 
 @pytest.mark.xdist_group("programs")

@@ -157,8 +157,8 @@ def train(kind: str, directory: str, signal_at: int | None) -> None:
     """A Lightning trainer, with workers for training and validation."""
     import lightning.pytorch as lightning
     import torch
-    from benchmarks.sweep.lightning_programs import samples
     from tests.integrations.lightning import program
+    from tests.sweep.lightning_programs import samples
     from torch.utils import data as of_torch
 
     from holdfast.integrations.lightning import CheckpointCallback

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as lightning
 import torch
-from benchmarks.sweep.lightning_programs import (  # noqa: F401 - FEATURES is for the tests
+from tests.sweep.lightning_programs import (  # noqa: F401 - FEATURES is for the tests
     BATCH_SIZE,
     BATCHES,
     FEATURES,

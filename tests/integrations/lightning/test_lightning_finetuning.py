@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from benchmarks.sweep.lightning_programs import FINETUNING
-from benchmarks.sweep.lightning_runs import Interruption, Program
 from tests.lightning_advice import ADVICE
+from tests.sweep.lightning_programs import FINETUNING
+from tests.sweep.lightning_runs import Interruption, Program
 
 from holdfast.integrations.lightning.epoch import ModuleSwitches
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.sweep.lightning_programs import DrawsNumbers
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from tests.fixtures import StoredFiles
 from tests.lightning_advice import ADVICE
+from tests.sweep.lightning_programs import DrawsNumbers
 from torch.utils.data import DataLoader
 
 from holdfast.engine.storage import as_location

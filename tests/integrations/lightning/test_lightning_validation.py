@@ -8,9 +8,9 @@ from typing import Any
 
 import lightning.pytorch as lightning
 import pytest
-from benchmarks.sweep.lightning_programs import AVERAGES, SETUPS
-from benchmarks.sweep.lightning_runs import Interruption, Program
 from tests.lightning_advice import ADVICE
+from tests.sweep.lightning_programs import AVERAGES, SETUPS
+from tests.sweep.lightning_runs import Interruption, Program
 
 pytestmark = [
     *ADVICE,

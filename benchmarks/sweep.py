@@ -1,4 +1,7 @@
-"""Runs the cases of all frameworks in a few processes, and prints how many ended equal."""
+"""``python -m benchmarks.sweep``: interrupts many small programs, resumes them, and compares every bit.
+
+The programs and their interruptions are in ``tests/sweep``; this runs them in a few processes, and counts.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib import import_module
 from pathlib import Path
 
-from ..table import aligned
-from .cases import Case
+from tests.sweep.cases import Case
+
+from .table import aligned
 
 FRAMEWORKS = ("lightning", "jax", "torch")
 
@@ -24,7 +28,7 @@ Only = tuple[str, ...]
 
 def run_framework(framework: str, only: Only, processes: int) -> Iterator[Case]:
     """Run the cases of one framework whose names contain one of ``only``."""
-    module = f"{__package__}.{framework}_runs"
+    module = f"tests.sweep.{framework}_runs"
     if processes == 1:
         for group in _groups(module, only):
             yield from _run(module, group, only)
@@ -112,3 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{len(cases) - equal - len(refused)} not equal, in {time.perf_counter() - began:.0f} s"
     )
     return int(equal + len(refused) < len(cases))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
