@@ -48,14 +48,14 @@ class Problem(NamedTuple):
 
 
 @contextlib.contextmanager
-def naming(location: Location) -> Iterator[None]:
-    """Add a location to errors about content that do not name it."""
+def naming(location: Location, about: str = "") -> Iterator[None]:
+    """Begin errors about content with a location and more about it; without more, only those that do not name it."""
     try:
         yield
     except (DamagedCheckpointError, FormatVersionError) as error:
-        if location.url in str(error):
+        if not about and location.url in str(error):
             raise
-        raise type(error)(f"{location}: {error}") from error
+        raise type(error)(f"{location}{about}: {error}") from error
 
 
 class ArrayDatabase:

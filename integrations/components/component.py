@@ -23,7 +23,17 @@ from .permissions import Permissions
 from .reading import SavedComponent, open_component
 from .restoring import ComponentReport, KeepPatterns, descend, locate, restore_saved
 from .saving import prepare
-from .states import Fetched, call_get_state, default_state, inherited, is_remote, overrides, set_default_state, takes
+from .states import (
+    Fetched,
+    call_get_state,
+    default_state,
+    inherited,
+    is_remote,
+    overrides,
+    set_default_state,
+    stored_state,
+    takes,
+)
 
 _logger = logging.getLogger("holdfast")
 
@@ -330,7 +340,7 @@ def _give(one: LiveComponent, state: Any) -> None:
     _give_children(one, state, but=())
     own = {key: value for key, value in state.items() if key not in known}
     if own:
-        report = set_default_state(one, own)
+        report = set_default_state(one, stored_state(one, own))
         now = live_tree(one.value, one.path, one.name, one.above)
         names = {child.name for child in now.children}
         _give_children(now, state, but=known)

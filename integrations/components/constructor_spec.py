@@ -260,11 +260,7 @@ def construct(kind: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: 
 
 class SpecDecoder:
     def __init__(
-        self,
-        permissions: Permissions,
-        component: Callable[[str], Any],
-        nested: Callable[[Any], Any],
-        where: str,
+        self, permissions: Permissions, component: Callable[[str], Any], nested: Callable[[Any], Any], where: str
     ) -> None:
         self._permissions = permissions
         self._component = component

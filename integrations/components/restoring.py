@@ -12,7 +12,7 @@ from ...engine.arrays import SavedLeaf
 from ...engine.errors import OptionError, TreeMismatchError, shortened
 from ...engine.pytree import PathFilter, Patterns, flatten
 from ...engine.sources import Misfits
-from ..graph import Path, format_section
+from ..graph import Path, StoredGraph, format_section
 from .live import LiveComponent, paths_of, refreshed
 from .names import find, format_component_path
 from .reading import SavedComponent, all_components
@@ -22,10 +22,11 @@ from .states import (
     forget_moments,
     has_own,
     is_remote,
-    match_kept,
+    kept_paths,
     own_state,
     own_states,
     set_default_state,
+    stored_state,
 )
 
 _logger = logging.getLogger("holdfast")
@@ -206,9 +207,9 @@ class _Restore:
 
     def _check(self, keep: KeepPatterns) -> None:
         """Raise an error if a pattern matches no saved value, also of components that are yet to be made."""
-        live = paths_of(self._target.root)
-        for path, origin in self._origins.items():
-            match_kept(live[path], self._states[path], origin.location, self._within(path) or keep)
+        for path, state in self._states.items():
+            if isinstance(state, StoredGraph):
+                kept_paths(state, self._within(path) or keep)
         matched = {origin.path for origin in self._origins.values()}
         for saved in all_components(self._saved):
             if saved.path not in matched:
@@ -224,12 +225,12 @@ class _Restore:
             if not self._fresh:  # After the last one, nothing can fail any more.
                 remote = [live[path] for path in [*self._origins][:-1] if is_remote(live[path].value)]
                 self._asked = own_states(remote, snapshot=True, partial=True)
-            for path, origin in self._origins.items():
-                self._set(live[path], self._states.pop(path), origin, last=not self._states)
+            for path in self._origins:
+                self._set(live[path], self._states.pop(path), last=not self._states)
             while new := self._new_origins():
                 live = paths_of(self._target.root)
                 for path, origin in new.items():
-                    self._set(live[path], _read_state(origin, live[path]), origin, last=False)
+                    self._set(live[path], _read_state(origin, live[path]), last=False)
             self._forget_moments()
         except BaseException:
             self._undo()
@@ -249,19 +250,17 @@ class _Restore:
         self._origins.update(new)
         return new
 
-    def _set(self, one: LiveComponent, state: Any, origin: SavedComponent, *, last: bool) -> None:
+    def _set(self, one: LiveComponent, state: Any, *, last: bool) -> None:
         if not last and not self._fresh:
-            is_asked = one.path in self._asked
-            state_before = self._asked[one.path] if is_asked else own_state(one, snapshot=True, partial=True)
-            self._before.append((one, state_before))
+            known = one.path in self._asked
+            before = self._asked[one.path] if known else own_state(one, snapshot=True, partial=True)
+            self._before.append((one, before))
         if has_own(one.value, "set_state"):
             one.value.set_state(state)
             self._done[one.path] = OwnReport()
         else:
             kept = self._within(one.path)
-            self._done[one.path] = set_default_state(
-                one, state, origin.location, kept, fitting=self._fitting, modes=self._modes
-            )
+            self._done[one.path] = set_default_state(one, state, kept, fitting=self._fitting, modes=self._modes)
 
     def _within(self, above: Path) -> Keep | None:
         """Return the same for paths within a component."""
@@ -276,7 +275,7 @@ class _Restore:
                 if has_own(one.value, "set_state"):
                     one.value.set_state(state)
                 else:
-                    set_default_state(one, state)
+                    set_default_state(one, stored_state(one, state))
             except Exception:  # The caller sees the error that led here.
                 _logger.warning("%s: its state could not be undone", format_component_path(one.path), exc_info=True)
 
@@ -328,8 +327,9 @@ def _is_used(one: SavedComponent, used: Collection[Path]) -> bool:
 
 
 def _read_state(origin: SavedComponent, one: LiveComponent) -> Any:
-    own = has_own(one.value, "set_state")
-    return origin.state(one.value if own else None, packed=not own)
+    if has_own(one.value, "set_state"):
+        return origin.state(one.value)
+    return stored_state(one, origin.state(packed=True), origin.location)
 
 
 def locate(live: LiveComponent, component: str) -> LiveComponent:

@@ -274,8 +274,7 @@ def copied(tree: Any) -> Any:
 
 def set_default_state(
     component: LiveComponent,
-    state: Any,
-    source: Location | None = None,
+    stored: StoredGraph,
     keep: Keep | None = None,
     *,
     fitting: bool = False,
@@ -285,15 +284,12 @@ def set_default_state(
 
     With ``modes``, modules get the modes that they had, too.
     """
-    if not isinstance(state, Mapping):
-        raise TreeMismatchError(f"{_called(component)}: expected a dictionary as state, found {type(state).__name__}")
-    source = source or _GIVEN
-    stored = _stored(component, state, source)
+    source = stored.checkpoint
     root = stand_in(component)
     graph, *_ = own_graph(component, root)
     before = dict(vars(root))
     own = {format_node_path(node.path) for node in graph.leaves()}
-    restoration = Restoration(stored, root, ignore=_kept(stored, keep), final=True)
+    restoration = Restoration(stored, root, ignore=kept_paths(stored, keep), final=True)
     restoration.progress.partial = True  # The report lists the values that are left over.
     misfits = Misfits()
     try:
@@ -345,13 +341,7 @@ def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str
     return lines
 
 
-def match_kept(component: LiveComponent, state: Any, source: Location, keep: Keep) -> None:
-    """Call ``keep`` for every value that a component is about to get; change nothing."""
-    if isinstance(state, Mapping) and not has_own(component.value, "set_state"):
-        _kept(_stored(component, state, source), keep)
-
-
-def _kept(stored: StoredGraph, keep: Keep | None) -> list[Path]:
+def kept_paths(stored: StoredGraph, keep: Keep | None) -> list[Path]:
     """Return the paths of the values that stay as they are in the program."""
     if keep is None:
         return []
@@ -367,7 +357,10 @@ def _called(component: LiveComponent) -> str:
 # ---- a state in memory, opened as a checkpoint is
 
 
-def _stored(component: LiveComponent, state: Mapping[str, Any], source: Location) -> StoredGraph:
+def stored_state(component: LiveComponent, state: Any, source: Location = _GIVEN) -> StoredGraph:
+    """Open a state for a component that has no ``set_state`` of its own."""
+    if not isinstance(state, Mapping):
+        raise TreeMismatchError(f"{_called(component)}: expected a dictionary as state, found {type(state).__name__}")
     values = {key: value for key, value in state.items() if key != GRAPH}
     if is_module(component.value):
         values = _nested(values)

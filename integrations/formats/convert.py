@@ -14,13 +14,7 @@ from ...engine.arrays import HostTree, Layout, SavedLeaf, TreeSource, TreeWriter
 from ...engine.checkpoint import ItemToSave, Save, deleted_on_interrupt
 from ...engine.clock import UNHEARD, Portion, Progress, SystemClock
 from ...engine.distributed import Coordinator, run_on_primary
-from ...engine.errors import (
-    CheckpointExistsError,
-    DamagedCheckpointError,
-    OptionError,
-    UnsupportedLeafError,
-    itemized,
-)
+from ...engine.errors import CheckpointExistsError, DamagedCheckpointError, OptionError, UnsupportedLeafError, itemized
 from ...engine.format import ITEM, CheckpointRecord
 from ...engine.handlers import JsonCheckpointHandler, PreparedItem, PyTreeCheckpointHandler
 from ...engine.manager import best_step_in

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ...engine.arrays import TreeSource, read_checked
+from ...engine.arrays import TreeSource, naming, read_checked
 from ...engine.errors import CheckpointNotFoundError, DamagedCheckpointError
 from ...engine.format import ITEM, array_of, decode_msgpack
 from ...engine.pytree import escape_key
@@ -113,12 +113,8 @@ class RLlibDirectory:
     def _read_state(self, left_out: list[str]) -> Any:
         place = self.location / self._state_file()
         content = read_checked(place, None, limit=_LIMIT)
-        try:
-            if place.name.endswith(".msgpack"):
-                return decode_state(content)
-            return plain_state(content, left_out)
-        except DamagedCheckpointError as error:
-            raise DamagedCheckpointError(f"{place}: {error}") from error
+        with naming(place):
+            return decode_state(content) if place.name.endswith(".msgpack") else plain_state(content, left_out)
 
     def full_state(self, left_out: list[str], prefix: str = "") -> Any:
         """Read its state with those of all components below."""

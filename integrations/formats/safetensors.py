@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engine.arrays import SavedLeaf, TreeSource, batches
+from ...engine.arrays import SavedLeaf, TreeSource, batches, naming
 from ...engine.clock import UNHEARD
 from ...engine.errors import DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from ...engine.pytree import Saved, format_path, from_document, split, to_document
@@ -267,12 +267,10 @@ def _looks_right(file: Location) -> bool:
 
 def _header(file: Location, path: str) -> tuple[Header, int]:
     try:
-        with file.open_data() as reader:
+        with naming(file, " is not a whole safetensors file"), file.open_data() as reader:
             return read_header(reader, path), reader.size
     except ObjectNotFoundError as error:
         raise DamagedCheckpointError(f"{file} is missing, although the index of its folder names it") from error
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{file} is not a whole safetensors file: {error}") from error
 
 
 def _cut(location: Location, tensors: Tensors, nbytes: int) -> StoredTree:

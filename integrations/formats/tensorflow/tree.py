@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.arrays import NamedVariables, SavedLeaf, read_checked
-from ....engine.errors import DamagedCheckpointError, FormatVersionError, ObjectNotFoundError, UnsupportedLeafError
+from ....engine.arrays import NamedVariables, SavedLeaf, naming, read_checked
+from ....engine.errors import DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from ....engine.format import Cursor, crc32c, extend
 from ....engine.pytree import MAX_DEPTH, escape_key, join
 from ....engine.sources import StoredArray, StoredPart, StoredTree, entry_size, nested
@@ -133,12 +133,8 @@ class Bundle:
         self._slices: dict[bytes, BundleEntry] = {}
         place = prefix.parent / f"{prefix.name}{INDEX}"
         content = read_checked(place, None, limit=_INDEX_LIMIT)
-        try:
+        with naming(place):
             self._header = self._read_entries(read_table(content))
-        except DamagedCheckpointError as error:
-            raise DamagedCheckpointError(f"{place} is damaged: {error}") from error
-        except FormatVersionError as error:
-            raise FormatVersionError(f"{place}: {error}") from error
         self._index_bytes = len(content)
 
     @functools.cached_property
@@ -171,14 +167,11 @@ class Bundle:
 
     def texts(self, name: str) -> list[bytes]:
         entry = self.tensors[name]
-        try:
+        with naming(self.prefix.parent / self.data_file(entry.shard), f": tensor {name!r:.200}"):
             if entry.slices:
                 raise DamagedCheckpointError("text cannot be stored in slices")
             decode = _variants if entry.kind == VARIANT else _texts
             return decode(self._bytes(entry), entry, "big" if self._header.big_endian else "little")
-        except DamagedCheckpointError as error:
-            file = self.prefix.parent / self.data_file(entry.shard)
-            raise DamagedCheckpointError(f"{file}: tensor {name!r:.200}: {error}") from error
 
     def _read_entries(self, entries: Sequence[tuple[bytes, bytes]]) -> BundleHeader:
         if not entries or entries[0][0]:
@@ -459,10 +452,8 @@ def _objects(bundle: Bundle) -> list[ObjectNode] | None:
     entry = bundle.tensors.get(GRAPH_KEY)
     if entry is None or not bundle.is_text(GRAPH_KEY) or entry.shape:
         return None
-    try:
+    with naming(bundle.prefix, ": its graph of objects cannot be read"):
         return decode_objects(bundle.texts(GRAPH_KEY)[0]) or None
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{bundle.prefix}: its graph of objects cannot be read: {error}") from error
 
 
 def _value(bundle: Bundle, name: str) -> Any:

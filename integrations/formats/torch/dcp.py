@@ -61,10 +61,8 @@ class _Folder:
         self._headers: dict[tuple[str, int], dict[str, StoredArray]] = {}
 
     def tree(self, metadata: bytes) -> Any:
-        try:
+        with naming(self._location / METADATA, " cannot be read"):
             entries = self._read_metadata(metadata)
-        except DamagedCheckpointError as error:
-            raise DamagedCheckpointError(f"{self._location / METADATA} cannot be read: {error}") from error
         with naming(self._location):
             leaves = ((path, self._value(name, content)) for name, path, content in entries)
             return nested(leaves, root_is_dict=True)
@@ -122,11 +120,9 @@ class _Folder:
     def _value(self, name: str, content: StoredArray | Extent) -> Any:
         if isinstance(content, StoredArray):
             return content
-        try:
+        with naming(self._location, f": entry {name!r:.200}"):
             value, pickle_bytes = self._load(content)
             return without_objects(value, [], pickle_bytes)
-        except DamagedCheckpointError as error:
-            raise DamagedCheckpointError(f"{self._location}: entry {name!r:.200}: {error}") from error
 
     def _part(self, name: str, place: Extent, dtype: Any, shape: Ints) -> StoredPart:
         """Find a tensor in the file that begins at a place: an archive, or a safetensors file that several share."""

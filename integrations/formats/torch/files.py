@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.arrays import PartialTree, Problem, SavedLeaf, TreeSource, batches, load_tree
+from ....engine.arrays import PartialTree, Problem, SavedLeaf, TreeSource, batches, load_tree, naming
 from ....engine.clock import UNHEARD
 from ....engine.errors import DamagedCheckpointError, OptionError, UnsupportedLeafError, shortened
 from ....engine.pytree import MAX_DEPTH, NUMBERS, format_path, tensor_like
@@ -188,11 +188,9 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
         if not magic.startswith(ZIP_MAGIC):
             return None
         size = reader.size
-        try:
+        with naming(location, " cannot be read as a file of torch.save"):
             archive = TorchArchive(reader)
             tree = read_object(archive)
-        except DamagedCheckpointError as error:
-            raise DamagedCheckpointError(f"{location} cannot be read as a file of torch.save: {error}") from error
     is_lightning = isinstance(tree, dict) and _LIGHTNING_VERSION in tree and "state_dict" in tree
     left: list[str] = []
     tree = without_objects(tree, left, len(archive.pickle), _NEEDED if is_lightning else None)

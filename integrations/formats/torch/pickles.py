@@ -66,9 +66,7 @@ _MARK = object()  # the start of a group of values on the stack
 
 
 def unpickle(
-    data: bytes | memoryview,
-    builders: Mapping[Name, Builder],
-    persistent: Callable[[Any], Any] | None = None,
+    data: bytes | memoryview, builders: Mapping[Name, Builder], persistent: Callable[[Any], Any] | None = None
 ) -> Any:
     """Return the object of a pickle; ``persistent`` finds the objects outside of it by their identities."""
     machine = _Machine(builders, persistent)
