@@ -28,11 +28,9 @@ class SystemClock:
     """The clock of this machine."""
 
     def now(self) -> float:
-        """Return the wall-clock time in seconds since 1970-01-01 UTC."""
         return time.time()
 
     def monotonic(self) -> float:
-        """Return seconds on a clock that never goes backwards."""
         return time.monotonic()
 
 
@@ -169,13 +167,13 @@ class Progress(Protocol):
 
 
 class Unheard:
-    """The progress of a call that nothing listens to."""
+    """Ignores the progress of a call."""
 
     def expect(self, nbytes: int) -> None:
-        """Take no notice."""
+        return
 
     def advance(self, nbytes: int) -> None:
-        """Take no notice."""
+        return
 
 
 UNHEARD = Unheard()

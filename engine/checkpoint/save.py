@@ -189,7 +189,9 @@ class Save:
         """
         folders = self._role.open()
         process = replace(self._role.process, awaited=awaited)
-        own = {name: item.write(folders[name], process) for name, item in self._items.items()}
+        own = {}
+        for name, item in self._items.items():
+            own[name] = item.write(folders[name], process)
         fragments = self._role.gather(own)
         if fragments is None:
             return None
@@ -225,7 +227,7 @@ class Save:
     @property
     def replaces(self) -> bool:
         """Whether there is a checkpoint that this one replaces; only process 0 knows."""
-        return isinstance(self._role, Primary) and self._role.replaces
+        return self._role.replaces
 
     def give_up(self, error: BaseException) -> bool:
         """Remove what was written, and tell the other processes; not if a thread completes this: it does so itself.
@@ -339,6 +341,8 @@ class Primary:
 
 class Worker:
     """Any process but process 0: it writes its share and leaves what process 0 needs to know of it in a file."""
+
+    replaces = False
 
     def __init__(self, location: Location, items: Iterable[str], rendezvous: Rendezvous, timeout: float) -> None:
         self._location = location

@@ -422,26 +422,3 @@ class ArrayCheckpointHandler(PyTreeCheckpointHandler):
                 f"ArrayCheckpointHandler saves one array, not a {class_name(item)}: use PyTreeCheckpointHandler"
             )
         return super().prepare(item, snapshot=snapshot, save_args=save_args, **kwargs)
-
-    def restore(
-        self,
-        directory: Location,
-        item: Any = None,
-        *,
-        files: Files | None = None,
-        restore_args: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Read the array back.
-
-        Args:
-            directory: The folder.
-            item: The template: its library, dtype and sharding decide what is returned. None returns a numpy array.
-            files: What the commit record says about the folder.
-            restore_args: The :class:`~holdfast.RestoreArgs` or :class:`~holdfast.ArrayRestoreArgs` of the array.
-            **kwargs: As for a tree.
-
-        Returns:
-            The array.
-        """
-        return super().restore(directory, item, files=files, restore_args=restore_args, **kwargs)

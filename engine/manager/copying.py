@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copy_step, write_record
@@ -94,13 +94,12 @@ def copy_checkpoint(
     origin, target = as_location(source), as_location(destination, writes=True)
     rate = None if max_bandwidth is None else bytes_per_second(max_bandwidth, name="max_bandwidth")
 
-    def work() -> list[list[Any]]:
-        done = _copy(origin, target, overwrite, Throttle(rate), progress or UNHEARD)
-        return [[one.source, one.path, one.step, one.bytes, one.sent] for one in done]
+    def work() -> list[dict[str, Any]]:
+        return list(map(asdict, _copy(origin, target, overwrite, Throttle(rate), progress or UNHEARD)))
 
     about = [origin.url, target.url, overwrite]
     found = run_on_primary("copy_checkpoint", about, work, coordinator)
-    return [CopyReport(source=a, path=b, step=c, bytes=d, sent=e) for a, b, c, d, e in found]
+    return [CopyReport(**report) for report in found]
 
 
 def _copy(
@@ -172,8 +171,7 @@ def _copy_run(
     throttle: Throttle,
     progress: Progress,
 ) -> list[CopyReport]:
-    writer = _Writer()
-    ownership = Ownership(destination, SystemClock(), writer.drain)
+    ownership = Ownership(destination, SystemClock())
     ownership.take()
     done, damaged = [], []
     copied_files = CopiedFiles()
@@ -204,10 +202,3 @@ def _copy_run(
             itemized(f"{source}: damaged steps were not copied; the {len(done)} others were:", damaged)
         )
     return done
-
-
-class _Writer:
-    """The holder of the right to write to the destination of a copy."""
-
-    def drain(self) -> None:
-        """Wait for nothing: a newer writer in this process takes over at once, and the copy ends with an error."""

@@ -12,6 +12,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -45,8 +46,8 @@ from ..steps import (
     METADATA,
     LateMetrics,
     StepEntry,
-    attempts_at,
     list_steps,
+    read_again,
     read_entry,
     read_record,
     remove_late,
@@ -279,9 +280,13 @@ class RunDirectory:
         """Return the committed steps as retention rules see them, in ascending order."""
         return self._infos
 
+    def known_record(self, step: int) -> CheckpointRecord | None:
+        """Return the commit record of a step as it was last read; None if it is not there, or damaged."""
+        return self._records.get(step)
+
     def has_item(self, item: str, step: int) -> bool:
         """Return whether a step is there, and has an item."""
-        record = self._records.get(step)
+        record = self.known_record(step)
         return record is not None and item in record.items
 
     def steps(self) -> list[int]:
@@ -307,21 +312,21 @@ class RunDirectory:
 
     def read_step(self, step: int, read: Callable[[StoredItems], T]) -> T:
         """Read the items of a step; where another process replaces it meanwhile, read what is there now."""
-        left = attempts_at(self.location)
-        while True:
-            record, location = self.record(step), self.step_location(step)
-            if step in self._others:
-                return read(OtherItems(open_at(location)))
-            try:
-                return read(OwnItems(location, record))
-            except DamagedCheckpointError:
-                left -= 1
-                found = self._look(step)
-                if found is not None and (found.record is None or found.record.identity == record.identity):
-                    if left:
-                        continue
-                    raise
-                self.add(step, None if found is None else found.record)  # which says that a deleted one is not there
+        if step in self._others:
+            self.record(step)  # raises the error of a damaged step
+            return read(OtherItems(open_at(self.step_location(step))))
+
+        def has_changed(record: CheckpointRecord) -> bool:
+            found = self._look(step)
+            if found is not None and (found.record is None or found.record.identity == record.identity):
+                return False
+            self.add(step, None if found is None else found.record)  # then record() raises that it is not there
+            return True
+
+        def read_items(record: CheckpointRecord) -> T:
+            return read(OwnItems(self.step_location(step), record))
+
+        return read_again(self.location, partial(self.record, step), read_items, has_changed)
 
     def _look(self, step: int) -> StepEntry | None:
         return read_entry(StepEntry(step, self.step_location(step), self._series))

@@ -149,21 +149,6 @@ class CheckpointManager:
 
     # ---- what is in the directory
 
-    @property
-    def alone(self) -> bool:
-        """Whether this process saves alone; otherwise others save with it."""
-        return self.processes.alone
-
-    @property
-    def process_index(self) -> int:
-        """The number of this process among those that save together."""
-        return self.processes.index
-
-    @property
-    def process_count(self) -> int:
-        """How many processes save together."""
-        return self.processes.count
-
     def all_steps(self) -> list[int]:
         """Return the committed steps in ascending order."""
         return self._run.steps()

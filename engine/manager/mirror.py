@@ -232,9 +232,8 @@ class RunMirror:
 
     def start(self) -> None:
         """Begin to copy; done once."""
+        self.notify()
         with self._wake:
-            self._due = True
-            self._wake.notify_all()
             if self._thread is None and not self.fetches and not self._ending.is_set():
                 self._thread = Helper(self._work, "holdfast-mirror", daemon=True)
                 self._thread.start()
@@ -262,9 +261,8 @@ class RunMirror:
 
     def delete(self) -> None:
         """Delete what the run has deleted on purpose, or a later run would fetch it again."""
+        self.notify()
         with self._wake:
-            self._due = True
-            self._wake.notify_all()
             self._wake.wait_for(lambda: not self._run.doomed or self._error is not None, _DELETION)
         if self._run.doomed:
             self._warn_left(self._error or "it has not answered yet")
@@ -593,25 +591,20 @@ class RunMirror:
     # ---- what is where
 
     def _newest(self) -> tuple[int, CheckpointRecord] | None:
-        with contextlib.suppress(CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError):
-            steps, last = self._run.steps(), self._run.last_saved
-            if not steps:
-                return None
-            step = last if last is not None and last in self._run else steps[-1]  # later ones are of another branch
-            return step, self._run.record(step)
+        """Return the step that the run saved last, else its newest: later steps are of another branch."""
+        for step in (self._run.last_saved, max(self._run.steps(), default=None)):
+            if step is not None and (record := self._run.known_record(step)) is not None:
+                return step, record
         return None
 
     def _is_here(self, step: int, record: CheckpointRecord) -> bool:
-        with contextlib.suppress(CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError):
-            return step in self._run and self._run.record(step).fingerprint == record.fingerprint
-        return False
+        known = self._run.known_record(step)
+        return known is not None and known.fingerprint == record.fingerprint
 
     def _has(self, record: CheckpointRecord) -> bool:
         """Whether the mirror has a checkpoint, as far as it is known."""
-        far = self._far
-        if far is None or record.step is None or record.step not in far:
-            return False
-        return far.record(record.step).fingerprint == record.fingerprint
+        known = None if self._far is None or record.step is None else self._far.known_record(record.step)
+        return known is not None and known.fingerprint == record.fingerprint
 
     def _bytes_left(self) -> int:
         newest = self._newest()

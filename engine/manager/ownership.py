@@ -25,13 +25,14 @@ _logger = logging.getLogger("holdfast")
 class Ownership:
     """The right to write to one directory."""
 
-    def __init__(self, directory: Location, clock: Clock, drain: Callable[[], None]) -> None:
+    def __init__(self, directory: Location, clock: Clock, drain: Callable[[], None] | None = None) -> None:
         self._directory = directory
         self._clock = clock
-        self._drain = weakref.WeakMethod(drain)
+        # Waits until the owner writes no more, before a newer one in this process takes over; None waits for nothing.
+        self._drain = None if drain is None else weakref.WeakMethod(drain)
         self._token = uuid.uuid4().hex
         self._lock = FileLock(directory / OWNER)
-        self._process: int | None = None  # that took the right; a forked one has not
+        self._process: int | None = None  # PID of the owner; a forked child does not own the directory
         self._lost = False
         self._size: int | None = None  # of the file, once it is written
         self._key = os.path.realpath(directory.path) if directory.is_local else directory.url
@@ -100,7 +101,7 @@ class Ownership:
             self._release()
 
     def _give_up(self) -> None:
-        drain = self._drain()
+        drain = None if self._drain is None else self._drain()
         if drain is not None:
             drain()
         self._lost = True

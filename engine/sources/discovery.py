@@ -17,11 +17,13 @@ defines, for a location and what lies directly inside (nothing for a file):
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import importlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import methodcaller
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,7 +38,7 @@ from ..errors import (
     shortened_steps,
 )
 from ..format import RECORD, CheckpointRecord, ItemRecord
-from ..steps import StepEntry, attempts_at, has_record, list_steps, newest_step, step_folders, stored_metadata
+from ..steps import StepEntry, has_record, list_steps, newest_step, read_again, step_folders, stored_metadata
 from ..storage import Location, max_concurrency, parallel_map
 from .native import NativeCheckpoint
 from .protocol import CheckpointSource, StepDirectories
@@ -230,21 +232,14 @@ def find_checkpoint(location: Location, step: int | None = None) -> Location:
 
 def read_checkpoint(location: Location, read: Callable[[CheckpointSource], T], step: int | None = None) -> T:
     """Open the checkpoint that a path stands for and read it; where a run replaces or deletes it meanwhile, again."""
-    left = attempts_at(location)
-    while True:
-        checkpoint: CheckpointSource
-        try:
-            checkpoint = open_checkpoint(location.snapshot(), step) if step is not None else NativeCheckpoint(location)
-        except CheckpointNotFoundError:
-            if step is not None:
-                raise
-            checkpoint = open_checkpoint(location.snapshot())
-        try:
-            return read(checkpoint)
-        except DamagedCheckpointError:
-            left -= 1
-            if not (left or checkpoint.has_changed()):
-                raise
+
+    def look() -> CheckpointSource:
+        if step is None:
+            with contextlib.suppress(CheckpointNotFoundError):
+                return NativeCheckpoint(location)
+        return open_checkpoint(location.snapshot(), step)
+
+    return read_again(location, look, read, methodcaller("has_changed"))
 
 
 def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSource:

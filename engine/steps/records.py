@@ -12,6 +12,7 @@ import contextlib
 import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, HoldfastError, ObjectNotFoundError, StorageError
@@ -104,6 +105,7 @@ def _read(place: Location) -> Added | None:
         return None
 
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 RECORD_LIMIT = 256 << 20  # bytes; a record names files, not leaves
@@ -145,14 +147,19 @@ def has_record(location: Location) -> bool:
 
 def read_steadily(location: Location, read: Callable[[CheckpointRecord], T]) -> T:
     """Read a checkpoint by its record; where another process replaces it meanwhile, read the new one."""
+    return read_again(location, partial(read_record, location), read, partial(has_changed, location))
+
+
+def read_again(location: Location, look: Callable[[], S], read: Callable[[S], T], changed: Callable[[S], bool]) -> T:
+    """Read what ``look`` finds at a location; once more where it is damaged because another process has changed it."""
     left = attempts_at(location)
     while True:
-        record = read_record(location)
+        found = look()
         try:
-            return read(record)
+            return read(found)
         except DamagedCheckpointError:
             left -= 1
-            if not (left or has_changed(location, record)):
+            if not (changed(found) or left):
                 raise
 
 

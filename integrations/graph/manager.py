@@ -262,7 +262,7 @@ class CheckpointManager:
 
     def _forget_failed(self) -> None:
         """Count the interval from the save before if the last one failed, which only a single process knows at once."""
-        if self._saving is None or self._steps.is_saving_in_progress() or not self._steps.alone:
+        if self._saving is None or self._steps.is_saving_in_progress() or not self._steps.processes.alone:
             return
         (number, before), self._saving = self._saving, None
         if number not in self._steps.all_steps():

@@ -513,7 +513,7 @@ class CheckpointCallback:
         return state, restored.step
 
     def _announce(self, text: str, *args: object) -> None:
-        announce(text, *args, shown=self._manager.process_index == 0)
+        announce(text, *args, shown=self._manager.processes.is_primary)
 
     def _adapt(self, state: Any) -> StateAdapter:
         """Get to know the kind of the state, once."""

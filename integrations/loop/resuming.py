@@ -200,8 +200,8 @@ def restore(
         lost = ", ".join(str(skipped) for skipped, _ in restored.skipped)
         logger.warning("fell back past damaged steps (%s): resumed from step %d in %s", lost, step, manager.directory)
     else:
-        announce("resumed from step %d in %s", step, manager.directory, shown=manager.process_index == 0)
-    state = mine.settle(state, extras, options.hyperparameters, shown=manager.process_index == 0)
+        announce("resumed from step %d in %s", step, manager.directory, shown=manager.processes.is_primary)
+    state = mine.settle(state, extras, options.hyperparameters, shown=manager.processes.is_primary)
     if chosen is not None:
         manager.note_resume(chosen)  # warns of the later steps
     warn_of_misfits(adapter.misfits, f"step {step}", STATE)
@@ -240,13 +240,13 @@ def _saved_extras(
     common, own = dict(restored.items.get("extras", {})), restored.items.get("process")
     if isinstance(own, SavedShares):
         shares = own.trees
-    elif own is not None or manager.alone:
+    elif own is not None or manager.processes.alone:
         return {**common, **(own or {})}, []
     else:  # a process that saves alone has its own extras beside the others
         names = [name for name, extra in extras.items() if is_own(extra) and name in common]
         shares = ({name: common.pop(name) for name in names},)
     where = f"step {restored.step} in {manager.directory}"
-    index, count = manager.process_index, manager.process_count
+    index, count = manager.processes.index, manager.processes.count
     fresh, refused = [], []
     for name, extra in extras.items():
         states = [share[name] for share in shares if name in share]

@@ -226,7 +226,7 @@ class StepSaver:
             self._adapter.warn_of_step(last.step, last.state)
         metrics = None if last.metrics is None else host_metrics(last.metrics)
         try:
-            items = last.items(alone=self._manager.alone)
+            items = last.items(alone=self._manager.processes.alone)
             arguments: dict[str, Any] = {STATE: self._adapter.save_kwargs()}
             if self.fresh_extras is not None and "extras" in items:
                 arguments["extras"] = {"fresh": self.fresh_extras}
