@@ -28,9 +28,11 @@ class SystemClock:
     """The clock of this machine."""
 
     def now(self) -> float:
+        """Return the wall-clock time in seconds since 1970-01-01 UTC."""
         return time.time()
 
     def monotonic(self) -> float:
+        """Return seconds on a clock that never goes backwards."""
         return time.monotonic()
 
 
