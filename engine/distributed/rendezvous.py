@@ -145,19 +145,6 @@ class Rendezvous:
         self._deleted: set[str] = set()
         self._closed = False
 
-    def send(self, topic: str, value: bytes) -> None:
-        """Store this process's value of a topic for processes that `receive` it."""
-        self._put(self._key("send", topic, self.index), value)
-
-    def receive(self, topic: str, process: int, timeout: float) -> bytes:
-        """Wait for the value that a process sends."""
-        self.check()
-        key = self._key("send", topic, process, again=True)
-        try:
-            return self._get(key, process, _deadline(timeout))
-        except TimeoutError:
-            raise self._timeout(topic, timeout, [process]) from None
-
     def broadcast(self, topic: str, value: bytes | None, timeout: float) -> bytes:
         """Return the value of process 0 on all processes."""
         self.check()

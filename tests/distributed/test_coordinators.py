@@ -78,9 +78,6 @@ def rendezvous_exchange_values(coordinator: Coordinator) -> None:
         assert rendezvous.gather(topic, value, PATIENCE) == (None if index else everything)
         assert rendezvous.all_gather(topic, value, PATIENCE) == everything
         assert rendezvous.broadcast(topic, None if index else value, PATIENCE) == everything[0]
-        rendezvous.send(topic, value)
-        for other in range(count):
-            assert rendezvous.receive(topic, other, PATIENCE) == everything[other]
         rendezvous.barrier(f"end of {topic}", PATIENCE)
     rendezvous.close()
 
@@ -89,9 +86,9 @@ def no_process_passes_a_barrier_alone(coordinator: Coordinator) -> None:
     rendezvous = next_rendezvous(coordinator, "barrier")
     if rendezvous.index == rendezvous.count - 1:
         time.sleep(0.2)
-        rendezvous.send("arrived", b"")
+        coordinator.put("arrived", b"last")
     rendezvous.barrier("here", PATIENCE)
-    assert rendezvous.receive("arrived", rendezvous.count - 1, 0.001) == b""
+    assert coordinator.try_get("arrived") == b"last"
     rendezvous.close()
 
 
@@ -101,9 +98,6 @@ def the_missing_are_named(coordinator: Coordinator) -> None:
     if rendezvous.index < last:
         with pytest.raises(BarrierTimeoutError, match=f"process {last} of .* 'all here' within 0.3 s") as error:
             rendezvous.barrier("all here", 0.3)
-        assert error.value.missing == (last,)
-        with pytest.raises(BarrierTimeoutError) as error:
-            rendezvous.receive("never sent", last, 0.01)
         assert error.value.missing == (last,)
     elif last:
         with pytest.raises(BarrierTimeoutError, match="process 0 of") as error:
@@ -140,7 +134,6 @@ def a_failure_reaches_every_process(coordinator: Coordinator) -> None:
         assert time.monotonic() - begin < PATIENCE
         for wait in (
             rendezvous.check,
-            lambda: rendezvous.receive("x", last, PATIENCE),
             lambda: rendezvous.broadcast("x", b"", PATIENCE),
             lambda: rendezvous.gather("x", b"", PATIENCE),
         ):
@@ -151,9 +144,9 @@ def a_failure_reaches_every_process(coordinator: Coordinator) -> None:
 
 def a_topic_serves_once(coordinator: Coordinator) -> None:
     rendezvous = next_rendezvous(coordinator, "topics")
-    rendezvous.send("a", b"1")
-    with pytest.raises(ValueError, match="send of 'a' was done before"):
-        rendezvous.send("a", b"2")
+    rendezvous.gather("a", b"1", PATIENCE)
+    with pytest.raises(ValueError, match="gather of 'a' was done before"):
+        rendezvous.gather("a", b"2", PATIENCE)
     rendezvous.close()
 
 

@@ -73,7 +73,8 @@ def meet_frozen(process: Process, directory: str, saves: bool) -> str | None:
     manager.wait_until_finished()
     group.barrier("saved", 30)
     if process.index == 0:
-        return group.receive("told", 1, 30).decode()
+        answers = group.gather("told", b"", 30)
+        return None if answers is None else answers[1].decode()
     os.kill(pid, signal.SIGSTOP)
     try:
         if saves:
@@ -87,7 +88,7 @@ def meet_frozen(process: Process, directory: str, saves: bool) -> str | None:
         with contextlib.suppress(hf.HoldfastError):
             manager.close()
         os.kill(pid, signal.SIGCONT)
-        group.send("told", b"resumed")
+        group.gather("told", b"resumed", 30)
     return None
 
 

@@ -20,7 +20,8 @@ def exchange(coordinator: MemoryCoordinator) -> Rendezvous:
     rendezvous = next_rendezvous(coordinator, "save")
     rendezvous.gather("fragment", bytes(PART_SIZE + rendezvous.index), PATIENCE)
     rendezvous.broadcast("token", b"x", PATIENCE)
-    rendezvous.send("extra", bytes(2 * PART_SIZE))
+    if rendezvous.index == 0:
+        rendezvous.broadcast("extra", bytes(2 * PART_SIZE), PATIENCE)
     rendezvous.barrier("end", PATIENCE)
     return rendezvous
 
@@ -44,7 +45,7 @@ def test_values_stay_until_the_last_process_has_closed_it() -> None:
         first = list(threads.map(exchange, coordinators))
         first[0].close()
         first[1].close()
-        assert first[2].receive("extra", 0, PATIENCE) == bytes(2 * PART_SIZE)
+        assert first[2].broadcast("extra", None, PATIENCE) == bytes(2 * PART_SIZE)
         second = list(threads.map(exchange, coordinators))
         for rendezvous in second:
             rendezvous.close()
@@ -104,8 +105,7 @@ def broken() -> Broken:
 OPERATIONS: dict[str, Any] = {
     "barrier": lambda rendezvous: rendezvous.barrier("x", 1),
     "broadcast": lambda rendezvous: rendezvous.broadcast("x", None, 1),
-    "receive": lambda rendezvous: rendezvous.receive("x", 0, 1),
-    "send": lambda rendezvous: rendezvous.send("x", b""),
+    "gather": lambda rendezvous: rendezvous.gather("x", b"", 1),
     "check": lambda rendezvous: rendezvous.check(),
 }
 
@@ -124,12 +124,12 @@ def test_a_store_that_is_gone_is_a_failure_of_process_0(operation: str) -> None:
 
 def test_damaged_values_are_noticed() -> None:
     one, other = memory_coordinators(2)
-    Rendezvous(one, "save").send("x", b"abc")
+    Rendezvous(one, "save").broadcast("x", b"abc", PATIENCE)
     [key] = one.keys()
     for damaged in (b"", b"123", one.get(key, 0)[:-1], one.get(key, 0) + b"d", one.get(key, 0)[:-1] + b"d"):
         one.put(key, damaged)
         with pytest.raises(PeerFailedError, match="the value that process 0 sent is damaged"):
-            Rendezvous(other, "save").receive("x", 0, PATIENCE)
+            Rendezvous(other, "save").broadcast("x", None, PATIENCE)
 
 
 @pytest.mark.parametrize("length", [0, 1, PART_SIZE - 13, PART_SIZE - 12, PART_SIZE - 11, 3 * PART_SIZE])
@@ -190,6 +190,6 @@ def test_no_call_waits_for_a_frozen_store_for_ever(operation: str) -> None:
         rendezvous.fail(ValueError("the others cannot be told"))
         rendezvous.close()
         made.thawed.set()
-        next_rendezvous(made, "save", 30).send("x", b"1")  # it answers again
+        next_rendezvous(made, "save", 30).gather("x", b"1", 1)  # it answers again
     finally:
         made.thawed.set()
