@@ -26,7 +26,7 @@ _DEVICES = ("cuda", "xpu")  # devices of torch with a default generator each
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of the global generators by name, in the form that is the fastest to take."""
+    """Return the states of the global generators by name, in the form that is fastest to copy."""
     found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     torch: Any = loaded("torch")
     if torch is None:
@@ -163,9 +163,9 @@ class GlobalGenerators:
         self._restored = state
 
     def begin(self) -> list[str]:
-        """Set the generators to the states that were restored, if any, and return the names of those that are gone.
+        """Set the generators to the restored states, if any; return the names of drawn ones that this process lacks.
 
-        From now on, a generator whose state changes has been drawn from by a step.
+        From now on, a step has drawn from a generator if its state changes.
         """
         missing: list[str] = []
         if self._restored is not None:

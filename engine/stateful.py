@@ -55,7 +55,7 @@ def is_stateful(thing: object) -> bool:
 
 
 def is_stream(thing: object) -> bool:
-    """Return whether each process has to have its own object: random generators and places in the data.
+    """Return whether each process needs its own object, as for random generators and positions in the data.
 
     The state of other objects, such as schedulers and averages, belongs to the model, and is the same everywhere.
     """
@@ -96,7 +96,7 @@ def state_of(thing: object) -> Any:
 def begins_epoch(thing: object) -> bool:
     """Return whether restoring an object begins an epoch: loaders draw from torch's global generator for that.
 
-    They are restored before all others, so that generators have the last word, as they had in the run that was saved.
+    They are restored before all other objects, so that the draw does not change a restored generator.
     """
     kind = type(thing)
     is_iterable = hasattr(kind, "__iter__") and not hasattr(kind, "__next__")

@@ -84,14 +84,14 @@ def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[in
 
 
 _THREADS = 4
-_BUFFERS = 12  # one byte in so many of what is read may be memory that threads copy out of
+_BUFFERS = 12  # buffers that threads copy out of take at most a twelfth of the bytes read
 _EXTENT = 16 << 20  # bytes read at a time; more only if a single chunk is larger
 _COPIED_EXTENT = 4 << 20  # the same if all of it is copied out: its memory is reused
-_FEW = 32  # extents; to wait for more of them one by one takes longer than to read them
+_FEW = 32  # extents; one thread would wait longer for more of them than it takes to read them
 _SMALL = 16 << 10  # bytes; smaller chunks take longer to handle than to read
 LOCAL_GAP = 4 << 10  # bytes between two chunks that are cheaper to read than to skip: a page of the disk
 REMOTE_GAP = 1 << 20  # the same over a network, where a request waits as long as this many bytes take to arrive
-_FOREIGN = 16  # one byte in so many of kept memory may be unused: gaps, and chunks that are copied out
+_FOREIGN = 16  # at most a sixteenth of kept memory is unused: gaps, and chunks that are copied out
 
 
 class Extent(NamedTuple):

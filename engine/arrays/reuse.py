@@ -38,7 +38,7 @@ _Held = tuple[tuple[int, int], bytes]  # a chunk of the tree, by the number of i
 
 _SMALLEST_CHUNK = 64 << 10  # bytes; smaller ones are written faster than they are looked up
 _SMALLEST_FILE = 1 << 20  # bytes; a smaller one is written again
-_LIVE = 0.5  # the share of a file's bytes that has to be unchanged: what changed stays on the disk beside it
+_LIVE = 0.5  # fraction of a file's bytes that must be unchanged; the others stay on the disk unused
 _SAMPLES = 256
 _SAMPLE_BYTES = 64  # size of a sample
 _SAMPLE_GAP = 4096  # bytes from one sample to the next, at least
@@ -88,7 +88,7 @@ class _SeenChunk:
 
 @dataclass(slots=True)
 class SharedFiles:
-    """What a save need not write, and how it should write the rest."""
+    """The chunks that a save shares with earlier steps, and how it writes the others."""
 
     # The chunks to write: those that have not changed lately, and the others. Each group goes into files of its own.
     groups: tuple[list[tuple[int, int]], ...]

@@ -56,7 +56,7 @@ class Snapshot(list[HostLeaf]):
         self.arrival: Arrival | None = None  # copies that accelerators have under way
 
     def complete(self) -> None:
-        """Describe the leaves that are held, before the list is read; the loop need not wait for that."""
+        """Describe the leaves that are held, before the list is read; this runs in the background."""
         for leaf in self:
             if type(leaf) is PinnedLeaf:
                 leaf.to_numpy()
@@ -166,11 +166,11 @@ class StagingBuffer:
 
 
 class KnownTree:
-    """A tree that was saved, as far as its structure goes: takes snapshots of the next trees that have the same one.
+    """The structure of a saved tree, which takes snapshots of later trees with the same structure.
 
-    It holds names, containers, facts and places in the staging buffer; no leaf of the tree, and no value of one. A tree
-    that differs in anything that decides what is stored is refused, and takes the long way. ``copies``, the snapshot of
-    the leaves in the buffer, may be cut down to what this process writes.
+    It holds names, containers, facts and places in the staging buffer, but neither leaves nor their values. It refuses
+    a tree that differs in anything that decides what is stored. ``copies``, the snapshot of the leaves in the buffer,
+    may be cut down to what this process writes.
     """
 
     def __init__(self, flat: Flattened, leaves: Sequence[HostLeaf], copies: Snapshot, staging: StagingBuffer) -> None:
@@ -186,7 +186,7 @@ class KnownTree:
         self._nbytes = 0
 
     def settle(self, structure: TreeDef | None, copies: Snapshot) -> None:
-        """Prepare for the next tree; the loop need not wait for that."""
+        """Prepare for the next tree; this runs in the background."""
         known = self._leaves
         self._outline = Outline(structure)
         self._copies = [leaf if copied else _HELD for leaf, copied in zip(copies, self._is_copied, strict=True)]
@@ -210,7 +210,7 @@ class KnownTree:
             try:
                 values = self._outline.leaves_of(tree)
                 taken = None if values is None else self._leaves.take(values)
-            except Exception:  # the long way raises it again, with the name of the leaf
+            except Exception:  # an ordinary snapshot raises it again, with the name of the leaf
                 return None
             if taken is None:
                 return None

@@ -1,4 +1,4 @@
-"""Trees taken apart into named leaves and containers, and put together again."""
+"""Trees are flattened into named leaves and containers, and unflattened again."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ class Outline:
     def leaves_of(self, tree: Any) -> list[Any] | None:
         """Return the leaves of a tree in the order of `flatten`; None if its containers are others.
 
-        A value in the place of a leaf is returned unseen, even if it is a container: compare its type.
+        A value in the place of a leaf is returned unchecked, even if it is a container: compare its type.
         """
         leaves: list[Any] = []
         if self._root is None:

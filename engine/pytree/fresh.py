@@ -55,10 +55,11 @@ class LeafType:
 
     def is_like(self, other: LeafType) -> bool:
         """Whether jit makes the same of both: a Python float is a weakly typed scalar, a numpy array a jax array."""
-        return self == other or (self._seen is not None and self._seen == other._seen)
+        return self == other or (self._traced is not None and self._traced == other._traced)
 
     @property
-    def _seen(self) -> tuple[Any, ...] | None:
+    def _traced(self) -> tuple[Any, ...] | None:
+        """What distinguishes the leaf for jit; None where jit does not take it."""
         if self.kind in NUMBER_KINDS:
             return self.kind, (), self.kind != "bool"
         if self.kind not in _ARRAYS:

@@ -156,10 +156,10 @@ class ArrayLeaf:
 
 @dataclass(slots=True)
 class PinnedLeaf(ArrayLeaf):
-    """A leaf whose pieces are jax arrays in pinned host memory. They do not change, and are not arrays of numpy yet."""
+    """A leaf whose pieces are jax arrays in pinned host memory, which are not numpy arrays yet."""
 
     def to_numpy(self) -> None:
-        """Make them arrays of numpy, which takes another copy; the loop need not wait for that."""
+        """Make them numpy arrays, which takes another copy, in the background."""
         for piece in self.pieces:
             piece.array = np.asarray(piece.array)
 
@@ -235,7 +235,7 @@ class Saved:
 
 
 def spell(kind: str, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, variant: str | None = None) -> str:
-    """Return dtype and shape for people: ``float32[10, 3]``, ``key<threefry2x32>[4]``, ``int``, ``None``."""
+    """Return dtype and shape for messages: ``float32[10, 3]``, ``key<threefry2x32>[4]``, ``int``, ``None``."""
     if kind == "none":
         return "None"
     if kind == PLACEHOLDER:

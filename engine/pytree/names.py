@@ -25,7 +25,7 @@ def _percent(text: str) -> str:
 
 
 def escape_key(key: str) -> str:
-    """Escapes one key for its place between the dots of a name."""
+    """Escape one key of a name."""
     if key.isidentifier() and not key.endswith(_LOCK):
         return key  # most keys, four times faster than the search below
     if not key:
@@ -37,7 +37,7 @@ def escape_key(key: str) -> str:
 
 
 def escape_first(key: str) -> str:
-    """Escapes a key as `escape_key` never does: always its first character."""
+    """Escape the first character of a key in any case, which `escape_key` never does."""
     return _percent(key[0]) + escape_key(key[1:]) if len(key) > 1 else _percent(key)
 
 
@@ -85,7 +85,7 @@ def unwrapped_name(name: str) -> str:
 
 
 def format_path(name: str) -> str:
-    """Return a name as a path for people: ``params/Dense_0/kernel``, or ``(root)`` for the bare leaf.
+    """Return a name as a path for messages: ``params/Dense_0/kernel``, or ``(root)`` for the bare leaf.
 
     Different names give different paths. Characters that are ambiguous or not printable stay escaped, dots do not.
     """

@@ -32,7 +32,7 @@ _MIXED_WIDTH = 9
 class PackedNumbers:
     """A list, tuple or deque of numbers as one leaf of a tree: a copy, which later changes do not touch.
 
-    The array is made when it is asked for: a walk over live objects only asks whether a sequence is packed.
+    The array is made on demand, as a walk over live objects only tests whether a sequence is packed.
     """
 
     __slots__ = ("_array", "_details", "_items")

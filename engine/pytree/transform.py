@@ -1,4 +1,4 @@
-"""Trees changed into the structure of others: renamed, merged, split, completed.
+"""Transformations of trees: leaves are renamed, merged, split and completed.
 
 A plan, made before any value is touched, decides where each leaf of the new tree comes from. `apply_transformations`
 follows it for trees in memory, `holdfast.load_transformed` for saved trees.
@@ -165,7 +165,7 @@ class Taken:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A function of the whole original tree, called once."""
+    """A function of the whole original tree, which is called once."""
 
     path: str  # the path of the leaf or container in the new tree that it makes
     function: Callable[..., Any]

@@ -438,7 +438,7 @@ def _open_direct(path: str, flags: int) -> int:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            # Some file systems refuse only after they have created the file; that one is ours then.
+            # Some file systems refuse only after they have created the file, which then belongs to this call.
             flags &= ~os.O_EXCL
     return _open(path, flags)
 
