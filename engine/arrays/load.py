@@ -66,7 +66,7 @@ def load_tree(
         )
     chosen = _chosen(source.leaves, select)
     if source.unreadable:  # reading them raises the error that says why, which is more than that they do not fit
-        source.read(
+        source.read_leaves(
             [leaf for leaf, one in zip(source.leaves, chosen, strict=True) if one and leaf.name in source.unreadable]
         )
     if like is None:
@@ -305,7 +305,7 @@ def _values(source: TreeSource, leaves: Sequence[SavedLeaf], targets: Sequence[L
     if cuts:
         found = source.read_boxes([leaves[index] for index in cuts], [cut.stored for cut in cuts.values()])
         parts = {index: (cut, pieces) for (index, cut), pieces in zip(cuts.items(), found, strict=True)}
-    whole = iter(source.read([leaf for index, leaf in enumerate(leaves) if index not in parts]))
+    whole = iter(source.read_leaves([leaf for index, leaf in enumerate(leaves) if index not in parts]))
     arrays = [None if index in parts else next(whole) for index in range(len(leaves))] if parts else list(whole)
     saved, names = [leaf.saved for leaf in leaves], [leaf.name for leaf in leaves]
     with naming(source.location):

@@ -154,7 +154,7 @@ class TreeReader(TreeSource):
             self.leaves = self._leaves(names, details, self._database.metadata(names))
         self._began = stored.get("fresh")
 
-    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+    def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         arrays = [leaf.name for leaf in leaves if leaf.saved.dtype is not None and leaf.name not in self._aggregated]
         values, problems = self._database.read_arrays(arrays)
         self._refuse(problems)

@@ -55,8 +55,8 @@ class NamedVariables(Protocol):
 class TreeSource(Protocol):
     """One tree, opened for reading: its structure is known, no data has been read.
 
-    Classes that read trees derive from this one. They set the three attributes and define :meth:`read`; every other
-    method has a default that fits a format without that ability.
+    Classes that read trees derive from this one. They set the three attributes and define :meth:`read_leaves`; all
+    other methods have a default that fits a format without that ability.
     """
 
     location: Location  # the file or folder, for messages
@@ -70,7 +70,7 @@ class TreeSource(Protocol):
     variables: NamedVariables | None = None
 
     @abc.abstractmethod
-    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+    def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         """Read some of :attr:`leaves`.
 
         Returns:
@@ -88,7 +88,7 @@ class TreeSource(Protocol):
         By default, whole arrays are read and cut. Formats with chunks read only the chunks that overlap the boxes.
         """
         found = []
-        for array, wanted in zip(self.read(leaves), boxes, strict=True):
+        for array, wanted in zip(self.read_leaves(leaves), boxes, strict=True):
             assert array is not None
             everything = whole(array.shape)
             found.append([array if [box] == [everything] else array[box.within(everything)].copy() for box in wanted])
@@ -112,7 +112,7 @@ class TreeSource(Protocol):
         problems = []
         for leaf in self.leaves:
             try:
-                self.read([leaf])
+                self.read_leaves([leaf])
             except DamagedCheckpointError as error:
                 problems.append(Problem("", format_path(leaf.name), str(error)))
             except UnsupportedLeafError:
@@ -161,8 +161,8 @@ class PartialTree(TreeSource):
         self._source = source
         self._originals = leaves
 
-    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
-        return self._source.read([self._originals[leaf.name] for leaf in leaves])
+    def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        return self._source.read_leaves([self._originals[leaf.name] for leaf in leaves])
 
     def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
         return self._source.read_boxes([self._originals[leaf.name] for leaf in leaves], boxes)
@@ -188,7 +188,7 @@ class MemoryTree(TreeSource):
         self._arrays = arrays
         self._document = document
 
-    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+    def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         return [self._arrays[leaf.name].copy() if leaf.name in self._arrays else None for leaf in leaves]
 
     def graph_document(self) -> Any:

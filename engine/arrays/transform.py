@@ -86,7 +86,7 @@ class LeafCache:
         missing = [number for number in dict.fromkeys(numbers) if number not in self._arrays]
         if missing:
             for number, array in zip(
-                missing, self._source.read([self._source.leaves[number] for number in missing]), strict=True
+                missing, self._source.read_leaves([self._source.leaves[number] for number in missing]), strict=True
             ):
                 if array is not None:
                     array.flags.writeable = False

@@ -153,7 +153,8 @@ def _compare_leaves(
         return LeafDifference(item, path, "type", f"expected {saved}, found {found}")
     if saved.dtype is None or saved.shape is None:
         expected, value = (
-            materialize([None], [that.saved], source.read([that]), [that.name])[0] for source, that in (one, other)
+            materialize([None], [that.saved], source.read_leaves([that]), [that.name])[0]
+            for source, that in (one, other)
         )
         if type(expected) is type(value) and repr(expected) == repr(value):
             return None

@@ -321,7 +321,7 @@ class StoredTree(TreeSource):
             leaves.append(SavedLeaf(name, saved))
         return cls(location, TreeDocument(flat.structure), leaves, values, nbytes, **more)
 
-    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+    def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         if self.left_out and len(leaves) == len(self.leaves):
             _logger.warning("%s: left out, as they are not data: %s", self.location, ", ".join(self.left_out))
         return self._read([(leaf, None) for leaf in leaves])
@@ -440,7 +440,7 @@ class FetchedTree(TreeSource):
     def for_template(self, names: Sequence[str]) -> TreeSource:
         return renamed_for(self, names)
 
-    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+    def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         return list(self._fetch([(leaf, None) for leaf in leaves]))
 
     def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:

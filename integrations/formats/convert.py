@@ -329,7 +329,7 @@ class TreeSourceHandler(PyTreeCheckpointHandler):
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
         source: TreeSource = item
-        source.read([leaf for leaf in source.leaves if leaf.saved.dtype is None])
+        source.read_leaves([leaf for leaf in source.leaves if leaf.saved.dtype is None])
         loader = _Loader(source, self._advance)
         # Where the format stores None and a container without leaves alike, it becomes the container: nearly always, it
         # is the empty state of an optimizer, and a template has the container, too.
@@ -367,7 +367,7 @@ class _Loader:
 
     def _read_batch(self, number: int) -> dict[str, NDArray[Any]]:
         batch = self._batches[number]
-        arrays = self._source.read(batch)
+        arrays = self._source.read_leaves(batch)
         found = {leaf.name: array for leaf, array in zip(batch, arrays, strict=True) if array is not None}
         self._advance(sum(leaf.nbytes for leaf in batch))
         self._loaded[number] = found

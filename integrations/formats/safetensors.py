@@ -331,7 +331,7 @@ def export_safetensors(
 
     def contents() -> Iterator[NDArray[Any]]:
         for batch in batches(arrays, lambda leaf: leaf.nbytes, _BATCH):
-            for array in source.read(batch):
+            for array in source.read_leaves(batch):
                 assert array is not None
                 yield array
                 advance(array.nbytes)

@@ -221,7 +221,7 @@ class StoredGraph:
         for source, per_process in ((self._source, False), (self._share, True)):
             wanted = list(dict.fromkeys(name for name in names if name.startswith(PER_PROCESS) is per_process))
             if source is not None and wanted:
-                arrays.update(zip(wanted, source.read([self.leaves[name] for name in wanted]), strict=True))
+                arrays.update(zip(wanted, source.read_leaves([self.leaves[name] for name in wanted]), strict=True))
         given: set[str] = set()
         found = []
         for name in names:

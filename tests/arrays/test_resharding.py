@@ -213,8 +213,8 @@ class WholeLeaves(TreeSource):
         self.location, self.tree, self.leaves = reader.location, reader.tree, reader.leaves
         self._reader = reader
 
-    def read(self, leaves: Sequence[SavedLeaf]) -> list[Any]:
-        return self._reader.read(leaves)
+    def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[Any]:
+        return self._reader.read_leaves(leaves)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

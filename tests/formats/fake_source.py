@@ -33,7 +33,7 @@ class FakeTree(TreeSource):
         self._damaged = damaged
         self._unreadable = unreadable
 
-    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+    def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         self.calls.append([leaf.name for leaf in leaves])
         for leaf in leaves:
             if leaf.name in self._damaged:

@@ -173,20 +173,20 @@ def test_leaves_are_in_the_order_of_the_containers(source: TreeSource) -> None:
 
 def test_whole_leaves_in_any_order(source: TreeSource) -> None:
     for leaves in (source.leaves, source.leaves[::-1], source.leaves[2:3], []):
-        arrays = source.read(leaves)
+        arrays = source.read_leaves(leaves)
 
         assert all(same(array, ARRAYS[joined(leaf.name)]) for leaf, array in zip(leaves, arrays, strict=True))
 
 
 def test_arrays_belong_to_the_caller(source: TreeSource) -> None:
-    for array in source.read(source.leaves):
+    for array in source.read_leaves(source.leaves):
         assert array is not None
         assert array.flags.writeable
         assert array.flags.aligned
         assert array.flags.c_contiguous
         array[...] = 0
 
-    arrays = source.read(source.leaves)
+    arrays = source.read_leaves(source.leaves)
     assert all(same(array, ARRAYS[joined(leaf.name)]) for leaf, array in zip(source.leaves, arrays, strict=True))
 
 
@@ -361,7 +361,7 @@ def test_data_that_is_cut_after_opening(case: Case, tmp_path: Path) -> None:
         assert source.verify() == []
         return
     with pytest.raises(hf.DamagedCheckpointError, match=rf"(?s)net/w.*{file.name}|{file.name}.*net/w"):
-        source.read(source.leaves)
+        source.read_leaves(source.leaves)
     assert "net/w" in [problem.leaf for problem in source.verify()]
 
 

@@ -56,7 +56,7 @@ def test_every_byte_of_a_graph_of_objects(tmp_path: Path) -> None:
 
     def read() -> Any:
         tree = BundleTree.open(place)
-        return tree.graph_document(), [array.tobytes() for array in tree.read(tree.leaves) if array is not None]
+        return tree.graph_document(), [array.tobytes() for array in tree.read_leaves(tree.leaves) if array is not None]
 
     expected = read()
     for file in sorted(tmp_path.glob("objects-1.*")):

@@ -396,8 +396,8 @@ class Foreign(TreeSource):
         self.tree = tree.tree
         self.leaves = tree.leaves
 
-    def read(self, leaves: Sequence[Any]) -> Any:
-        return self._tree.read(leaves)
+    def read_leaves(self, leaves: Sequence[Any]) -> Any:
+        return self._tree.read_leaves(leaves)
 
     def graph_document(self) -> Any:
         nodes: list[dict[str, Any]] = [

@@ -183,7 +183,7 @@ class OrbaxPlan:
         return None
 
     def _values(self, leaf: SavedLeaf) -> list[Any]:
-        return materialize([None], [leaf.saved], self._source.read([leaf]), [leaf.name])
+        return materialize([None], [leaf.saved], self._source.read_leaves([leaf]), [leaf.name])
 
     def _entry(self, path: _Keys, kind: str, *, skip: bool = False) -> None:
         keys = tuple(key for key, _ in path)
@@ -414,7 +414,7 @@ def _write_arrays(folder: Location, source: TreeSource, plan: OrbaxPlan, names: 
     import tensorstore
 
     stored = [name for name in names if name not in plan.numbers]
-    arrays = dict(zip(stored, source.read([plan.arrays[name] for name in stored]), strict=True)) | plan.numbers
+    arrays = dict(zip(stored, source.read_leaves([plan.arrays[name] for name in stored]), strict=True)) | plan.numbers
     context = new_context()
     base = directory_spec(folder)
     try:

@@ -215,7 +215,7 @@ class OrbaxTree(TreeSource):
         counts = Counter(self._names[storage_name(p.path)] for p in parameters if p.value_type not in _NO_ARRAYS)
         self._shared = {name for name, count in counts.items() if count > 1}
 
-    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+    def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         results: list[NDArray[Any] | None] = [None] * len(leaves)
         self._refuse(self._read_parts([(leaf, None) for leaf in leaves], results.__setitem__))
         return results

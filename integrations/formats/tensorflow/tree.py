@@ -437,7 +437,7 @@ class BundleTree(StoredTree, NamedVariables):
             return as_objects(self._bundle.texts(name), entry.shape)
         if name not in self._tensor_names:
             raise UnsupportedLeafError(f"{self.location}: tensor {name!r:.200} has {unknown_type(entry.kind)}")
-        (array,) = self.read([self._leaves[self._tensor_names[name]]])
+        (array,) = self.read_leaves([self._leaves[self._tensor_names[name]]])
         return array
 
     def graph_document(self) -> Any:

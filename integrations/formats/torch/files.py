@@ -378,10 +378,10 @@ class _InBatches(PartialTree):
         super().__init__(source, {leaf.name: leaf for leaf in source.leaves}, source.tree)
         self._advance = advance
 
-    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+    def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         found = []
         for batch in batches(leaves, lambda leaf: leaf.nbytes, _BATCH):
-            found += super().read(batch)
+            found += super().read_leaves(batch)
             self._advance(sum(leaf.nbytes for leaf in batch))
         return found
 
