@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,29 +158,20 @@ def _has_state(value: Any, depth: int) -> bool:
     return is_stateful(value) and not is_module(value) and not is_component(value)
 
 
-def unnamed(value: Any, known: Collection[int]) -> list[str]:
-    """Return the names of attributes that are components, but are not among the known ones."""
-    return [name for name, child in discovered(value) if id(child) not in known]
-
-
 def discovered(value: Any) -> list[tuple[str, Any]]:
     """Return components among an object's attributes, also in lists, tuples, deques, dictionaries and modules."""
-    found: list[tuple[str, Any]] = []
     attributes = attributes_of(value)
     if is_module(value):
-        attributes = {**attributes, **value._modules}
-    for name, child in attributes.items():
-        _discover((str(name),), child, found, 0)
-    return found
+        attributes |= value._modules
+    return [found for name, child in attributes.items() for found in _discover((str(name),), child, 0)]
 
 
-def _discover(keys: tuple[str, ...], value: Any, found: list[tuple[str, Any]], depth: int) -> None:
+def _discover(keys: tuple[str, ...], value: Any, depth: int) -> Iterator[tuple[str, Any]]:
     if is_component(value):
-        found.append(("/".join(keys), value))
-        return
-    if depth < _DEPTH:
+        yield "/".join(keys), value
+    elif depth < _DEPTH:
         for key, child in _elements(value):
-            _discover((*keys, str(key)), child, found, depth + 1)
+            yield from _discover((*keys, str(key)), child, depth + 1)
 
 
 def _elements(value: Any) -> Sequence[tuple[Any, Any]]:

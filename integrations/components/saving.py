@@ -32,7 +32,7 @@ from ...engine.storage import Location
 from ..graph import Path
 from .constructor_spec import encode_spec
 from .layout import DATA, KIND, ComponentParts, Description, item_name
-from .live import LiveComponent, is_component, live_tree, method_of, unnamed
+from .live import LiveComponent, discovered, is_component, live_tree, method_of
 from .names import format_component_path
 from .permissions import import_path
 from .states import own_states
@@ -139,7 +139,7 @@ def _is_divided(value: Any) -> bool:
 def _own_states(live: LiveComponent) -> dict[Path, Any]:
     known = {id(one.value) for one in live.walk()}
     for one in live.walk():
-        for name in unnamed(one.value, known):
+        for name in [name for name, child in discovered(one.value) if id(child) not in known]:
             _logger.warning(
                 "component %s: %s is a component that get_checkpointable_components() does not name; it is not saved",
                 format_component_path(one.path),

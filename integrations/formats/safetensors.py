@@ -318,7 +318,7 @@ def export_safetensors(
     *,
     overwrite: bool = False,
     advance: Callable[[int], None] = UNHEARD.advance,
-) -> int:
+) -> None:
     """Write a tree as a safetensors file, atomically and durably.
 
     Python's numbers become tensors without axes. Text, bytes, None and the containers are noted in the file's metadata,
@@ -336,7 +336,7 @@ def export_safetensors(
                 yield array
                 advance(array.nbytes)
 
-    return write_tensors(
+    write_tensors(
         destination,
         [(tensor_name(leaf.name), _dtype(leaf), leaf.saved.shape or ()) for leaf in arrays],
         {TREE_NOTE: json.dumps(note, separators=(",", ":"))},
@@ -349,8 +349,8 @@ def write_tensors(
     tensors: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]],
     metadata: Mapping[str, str],
     contents: Callable[[], Iterable[NDArray[Any]]],
-) -> int:
-    """Write tensors with these names, dtypes and shapes, in their order; return the size of the file in bytes."""
+) -> None:
+    """Write tensors with these names, dtypes and shapes, in their order."""
     header, lengths = encode_header(tensors, {**_PT, **metadata})
 
     def parts() -> Iterator[NDArray[np.uint8]]:
@@ -363,7 +363,6 @@ def write_tensors(
     size = len(header) + sum(lengths)
     with replacing(destination) as partial:
         partial.write_data(size, [Segment(0, size, parts)])
-    return size
 
 
 def _dtype(leaf: SavedLeaf) -> np.dtype[Any]:

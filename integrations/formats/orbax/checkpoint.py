@@ -121,7 +121,7 @@ class OrbaxCheckpoint(CheckpointSource):
 
 
 def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | None:
-    if CHECKPOINT_FILE not in names and not _is_tree(location, names) and not _holds_items(location):
+    if not _is_checkpoint(location, names):
         return None
     if not is_finished(location, names):
         raise CheckpointNotFoundError(
@@ -136,7 +136,8 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> StepDirecto
 
     Where there are several prefixes, those of the most steps count.
     """
-    named = [(match, location / entry.name) for entry in entries if (match := _named_step(entry))]
+    folders = [entry.name for entry in entries if entry.is_directory]
+    named = [(match, location / name) for name in folders if (match := _STEP.fullmatch(name))]
     are_steps = parallel_map(_is_step, [place for _, place in named], max_concurrency(location))
     found: dict[str, dict[int, Location]] = {}
     for (match, place), is_step in zip(named, are_steps, strict=True):
@@ -160,10 +161,6 @@ def _run_metadata(location: Location) -> Mapping[str, Any] | None:
     return None
 
 
-def _named_step(entry: Entry) -> re.Match[str] | None:
-    return _STEP.fullmatch(entry.name) if entry.is_directory else None
-
-
 def is_finished(location: Location, names: frozenset[str]) -> bool:
     """Whether Orbax finished saving a directory."""
     if any(UNFINISHED in part for part in location.url.split("/")):
@@ -171,6 +168,10 @@ def is_finished(location: Location, names: frozenset[str]) -> bool:
     if not location.url.startswith("gs://"):
         return True
     return COMMITTED in names or (location.parent / COMMITTED).exists()
+
+
+def _is_checkpoint(location: Location, names: frozenset[str]) -> bool:
+    return CHECKPOINT_FILE in names or _is_tree(location, names) or _holds_items(location)
 
 
 def _is_tree(location: Location, names: frozenset[str]) -> bool:
@@ -198,8 +199,7 @@ def _holds_items(location: Location) -> bool:
 
 def _is_step(location: Location) -> bool:
     names = frozenset(entry.name for entry in location.entries())
-    is_one = CHECKPOINT_FILE in names or (names and (_is_tree(location, names) or _holds_items(location)))
-    return bool(is_one) and is_finished(location, names)
+    return bool(names) and _is_checkpoint(location, names) and is_finished(location, names)
 
 
 def _may_be_item(name: str) -> bool:

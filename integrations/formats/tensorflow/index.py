@@ -175,33 +175,23 @@ class BundleEntry:
 
 
 def decode_header(message: bytes) -> BundleHeader:
-    shards, big_endian = 0, 0
-    for number, value in fields(message):
-        if number == 1:
-            shards = signed(value)
-        elif number == 2:
-            big_endian = unsigned(value)
-        elif number == 3:
-            _check_version(content(value))
+    values = dict(fields(message))
+    shards, big_endian = signed(values.get(1, 0)), unsigned(values.get(2, 0))
+    _check_version(content(values.get(3, b"")))
     if shards < 0 or big_endian not in (0, 1):
         raise DamagedCheckpointError(f"its header claims {shards} data files of byte order {big_endian}")
     return BundleHeader(shards, big_endian == 1)
 
 
 def decode_entry(message: bytes, header: BundleHeader) -> BundleEntry:
-    numbers = dict.fromkeys((1, 3, 4, 5, 6), 0)
-    shape: tuple[int, ...] = ()
-    slices = []
-    for number, value in fields(message):
-        if number in numbers:
-            numbers[number] = signed(value)
-        elif number == 2:
-            shape = _shape(content(value))
-        elif number == 7:
-            extents = (_extent(content(inner)) for one, inner in fields(content(value)) if one == 1)
-            slices.append(BundleSlice(tuple(extents)))
-    kind, shard, offset, size, checksum = numbers.values()
-    entry = BundleEntry(kind, shape, shard, offset, size, checksum, tuple(slices))
+    values = dict(fields(message))
+    kind, shard, offset, size, checksum = (signed(values.get(number, 0)) for number in (1, 3, 4, 5, 6))
+    shape = _shape(content(values.get(2, b"")))
+    stored = [content(value) for number, value in fields(message) if number == 7] if 7 in values else []
+    slices = tuple(
+        BundleSlice(tuple(_extent(content(inner)) for number, inner in fields(one) if number == 1)) for one in stored
+    )
+    entry = BundleEntry(kind, shape, shard, offset, size, checksum, slices)
     if not (0 <= shard < max(header.shards, 1) and 0 <= offset <= _LARGEST and 0 <= size <= _LARGEST):
         raise DamagedCheckpointError(f"it claims {size} bytes at offset {offset} of file {shard} of {header.shards}")
     dtype = entry.dtype

@@ -327,13 +327,8 @@ def _leaf(value: Any) -> Any:
         except DamagedCheckpointError:
             return Unreadable(f"the class or function {value}")
         return str(value)  # It is a dtype.
-    return Unreadable(f"an object of {_described(value)}")
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Inert):
-        return str(value.name)
-    return type(value).__name__.lower().lstrip("_")
+    name = str(value.name) if isinstance(value, Inert) else type(value).__name__.lower().lstrip("_")
+    return Unreadable(f"an object of {name}")
 
 
 def export_torch(
@@ -342,7 +337,7 @@ def export_torch(
     *,
     overwrite: bool = False,
     advance: Callable[[int], None] = UNHEARD.advance,
-) -> int:
+) -> None:
     """Write a tree with ``torch.save``, atomically and durably; all of it is in memory meanwhile.
 
     Arrays of every library become tensors, containers become dictionaries, lists and tuples.
@@ -358,7 +353,7 @@ def export_torch(
         buffer = io.BytesIO()
         torch.save(tree, buffer)
         destination.write_bytes(buffer.getvalue())
-        return buffer.tell()
+        return
     with replacing(destination) as partial, os_errors(str(destination), "write"), open(partial, "xb") as file:
         try:
             torch.save(tree, file)
@@ -368,7 +363,6 @@ def export_torch(
             raise
         file.flush()
         os.fsync(file.fileno())
-        return file.tell()
 
 
 class _InBatches(PartialTree):
@@ -388,24 +382,19 @@ class _InBatches(PartialTree):
 
 def _templates(source: TreeSource) -> list[Any]:
     """Return a tensor without memory for every array, and ``...`` for every other leaf."""
-    problems: list[str] = []
-    templates = [_template(leaf, problems) for leaf in source.leaves]
+    templates: list[Any] = []
+    problems = []
+    for leaf in source.leaves:
+        saved = leaf.saved
+        is_array = saved.dtype is not None and saved.kind not in (*_NUMBERS, "str", "bytes", "key", NUMBERS)
+        templates.append(tensor_like(saved) if is_array else ...)
+        if templates[-1] is None:
+            name = saved.details.get("torch_dtype") or np.dtype(saved.dtype).newbyteorder("=").name
+            problems.append(f"{format_path(leaf.name)}: torch cannot store elements of type {name}")
     if problems:
         headline = f"{source.location} cannot be stored in a file of torch; nothing was written:"
         raise UnsupportedLeafError("\n  ".join([headline, *problems]))
     return templates
-
-
-def _template(leaf: SavedLeaf, problems: list[str]) -> Any:
-    saved = leaf.saved
-    if saved.dtype is None or saved.shape is None or saved.kind in (*_NUMBERS, "str", "bytes", "key", NUMBERS):
-        return ...
-    like = tensor_like(saved)
-    if like is None:
-        name = saved.details.get("torch_dtype") or saved.dtype.newbyteorder("=").name
-        problems.append(f"{format_path(leaf.name)}: torch cannot store elements of type {name}")
-        return ...
-    return like
 
 
 def _plain(torch: Any, value: Any) -> Any:
