@@ -39,13 +39,13 @@ from .streams import say
 
 @dataclass(frozen=True)
 class Confirmation:
-    """How a command that deletes is told to go on: by a flag, or by an answer on a terminal."""
+    """How the user confirms a deletion: by a flag, or by an answer on a terminal."""
 
     yes: bool = False
     dry_run: bool = False
 
     def given(self, question: str) -> bool:
-        """Return whether to go on.
+        """Return whether to delete.
 
         Raises:
             OptionError: There is no terminal to ask on, and no flag.
@@ -100,7 +100,7 @@ class ChangedRun:
         here = {entry.step for entry in self.entries}
         try:
             there = list_steps(as_location(self.mirror), self.series)
-        except StorageError:  # which the deletion reports
+        except StorageError:  # The deletion reports the error.
             return None
         return [entry.step for entry in there if entry.step > step and entry.step not in here]
 
@@ -264,12 +264,12 @@ def _delete(
     if anything and confirmation.given(f"Delete {what}?"):
         with run.manager() as manager, progress_of("delete", shown=not as_json) as progress:
             progress.expect(nbytes)
-            for step in reversed(steps):  # the latest first: what is left at any moment is a run as it was before
+            for step in reversed(steps):  # Deleting the latest first leaves a valid run at any moment.
                 manager.delete(step, mirror=in_mirror)
                 deleted.append(step)
                 progress.advance(run.nbytes([step]))
             if after is not None:
-                manager.delete_after(after)  # in the mirror, which may have others
+                manager.delete_after(after)  # The mirror may have other later steps.
             if in_mirror:
                 manager.settle_mirror()
     elif anything and not confirmation.dry_run:

@@ -1,4 +1,4 @@
-"""The entry of a program that ``holdfast supervise`` or ``holdfast drill`` has started: it makes the observer of it.
+"""The observer of a program that ``holdfast supervise`` or ``holdfast drill`` has started.
 
 ``cli/program.py`` names :func:`observer` in the environment of the program, and ``process_observer`` of
 ``engine/observer.py`` calls it in each of its processes.
@@ -25,8 +25,8 @@ from ..engine.observer import DRILL, Observer, Point, Unobserved
 from ..engine.storage import append_line
 
 ENTRY = f"{__name__}:observer"
-SUPERVISOR = "HOLDFAST_SUPERVISOR"  # environment variable: the folder in which a supervisor listens
-STACKS = getattr(signal, "SIGRTMAX", 64) - 5  # signal to a supervised process that asks for the stacks of its threads
+SUPERVISOR = "HOLDFAST_SUPERVISOR"  # environment variable with the folder that a supervisor reads
+STACKS = getattr(signal, "SIGRTMAX", 64) - 5  # signal that makes a supervised process print the stacks of its threads
 BEAT = struct.Struct("=dq")  # a heartbeat: seconds on the system's monotonic clock, and the step; -1 before the first
 
 _logger = logging.getLogger("holdfast")
@@ -62,7 +62,7 @@ class Heartbeat(Observer):
         self._events = folder / EVENTS
         self._step = -1
         if sys.stderr is not None and hasattr(faulthandler, "register"):
-            with contextlib.suppress(OSError, ValueError, RuntimeError):  # such as a stderr without a descriptor
+            with contextlib.suppress(OSError, ValueError, RuntimeError):  # stderr may have no descriptor
                 faulthandler.register(STACKS, all_threads=True)
                 (folder / f"stacks.{os.getpid()}").touch()
 

@@ -83,7 +83,7 @@ def import_(
     such as dir/ckpt-5, or their directory), Keras's .keras and .h5 files, .npz files, and directories of RLlib.
     Nothing in them is ever executed.
     """
-    configure_logging("error")  # leaves that are left out are printed below
+    configure_logging("error")  # This command prints the leaves that it leaves out.
     place = checkpoints_at(source)
     if is_ours(place):
         raise OptionError(f"{source} is holdfast's own; holdfast cp copies it")

@@ -1,4 +1,4 @@
-"""A demonstration: a run is preempted half-way, goes on, and ends where an uninterrupted run ends, bit for bit.
+"""A demonstration: a run is preempted half-way, resumes, and ends where an uninterrupted run ends, bit for bit.
 
 ``python -m holdfast.cli.demo [DIR]`` leaves its files in DIR; without it, they are removed.
 """
@@ -67,7 +67,7 @@ def _demonstrate(directory: str) -> int:
 def _holdfast(arguments: Sequence[str], *, preempt: bool = False) -> int:
     """Run the command, repeat its output, and send SIGTERM half-way if asked to."""
     say(f"$ holdfast {shlex.join(arguments)}", flush=True)
-    # The command of this installation, not of the search path.
+    # sys.executable runs the command of this installation; the search path may have another one.
     process = subprocess.Popen(
         [sys.executable, "-m", "holdfast.cli.main", *arguments],
         stdout=subprocess.PIPE,

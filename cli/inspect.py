@@ -73,7 +73,7 @@ def ls(directory: Directory, as_json: AsJson = False) -> int:
 
 
 def _sizes(item: dict[str, Any], *, shares: bool) -> list[str]:
-    """Return the size of a step, and, where steps share files, of what it alone has."""
+    """Return the size of a step and, where steps share files, the size of its own files."""
     if item["damage"] is not None and item["time"] is None:
         return ["-"] * (1 + shares)
     own = [format_size(item["bytes"] - item["shared_bytes"])] if shares else []
@@ -81,7 +81,7 @@ def _sizes(item: dict[str, Any], *, shares: bool) -> list[str]:
 
 
 def _run(location: Location) -> dict[str, Any]:
-    """Describe a run by its checkpoints, of which the one that was saved last is shown."""
+    """Return a run as JSON: its checkpoints in numbers, and the one that was saved last."""
     inside = location / INSIDE_A_RUN
     found = _checkpoints(inside if is_ours(inside) and not is_one_checkpoint(location) else location)
     checkpoints = [shown(item) for item in found]
@@ -147,7 +147,7 @@ def _checkpoints(location: Location) -> list[CheckpointSummary]:
 
 
 def describe_one(location: Location) -> CheckpointSummary:
-    """Describe one checkpoint: as a step of its directory, or alone if it is none; then its step may be -1: unknown."""
+    """Describe one checkpoint, as a step of its directory if it is one; otherwise its step may be -1 (unknown)."""
     for item in list_checkpoints(location.parent):
         if item.path == str(location):
             return replace(item, added_bytes=item.bytes)
@@ -241,7 +241,7 @@ def show(
 
 
 def _numbers(one: LeafStatistics | None) -> dict[str, Any] | None:
-    """Return what statistics say of a leaf, for programs."""
+    """Return the statistics of a leaf as JSON."""
     return None if one is None else {key: value for key, value in asdict(one).items() if key not in ("item", "path")}
 
 

@@ -1,4 +1,4 @@
-"""Where the log lines of a command go: to standard output, warnings and errors to standard error."""
+"""Log lines of a command: to standard output, and warnings and errors to standard error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .streams import say, visible
 
 
 class _Lines(logging.Handler):
-    """Writes to the current streams, and around a progress bar."""
+    """Writes to the current streams without breaking a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -33,7 +33,7 @@ class _Format(logging.Formatter):
 
 
 def configure_logging(level: str) -> None:
-    """Show what holdfast logs from a level on: debug, info, warning or error."""
+    """Show log messages of holdfast from a level on: debug, info, warning or error."""
     logger = logging.getLogger("holdfast")
     for handler in [handler for handler in logger.handlers if isinstance(handler, _Lines)]:
         logger.removeHandler(handler)

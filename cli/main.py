@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with its arguments, by default those of the process, and return the exit status."""
     open_closed_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    own = arguments.index("--") if "--" in arguments else len(arguments)  # what follows belongs to another program
+    own = arguments.index("--") if "--" in arguments else len(arguments)  # later arguments belong to another program
     with_traceback, as_json = (flag in arguments[:own] for flag in (_TRACEBACK, _JSON))
     arguments = [argument for argument in arguments[:own] if argument != _TRACEBACK] + arguments[own:]
     try:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except (Exception, KeyboardInterrupt) as error:
-        # Extension modules turn Ctrl-C into an ImportError.
+        # Extension modules that are being imported turn Ctrl-C into an ImportError.
         problem = error.__cause__ if isinstance(error.__cause__, KeyboardInterrupt) else error
         if with_traceback and problem is error:
             traceback.print_exception(error)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _explained(error: BaseException) -> tuple[str, int]:
-    """Return what to say of an error, and the exit status."""
+    """Return the message for an error, and the exit status."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
     if isinstance(error, _USAGE_ERRORS):

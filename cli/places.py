@@ -8,7 +8,7 @@ from ..engine.sources import is_foreign, is_ours
 from ..engine.storage import Location, as_location
 
 INSIDE_A_RUN = "checkpoints"
-_LOOKED_AT = 100  # folders that are searched below a directory without checkpoints
+_LOOKED_AT = 100  # the most folders to search below a directory without checkpoints
 
 
 def checkpoints_at(place: str) -> Location:
@@ -42,8 +42,8 @@ def is_one_checkpoint(location: Location) -> bool:
 
 
 def runs_below(location: Location) -> list[str]:
-    """Return the names of the folders in a directory that hold checkpoints of ours; of the first hundred folders."""
-    if not location.is_local or is_ours(location):  # elsewhere, looking around takes long
+    """Return the names of the folders, among the first hundred of a directory, that hold holdfast checkpoints."""
+    if not location.is_local or is_ours(location):  # Listing the folders of an object store takes long.
         return []
     try:
         folders = [entry.name for entry in location.entries() if entry.is_directory][:_LOOKED_AT]

@@ -27,7 +27,7 @@ from .child import BEAT, ENTRY, STACKS, SUPERVISOR
 FORWARDED = tuple(
     getattr(signal, name)
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)  # not all systems have all of them
+    if hasattr(signal, name)  # Some systems lack some of them.
 )
 _TICK = 0.25  # seconds between two looks at the child's events and heartbeats
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # options of prctl(2)
@@ -37,7 +37,7 @@ class Signals:
     """The signals that this process forwards, from entering to leaving the context; sleeping ends when one arrives."""
 
     def __init__(self) -> None:
-        self.received: list[int] = []  # in the order of arrival; the caller removes what it has dealt with
+        self.received: list[int] = []  # in the order of arrival; the caller removes those that it has handled
         self._previous: dict[int, Any] = {}
         self._sockets = socket.socketpair()
 
@@ -70,7 +70,7 @@ class Signals:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Handle a signal only in order to be woken by it."""
+    """Do nothing: the signal only has to interrupt a sleep."""
 
 
 class Program:
@@ -84,7 +84,7 @@ class Program:
         command: The program and its arguments.
         folder: Where the program leaves its events and heartbeats; a new one for every start.
         signals: The signals to forward, already caught.
-        environment: Variables for the program beside those of this process.
+        environment: Variables for the program in addition to those of this process.
         output: A file that takes what the program prints; None leaves that to the terminal.
 
     Raises:
@@ -102,25 +102,26 @@ class Program:
         self._folder = folder
         self._signals = signals
         self._offset = 0
-        self._others = {*_children(os.getpid())}  # of this process, which are not the program's
+        self._others = {*_children(os.getpid())}  # children of this process that the program did not start
         self.began = time.monotonic()
         self.forwarded: list[int] = []
         _prctl(_SUBREAPER, 1)
         parent = os.getpid()
 
-        def die_with_parent() -> None:  # this process has one thread, so that it may run code after a fork
+        def die_with_parent() -> None:  # This process has one thread, so it may run Python code after a fork.
             _prctl(_DEATH_SIGNAL, signal.SIGTERM)
             if os.getppid() != parent:
                 os._exit(128 + signal.SIGTERM)
 
-        with contextlib.suppress(OSError):  # where nobody reads it any more
+        with contextlib.suppress(OSError):  # The reader of the stream may have gone.
             sys.stdout.flush()
             sys.stderr.flush()
         observed = {OBSERVER: ENTRY, SUPERVISOR: str(folder)}
+        # The program is in the background, where it must not read from a terminal.
         self._process = subprocess.Popen(
             command,
             env={**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {}), **observed},
-            stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,  # not of this group
+            stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
             stdout=output,
             stderr=output,
             process_group=0,
@@ -158,11 +159,11 @@ class Program:
         return status
 
     def send(self, number: int) -> None:
-        """Send a signal to the command itself, which passes it on to what it has started if that is its way."""
+        """Send a signal to the command itself, which may pass it on to its children."""
         self._process.send_signal(number)
 
     def last_sign(self) -> tuple[float, int]:
-        """Return when the program last showed that it makes progress (monotonic clock), and its step; -1 for none."""
+        """Return the time of the last sign of progress (monotonic clock), and the step; -1 for none."""
         beats = []
         for path in self._folder.glob("heartbeat.*"):
             content = path.read_bytes()
@@ -185,7 +186,7 @@ class Program:
             status = self.wait(lambda: False, between if asked else 0.0)
             if status is not None:
                 return status
-        if not asked:  # faulthandler prints the stacks, and the process ends
+        if not asked:  # On SIGABRT, faulthandler prints the stacks and ends the process.
             self.send(signal.SIGABRT)
             self.wait(lambda: False, 1.0)
         return self.end(grace)
@@ -205,7 +206,7 @@ class Program:
         return status
 
     def sweep(self, grace: float) -> list[int]:
-        """End what the program has left running, so that the next start finds the devices and the directory free."""
+        """End processes that the program left running, so that they do not hold devices and directories."""
         left = [pid for pid in _children(os.getpid()) if pid not in self._others and pid != self.pid]
         for number, limit in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
             for pid in left:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _QUIET = 1.0  # seconds; shorter work shows nothing
 _BETWEEN_LINES = 30.0  # seconds
-_WITH_BAR = 72  # columns of a terminal in which a bar has room beside the numbers
+_WITH_BAR = 72  # columns; narrower terminals show the numbers without a bar
 _BETWEEN_FRAMES = 0.1  # seconds
 
 
@@ -46,7 +46,7 @@ class Meter:
             self._done += nbytes
 
     def tick(self) -> None:
-        """Show how far the call is, if it is time to."""
+        """Show the progress if it is due."""
         now = self._clock()
         if self._is_terminal and now - self._began >= _QUIET:
             self._draw()
@@ -73,13 +73,13 @@ class Meter:
             )
             self._bar = progress.Progress(
                 progress.TextColumn("{task.description}", markup=False),
-                *([progress.BarColumn(None)] if console.width >= _WITH_BAR else []),  # as wide as there is room
+                *([progress.BarColumn(None)] if console.width >= _WITH_BAR else []),  # takes the rest of the line
                 *numbers,
                 console=console,
                 expand=True,
                 auto_refresh=False,
                 transient=True,
-                redirect_stdout=False,  # it may be a file
+                redirect_stdout=False,  # Standard output may be a file.
                 get_time=self._clock,
             )
             self._bar.add_task(self._what, total=None)
@@ -98,7 +98,7 @@ class Meter:
 
 @contextlib.contextmanager
 def progress_of(what: str, *, shown: bool = True) -> Iterator[Meter]:
-    """Show how far a call is that the meter is passed to; ``what`` names it, such as ``copy``."""
+    """Show the progress of a call that gets the meter; ``what`` names the call, such as ``copy``."""
     meter = Meter(what)
     if not shown:
         yield meter

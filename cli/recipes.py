@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def bundled_names(incomplete: str) -> list[str]:
-    """Return the bundled configurations whose names begin with a text; the shell completes files by itself."""
+    """Return the bundled configurations whose names begin with a text; the shell completes file names."""
     from ..recipes.configuration import bundled_configs
 
     return [name for name in bundled_configs() if name.startswith(incomplete)]
@@ -62,7 +62,7 @@ def run(
     if print_config and as_json:
         print_json({"runs": [one.resolved() for one in runs.values()]})
     elif print_config:
-        print("---\n".join(one.yaml() for one in runs.values()), end="")  # YAML escapes what is not shown
+        print("---\n".join(one.yaml() for one in runs.values()), end="")  # YAML escapes unprintable characters itself.
     elif dry_run:
         plans = [_plan(one) for one in runs.values()]
         if as_json:
@@ -103,7 +103,7 @@ def _runs(config: str, overrides: Sequence[str]) -> dict[str, Configuration]:
     from ..recipes.runner import places_of
 
     runs: dict[str, Configuration] = {}
-    problems: dict[Problem, None] = {}  # of all runs, each once
+    problems: dict[Problem, None] = {}  # of all runs, without duplicates
     for name, arguments in expand_sweep(overrides):
         try:
             one = load_configuration(config, arguments)

@@ -13,12 +13,12 @@ from ..engine.manager import finite
 from .streams import one_line, say, visible
 
 _WRAPPED = 1000  # rows of the longest table that is fitted: rich takes half a millisecond a row
-_FOLDED = 20  # columns that a folded cell has at least
+_FOLDED = 20  # the least width of a folded cell, in columns
 _SPANS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Print a table: made to fit a terminal, and as wide as it needs to be anywhere else, or where it is long."""
+    """Print a table: fitted to a terminal, but as wide as necessary elsewhere or if it has many rows."""
     rows = [[visible(cell) for cell in row] for row in rows]
     if sys.stdout.isatty() and len(rows) <= _WRAPPED:
         _print_fitted(columns, rows, right)
@@ -55,11 +55,11 @@ def _print_fitted(columns: Sequence[str], rows: Sequence[Sequence[str]], right: 
         side: Literal["left", "right"] = "right" if column in right else "left"
         table.add_column(column, justify=side, no_wrap=column in right, overflow="fold")
     for row in rows:
-        # Text objects, as the markup of plain strings would eat square brackets.
+        # rich would interpret square brackets in plain strings as markup.
         table.add_row(*(Text(cell) for cell in row))
     with console.capture() as capture:
         console.print(table)
-    print("\n".join(line.rstrip() for line in capture.get().splitlines()))  # cells are plain already
+    print("\n".join(line.rstrip() for line in capture.get().splitlines()))  # The cells are escaped already.
 
 
 def _print_stacked(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> None:
@@ -121,7 +121,7 @@ def age(seconds: float) -> str:
 
 
 def time_left(seconds: float) -> str:
-    """Return a span of time for people, as long as it may still be.
+    """Return the rest of a time for people, rounded up.
 
     >>> time_left(7300), time_left(61.5), time_left(0.2)
     ('2 h 2 min', '1 min 2 s', '1 s')

@@ -1,4 +1,4 @@
-"""The standard streams of a command that outlives those who read them: closed ones, and those whose reader has gone."""
+"""Standard streams: safe text, streams that are closed, and streams whose reader has gone."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TextIO
 
 from ..engine.storage import without_secrets
 
-# What acts on a terminal instead of being shown: controls, marks that reorder text, and other ends of lines.
+# Characters that act on a terminal: controls, marks that reorder text, and other line separators.
 _ACTING = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
-_LONGEST_WAIT = 5.0  # seconds for a reader that does not read
+_LONGEST_WAIT = 5.0  # seconds to wait for a reader that does not read
 _NAMES = {0: "stdin", 1: "stdout", 2: "stderr"}
 
 
 def visible(text: object) -> str:
-    r"""Return a text as it can be printed: what would act on a terminal is escaped, and passwords in addresses hidden.
+    r"""Return printable text: characters that act on a terminal are escaped, and passwords in addresses hidden.
 
     >>> visible("a\x1b[31m b"), visible("s3://user:word@host/x")
     ('a\\x1b[31m b', 's3://***@host/x')
@@ -26,28 +26,28 @@ def visible(text: object) -> str:
 
 
 def one_line(name: object) -> str:
-    """Return a name that a file or a program has given, such as that of a leaf or a metric, as a part of a line."""
+    """Return a name from a file or a program, such as that of a leaf or a metric, for use within a line."""
     return visible(name).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def say(*texts: object, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
-    """Print; everything that the commands print for people goes through here."""
+    """Print printable text; the commands print everything for people with this function."""
     print(*map(visible, texts), end=end, file=file, flush=flush)
 
 
 def open_closed_streams() -> None:
-    """Open ``/dev/null`` in place of closed streams: else the next file gets their number, and what is printed."""
+    """Open ``/dev/null`` in place of closed streams, or the next file would get their output."""
     for number, name in _NAMES.items():
         try:
             os.fstat(number)
         except OSError:
             _redirect(number)
-        if getattr(sys, name) is None:  # as Python leaves it where the stream was closed at its start
-            setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 # as long as the process
+        if getattr(sys, name) is None:  # Python sets a stream to None if its descriptor was closed at startup.
+            setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 # stays open as long as the process
 
 
 def silence_lost_streams() -> list[str]:
-    """Redirect output whose reader has gone to ``/dev/null``, as programs die of it; return the streams' names."""
+    """Redirect streams without a reader to ``/dev/null``, as writing to them kills programs; return their names."""
     poll = select.poll()
     for number in (1, 2):
         poll.register(number, 0)
@@ -58,7 +58,7 @@ def silence_lost_streams() -> list[str]:
 
 
 def write_error(text: str) -> None:
-    """Write to standard error, at once or not at all: the reader may have gone, or may not read any more."""
+    """Write to standard error, but give up if the reader has gone or does not read."""
     data = visible(text).encode(errors="backslashreplace")
     poll = select.poll()
     poll.register(2, select.POLLOUT)

@@ -35,8 +35,8 @@ from .streams import silence_lost_streams, write_error
 
 _BETWEEN_STACKS = 5.0  # seconds at most
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-STALLED = 3  # restarts in a row without a new checkpoint, after which the supervisor gives up
-EARLY = 60.0  # seconds; as many starts in a row that end sooner, before their run begins, are enough, too
+STALLED = 3  # The supervisor gives up after so many restarts in a row without a new checkpoint.
+EARLY = 60.0  # seconds; it also gives up after STALLED starts in a row that end sooner, before their run begins
 
 Kind = Literal["finished", "preempted", "crashed", "hung", "misused"]
 
@@ -44,15 +44,15 @@ _PREEMPTED = (PREEMPTED, 128 + signal.SIGTERM, -signal.SIGTERM)
 _ENDS = ("preempted", "finished", "failed")
 
 
-# ---- what a start of the program has come to, and what follows from it: pure functions
+# ---- how a start of the program ended, and what to do next: pure functions
 
 
 @dataclass(slots=True)
 class RunRecord:
-    """What the runs of one start of the program have reported: the last word of each, and their newest steps."""
+    """The last state that each run of one start of the program has reported, and the newest steps."""
 
     states: dict[tuple[str, int], str] = field(default_factory=dict)  # by directory and process
-    newest: dict[str, int] = field(default_factory=dict)  # when the run took its directory; -1 for no step
+    newest: dict[str, int] = field(default_factory=dict)  # when the run acquired its directory; -1 for no step
     runs: dict[str, str] = field(
         default_factory=dict
     )  # the last token by directory, where process 0 is of this program
@@ -167,7 +167,7 @@ class Verdict:
 
     action: Literal["end", "restart"]
     why: str
-    status: int = 0  # to end with
+    status: int = 0  # the exit status, if the action is "end"
     pause: float = 0.0  # seconds to wait before the restart
 
 
@@ -176,7 +176,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What to look at while the program runs, in seconds."""
+    """The timeouts while the program runs, in seconds."""
 
     hang: float | None = None  # the longest time between two signs of progress, after the first step
     start: float = 3600.0  # the longest time until the first step, which compiles
@@ -184,11 +184,11 @@ class Watch:
 
 
 class _Log:
-    """One line for each event: on standard error, in words on a terminal, and as JSON in a file."""
+    """Writes a line for each event: to standard error, in words on a terminal, and to a file as JSON."""
 
     def __init__(self, path: Path | None, *, as_json: bool) -> None:
         self._path = path
-        self._pipe: int | None = None  # the file, if it is a FIFO, whose reader takes its closing for the end
+        self._pipe: int | None = None  # a FIFO stays open, because its reader takes closing for the end
         self._has_failed = False
         self._in_words = not as_json and os.isatty(2)
 
@@ -196,7 +196,7 @@ class _Log:
         now = time.time()
         line = json.dumps({"event": event, "time": round(now, 3), **facts})
         said = f"{time.strftime('%H:%M:%S', time.localtime(now))} {in_words(event, facts)}" if self._in_words else line
-        write_error(f"{said}\n")  # one write, between the lines of the program
+        write_error(f"{said}\n")  # One write does not mix with the lines of the program.
         if self._path is None:
             return
         try:
@@ -209,7 +209,7 @@ class _Log:
 
     def _append(self, path: Path, line: bytes) -> None:
         descriptor, self._pipe = self._pipe, None
-        if descriptor is None:  # without waiting for somebody to read a FIFO
+        if descriptor is None:  # O_NONBLOCK: opening a FIFO without a reader fails instead of waiting
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
             descriptor = os.open(path, flags, 0o666)
         try:
@@ -319,7 +319,7 @@ def _start(
     number: int,
     newest: dict[str, int],
 ) -> Start:
-    if lost := silence_lost_streams():  # or the program dies of the first line that it prints
+    if lost := silence_lost_streams():  # The program would die of the first line that it prints.
         log("output_lost", streams=lost)
     try:
         program = Program(command, folder, signals, _environment(watch))
@@ -338,7 +338,7 @@ def _start(
         return watch.hang is not None and _overdue(program, watch) is not None
 
     returncode = program.wait(look)
-    hung = returncode is None and not record.has_failed  # what waits for a process that has failed does not hang
+    hung = returncode is None and not record.has_failed  # Processes that wait for a failed one do not hang.
     why = None
     if returncode is None:
         why = _overdue(program, watch)
@@ -362,12 +362,12 @@ def _start(
 
 
 def _environment(watch: Watch) -> dict[str, str]:
-    """Return variables for launchers: torchrun gives its workers 30 seconds after a signal, or what it is told."""
+    """Return variables for launchers: torchrun gives its workers 30 seconds after a signal by default."""
     return {} if _SHUTDOWN in os.environ else {_SHUTDOWN: str(math.ceil(watch.grace))}
 
 
 def _tell_runs(record: RunRecord, **facts: Any) -> None:
-    """Write into the events of the runs how their program has ended, which a program that is killed cannot."""
+    """Append to the events of the runs how their program has ended; a killed program cannot do that itself."""
     for place, run in record.runs.items():
         location = as_location(place)
         if location.is_local:
@@ -408,7 +408,7 @@ def _progress(newest: dict[str, int]) -> bool | None:
 
 
 class SlowSaves:
-    """Warns of saves that take longer than a preempted process has; several in a row are reported once."""
+    """Warns of saves that take longer than the grace; several in a row are reported once."""
 
     def __init__(self, grace: float, log: Callable[..., None]) -> None:
         self._grace = grace

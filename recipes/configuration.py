@@ -23,7 +23,7 @@ from .schema import Config, fields_of, is_section
 from .yaml_reader import Document, compose, merged, read_yaml
 
 _PACKAGE = f"{__package__.rpartition('.')[0]}.configs"
-_MOST_FILES = 200  # that ``defaults`` lead to
+_MOST_FILES = 200  # the most files that ``defaults`` may lead to
 _EXPECTED = {
     "bool_type": "true or false",
     "dataclass_type": "a section with keys",
@@ -84,7 +84,7 @@ def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuratio
     _override(document, arguments)
     recipe = _recipe(document)
     try:
-        # JSON, where a list may stand for a tuple, and a text for a path, and nothing else is converted.
+        # In JSON mode, pydantic takes a list for a tuple and text for a path, and converts nothing else.
         config = recipe.schema.model_validate_json(json.dumps(document.root))
         wrong = list(config.conflicts())
     except ValidationError as error:
@@ -98,7 +98,7 @@ def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuratio
 
 
 class _TooManyFilesError(ConfigError):
-    """Files that ``defaults`` name again and again name each other."""
+    """The files that ``defaults`` names lead to too many files."""
 
 
 def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Document:
@@ -204,7 +204,7 @@ def _items(text: str) -> list[str]:
     try:
         items = compose(f"[{text}]").value
     except (YAMLError, RecursionError):
-        return [text]  # whoever reads it reports the mistake
+        return [text]  # The reader of the argument reports the mistake.
     return [text[item.start_mark.index - 1 : item.end_mark.index - 1] for item in items] if len(items) > 1 else [text]
 
 

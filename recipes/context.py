@@ -12,7 +12,7 @@ from .schema import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """What a program is given beside its configuration.
+    """What a program gets in addition to its configuration.
 
     Attributes:
         config: The checked configuration, with the keys that all recipes have, such as ``train.steps`` and ``seed``.
@@ -37,7 +37,7 @@ class RunContext:
 class Outcome:
     """How a run ended: the steps done when it began, the steps done now, and whether it was preempted.
 
-    A preempted run has saved, and goes on when it is run again.
+    A preempted run has saved, and resumes when it is run again.
     """
 
     start: int

@@ -23,7 +23,7 @@ from .progress import Progress
 from .schema import LightningDigits, Schedule, TrainSection
 
 Batch = tuple[Tensor, Tensor]
-# Lightning is published as two packages of the same code, and the one imported last speaks for both.
+# Lightning is published as two packages of the same code; both log under the names of the one imported last.
 TALKATIVE = ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
 
 
@@ -139,7 +139,7 @@ def quiet() -> Iterator[None]:
 def run(config: LightningDigits, context: RunContext) -> Outcome:
     """Train from the newest checkpoint, or from the beginning."""
     total = config.train.steps
-    # A model as small as this gains nothing from more, and a single thread adds up in the same order everywhere.
+    # Such a small model gains nothing from more threads, and one thread sums in the same order on every machine.
     torch.set_num_threads(1)
     seed_everything(config.seed, verbose=False)
     training, validation = split_digits(config.data.validation_fraction, config.seed)

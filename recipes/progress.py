@@ -30,7 +30,7 @@ class Progress:
         shown = sys.stdout.isatty() and sys.stderr.isatty() if bar is None else bar
         self._bar: Any = None
         if shown and start < total:
-            # tqdm's own lock is shared between processes, and its semaphore is left behind when a run is killed.
+            # tqdm's default lock is a semaphore shared between processes, which leaks when a run is killed.
             tqdm.set_lock(threading.RLock())
             self._bar = tqdm(initial=start, total=total, unit=" steps", dynamic_ncols=True, leave=True)
 

@@ -106,7 +106,7 @@ RECIPES = {
     )
 }
 
-ENTRY_POINTS = "holdfast.recipes"  # the group in which installed packages declare recipes
+ENTRY_POINTS = "holdfast.recipes"  # group of the entry points with which packages declare recipes
 
 
 class RecipeError(HoldfastError):
@@ -163,12 +163,12 @@ def _recipe(name: str, target: str) -> Recipe:
 
 
 class _NoSource(schema.Config):
-    # Without it, pydantic looks for docstrings of attributes in every function that is running.
+    # With use_attribute_docstrings, pydantic would search the source of every running function.
     model_config = ConfigDict(use_attribute_docstrings=False)
 
 
 def _with_fields(kind: Any) -> type[schema.Config]:
-    """Return the model of a configuration with the fields of a dataclass beside the keys that all recipes have."""
+    """Return the model of a configuration: the keys that all recipes have, and the fields of a dataclass."""
     found: dict[str, Any] = {}
     described = schema.fields_of(kind)
     for one in fields(kind):

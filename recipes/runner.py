@@ -43,7 +43,7 @@ def run(configuration: Configuration) -> Outcome:
         run_dir = Path(stand_in)
     logger.info("%s: %d steps of %s in %s", config.name, config.train.steps, configuration.recipe.name, run_dir)
     with PreemptionSignal(config.checkpoint.options().preemption_signals()) as preemption:
-        # Until the program handles preemptions itself, there is nothing to save.
+        # There is nothing to save until the program handles preemptions itself.
         newest = _check_checkpoints(configuration, checkpoints)
         if newest >= config.train.steps:
             logger.info("nothing to do: step %d is saved in %s; raise train.steps to train on", newest, checkpoints)
@@ -79,7 +79,7 @@ def places_of(configuration: Configuration) -> tuple[Path, str]:
 
 
 def first_step(configuration: Configuration) -> int:
-    """Return the step that a run would go on from, 0 without a checkpoint; writes nothing.
+    """Return the step that a run would resume from, 0 without a checkpoint; writes nothing.
 
     Raises:
         HoldfastError: The run would be refused; see :func:`run`.
@@ -91,13 +91,13 @@ def first_step(configuration: Configuration) -> int:
 
 
 def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch: bool = True) -> int:
-    """Return the newest step, 0 without any, if the run may go on from it; ``fetch`` takes newer ones of the mirror."""
+    """Return the newest step, or 0, if the run may resume from it; ``fetch`` gets newer ones from the mirror."""
     section = configuration.config.checkpoint.options()
     options = section.manager_options()
     if not fetch:
         options = replace(options, mirror=None)
     if options.mirror is not None:
-        CheckpointManager(checkpoints, options=options).close()  # fetches what is newer there
+        CheckpointManager(checkpoints, options=options).close()  # opening it fetches newer steps
     with CheckpointManager(checkpoints, options=replace(options, read_only=True)) as manager:
         newest = manager.latest_step()
         try:
@@ -119,7 +119,7 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch:
     if newest is None:
         if section.init_from is not None:
             try:
-                open_checkpoint(_weights_at(section.init_from))  # before anything is written
+                open_checkpoint(_weights_at(section.init_from))  # fails before anything is written
             except CheckpointNotFoundError as error:
                 raise CheckpointNotFoundError(f"checkpoint.init_from: {error}") from error
         return 0
@@ -192,7 +192,7 @@ def _report(outcome: Outcome, total: int, seconds: float, checkpoints: str) -> N
     logger.info(text, done, seconds, outcome.step, total, checkpoints)
 
 
-# ---- whether a run still is the run that its checkpoints are from
+# ---- whether the configuration still matches that of the checkpoints
 
 _MISSING = object()
 
@@ -217,7 +217,7 @@ class Difference:
         return f"{self.key}: {self.before} (checkpoints), {self.now} (now)"
 
     def allowed(self, keys: Sequence[str]) -> bool:
-        """Return whether the run may go on: the key does not identify it, or one of ``keys`` allows the change."""
+        """Return whether the run may resume: the key does not identify it, or one of ``keys`` allows the change."""
         return not self.identity or any(self.key == key or self.key.startswith(f"{key}.") for key in keys)
 
 

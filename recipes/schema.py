@@ -200,7 +200,7 @@ class Config(Section):
             else:
                 self.checkpoint.options()
         except (OptionError, InvalidLocationError) as error:
-            option = re.split(r"\W", str(error), maxsplit=1)[0]  # an error of the options begins with the name of one
+            option = re.split(r"\W", str(error), maxsplit=1)[0]  # errors begin with the name of the option
             hint = f"; here the metrics are {metrics}" if metrics and "needs best_fn" in str(error) else ""
             yield ("checkpoint", option), f"{error}{hint}"
         known = list(self.identity_keys())
@@ -355,7 +355,7 @@ class SelfPlayOptimizer(Section):
 
 
 class SelfPlaySwap(Section):
-    """Takes a policy from another checkpoint while training goes on."""
+    """Takes a policy from another checkpoint during training."""
 
     policy: Literal["p0", "p1"] = "p1"
     """The policy that gets other weights; its optimizer and everything else stay as they are."""
@@ -380,7 +380,7 @@ class SelfPlay(Config):
     optimizer: SelfPlayOptimizer = Field(default_factory=SelfPlayOptimizer)
     """Adam, one for each policy."""
     swap: SelfPlaySwap = Field(default_factory=SelfPlaySwap)
-    """Whether a policy is taken from another checkpoint while training goes on."""
+    """Whether a policy is taken from another checkpoint during training."""
 
     def conflicts(self) -> Iterator[tuple[KeyPath, str]]:
         yield from super().conflicts()

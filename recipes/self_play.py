@@ -41,7 +41,7 @@ Player = Callable[[Boards, Numbers], Numbers]
 """Chooses a column, int64[k], for each of k boards, which belong to the games with these numbers, int64[k]."""
 
 
-@allow  # checkpoints may name it, as an argument of constructors
+@allow  # Checkpoints may name this class as a constructor argument.
 @dataclass(frozen=True)
 class Rules:
     """Stones fall into columns; who first has `connect` of them in a line, in any of four directions, wins."""
@@ -107,7 +107,7 @@ class Policy(Checkpointable, nn.Module):
             self.body = nn.Sequential(*(layer for pair in layers for layer in pair))
             self.logits = nn.Linear(widths[-1], columns)
             self.value = nn.Linear(widths[-1], 1)
-        with torch.no_grad():  # the first games are played at random
+        with torch.no_grad():  # Small logits make the first games random.
             self.logits.weight.mul_(0.01)
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,7 +158,7 @@ class Choice(Checkpointable):
     def __call__(self, logits: Floats, legal: Bools) -> tuple[Numbers, Bools]:
         """Return the columns, int64[n], and which of them are drawn at random, bool[n]."""
         random = self.generator.random(len(logits)) < self.explore
-        noise = self.generator.gumbel(size=logits.shape)  # the largest is then a draw from the softmax
+        noise = self.generator.gumbel(size=logits.shape)  # The largest sum is a draw from the softmax (Gumbel trick).
         return best_columns(np.where(random[:, None], 0, logits) + noise, legal), random
 
 
@@ -236,7 +236,7 @@ class Runner(Checkpointable):
 class Learner(Checkpointable):
     """Improves policies from their games: an advantage actor-critic on whole games (Mnih et al., 2016, section 4)."""
 
-    __untracked__ = ("learning_rate", "entropy")  # the constructor's count, not those of a checkpoint
+    __untracked__ = ("learning_rate", "entropy")  # The values of the constructor apply, not those of a checkpoint.
 
     def __init__(self, policies: dict[str, Policy], learning_rate: float, entropy: float) -> None:
         self.learning_rate = learning_rate
@@ -259,7 +259,7 @@ class Learner(Checkpointable):
         for group in optimizer.param_groups:
             group["lr"] = self.learning_rate
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without types
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         optimizer.step()
         return float(loss.detach())
 
@@ -337,13 +337,13 @@ def win_rate(policy: Policy, observation: Observation, games: int, seed: Sequenc
 
 def run(config: SelfPlay, context: RunContext) -> Outcome:
     """Train from the newest checkpoint, or from the beginning."""
-    torch.set_num_threads(1)  # networks as small as these gain nothing from more
+    torch.set_num_threads(1)  # Such small networks gain nothing from more threads.
     total, interval = config.train.steps, config.train.eval_interval_steps
     trainer, stopped = new_trainer(config), False
     with CheckpointCallback(context.checkpoints, **context.callback_arguments) as checkpoints:
         _, start = checkpoints.restore_or_initialize(trainer)
         if start <= config.swap.at_step:
-            swap(new_trainer(config), config.swap)  # a mistake in it shows now, not in an hour
+            swap(new_trainer(config), config.swap)  # A mistake in the section fails now instead of in an hour.
         with context.progress(start, total) as progress:
             while trainer.step < total and not stopped:
                 if trainer.step == config.swap.at_step and swap(trainer, config.swap):

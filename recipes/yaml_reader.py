@@ -22,8 +22,8 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from .problems import ConfigError, KeyPath, Problem, SourceLine, dotted, found
 
-_DEEPEST = 100  # lists and sections in each other
-_MOST = 100_000  # values of a document, an alias counted as what it stands for
+_DEEPEST = 100  # the deepest nesting of lists and sections
+_MOST = 100_000  # the most values of a document, with aliases expanded
 _TAG = "tag:yaml.org,2002:"
 _ENVIRONMENT = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)(?:,([^}]*))?\}")
 _TEXT_TAGS = {f"{_TAG}{name}" for name in ("str", "timestamp", "value", "merge")}
@@ -115,7 +115,7 @@ def read_yaml(text: str, source: str, *, one_place: bool = False) -> Document:
             document.root = _Reader(document, line).value(root, (), place)
     except RecursionError as error:
         document.report(line(*error.args), (), f"lists and sections lie in each other more than {_DEEPEST} deep")
-    except OverflowError:  # by aliases of aliases, most likely
+    except OverflowError:  # most likely because of aliases of aliases
         document.problems.clear()
         document.report(place, (), f"this has more than {_MOST} values, those of aliases included")
     except MarkedYAMLError as error:

@@ -8,6 +8,7 @@ tell whether the program is deterministic. Every start of the program carries ou
 from __future__ import annotations
 
 import bisect
+import contextlib
 import fnmatch
 import json
 import os
@@ -41,8 +42,8 @@ from .interruptions import KINDS, DrillOptions, Interruption, choose, named_kind
 from .plan import RUNS, TRACES, DrillPlan
 from .redirects import CLAIMS
 
-_DENSE = 2 << 30  # bytes of checkpoints up to which every step is saved
-_TAIL = 15  # lines of the program that are shown when it fails
+_DENSE = 2 << 30  # Every step is saved as long as the checkpoints take no more bytes than this.
+_TAIL = 15  # lines of the program's output that an error shows
 _FRESH = "from the beginning"
 
 
@@ -57,9 +58,9 @@ class Start:
     name: str
     interruption: Interruption | None
     returncode: int = 0
-    state: str | None = None  # the last word of its runs: preempted, finished, failed
+    state: str | None = None  # the last event of its runs: preempted, finished or failed
     trace: Trace = field(default_factory=Trace)
-    killed: bool = False  # as it had not ended within the grace
+    killed: bool = False  # whether it was killed because it did not end within the grace
 
 
 class _StoppedError(Exception):
@@ -126,13 +127,13 @@ def drill(
     )
     configure_logging("error")
     try:
-        with Signals() as signals, _Folder(options.keep) as folder:
+        with Signals() as signals, _folder(options.keep) as folder:
             rehearsal = _Drill(command, options, folder, signals)
             report = rehearsal.run()
     except _StoppedError as stopped:
         say(f"holdfast: drill ended by {signal.Signals(stopped.number).name}", file=sys.stderr)
         return 128 + stopped.number
-    except (HoldfastError, OSError) as error:  # such as a full disk; 1 would say that the checkpoints differ
+    except (HoldfastError, OSError) as error:  # The exit status 1 would say that the checkpoints differ.
         say(f"holdfast: {error}", file=sys.stderr)
         return BAD_USAGE
     if as_json:
@@ -142,24 +143,17 @@ def drill(
     return DONE if report.passed else FAILED
 
 
-class _Folder:
-    """The folder of a rehearsal: one that is kept, or a temporary one."""
-
-    def __init__(self, keep: Path | None) -> None:
-        self._keep = keep
-
-    def __enter__(self) -> Path:
-        if self._keep is None:
-            self._path = Path(tempfile.mkdtemp(prefix="holdfast-drill-")).resolve()
-            return self._path
-        if self._keep.exists() and (not self._keep.is_dir() or any(self._keep.iterdir())):
-            raise OptionError(f"--keep {self._keep}: this exists already; name a new or an empty directory")
-        self._keep.mkdir(parents=True, exist_ok=True)
-        return self._keep.resolve()
-
-    def __exit__(self, *_: object) -> None:
-        if self._keep is None:
-            shutil.rmtree(self._path, ignore_errors=True)
+@contextlib.contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    """Yield the folder of a rehearsal: the one of --keep, or a temporary one."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="holdfast-drill-", ignore_cleanup_errors=True) as temporary:
+            yield Path(temporary).resolve()
+        return
+    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise OptionError(f"--keep {keep}: this exists already; name a new or an empty directory")
+    keep.mkdir(parents=True, exist_ok=True)
+    yield keep.resolve()
 
 
 class _Drill:
@@ -172,7 +166,7 @@ class _Drill:
         self._signals = signals
         self._began = time.monotonic()
         self._starts: list[Start] = []
-        self._origin: int | None = None  # the checkpoint of the reference run that the interrupted run began with
+        self._origin: int | None = None  # the step of the reference run from which the interrupted run starts
         self._compared: set[tuple[str, int, str]] = set()
         self._report = Report(command=list(command), seed=options.seed)
         if options.keep is not None:
@@ -200,7 +194,7 @@ class _Drill:
         interruptions, notes = choose(steps, reference.trace.validations, options)
         self._interrupted(interruptions, saved, reference)
         if report.differences and all(one["began"] == _FRESH for one in report.starts):
-            # Not an interruption makes the difference: the program begins in another way each time.
+            # The program begins in another way each time, so the interruption is not what makes the difference.
             self._begin_with_first(reference)
             later = steps[bisect.bisect(steps, self._origin or 0) :]
             if len(later) >= 2:
@@ -291,8 +285,7 @@ class _Drill:
             before = self._newest()
             plan = DrillPlan(name=name, last=last, save=tuple(saved))
             if interruption is not None:
-                point, step, with_signal = interruption.point, interruption.step, int(interruption.signal)
-                plan = DrillPlan(name=name, last=last, save=tuple(saved), point=point, step=step, signal=with_signal)
+                plan = replace(plan, point=interruption.point, step=interruption.step, signal=int(interruption.signal))
             start = self._start(plan, "interrupted", interruption)
             self._starts.append(start)
             self._judge(start, reference, before)
@@ -313,7 +306,7 @@ class _Drill:
     def _judge(self, start: Start, reference: Start, before: dict[str, int]) -> None:
         """Note how a start of the interrupted run went, as far as that shows without its checkpoints."""
         report, trace, interruption = self._report, start.trace, start.interruption
-        if interruption is not None and trace.interrupted is not None:  # perhaps at a later step than it was meant for
+        if interruption is not None and trace.interrupted is not None:  # the signal may have come at a later step
             interruption = replace(interruption, step=trace.interrupted)
         line = "to the end" if trace.interrupted is None else str(interruption)
         newest = max(before.values(), default=None)
@@ -446,7 +439,7 @@ class _Drill:
         """Return the directories of a run as the program calls them, with the names of the folders that stood in."""
         path = self._folder / name / CLAIMS
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        runs = self._folder / RUNS  # where it was at the time
+        runs = self._folder / RUNS  # the folder of the claims at the time
         return {claim["url"]: os.path.relpath(claim["target"], runs) for claim in map(json.loads, lines)}
 
     def _steps_in(self, name: str, target: str) -> dict[int, str]:

@@ -18,7 +18,7 @@ from .plan import Fact
 
 _SHOWN = 12  # leaves in the report
 _WIDTH = 100  # columns
-_KINDS = {  # the first part of a leaf's path that is one of these words says which kind of state it is
+_KINDS = {  # The first part of a leaf's path that is one of these words decides the kind of state.
     "generator": "rng rngs random prng key keys generator generators seed noise",
     "optimizer": "opt optim optimizer optimizers exp_avg exp_avg_sq mu nu momentum adam",
     "scheduler": "lr_schedulers scheduler schedulers schedule",
@@ -54,10 +54,10 @@ class Trace:
     steps: list[int] = field(default_factory=list)
     validations: list[int] = field(default_factory=list)
     restored: int | None = None
-    interrupted: int | None = None  # the step at which it was
+    interrupted: int | None = None  # the step at which it was interrupted
     stopped: bool = False
     ignored: bool = False
-    too_late: bool = False  # it ended before its processes had agreed on the step to stop at
+    too_late: bool = False  # whether it ended before its processes had agreed on the step to stop at
     libraries: list[str] = field(default_factory=list)
     facts: dict[int, dict[str, Fact]] = field(default_factory=dict)  # by step
 
@@ -281,7 +281,7 @@ def _described(name: str, fact: Fact) -> str:
     return name if not fact.where else f"`{name}` ({fact.type}; {fact.where})"
 
 
-# Words in the names of values that the next step seldom depends on: those of reports, and those of the time.
+# The next step seldom depends on values with these words in their names: reported values and times.
 _REPORTED = frozenset(["best", "history", "log", "logs", "loss", "losses", "metric", "metrics", "score", "accuracy"])
 _TIMES = frozenset(["time", "times", "elapsed", "duration", "seconds", "secs", "timestamp", "clock", "eta", "wall"])
 
@@ -373,7 +373,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    unseeded: list[str] = field(default_factory=list)  # generators that are not the same at each beginning
+    unseeded: list[str] = field(default_factory=list)  # generators whose first state differs from start to start
     kept: str | None = None
     seconds: float = 0.0
     stops: bool = False

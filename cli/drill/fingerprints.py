@@ -1,8 +1,9 @@
 """Fingerprints of what a program's next steps depend on: random generators, iterators, and other values in reach.
 
-A rehearsal takes them at every step, of an undisturbed run and of one that was interrupted; what differs between the
-two at the same step has not been restored. Objects are found by their names, from the variables of the functions that
-are running and of the program's own modules. Nothing is called but what reads: a look must not change the program.
+A rehearsal takes them at every step of an undisturbed run and of an interrupted one. An object that differs between the
+two at the same step was not restored. Objects are found by their names, from the variables of the functions that are
+running and of the program's own modules. Only side-effect-free accessors are called, so that fingerprints do not change
+the program.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ import numpy as np
 from ...engine.pytree import loaded
 from .plan import Fact, Kind
 
-_Space = tuple[str, str, dict[str, Any]]  # variables, with a prefix for their names, and where they are
+_Space = tuple[str, str, dict[str, Any]]  # (prefix of the names, place in the program, variables)
 
-_OBJECTS = 5000  # that are looked at, at a step: in functions, and again in modules
-_SECONDS = 0.5  # for each
+_OBJECTS = 5000  # the most objects to visit at a step: in functions, and again in modules
+_SECONDS = 0.5  # the most seconds for each of them
 _DEPTH = 7
-_ITEMS = 64  # of a container
-_BYTES = 4 << 20  # of an array
+_ITEMS = 64  # the most items to visit of a container
+_BYTES = 4 << 20  # the most bytes of an array to hash
 _TEXT = 200  # characters
 _LIBRARIES = tuple(
     os.path.join(folder, "")
@@ -45,7 +46,7 @@ _LIBRARIES = tuple(
     }
 )
 _LAZY = (zip, map, filter, enumerate, reversed, itertools.chain, itertools.cycle, itertools.islice)
-_OPEN = ("torch.utils.data", "torchdata", "grain", "datasets", "flax.nnx.rnglib")  # libraries that are looked into
+_OPEN = ("torch.utils.data", "torchdata", "grain", "datasets", "flax.nnx.rnglib")  # libraries whose objects are visited
 _CLOSED = (type, ModuleType, FunctionType, FrameType)
 
 
@@ -70,7 +71,7 @@ def facts() -> dict[str, Fact]:
     # A program has many modules, whose variables must not hide what the running functions hold.
     groups = [list(_functions()), list(_modules())]
     known = {id(space) for group in groups for _, _, space in group}
-    looked: list[Any] = []  # kept alive, so that no other object gets the same address
+    looked: list[Any] = []  # References keep the objects alive, so that no other object gets the same id.
     for group in groups:
         _look(group, found, known, looked)
     return found
@@ -100,7 +101,7 @@ def _look(spaces: list[_Space], found: dict[str, Fact], known: set[int], looked:
             if depth < _DEPTH:
                 kind = type(thing)
                 queue.extend((f"{name}{key}", where, part, depth + 1, kind) for key, part in _parts(thing))
-        except Exception:  # of an object's own code, such as an array whose memory was donated: it has no fingerprint
+        except Exception:  # An object's own code may fail, such as that of an array whose memory was donated.
             continue
 
 
@@ -115,7 +116,7 @@ def _functions() -> Iterator[_Space]:
         if _is_own(code.co_filename) and code.co_name != "<module>":
             place = f"{os.path.basename(code.co_filename)}, in {code.co_qualname}"
             yield "", place, dict(frame.f_locals)
-        elif _is_trainer(trainer := frame.f_locals.get("self")):  # which holds the program's module and data
+        elif _is_trainer(trainer := frame.f_locals.get("self")):  # A trainer holds the program's module and data.
             yield "", "the trainer", {"trainer": trainer}
         frame = frame.f_back
 
@@ -130,7 +131,7 @@ def _modules() -> Iterator[_Space]:
             yield "", "the program", dict(vars(module))
 
 
-@cache  # asked for every module, at every step
+@cache  # called for every module at every step
 def _is_own(file: str) -> bool:
     path = os.path.abspath(file)
     return not (file.startswith("<frozen") or path.startswith(_LIBRARIES) or f"{os.sep}site-packages{os.sep}" in path)
@@ -192,7 +193,7 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
                 if descriptor is not None:
                     try:
                         yield name, descriptor.__get__(thing, kind)
-                    except AttributeError:  # not set
+                    except AttributeError:  # The slot is not set.
                         continue
 
 
@@ -225,7 +226,7 @@ def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     if jax is not None and isinstance(thing, jax.Array):
         return _fact_of_jax(jax, thing, with_arrays=with_arrays)
     if type(thing).__name__ == "RngStream" and type(thing).__module__.startswith("flax."):
-        count = getattr(thing.count, "_raw_value", thing.count)  # the key does not change
+        count = getattr(thing.count, "_raw_value", thing.count)  # the key stays the same
         return "generator", str(int(count))
     if isinstance(thing, GeneratorType):
         last = -2 if thing.gi_frame is None else thing.gi_frame.f_lasti
@@ -250,11 +251,11 @@ def _fact_of_jax(jax: Any, array: Any, *, with_arrays: bool) -> tuple[Kind, str]
         return None
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         return "generator", _digest(np.asarray(jax.random.key_data(array)).tobytes())
-    is_key = array.dtype == np.uint32 and array.shape in ((2,), (4,))  # a key of the older kind
+    is_key = array.dtype == np.uint32 and array.shape in ((2,), (4,))  # a key of the legacy kind
     if not (is_key or (with_arrays and 0 < array.nbytes <= _BYTES)):
         return None
     if array.ndim == 0:
-        return "value", repr(array.item())  # a number, such as a moving average, which may be weakly typed
+        return "value", repr(array.item())  # A moving average may be such a number, weakly typed.
     return "generator" if is_key else "array", _digest(np.asarray(array).tobytes())
 
 

@@ -25,7 +25,7 @@ class DrillOptions:
     steps: int = 20
     at: tuple[int, ...] = ()  # steps at which to interrupt; random ones if there are none
     kinds: tuple[Kind, ...] = KINDS
-    seed: int = 0  # of the random steps
+    seed: int = 0  # seed of the random steps
     polite: signal.Signals = signal.SIGTERM  # the signal that announces a preemption
     keep: Path | None = None  # where the runs are kept; None for a temporary directory
     ignore: tuple[str, ...] = ()  # patterns of leaves that are not compared
@@ -93,7 +93,7 @@ def choose(
             numbers = (kill, polite) if len(found) == 2 else (polite,)
             for step, number in zip(found, numbers, strict=True):
                 add(number, "validation", step)
-            # A run that resumes right there has no validation left.
+            # A run that resumes at such a step has no validation left.
             around = [steps.index(step) + by for step in found for by in (-1, 0, 1)]
             taken |= {steps[place] for place in around if 0 <= place < len(steps)}
         else:

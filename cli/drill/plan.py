@@ -1,4 +1,4 @@
-"""What ``holdfast drill`` asks a start of the program to do: the seam between the command and the program."""
+"""What ``holdfast drill`` asks a start of the program to do: the interface between the command and the program."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple
 
 from ...engine.observer import Point
 
-PLAN = "plan.json"  # name of the file in the folder of a rehearsal
-TRACES = "traces"  # and of the folder with what the processes of each start report
-RUNS = "runs"  # and of that with the directories of the run that is under way
+PLAN = "plan.json"  # file in the folder of a rehearsal: the plan of the current start
+TRACES = "traces"  # folder: what the processes of each start report
+RUNS = "runs"  # folder: the directories of the current run
 
 Kind = Literal["generator", "position", "value", "array"]
 
@@ -28,15 +28,15 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillPlan:
-    """What a start of the program is to do; steps are counted by their values, and places among them from 1.
+    """What one start of the program has to do; places of steps count from 1.
 
     Attributes:
         name: The name of this start; its traces are in the folder of this name.
         count: End after so many different steps; None does not count.
         last: End after this step; None for no such step.
-        save: Steps to save, beside those that the program asks for.
-        save_places: The same by the place of a step among those of this start.
-        dense_bytes: Save every step as long as ``count`` of them take no more than this.
+        save: Steps to save in addition to those that the program saves.
+        save_places: Places of further steps to save.
+        dense_bytes: Save every step as long as ``count`` of them take no more bytes than this.
         point: Where to interrupt: ``step``, ``validation`` or ``commit``; None interrupts nothing.
         step: The first step at which to interrupt.
         signal: The signal.

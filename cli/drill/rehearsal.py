@@ -26,9 +26,9 @@ from .fingerprints import Fingerprints
 from .plan import RUNS, TRACES, DrillPlan
 from .redirects import Redirects
 
-_LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # on which advice depends
-_PATIENCE = 60.0  # seconds to wait for saves that are under way
-# Further steps until a program ignores a signal: of one process, and of several, which agree on one.
+_LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # The advice depends on these.
+_PATIENCE = 60.0  # seconds to wait for saves in progress
+# A program ignores a signal if it does so many more steps: with one process, and with several that agree on a step.
 _STEPS_UNTIL_IGNORED, _STEPS_TO_AGREE = 10, 100
 
 
@@ -49,11 +49,11 @@ class Rehearsal(Observer):
         self._trace = traces / f"{os.getpid()}.jsonl"
         self._process = 0
         self._alone = True
-        self._steps: dict[int, int] = {}  # the steps that were reached, with their places
+        self._steps: dict[int, int] = {}  # by step: its place among the steps of this start
         self._validated: int | None = None
         self._signalled: int | None = None  # the place of the step at which the signal came
         self._largest = 0  # bytes of a checkpoint
-        self._writing = 0  # saves that are under way
+        self._writing = 0  # saves in progress
         self._changed = threading.Condition()
         self._fingerprints = Fingerprints()
 
@@ -119,7 +119,7 @@ class Rehearsal(Observer):
             self._wait_for_saves()
         self._signalled = len(self._steps)
         if self._plan.signal != signal.SIGKILL and self._process != 0:
-            return  # the processes agree on where to stop
+            return  # Process 0 gets the signal, and the processes agree on the step to stop at.
         self._note("interrupted", at=point, step=step)
         os.kill(os.getpid(), self._plan.signal)
 
@@ -127,13 +127,13 @@ class Rehearsal(Observer):
         """End the process after the last step of the rehearsal, when that is saved."""
         self._wait_for_saves()
         if self._signalled is not None and len(self._steps) - self._signalled > 1:
-            # Several processes agree on a step to stop at, which may have been a later one.
+            # Several processes may have agreed on a later step.
             self._note("ignored" if self._alone else "too_late", step=max(self._steps))
         self._note("stopped", step=max(self._steps, default=0))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        # A launcher ends the other processes when one fails, perhaps before they have saved.
+        # When one process fails, a launcher ends the others, perhaps before they have saved.
         os._exit(PREEMPTED if self._alone and "TORCHELASTIC_RUN_ID" not in os.environ else 0)
 
     def _wait_for_saves(self) -> None:

@@ -54,7 +54,7 @@ def report(
     with progress_of("read", shown=not as_json) as progress:
         runs = [read_run(location, Reading(progress, not no_statistics, norm_steps)) for location in locations]
     page = draw_page(runs, now=time.time(), version=version("holdfast"), left_out=more)
-    content = page.encode("utf-8", "replace")  # names of files may hold halves of surrogate pairs
+    content = page.encode("utf-8", "replace")  # File names may hold halves of surrogate pairs.
     _replace(target, content)
     if as_json:
         print_json({"file": str(target), "runs": [str(location) for location in locations], "bytes": len(content)})

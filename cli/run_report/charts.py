@@ -1,6 +1,6 @@
 """The charts of a report: SVG without scripts, so that they print, follow the colours of the page, and have a DOM.
 
-The drawings stretch with the page, and text stands beside them as HTML: at 400 pixels it is as large as at 1600. Lines
+The drawings stretch with the page, and the text next to them is HTML: at 400 pixels it is as large as at 1600. Lines
 do not scale (``vector-effect``), and dots are lines without length and round ends.
 """
 
@@ -16,12 +16,12 @@ from ...engine.clock import format_size
 from .history import WORDS, Attempt, History, Note, Save, duration
 from .markup import Markup, tag
 
-WIDTH, HEIGHT = 1000.0, 100.0  # of the drawings, in their own units
-_POINTS = 600  # points that a line has at most
-_BUCKETS = 120  # columns of the lane that shows how long the loop waited
-_GAP = 0.04  # width of a pause between two starts that is longer than that, as a share of the whole
+WIDTH, HEIGHT = 1000.0, 100.0  # the size of the drawings, in their own units
+_POINTS = 600  # the most points of a line
+_BUCKETS = 120  # columns of the lane "waited for saves"
+_GAP = 0.04  # the greatest width of a pause between two starts, as a share of the whole
 _BARS = 150
-_MARKS = 200  # marks, and pauses, of a timeline
+_MARKS = 200  # the most marks, and pauses, of a timeline
 
 
 # ---- time
@@ -39,7 +39,7 @@ class TimeScale:
                 merged.append([begin, end])
         active = sum(end - begin for begin, end in merged) or 1.0
         short = _GAP * active
-        self.pauses: list[tuple[float, float, float]] = []  # where, how wide, how long
+        self.pauses: list[tuple[float, float, float]] = []  # (place, width, seconds)
         self._times, self._places, place = [merged[0][0]], [0.0], 0.0
         for number, (begin, end) in enumerate(merged):
             if number:
@@ -171,7 +171,7 @@ def _waiting(attempts: Sequence[Attempt], scale: TimeScale) -> Iterator[Markup]:
     """Draw how large a share of each stretch of time the training loop waited for saves."""
     waited = [0.0] * _BUCKETS
     for save in itertools.chain.from_iterable(attempt.saves for attempt in attempts):
-        began = scale.place(save.time - save.total)  # the loop waits first
+        began = scale.place(save.time - save.total)  # The loop waits at the beginning of a save.
         waited[min(_BUCKETS - 1, int(began * _BUCKETS))] += save.blocked
     shares = [
         min(1.0, seconds / max(1e-9, scale.time((number + 1) / _BUCKETS) - scale.time(number / _BUCKETS)))

@@ -21,17 +21,17 @@ from ..places import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below
 from .history import History, add_metrics, read_history
 
 _MOST_RUNS = 50
-_STATISTICS = 1500  # leaves whose statistics are shown
-_EARLIER = 8 << 30  # bytes of earlier steps that are read for their norms, unless a number of steps is asked for
+_STATISTICS = 1500  # the most leaves whose statistics are shown
+_EARLIER = 8 << 30  # the most bytes of earlier steps to read for norms, unless the user gives a number of steps
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     """How much to read of the values."""
 
-    progress: Progress = UNHEARD  # is told of the bytes that are read
+    progress: Progress = UNHEARD  # counts the bytes that are read
     statistics: bool = True
-    norm_steps: int | None = None  # steps whose norms are compared, the newest among them; None chooses
+    norm_steps: int | None = None  # how many steps to compare norms of, the newest included; None chooses
 
 
 @dataclass(slots=True)
@@ -40,12 +40,12 @@ class Statistics:
 
     step: int | None
     leaves: list[LeafStatistics] = field(default_factory=list)  # in the order of the tree
-    number: int = 0  # of leaves with numbers
-    damaged: int = 0  # leaves with NaN or Inf
-    examples: list[str] = field(default_factory=list)  # of those
-    steps: list[int] = field(default_factory=list)  # whose norms are known, in ascending order
+    number: int = 0  # how many leaves have numbers
+    damaged: int = 0  # how many leaves have NaN or Inf
+    examples: list[str] = field(default_factory=list)  # names of some leaves with NaN or Inf
+    steps: list[int] = field(default_factory=list)  # the steps with norms, in ascending order
     norms: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)  # by leaf, for these steps
-    groups: dict[str, list[float]] = field(default_factory=dict)  # norms of the containers at the top, for these steps
+    groups: dict[str, list[float]] = field(default_factory=dict)  # norms of the top-level containers, for these steps
     notes: list[str] = field(default_factory=list)  # what was left out
 
 
@@ -84,7 +84,7 @@ def find_runs(places: Sequence[str]) -> tuple[list[Location], int]:
     for place in places:
         location = checkpoints_at(place)
         below = [] if is_one_checkpoint(location) else runs_below(location)
-        if below and list_checkpoints(location):  # of another library
+        if below and list_checkpoints(location):  # The directory itself has checkpoints of another library.
             below = []
         found += [_inside(location / name) for name in below] or [location]
     return found[:_MOST_RUNS], len(found[_MOST_RUNS:])
@@ -101,7 +101,7 @@ def read_run(location: Location, reading: Reading) -> RunFacts:
     checkpoints = [describe_one(location)] if one else list_checkpoints(location)
     events = [] if one or not location.is_local else _events(location)
     history = read_history(events)
-    for checkpoint in checkpoints:  # which have what other programs have recorded
+    for checkpoint in checkpoints:  # Checkpoints also have metrics that other programs recorded.
         add_metrics(history, checkpoint.step, checkpoint.metrics)
     name = location.parent.name if location.name == INSIDE_A_RUN else location.name
     facts = RunFacts(name, str(location), checkpoints, history, has_events=bool(events))
@@ -215,7 +215,7 @@ def _read_norms(
     """Read the norms of some earlier steps of the same series, spread evenly."""
     keys = [(leaf.item, leaf.path) for leaf in found.leaves]
     columns = {newest.step: ({(leaf.item, leaf.path): leaf.norm for leaf in found.leaves}, totals)}
-    earlier = [one for one in whole if one.step < newest.step and one.path.rstrip("0123456789") == _series(newest)]
+    earlier = [one for one in whole if one.step < newest.step and _series(one) == _series(newest)]
     chosen = _spread(earlier, (8 if reading.norm_steps is None else reading.norm_steps) - 1)
     budget = _EARLIER if reading.norm_steps is None else math.inf
     for checkpoint in reversed(chosen):
@@ -248,11 +248,6 @@ def _series(checkpoint: CheckpointSummary) -> str:
 
 def _spread(checkpoints: Sequence[CheckpointSummary], number: int) -> list[CheckpointSummary]:
     """Return some elements of a list, evenly spread, the first and the last among them."""
-    if number <= 0:
-        return []
-    if len(checkpoints) <= number:
-        return list(checkpoints)
-    if number == 1:
-        return [checkpoints[0]]
-    places = sorted({round(place * (len(checkpoints) - 1) / (number - 1)) for place in range(number)})
-    return [checkpoints[place] for place in places]
+    number = min(number, len(checkpoints))
+    places = {round(place * (len(checkpoints) - 1) / max(1, number - 1)) for place in range(number)}
+    return [checkpoints[place] for place in sorted(places)]

@@ -19,7 +19,7 @@ How = Literal["finished", "closed", "preempted", "crashed", "hung", "failed", "l
 ``failed`` with an exception, ``crashed`` by a signal or a status, ``lost`` without a word;
 ``open`` without a word so far, on another machine, where it may be running."""
 
-_CHARTED = 16  # numbers of a list
+_CHARTED = 16  # the most numbers of a list that are charted
 
 WORDS: Mapping[How, str] = {
     "finished": "finished",
@@ -35,7 +35,7 @@ WORDS: Mapping[How, str] = {
 
 
 _LATEST = 253402300799  # seconds since 1970-01-01 UTC: the end of the year 9999
-_DEEPEST = 32  # nested metrics
+_DEEPEST = 32  # the deepest nesting of metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +53,19 @@ class Save:
 
 @dataclass(slots=True)
 class Attempt:
-    """One start of the program, from the moment at which it took the directory."""
+    """One start of the program, from the moment at which it acquired the directory."""
 
     run: str
     began: float
-    newest: int | None = None  # the newest step that was there
+    newest: int | None = None  # the newest step in the directory
     host: str = ""
     pid: int | None = None
     restored: int | None = None
     restore_seconds: float | None = None
-    skipped: list[tuple[int, str]] = field(default_factory=list)  # damaged steps, passed over
+    skipped: list[tuple[int, str]] = field(default_factory=list)  # damaged steps that the restore skipped
     saves: list[Save] = field(default_factory=list)
     last: float = 0.0  # when the last event came
-    last_step: int | None = None  # that the program is known to have reached
+    last_step: int | None = None  # the last step that the program is known to have reached
     how: How | None = None
     status: int | None = None
     why: str = ""
@@ -111,7 +111,7 @@ class History:
     notes: list[Note] = field(default_factory=list)
     metrics: dict[str, dict[int, float]] = field(default_factory=dict)  # by name and step
     failures: int = 0  # saves that failed
-    fallbacks: int = 0  # restores that passed over damaged steps
+    fallbacks: int = 0  # restores that skipped damaged steps
     redone: list[Redone] = field(default_factory=list)
 
     @property
@@ -139,12 +139,12 @@ def read_history(events: Iterable[Mapping[str, Any]]) -> History:
         if when is None or when > _LATEST:
             continue
         attempt = by_run.get(run)
-        if attempt is None:  # its first events may be in a file that is gone
+        if attempt is None:  # The first events may be in a file that was deleted.
             attempt = by_run[run] = Attempt(run, when)
             history.attempts.append(attempt)
         attempt.began, attempt.last = min(attempt.began, when), max(attempt.last, when)
         _take(history, attempt, event, when)
-    # Commands such as pin, and `holdfast run` before it begins, have taken the directory without training.
+    # Commands such as pin, and `holdfast run` before it begins, acquire the directory without training.
     history.attempts = [one for one in history.attempts if one.how != "closed" or _has_trained(one)]
     _end_all(history)
     history.notes = sorted([*_notes_of(history), *history.notes], key=lambda note: note.time)

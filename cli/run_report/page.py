@@ -21,10 +21,10 @@ from .markup import Markup, join, tag
 from .tree import draw_tree
 
 GENERATOR = '<meta name="generator" content="holdfast report">'
-_STEPS = 500  # rows of a table of steps, and of starts
-_NOTES = 300  # things that happened
-_METRICS = 16  # charts of metrics
-_GROUPS = 6  # charts of norms
+_STEPS = 500  # the most rows of a table of steps, and of starts
+_NOTES = 300  # the most lines of the list of what happened
+_METRICS = 16  # the most charts of metrics
+_GROUPS = 6  # the most charts of norms
 
 _BAD = ("crashed", "hung", "failed")
 
@@ -36,7 +36,7 @@ def draw_page(runs: Sequence[RunFacts], *, now: float, version: str, left_out: i
         runs: What it shows.
         now: When it is made, in seconds since 1970-01-01 UTC.
         version: The version of holdfast.
-        left_out: How many runs there are beside these.
+        left_out: How many more runs there are.
     """
     only = len(runs) == 1
     sections = [_run(run, number, now, only=only) for number, run in enumerate(runs)]

@@ -11,10 +11,10 @@ from ...engine.inspection import LeafSummary
 from ..report import count
 from .markup import Markup, join, tag
 
-_ROWS = 4000  # containers and leaves that are drawn
-_CHILDREN = 400  # of one container
-_OPEN = 40  # leaves of a tree that is unfolded from the start
-_DEEP = 60  # containers inside of each other
+_ROWS = 4000  # the most containers and leaves that are drawn
+_CHILDREN = 400  # the most children of one container
+_OPEN = 40  # A tree of at most so many leaves is unfolded from the start.
+_DEEP = 60  # the deepest nesting of containers
 
 
 @dataclass(slots=True)
@@ -24,9 +24,9 @@ class Node:
     name: str
     children: dict[str, Node] = field(default_factory=dict)
     leaf: LeafSummary | None = None
-    leaves: int = 0  # below
+    leaves: int = 0  # how many leaves are below
     bytes: int = 0
-    shown: list[Node] | None = None  # the children that are drawn; None before that is decided
+    shown: list[Node] | None = None  # the children that are drawn; None until they are chosen
 
 
 def draw_tree(leaves: Sequence[LeafSummary]) -> tuple[Markup, int]:

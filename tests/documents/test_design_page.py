@@ -138,7 +138,7 @@ def test_steps_of_the_flow_are_defined_in_the_packages_beside_them() -> None:
 def test_paths_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     paths = re.findall(r"\b(?:engine|integrations|recipes|cli|configs|tests)/[\w/]+(?:\.py)?", text)
-    assert len(paths) > 5
+    assert paths
     assert [path for path in paths if not (ROOT / path).exists()] == []
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
     assert [link for link in links if link and not ((ROOT / page).parent / link).exists()] == []
@@ -154,9 +154,15 @@ def test_files_named_alone_exist(page: str) -> None:
             assert any((folder / name).exists() for folder in folders), (name, part[:80])
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_names_exist(page: str) -> None:
-    words = re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", (ROOT / page).read_text())
+def test_each_of_the_first_questions_has_a_file() -> None:
+    """That the files exist is tested above."""
+    rows = re.findall(r"^\| (.+\?) \| (.+) \|$", section("First questions"), re.MULTILINE)
+    assert len(rows) >= 15
+    assert [question for question, answer in rows if not re.search(r"`[a-z_/]+/(?:\w+\.py)?`", answer)] == []
+
+
+def test_names_exist() -> None:
+    words = re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", (ROOT / "docs" / "design.md").read_text())
     names = {word for word in words if re.fullmatch(r"[A-Z]\w+[a-z]\w*|[a-z]+_\w+|_[a-z]\w*", word)}
     names |= {part for word in words if re.fullmatch(r"[A-Z]\w*[a-z]\w*\.\w+", word) for part in word.split(".")}
     assert names
