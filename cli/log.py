@@ -9,17 +9,12 @@ from .streams import say, visible
 
 
 class _Lines(logging.Handler):
-    """Writes to the current streams without breaking a progress bar."""
+    """Writes to the current standard streams."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
-            tqdm = sys.modules.get("tqdm")
-            if tqdm is None:
-                say(self.format(record), file=stream, flush=True)
-            else:
-                tqdm.tqdm.write(self.format(record), file=stream)
-                stream.flush()
+            say(self.format(record), file=stream, flush=True)
         except Exception:
             self.handleError(record)
 

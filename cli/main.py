@@ -16,7 +16,7 @@ from ..engine.exit_status import BAD_USAGE, DONE, FAILED, INTERRUPTED
 from .streams import open_closed_streams, say
 
 _USAGE_ERRORS = (OptionError, CheckpointNotFoundError, CheckpointExistsError, InvalidLocationError)
-_OWN_PACKAGES = ("pydantic", "pydantic_core", "rich", "ruamel", "tqdm", "typer")
+_OWN_PACKAGES = ("pydantic", "pydantic_core", "rich", "ruamel", "typer")
 _TRACEBACK = "--traceback"
 _JSON = "--json"
 

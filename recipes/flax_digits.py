@@ -99,12 +99,12 @@ def run(config: FlaxDigits, context: RunContext) -> Outcome:
         batches = Batches(training, config.data.batch_size, config.seed)
         key = jax.random.key(config.seed)
         state, start = checkpoint.restore_or_initialize(initial_state(config), data=batches)
-        with context.progress(start, total) as progress:
-            for step in range(start + 1, total + 1):
-                state, metrics = train_step(state, next(batches), key)
-                if step % config.train.eval_interval_steps == 0 or step == total:
-                    metrics |= evaluate(state, validation)
-                progress.update(step, metrics)
-                if checkpoint.on_step(step, state, metrics=metrics, data=batches).should_stop:
-                    break
+        progress = context.progress(start, total)
+        for step in range(start + 1, total + 1):
+            state, metrics = train_step(state, next(batches), key)
+            if step % config.train.eval_interval_steps == 0 or step == total:
+                metrics |= evaluate(state, validation)
+            progress.update(step, metrics)
+            if checkpoint.on_step(step, state, metrics=metrics, data=batches).should_stop:
+                break
     return Outcome(start=start, step=step, preempted=checkpoint.should_stop and step < total)

@@ -196,12 +196,12 @@ def run(config: FlaxText, context: RunContext) -> Outcome:
         optimizer = nnx.Optimizer(model, adamw(config.optimizer), wrt=nnx.Param)
         state = {"model": model, "optimizer": optimizer}
         state, start = checkpoint.restore_or_initialize(state, data=batches)
-        with context.progress(start, total) as progress:
-            for step in range(start + 1, total + 1):
-                metrics = train_step(model, optimizer, jnp.asarray(next(batches)))
-                if step % config.train.eval_interval_steps == 0 or step == total:
-                    metrics |= evaluate(model, validation)
-                progress.update(step, metrics)
-                if checkpoint.on_step(step, state, metrics=metrics, data=batches).should_stop:
-                    break
+        progress = context.progress(start, total)
+        for step in range(start + 1, total + 1):
+            metrics = train_step(model, optimizer, jnp.asarray(next(batches)))
+            if step % config.train.eval_interval_steps == 0 or step == total:
+                metrics |= evaluate(model, validation)
+            progress.update(step, metrics)
+            if checkpoint.on_step(step, state, metrics=metrics, data=batches).should_stop:
+                break
     return Outcome(start=start, step=step, preempted=checkpoint.should_stop and step < total)

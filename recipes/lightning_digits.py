@@ -108,11 +108,6 @@ class Report(Callback):
         if self.progress is not None:
             self.progress.update(trainer.global_step, trainer.callback_metrics)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End the report."""
-        if self.progress is not None:
-            self.progress.close()
-
 
 def loader(images: Images, batch_size: int, *, training: bool) -> DataLoader[Any]:
     """Return batches of float32[n, 64] pixels and int64[n] labels, shuffled for training."""

@@ -80,28 +80,28 @@ RECIPES = {
             "a Flax linen classifier with BatchNorm and dropout on scikit-learn's digits",
             schema.FlaxDigits,
             "flax",
-            ("sklearn", "tqdm", "jax", "flax", "optax"),
+            ("sklearn", "jax", "flax", "optax"),
         ),
         Recipe(
             "flax_text",
             "a Flax nnx character transformer on Python's own help texts",
             schema.FlaxText,
             "flax",
-            ("tqdm", "jax", "flax", "optax"),
+            ("jax", "flax", "optax"),
         ),
         Recipe(
             "lightning_digits",
             "a PyTorch Lightning classifier on scikit-learn's digits",
             schema.LightningDigits,
             "lightning",
-            ("sklearn", "tqdm", "torch", "lightning"),
+            ("sklearn", "torch", "lightning"),
         ),
         Recipe(
             "self_play",
             "two torch policies that learn a board game by playing against each other",
             schema.SelfPlay,
             "lightning",
-            ("tqdm", "torch"),
+            ("torch",),
         ),
     )
 }

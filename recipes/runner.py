@@ -6,9 +6,9 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..engine.errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError
 from ..engine.format import RECORD
@@ -197,21 +197,13 @@ def _report(outcome: Outcome, total: int, seconds: float, checkpoints: str) -> N
 _MISSING = object()
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One key whose value differs from the one stored with the checkpoints.
+class Difference(NamedTuple):
+    """One key whose value differs from the one stored with the checkpoints."""
 
-    Attributes:
-        key: The dotted key.
-        before: The value stored with the checkpoints, as text.
-        now: The value of the configuration, as text.
-        identity: Whether the key identifies the run.
-    """
-
-    key: str
-    before: str
-    now: str
-    identity: bool
+    key: str  # dotted
+    before: str  # the value stored with the checkpoints
+    now: str  # the value of the configuration
+    identity: bool  # whether the key identifies the run
 
     def __str__(self) -> str:
         return f"{self.key}: {self.before} (checkpoints), {self.now} (now)"
@@ -229,15 +221,11 @@ def differences(stored: dict[str, Any], resolved: dict[str, Any], identity: Sequ
     """
     before, now = dict(_flat(stored)), dict(_flat(resolved))
     keys = [*now, *(key for key in before if key not in now)]
+    pairs = [(key, before.get(key, _MISSING), now.get(key, _MISSING)) for key in keys]
     return [
-        Difference(
-            dotted(key),
-            _format_value(before.get(key, _MISSING)),
-            _format_value(now.get(key, _MISSING)),
-            key[0] in identity,
-        )
-        for key in keys
-        if before.get(key, _MISSING) != now.get(key, _MISSING)
+        Difference(dotted(key), _format_value(one), _format_value(other), key[0] in identity)
+        for key, one, other in pairs
+        if one != other
     ]
 
 

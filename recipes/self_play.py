@@ -344,17 +344,15 @@ def run(config: SelfPlay, context: RunContext) -> Outcome:
         _, start = checkpoints.restore_or_initialize(trainer)
         if start <= config.swap.at_step:
             swap(new_trainer(config), config.swap)  # A mistake in the section fails now instead of in an hour.
-        with context.progress(start, total) as progress:
-            while trainer.step < total and not stopped:
-                if trainer.step == config.swap.at_step and swap(trainer, config.swap):
-                    logger.info(
-                        "step %d: %s took the weights of %s", trainer.step, config.swap.policy, config.swap.path
-                    )
-                metrics = trainer.train_step()
-                if trainer.step % interval == 0 or trainer.step == total:
-                    metrics |= trainer.evaluate()
-                progress.update(trainer.step, metrics)
-                stopped = checkpoints.on_step(trainer.step, trainer, metrics=metrics).should_stop
+        progress = context.progress(start, total)
+        while trainer.step < total and not stopped:
+            if trainer.step == config.swap.at_step and swap(trainer, config.swap):
+                logger.info("step %d: %s took the weights of %s", trainer.step, config.swap.policy, config.swap.path)
+            metrics = trainer.train_step()
+            if trainer.step % interval == 0 or trainer.step == total:
+                metrics |= trainer.evaluate()
+            progress.update(trainer.step, metrics)
+            stopped = checkpoints.on_step(trainer.step, trainer, metrics=metrics).should_stop
     return Outcome(start=start, step=trainer.step, preempted=stopped and trainer.step < total)
 
 

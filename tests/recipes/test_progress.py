@@ -36,9 +36,9 @@ def test_lines_at_the_interval_and_at_the_end(
     caplog: pytest.LogCaptureFixture, start: int, steps: range, expected: list[int]
 ) -> None:
     caplog.set_level(logging.INFO, "holdfast")
-    with Progress(start, 10, 4, bar=False) as progress:
-        for step in steps:
-            progress.update(step, {"loss": 1.0})
+    progress = Progress(start, 10, 4)
+    for step in steps:
+        progress.update(step, {"loss": 1.0})
 
     assert steps_reported(caplog) == [f"step {step} of 10" for step in expected]
 
@@ -46,20 +46,10 @@ def test_lines_at_the_interval_and_at_the_end(
 def test_metrics_are_fetched_only_when_they_are_shown(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "holdfast")
     loss = Scalar()
-    progress = Progress(0, 10, 5, bar=False)
+    progress = Progress(0, 10, 5)
     for step in range(1, 11):
         progress.update(step, {"loss": loss})
 
     assert loss.fetched == 2
     assert "step 5 of 10: loss 0.2500 (" in caplog.text
     assert caplog.text.count("steps/s)") == 2
-
-
-def test_a_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "holdfast")
-    with Progress(2, 10, 4, bar=True) as progress:
-        for step in range(3, 11):
-            progress.update(step, {"loss": 0.5})
-
-    assert "10/10" in capsys.readouterr().err
-    assert not caplog.records

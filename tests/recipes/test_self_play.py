@@ -172,7 +172,7 @@ def test_arrays_are_compressed_when_asked() -> None:
 def test_the_first_error_is_the_one_that_is_raised(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(self: PreparedComponents, folders: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise OSError("no space left")
 
     def stop(self: Trainer, games: int = 0) -> dict[str, float]:
