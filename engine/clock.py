@@ -64,7 +64,7 @@ def seconds(duration: Duration, *, name: str = "duration") -> float:
 
 def _number(value: object) -> float | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        # an int may be too large for a float
+        # An int may be too large for a float.
         with contextlib.suppress(OverflowError):
             return float(value)
     return None

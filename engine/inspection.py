@@ -92,17 +92,17 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     steps = find_steps(location)
     if not steps.is_native:
         return [_foreign_summary(entry, steps.format) for entry in steps.entries]
-    # Options say what the last run keeps, not which of several series it wrote.
+    # The options of the last run do not tell which of several series it wrote.
     several = len({entry.series for entry in steps.entries}) > 1
     options, function = (None, None) if several else stored_rules(location)
     infos = infos_of(steps.entries)
-    # Without the function that ranks the steps, nobody but the run can tell why one is kept.
+    # Only the run has the function that ranks its steps, and can tell why one is kept.
     kept = {} if options is None or function is not None else reasons(infos, options.rules())
     seen: set[tuple[int, int]] = set()
     found = [_native_summary(entry, kept.get(entry.step, ()), seen) for entry in steps.entries]
     for entry, one in zip(steps.entries, found, strict=True):
         if one.damage and entry.record is not None and has_changed(entry.location, entry.record):
-            return list_checkpoints(directory)  # a run has replaced or deleted it meanwhile
+            return list_checkpoints(directory)  # a run has replaced or deleted the step meanwhile
     return found
 
 
@@ -254,6 +254,6 @@ def _value_text(leaf: SavedLeaf) -> str:
     (value,) = materialize([None], [leaf.saved], [None], [leaf.name])
     try:
         text = hex(value) if leaf.saved.kind == "int" else repr(value)
-    except ValueError:  # a set of integers with thousands of digits
+    except ValueError:  # Python refuses to write integers with thousands of digits
         text = leaf.saved.kind
     return shortened_text(text)

@@ -115,7 +115,7 @@ def _check_no_stray() -> None:
         try:
             variables = Path(f"/proc/{parent}/environ").read_bytes().split(b"\0")
             stat = Path(f"/proc/{parent}/stat").read_bytes()
-        except OSError:  # of another user, or there is no such file system
+        except OSError:  # it is a process of another user, or there is no /proc
             return
         found = next((one for one in variables if one.startswith(f"{DRILL}=".encode())), b"").partition(b"=")[2]
         rehearsed, parent = parent, int(stat.rpartition(b")")[2].split()[1])

@@ -104,8 +104,8 @@ def _verify(location: Location, step: int | None, portion: Portion) -> Checkpoin
             problems.append(Problem(f"{item.folder}/{problem.file}", leaf, problem.what))
     problems += _verify_beside(location, record, parts)
     if problems and has_changed(location, record):
-        read_record(location)  # raises CheckpointNotFoundError where it was deleted
-        return _verify(as_location(location.url), step, portion)  # without the snapshot of the listing
+        read_record(location)  # raises CheckpointNotFoundError if it was deleted
+        return _verify(as_location(location.url), step, portion)  # a new location has no snapshot of the listing
     step = record.step if step is None else step
     return CheckpointVerification(step=step, path=str(location), bytes=record.nbytes, problems=tuple(problems))
 
@@ -152,7 +152,7 @@ def _verify_item(folder: Location, item: ItemRecord, advance: Callable[[int], No
         for share in own_shares(item.files):
             below = TreeReader(folder / share.folder, share.files).verify(advance)
             found += [p for one in below if (p := one._replace(file=f"{share.folder}/{one.file}")) not in found]
-    except HoldfastError as error:  # in the structure: name the files that differ, or else pass on the reader's error
+    except HoldfastError as error:  # the structure is damaged: name the files that differ, or else report this error
         return list(differ) or [Problem("", "", str(error))]
     return found
 

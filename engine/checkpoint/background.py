@@ -1,4 +1,4 @@
-"""One save at a time in the background, whose error is raised exactly once.
+"""One save at a time in the background; its error is raised exactly once.
 
 The thread is not a daemon: a program that ends while a save is under way waits for it. An error that was not raised
 by the time the interpreter exits is logged, and the process exits with a non-zero status.
@@ -25,7 +25,7 @@ class BackgroundSave:
     def __init__(self, timeout: float = 3600.0) -> None:
         self._timeout = timeout
         self._thread: Helper | None = None
-        self._changing = threading.Lock()  # of the line above: several threads of the program may save and wait
+        self._changing = threading.Lock()  # guards the thread: several threads of the program may save and wait
         self._awaited = threading.Event()  # whether the loop waits for the save that is under way
         self._what = ""
         self._step: int | None = None
@@ -42,7 +42,7 @@ class BackgroundSave:
         def run() -> None:
             try:
                 work(awaited)
-            except BaseException as error:  # raised on the caller's thread later
+            except BaseException as error:  # the caller's thread raises it later
                 if isinstance(error, SaveFailedError):
                     self._error = error
                 else:
@@ -108,7 +108,7 @@ class BackgroundSave:
             raise error
 
 
-_unraised: set[BackgroundSave] = set()  # those with an error, kept alive: a program may drop its manager before it ends
+_unraised: set[BackgroundSave] = set()  # saves with an error; a program may drop its manager before it ends
 
 _running: set[BackgroundSave] = set()
 
@@ -139,14 +139,14 @@ def _end(errors: list[SaveFailedError]) -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)  # the only way left to give the process a non-zero status
+    os._exit(1)  # no other way gives the process a non-zero status now
 
 
-# Exit functions run in reverse order. Registered when the engine is loaded, this one, which ends the process, runs
-# after those of the program.
+# Exit functions run in reverse order. This one ends the process; registered when the engine is loaded, it runs after
+# those of the program.
 atexit.register(_report_at_exit)
 
-# What `concurrent.futures` uses for the same purpose: ordinary exit functions run only after all threads have ended.
+# `concurrent.futures` does the same: ordinary exit functions run only after all threads have ended.
 _register_early = getattr(threading, "_register_atexit", None)
 if _register_early is not None:
     _register_early(_wait_at_exit)

@@ -65,7 +65,7 @@ class Checkpointer:
 
     @functools.cached_property
     def _processes(self) -> ProcessGroup:
-        # Made when it is needed: a checkpointer may be made before the processes are connected.
+        # A program may make a checkpointer before its processes are connected.
         return ProcessGroup("checkpointer", self._coordinator, self._timeout)
 
     def save(self, path: Place, item: Any, *, force: bool = False, **kwargs: Any) -> SaveReport | None:

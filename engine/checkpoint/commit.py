@@ -1,4 +1,4 @@
-"""How a checkpoint comes to exist, is replaced, and is deleted: the commit protocol, once for all kinds of checkpoint.
+"""The commit protocol: how a checkpoint of any kind comes to exist, is replaced, and is deleted.
 
 A save puts a marker into the checkpoint's directory, writes its items into folders of their own, makes all of it
 durable, and writes the commit record last, in one atomic step. A crash before that leaves what was there before. Where
@@ -47,7 +47,7 @@ from ..storage import (
 
 _logger = logging.getLogger("holdfast")
 
-_UNIQUE = re.compile(r".+\.[0-9a-f]{8}")  # folders of items, as saves to object stores name them
+_UNIQUE = re.compile(r".+\.[0-9a-f]{8}")  # names that saves to object stores give to the folders of items
 
 
 def write_record(location: Location, record: CheckpointRecord) -> None:
@@ -80,9 +80,9 @@ def _answered(location: Location, content: bytes) -> Iterator[None]:
 
 
 class CommitParts:
-    """What a kind of checkpoint adds to the commit. This one adds nothing: its items are folders right inside.
+    """What a kind of checkpoint adds to the commit; this one adds nothing, and its items are folders directly inside.
 
-    A checkpoint whose parts have directories of their own derives this. The record at the root alone decides; what
+    A checkpoint whose parts have directories of their own derives from it. The record at the root alone decides; what
     describes a part is derived from it, removed before the record changes (:meth:`withdraw`) and written after it
     (:meth:`publish`), so that it never contradicts the record. The next save or sweep writes what is missing.
     """
@@ -129,11 +129,11 @@ class PendingCheckpoint:
         copies: str | None = None,
     ) -> None:
         self.location = location
-        # Whether the caller alone may write here, and makes sure of that right before the commit: in an object store,
-        # a marker of another save is then that of a run that was superseded, which will not commit.
+        # Whether the caller alone may write here, and checks that right before the commit. In an object store, the
+        # marker of another save then belongs to a superseded run, which will not commit.
         self._owned = owned and location.is_remote
         self.continues = False  # whether an interrupted copy of the same checkpoint goes on, with the files it has
-        self._copies = copies  # the fingerprint of the checkpoint that this is a copy of
+        self._copies = copies  # the fingerprint of the original of this copy
         self._parts = parts or CommitParts(location)
         self._old_record: bytes | None = None
         self._old: CheckpointRecord | None = None
@@ -144,7 +144,7 @@ class PendingCheckpoint:
         self._find_replaceable(names, overwrite=overwrite)
         untouched = not {PARTIAL, DELETED} & names
         self._lock = SaveLock(location / PARTIAL)
-        self._leftovers: set[str] = set()  # folders that go once this save is committed
+        self._leftovers: set[str] = set()  # folders to remove once this save is committed
         items, folders = list(items), []
         if not untouched:
             try:
@@ -153,7 +153,7 @@ class PendingCheckpoint:
                 folders = self._left_by_copy(items, names)
                 self.continues = bool(folders)
                 if not self.continues and PARTIAL in names and location.is_remote:
-                    # They may be those of a save that is alive, and is committed before this one.
+                    # They may belong to a save that is alive and commits before this one.
                     found = {*self._lock.folders(), *(() if self._old is None else self._old.replaced)}
                     if RECORD not in names:
                         found |= names
@@ -164,9 +164,9 @@ class PendingCheckpoint:
                 if not self.continues:
                     self._lock.release()
             names = {entry.name for entry in location.entries()}
-        self.token = uuid.uuid4().hex  # tells this save from all others
-        # What was swept may be of a save that is still alive somewhere: it must not write into the folders of this one.
-        # In an object store there may always be one, or requests of it that are still on their way.
+        self.token = uuid.uuid4().hex  # distinguishes this save from all others
+        # The sweep may have removed the marker of a save that is still alive, which must not write into the folders of
+        # this one. In an object store, such a save, or a late request of one, is always possible.
         plain = untouched and not location.is_remote
         taken = names | _folders(self._old)
         self.paths: dict[str, str] = {}
@@ -177,7 +177,9 @@ class PendingCheckpoint:
             self.paths = dict(zip(items, folders, strict=True))
         self.folders = {item: location / path for item, path in self.paths.items()}
         self._deleted = DELETED in names
-        self._stale: list[str] = []  # folders that the old checkpoint had replaced, and that are there again
+        self._stale: list[
+            str
+        ] = []  # folders that the old checkpoint had replaced, and that a power failure brought back
         self._marker_size: int | None = None
         self._begun = False
         self._is_new = False  # whether this save has made the directory
@@ -211,7 +213,7 @@ class PendingCheckpoint:
         (self.location / PARTIAL).write_bytes(marker, atomic=False)
         self._marked = True
         self._conditional = self.location.is_remote and (self.location / PARTIAL).honours_conditions(marker)
-        self.location.sync_directory()  # the marker is durable before anything that it explains
+        self.location.sync_directory()  # the marker is durable before anything else
         if self._old is not None and self.location.is_local and not self.continues:
             # The last save removed these and then its marker: a power failure may bring back folders alone.
             self._stale = [folder for folder in self._old.replaced if _lies_in(self.location, folder)]
@@ -254,12 +256,12 @@ class PendingCheckpoint:
             try:
                 self._old = CheckpointRecord.decode(self._old_record, source=str(self.location / RECORD))
             except DamagedCheckpointError:
-                self._old = None  # which folders were its own is unknown
+                self._old = None  # its folders are unknown
             self._parts.check_replaceable(self._old)
-            if self._old is not None and self._old.step is not None:  # the step of another run
+            if self._old is not None and self._old.step is not None:  # it is the step of another run
                 self.location.check_not_link()
             return
-        if self.location.is_remote:  # such a folder without a record or a marker holds what has arrived late
+        if self.location.is_remote:  # late requests leave such a folder without a record or a marker
             names = {name for name in names if not _UNIQUE.fullmatch(name)}
         if names and not {PARTIAL, DELETED} & names:
             raise CheckpointExistsError(
@@ -275,7 +277,7 @@ class PendingCheckpoint:
             self._parts.withdraw(self._old)
         self._sync_directories()
         record = dataclasses.replace(record, replaced=tuple(sorted(_folders(self._old) - {*self.paths.values()})))
-        self._stays = True  # from here on its data may be the only copy, also after an interrupt
+        self._stays = True  # from here on, its data may be the only copy
         try:
             if not self._conditional:
                 write_record(self.location, record)
@@ -285,13 +287,13 @@ class PendingCheckpoint:
             overtaken = not self._is_claimed()
             alone = self._old_record is None and not self._conditional and not self._owned
             if overtaken and (alone or not self._is_whole(record)):
-                # Another save began in this very moment, or a run that removes what it finds without a record.
+                # Another save began at the same time, or a run that removes a directory without a record.
                 raise self._lock.conflict()
         except BaseException as error:
             if self._lost:
                 raise
             if isinstance(error, StorageUnavailableError) and not self.location.is_local:
-                # A request that has no answer may still arrive, even after others: its data has to be there then.
+                # A request without an answer may still arrive, even after others: then its data has to be there.
                 error.add_note(
                     f"{self.location}: the next run removes what was written, or finds it committed and whole"
                 )
@@ -304,17 +306,17 @@ class PendingCheckpoint:
                     "save it again, replacing it, or delete it"
                 )
             raise
-        if overtaken and not self._owned:  # by a save that replaces this one, or that finds this record and fails
+        if overtaken and not self._owned:  # the other save replaces this one, or finds this record and fails
             self._lock.release()
             return
-        if overtaken:  # by a superseded run, which fails
+        if overtaken:  # the other save is that of a superseded run, which fails
             self._leftovers |= {*filter(self._parts.owns, self._lock.folders())} - _folders(record) - {PARTIAL, DELETED}
         with _leftover(self.location):
             self._parts.publish(record, replaces=self._old is not None)
             _remove_folders(self._parts, {*record.replaced, *self._leftovers}, record)
             if self._deleted:
                 (self.location / DELETED).remove()
-            (self.location / PARTIAL).remove()  # last: it tells the next run that something may be left
+            (self.location / PARTIAL).remove()  # the marker goes last: it tells the next run that something may be left
         self._lock.release()
 
     def _sync_directories(self) -> None:
@@ -322,7 +324,7 @@ class PendingCheckpoint:
         paths = (*self.paths.values(), *_folders(self._old), *self._stale)
         inside = {parent for path in paths for parent in _parents(path)}
         for path in sorted(inside, key=lambda path: path.count("/"), reverse=True):
-            if (self.location / path).is_directory():  # one of the old checkpoint may be missing
+            if (self.location / path).is_directory():  # a folder of the old checkpoint may be missing
                 (self.location / path).sync_directory()
         self.location.sync_directory()
         if not self._is_new:  # the directory of a save that was interrupted, perhaps before its name was durable
@@ -355,7 +357,7 @@ class PendingCheckpoint:
                 place.rename(DELETED)
             else:
                 place.write_bytes(self._old_record)
-        # Should even that fail, the record must not be left without its data.
+        # If even that fails, the data stays: the record must not be left without it.
         self._stays = self._is_visible()
 
     def _is_visible(self) -> bool:
@@ -369,7 +371,7 @@ class PendingCheckpoint:
         return _folders(found) <= {*self.paths.values()}
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Remove what was written; the checkpoint that was to be replaced, if any, stays as it was.
+        """Remove what was written; the checkpoint that was to be replaced stays as it was.
 
         A storage error becomes a StorageConflictError if another save has taken the path over.
         """
@@ -389,7 +391,7 @@ class PendingCheckpoint:
         if not self._begun or self._stays:
             return True
         if self.location.is_local and not self._claimed:
-            # What is there is not of this save, except perhaps the empty directory.
+            # Only an empty directory can be of this save.
             with contextlib.suppress(OSError):
                 os.rmdir(self.location)
             return True
@@ -398,12 +400,12 @@ class PendingCheckpoint:
             ours = not self._marked or self._is_claimed()
             paths = {*self.paths.values()}
             if not ours and not self.location.is_local and not self.location.is_remote:
-                # Two saves that begin at once use the same names here, so only a record tells which are of the other.
+                # Two saves that begin at once use the same names here: only a record tells the other one's folders.
                 names = {entry.name for entry in self.location.entries()}
                 if PARTIAL in names or RECORD not in names:
                     return ours
                 paths -= _folders(read_record(self.location))
-            elif self._lost:  # perhaps to another copy into the same folders
+            elif self._lost:  # the other save may be a copy into the same folders
                 with contextlib.suppress(CheckpointNotFoundError):
                     paths -= _folders(read_record(self.location))
             for path in sorted(paths, key=len, reverse=True):
@@ -455,7 +457,7 @@ def copy_left(location: Location) -> str | None:
 def delete_checkpoint(location: Location) -> None:
     """Delete a checkpoint: its record first, so that it is gone at once, then its data."""
     with contextlib.suppress(ObjectNotFoundError):
-        if not location.is_link():  # of which only the link goes
+        if not location.is_link():  # only the link itself is removed
             (location / RECORD).rename(DELETED)
     location.remove_tree(last=DELETED)
 
@@ -489,8 +491,8 @@ def sweep(location: Location, parts: CommitParts | None = None) -> bool:
         record = read_record(location)
     except FormatVersionError:
         return False
-    except DamagedCheckpointError:  # no data is removed beside it: a person may want to look
-        (location / PARTIAL).remove()  # or no save could ever replace this checkpoint
+    except DamagedCheckpointError:  # its data stays, as a person may want to look at it
+        (location / PARTIAL).remove()  # otherwise no save could replace this checkpoint
         return False
     parts = parts or CommitParts(location)
     left = {*filter(parts.owns, SaveLock(location / PARTIAL).folders()), *record.replaced}

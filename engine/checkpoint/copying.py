@@ -34,10 +34,10 @@ _LEAST_PIECE = 64 << 10
 _SPAN = 16 << 20  # bytes of a data file that one thread copies at a time
 _SMALL = 1 << 20  # bytes; a smaller file is written in one go
 _UPLOADS = 4  # how many files are on their way at a time, if they are small enough
-BESIDE = 16e6  # bytes a second that pass while a throttle gives way: little for a disk, and what waits arrives in time
+BESIDE = 16e6  # bytes a second that pass while a throttle gives way; a disk hardly notices them
 _IN_MEMORY = 256 << 20  # bytes of files that are uploaded at a time, if each is smaller
-_REMEMBERED = 4  # copies
-_SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # of folders whose save could not take the plain name
+_REMEMBERED = 4  # copies whose files are known
+_SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # suffix of folders whose save could not take the plain name
 
 
 class Throttle:
@@ -65,8 +65,8 @@ class Throttle:
         self._gives_way = gives_way
         self._ended = ended
         self._now = now
-        self._free = 0.0  # when the bytes so far have passed at the rate
-        self._late = 0.0  # when those that gave way have passed
+        self._free = 0.0  # the time at which the bytes so far have passed at the rate
+        self._late = 0.0  # the time at which the bytes that give way have passed
 
     @property
     def piece(self) -> int:
@@ -108,17 +108,17 @@ class CopyProgress:
 
 
 class _File(NamedTuple):
-    key: tuple[str, str]  # its item, and its path there
+    key: tuple[str, str]  # the item, and the path in its folder
     source: Location
     destination: Location
     check: FileCheck
 
 
 class CopiedFiles:
-    """The large data files that the last copies have brought to a store, which copies them itself for the next steps.
+    """The large data files of the last copies to a store, which the store itself copies for the next steps.
 
-    One is known again by its path, in which every save has a name of its own, its size and its checksums. It never
-    comes from the copy before, so that an object that is damaged unseen does not take both.
+    The path, which every save makes unique, the size and the checksums identify a file. It never comes from the copy
+    right before, so that an object with unseen damage does not affect both.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class CopiedFiles:
         for files in list(self._copies)[-2::-1]:
             known = files.get(file.key)
             if known is not None and known.check.covers(file.check):
-                with contextlib.suppress(OSError):  # it was deleted, or the service refuses
+                with contextlib.suppress(OSError):  # the object was deleted, or the service refuses
                     known.destination.share(file.destination, known.destination.identity())
                     return True
         return False
@@ -214,7 +214,7 @@ def copy_step(
         result = replace(record, items=items, replaced=())
         pending.commit(result)
     except BaseException as error:
-        failure = copy.failure or error  # a store may report the end of its upload instead
+        failure = copy.failure or error  # a store may report that its upload ended instead
         if isinstance(failure, DamagedCheckpointError):
             pending.abort(failure)
         else:
@@ -258,7 +258,7 @@ class _Copy:
         self._copied = copied
         self._check = check
         self._lock = threading.Lock()
-        self.failure: Exception | None = None  # of the original, or of a check
+        self.failure: Exception | None = None  # the error of the original, or of a check
 
     def run(self, files: list[_File], *, continues: bool) -> None:
         if not files:
@@ -269,7 +269,7 @@ class _Copy:
             at_once = max(1, min(_UPLOADS, _IN_MEMORY // max(1, largest)))
         for folder in dict.fromkeys(file.destination.parent for file in files):
             folder.make_directory(sync=False)
-        # Small files first: they show soonest that a place cannot be written.
+        # Small files go first: they show soonest that a place cannot be written.
         ordered = sorted(files, key=lambda file: file.check.known.size)
         parallel_map(lambda file: self._copy(file, continues), ordered, at_once, name="holdfast-copy")
 

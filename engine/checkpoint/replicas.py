@@ -52,11 +52,11 @@ def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout
     with contextlib.closing(rendezvous):
         try:
             names, lines, digests = _digests(tree, rendezvous.index)
-            # Parts that only this process holds are left out, so the lines are the same everywhere.
+            # The lines leave out the parts that only this process holds, so they are the same everywhere.
             structure = hashlib.blake2b("\n".join(lines).encode(), digest_size=_DIGEST_BYTES).digest()
             gathered = rendezvous.gather("digests", structure + digests.tobytes(), timeout)
             found = None if gathered is None else json.dumps(_compare(gathered, names)).encode()
-            # Process 0 may wait as long for another one: that it gives up, and which one it missed, must arrive here.
+            # Process 0 may wait as long for another process, and then tells which one it missed.
             differences = json.loads(rendezvous.broadcast("differences", found, 2 * timeout))
         except BaseException as error:
             rendezvous.fail(error)

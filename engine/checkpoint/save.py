@@ -39,7 +39,7 @@ from .commit import PendingCheckpoint
 
 _logger = logging.getLogger("holdfast")
 
-_SHARED = struct.Struct("<Q")  # the shared bytes, before the record that process 0 sends to the others
+_SHARED = struct.Struct("<Q")  # the number of shared bytes, before the record that process 0 sends to the others
 _LAST_WORD = 10.0  # seconds that the others get to stop writing before process 0 removes what they wrote
 
 
@@ -120,8 +120,8 @@ class Save:
         self._location = location
         self._items: dict[str, PreparedItem] = {}
         self._reuse = [item.reuse for item in items.values() if item.reuse is not None]
-        self._claim = threading.Lock()  # taken for good, by the thread that completes this or by who gives it up before
-        # Whether this may be completed after the loop has gone on.
+        self._claim = threading.Lock()  # held for good by the thread that completes the save or gives it up
+        # Whether a thread may complete the save beside the training loop.
         self.in_background = any(item.background for item in items.values())
         self._role: Primary | Worker
         if rendezvous is not None and rendezvous.index > 0:
@@ -230,9 +230,9 @@ class Save:
         return self._role.replaces
 
     def give_up(self, error: BaseException) -> bool:
-        """Remove what was written, and tell the other processes; not if a thread completes this: it does so itself.
+        """Give the save up unless a thread completes it already; return whether it was given up.
 
-        Return whether it has not begun; it never will then. After an interrupt, this is the only way to know.
+        After an interrupt, only this tells whether the thread has begun.
         """
         if not self._claim.acquire(blocking=False):
             return False
@@ -249,7 +249,7 @@ class _BegunItem:
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
         files = self._rest()
-        self._files = files if member.count == 1 else None  # the files of the others are not known here
+        self._files = files if member.count == 1 else None  # this process does not know the files of the others
         return b""
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
@@ -310,7 +310,7 @@ class Primary:
         try:
             done = _SHARED.pack(record.shared_bytes) + record.encode()
             self._rendezvous.broadcast("committed", done, self._timeout)
-        except Exception as error:  # the checkpoint exists all the same
+        except Exception as error:  # the checkpoint exists nevertheless
             _logger.warning("%s: saved, but the other processes could not be told: %s", self._pending.location, error)
         self._rendezvous.close()
         return record, record.shared_bytes
@@ -383,7 +383,7 @@ class Worker:
 
     def commit(self, record: CheckpointRecord | None) -> tuple[CheckpointRecord, int]:
         """Wait for the record of process 0."""
-        # Process 0 may wait as long for another one: that it gives up, and which one it missed, must arrive here.
+        # Process 0 may wait as long for another process, and then tells which one it missed.
         content = self._rendezvous.broadcast("committed", None, 2 * self._timeout)
         self._rendezvous.close()
         source = f"{self._location}: what process 0 has committed"
@@ -394,20 +394,20 @@ class Worker:
         """Tell the others, and say that this process writes no more."""
         if not isinstance(error, PeerFailedError):  # the others know of that already
             self._rendezvous.fail(error)
-        with contextlib.suppress(Exception):  # the store may be what has failed
+        with contextlib.suppress(Exception):  # the store itself may have failed
             self._rendezvous.coordinator.put(_stopped_key(self._rendezvous, self._rendezvous.index), b"1")
         self._rendezvous.close()
 
 
 def _all_stopped(rendezvous: Rendezvous, timeout: float) -> bool:
-    """Wait until the other processes have stopped writing; return whether they have said so."""
+    """Wait until the other processes have stopped writing; return whether all have reported that."""
     end = time.monotonic() + min(_LAST_WORD, timeout)
     try:
         for process in range(1, rendezvous.count):
             key = _stopped_key(rendezvous, process)
             rendezvous.coordinator.get(key, max(0.01, end - time.monotonic()))
             rendezvous.coordinator.delete(key)
-    except Exception:  # of any coordinator: then it is unknown whether they stopped
+    except Exception:  # then it is unknown whether they stopped
         return False
     return True
 

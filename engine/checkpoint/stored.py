@@ -24,7 +24,7 @@ class StoredItems(Protocol):
         ...
 
     def only_name(self, handler: CheckpointHandler) -> str:
-        """Return the name of the item that a handler reads who knows no names."""
+        """Return the name of the item that a checkpointer without names restores."""
         ...
 
     def restore(self, name: str, handler: CheckpointHandler, template: Any, kwargs: Mapping[str, Any]) -> Any:

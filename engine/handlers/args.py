@@ -149,7 +149,7 @@ class ArrayRestoreArgs(RestoreArgs):
     def _sharding(self, name: str | None) -> Any:
         if self.mesh is None:
             return self.sharding
-        shardings: Any = importlib.import_module("jax").sharding  # a mesh comes from jax
+        shardings: Any = importlib.import_module("jax").sharding  # jax is loaded, as the mesh is one of jax
         axes = self.mesh_axes
         if not isinstance(axes, shardings.PartitionSpec):
             axes = shardings.PartitionSpec(*((axes,) if isinstance(axes, str) else axes))
@@ -185,7 +185,7 @@ def _broadcast(
         raise OptionError(f"{argument}: expected {kind.__name__} at {format_path(name)}, found {class_name(given)}")
     values = dict(zip(key_segments(contents.keys, len(contents.values)), contents.values, strict=True))
     if node is None:
-        if not values:  # what jax makes of a container without leaves
+        if not values:  # jax makes None of a container without leaves
             found.append(None)
             return
         raise OptionError(
@@ -271,7 +271,7 @@ def cast(name: str, leaf: Leaf, dtype: np.dtype[Any]) -> Leaf:
         details = {**details, "kind": number_kind(dtype)}
     pieces, volatile = leaf.pieces, leaf.volatile
     if storage_dtype(dtype).extra is not None:
-        # Elements that are stored as bytes are cast now, all others chunk by chunk while they are written.
+        # Elements that are stored as bytes are cast now; a save casts all others chunk by chunk while it writes them.
         pieces, volatile = [Piece(piece.start, _checked(name, piece.array, dtype)) for piece in pieces], False
     return ArrayLeaf(dtype, leaf.shape, pieces, volatile, details, leaf.parts)
 
@@ -293,7 +293,7 @@ def aggregate(
     size = 0
     for index, (name, leaf, asked) in enumerate(zip(names, leaves, args, strict=True)):
         if asked is None or not asked.aggregate or isinstance(leaf, ValueLeaf):
-            continue  # tree.json holds values, and is one file already
+            continue  # tree.json holds the values of all leaves already
         if leaf.parts is not None or len(leaf.pieces) != 1 or leaf.pieces[0].array.shape != leaf.shape:
             problems.append((name, "is sharded over devices; leave out aggregate=True"))
             continue

@@ -1,6 +1,6 @@
 """The protocol of handlers: a handler knows one kind of object, and how it gets into a folder and out again.
 
-A handler is not concerned with atomicity or threads: a :class:`~holdfast.Checkpointer` or a
+A handler does not care about atomicity or threads: a :class:`~holdfast.Checkpointer` or a
 :class:`~holdfast.CheckpointManager` calls it and commits what it wrote.
 """
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 Files = Mapping[str, FileRecord]  # the files of an item by their path in its folder, as the commit record lists them
 
-# Arguments that callers of a checkpointer do not pass.
+# Arguments that the engine passes to handlers, and callers of a checkpointer do not.
 _INTERNAL = frozenset({"snapshot", "member", "reuse", "files", "source"})
 
 
@@ -170,7 +170,7 @@ class _DeferredWrite:
     def result(self, timeout: float | None = None) -> Files | None:
         if self._write is not None:
             self._files = self._write()
-            self._write = None  # lets go of the snapshot
+            self._write = None  # frees the snapshot
         return self._files
 
 
@@ -187,7 +187,7 @@ def finish(futures: Sequence[SaveFuture] | None) -> Files | None:
         if _is_files(files):
             found.update(files)
         else:
-            known = False  # a future of another library, such as those of concurrent.futures
+            known = False  # it is a future of another library, such as concurrent.futures
     return found if known else None
 
 
@@ -197,7 +197,7 @@ def _is_files(result: Any) -> TypeGuard[Files]:
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, even where an event loop is running already, as in a notebook."""
-    import asyncio  # only for handlers of the user's own; it takes as long to import as all of the engine
+    import asyncio  # only handlers of users need it, and it takes as long to import as the engine
 
     try:
         asyncio.get_running_loop()
@@ -212,12 +212,12 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
         try:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
                 results.append(runner.run(coroutine))
-        except BaseException as error:  # raised by the caller's thread
+        except BaseException as error:  # the caller's thread raises it
             errors.append(error)
 
     def interrupted(error: BaseException) -> None:
         errors.insert(0, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed, as the coroutine has ended
+        with contextlib.suppress(RuntimeError):  # the coroutine has ended, and its loop is closed
             loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
 
     thread = Helper(run, "holdfast-snapshot")

@@ -107,8 +107,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         self._registry = DEFAULT_REGISTRY if type_handler_registry is None else type_handler_registry
         self._aggregate = aggregate_handler or MsgpackHandler()
         self._staging = StagingBuffer(default_pinned_bytes() if pinned_bytes is None else pinned_bytes)
-        self._known: _KnownPlan | None = None  # of the last tree that was written
-        self._is_first = True  # until a snapshot was taken
+        self._known: _KnownPlan | None = None  # what is known of the last tree that was written
+        self._is_first = True  # whether no snapshot was taken yet
 
     @collection_paused()
     def prepare(
@@ -147,7 +147,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         if kwargs:
             refuse_arguments(self, kwargs, self.prepare)
         layout, process = layout or self.layout, member or ProcessInfo()
-        # What the trees of a run have in common is found out once, except for leaves that a program treats its own way.
+        # The trees of a run are alike: their common properties are found once, except with SaveArgs or type handlers.
         recurs = snapshot and save_args is None and not self._registry.leaf_types
         known = self._known
         if recurs and known is not None and known.key == (layout, process.index, process.count, fresh):
@@ -195,7 +195,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         """Keep what was found out about a tree, once it is written."""
         try:
             known.tree.settle(structure, copies)
-        except Exception as error:  # the tree is written all the same
+        except Exception as error:  # the tree is written nevertheless
             _logger.warning("the next save will take as long as the first: its preparation failed: %r", error)
         else:
             self._known = known

@@ -22,7 +22,7 @@ _FETCH = 86400.0  # seconds that the other processes wait while process 0 fetche
 
 
 class RunAccess:
-    """The directory and the mirror of a run, written to once the right to do so was acquired; and what all saves share.
+    """The directory and the mirror of a run, the right to write to them, and what all saves share.
 
     Attributes:
         run: The directory.
@@ -49,7 +49,7 @@ class RunAccess:
         self.mirror: RunMirror | None = None
         self.changing = threading.RLock()
         self._metadata = None if metadata is None else dict(metadata)
-        self._compared = False  # whether all processes have the same options
+        self._compared = False  # whether the processes have compared their options
         self._acquired = False
         self._closed = False
 
@@ -91,8 +91,8 @@ class RunAccess:
         self.notify_mirror()
 
     def close(self) -> bool:
-        """Refuse all further changes; return False if they are refused already."""
-        with self.changing:  # a save that another thread begins comes before, or is refused
+        """Refuse all further changes; return False if an earlier call did that."""
+        with self.changing:  # a save of another thread has begun before this, or is refused
             was_open, self._closed = not self._closed, True
             return was_open
 
@@ -168,11 +168,11 @@ class RunAccess:
             self.mirror.delete()
 
     def mirror_status(self) -> MirrorStatus | None:
-        """Return what the mirror has and does, on process 0."""
+        """Return the state of the mirror on process 0, None on the others."""
         return self.mirror.status() if self.mirror is not None and self.processes.is_primary else None
 
     def finish_mirror(self, timeout_secs: float | None) -> bool:
-        """End the mirror with the newest step; without a time limit, within its own."""
+        """Copy the newest step and end the mirror; a timeout of None is the ``wait_secs`` of the mirror."""
         if self.mirror is None or not self.processes.is_primary:
             return True
         if timeout_secs is None:

@@ -187,9 +187,11 @@ def _copy_run(
                     target = destination / entry.location.name
                     done.append(_copy_one(entry.location, target, overwrite, throttle, portion, copied_files))
                     copied = found_at(target)
-                    if copied is not None and entry.record is not None:  # which has the metrics of other programs, too
+                    if (
+                        copied is not None and entry.record is not None
+                    ):  # the entry has the metrics of other programs, too
                         follow(target, copied, replace(copied, metrics=entry.record.metrics))
-                except CheckpointNotFoundError:  # the run has deleted it meanwhile
+                except CheckpointNotFoundError:  # the run has deleted the step meanwhile
                     continue
                 except DamagedCheckpointError as error:
                     damaged.append(f"step {entry.step}: {error}")

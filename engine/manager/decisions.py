@@ -1,10 +1,10 @@
-"""Whether to save a step: the triggers, asked by one process or agreed between several, and steps of another branch.
+"""Whether to save a step: triggers, their agreement between processes, and the steps of another branch.
 
 Triggers are pure: they look at one moment of a training loop, and :func:`decide` follows from all of them.
 
-Most steps need no word between processes: each of them evaluates the triggers that depend on the step alone. Process 0
-decides about time and metrics, which may differ from process to process, and knows whether a save has failed. It is
-asked only at the steps that a :class:`SyncSchedule` names.
+Most steps need no communication: each process evaluates the triggers that depend on the step alone. Process 0 decides
+about time and metrics, which may differ from process to process, and knows whether a save has failed. The others ask it
+only at the steps that a :class:`SyncSchedule` names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _logger = logging.getLogger("holdfast")
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whether to save now; true in a condition when so.
+    """Whether to save now; it is true in a condition if so.
 
     Attributes:
         save: Whether to save.
@@ -132,7 +132,7 @@ class OnBest:
         value = metric_value(moment.metrics, self.metric)
         if value is None:
             return None
-        for info in reversed(moment.earlier):  # most often the newest are the hardest to beat
+        for info in reversed(moment.earlier):  # the newest are most often the hardest to beat
             other = info.value(self.metric)
             if other is not None and not better(value, other, self.mode):
                 return None
@@ -179,7 +179,7 @@ class SyncSchedule:
         self._next: int | None = None
         self._outcome: tuple[int, int] | None = None  # the step at which to ask how the save ended, and the next gap
         self._answer: tuple[int, Decision] | None = None
-        self._last: tuple[int, float] | None = None  # of the last agreement: its step, and the monotonic clock
+        self._last: tuple[int, float] | None = None  # the step and the monotonic clock of the last agreement
 
     def asks(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
         """Whether time or metrics may decide at this step."""
@@ -241,10 +241,10 @@ class SaveDecisions:
         # background save that fails does so on its own thread.
         self._last: tuple[int | None, float] = (previous, clock.monotonic())
         self._before = self._last
-        self._failed: bool | None = False  # the last save; None while it is under way
+        self._failed: bool | None = False  # whether the last save failed; None while it is under way
 
     def restored(self, step: int) -> None:
-        """Note that the run goes on from a step."""
+        """Note that the run resumes from a step."""
         self._last = self._before = step, self._last[1]
 
     def save_begins(self, step: int) -> None:
@@ -286,7 +286,7 @@ class SaveDecisions:
         if self._schedule.asks(step, metrics) or self._schedule.asks_outcome(step, self._last[0]):
             return self._agree(step, ask)
         decision = ask(self._schedule.certain)
-        answer = self._schedule.answer(step)  # if this step was asked about before
+        answer = self._schedule.answer(step)  # of an earlier question about this step
         return answer if answer is not None and answer.save and not saved else decision
 
     def _starts_at(self, step: int) -> None:
@@ -317,7 +317,7 @@ class SaveDecisions:
 class Rollback:
     """The steps of the branch that a run left by going back, until it has replaced or passed them.
 
-    They are known in memory only: another run cannot tell which steps belong together, hence the warning.
+    Only the memory of this run holds them: another run cannot tell which steps belong together, hence the warning.
     """
 
     def __init__(self, run: RunDirectory, *, warns: bool) -> None:
@@ -329,7 +329,7 @@ class Rollback:
         self.resumed_from: int | None = None  # the step of the last restore, if nothing was saved since
 
     def restored(self, step: int) -> list[int]:
-        """Note that a step was restored, from which the run may go on; return the later steps."""
+        """Note that a step was restored, from which the run may resume; return the later steps."""
         later = self._run.steps_after(step)
         self.resumed_from = step
         self._origin, self._left, self._began = step, frozenset(later), True
@@ -348,7 +348,7 @@ class Rollback:
                 f"step {step} is saved, and this run has not restored the later steps that are there "
                 f"({shortened_steps(later)}): they are replaced only if that is forced"
             )
-        elif not self._left.intersection(later):  # past all of them, or an older step was only looked at
+        elif not self._left.intersection(later):  # the run is past all of them, or has only looked at an older step
             self._left &= {step}
         else:
             self.warn(later)

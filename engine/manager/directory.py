@@ -144,8 +144,7 @@ def record_metrics(
 class RunDirectory:
     """The steps of one series, read once and then kept up to date with the changes of this writer.
 
-    The trainer's thread and the thread that saves both use it. Where several processes save, each has one, and only
-    that of process 0 ``writes``; the others follow in memory.
+    Several threads use it. Where several processes save, process 0 ``writes``, and the others follow in memory.
     """
 
     def __init__(
@@ -159,25 +158,25 @@ class RunDirectory:
     ) -> None:
         self.location = location
         self.ownership = Ownership(location, clock, drain)
-        self.last_saved: int | None = None  # by this run
+        self.last_saved: int | None = None  # the step that this run saved last
         self._options = options
         self._rules = options.rules()
         self._reads_metrics = options.best_fn is not None or options.keep_checkpoints_without_metrics
         self._series = series_of(options.step_prefix)
         self._writes = writes
-        self._warned = False  # that no checkpoint can be the best
+        self._warned = False  # whether the warning was given that no checkpoint has the metric of best_fn
         self._held: set[int] = set()  # steps that are being copied elsewhere
-        self._spared: list[Location] = []  # folders of interrupted copies that may go on
-        self._changing = threading.Lock()  # records are rewritten and steps deleted one after the other
+        self._spared: list[Location] = []  # folders of interrupted copies that the next attempt may complete
+        self._changing = threading.Lock()  # serializes changes of records and deletions of steps
         self._late = LateMetrics(location)
-        self._lock = threading.Lock()  # of the attributes below
+        self._lock = threading.Lock()  # guards the attributes below
         self._records: dict[int, CheckpointRecord] = {}
         self._others: dict[int, Location] = {}  # steps of another library
-        self._identity: RunIdentity | None = None  # once the right to write is held
-        self._dooms = False  # whether a mirror may have what is deleted here
+        self._identity: RunIdentity | None = None  # None until this writer owns the directory
+        self._dooms = False  # whether a mirror may have the steps that are deleted here
         self._errors: dict[int, DamagedCheckpointError | FormatVersionError] = {}
         self._condemned: dict[int, tuple[CheckpointRecord, DamagedCheckpointError]] = {}
-        self._infos: tuple[StepInfo, ...] = ()  # what retention rules see of the records, in ascending order
+        self._infos: tuple[StepInfo, ...] = ()  # the steps as retention rules see them, in ascending order
         names = self.reload()
         if not (options.read_only or self._records or self._errors):
             self._check_unclaimed(names)
@@ -209,11 +208,7 @@ class RunDirectory:
             check_unclaimed(self.location, self._series, begun=OWNER in names)
 
     def reload(self, content: Sequence[Entry] | None = None, *, forget: bool = False) -> frozenset[str]:
-        """Read the directory again, and return the names in it.
-
-        ``content`` is what the directory holds, where the caller has listed it already. ``forget`` lists steps whose
-        data was found damaged as whole again.
-        """
+        """Read the directory, or a listing of it, and return the names; ``forget`` clears the known damage of data."""
         content = self.location.entries() if content is None else content
         entries = list_steps(self.location, self._series, content, late=self._late)
         others = [] if entries else self._list_others(frozenset(entry.name for entry in content))
@@ -363,10 +358,10 @@ class RunDirectory:
         *,
         spare: CheckpointRecord | None = None,
     ) -> None:
-        """Take the right to write, remove what interrupted runs left, and store facts and options of the run.
+        """Take the right to write, remove what interrupted runs left, and store the metadata and options of the run.
 
-        ``spare`` is a step of which an interrupted copy, if there is one, is left for the next attempt. ``belongs``
-        has the facts that this directory does not know itself: the run of a mirror, or the mirror of a run.
+        The next attempt completes an interrupted copy of ``spare``. ``belongs`` has the run of a mirror, or the mirror
+        of a run, which this directory does not know itself.
         """
         check_json("metadata", metadata)
         self.ownership.take()
@@ -451,13 +446,13 @@ class RunDirectory:
                 return
             try:
                 lock.take_over()
-            except (StorageConflictError, StoragePermissionError) as error:  # a save without a manager may be alive
+            except (StorageConflictError, StoragePermissionError) as error:  # perhaps a save without a manager is alive
                 _logger.warning("%s: not swept: %s", location, error)
                 return
             if not sweep(location) and location.is_local:
                 # An earlier run may have made the folder and been killed before it locked it. Both times are those of
                 # the file system; a folder that is newer than this run may be about to be filled by another program.
-                with contextlib.suppress(OSError):  # above all if it is not empty
+                with contextlib.suppress(OSError):  # usually because it is not empty
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
                         os.rmdir(location)
         except StorageError as error:
@@ -506,16 +501,16 @@ class RunDirectory:
             try:
                 delete_checkpoint(location)
             except StorageError:
-                if not (location / RECORD).is_there():  # deleted; the next sweep removes the remaining files
+                if not (location / RECORD).is_there():  # the step is deleted, and the next sweep removes its files
                     self.add(step, None)
                 raise
             remove_late(self.location, location.name)
         self.add(step, None)
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:
-        """Give the folder of a step that the disk fails to read another name, as it may be readable another time.
+        """Rename the folder of a step that the disk fails to read; remove the link where a save replaces a linked step.
 
-        Where a save ``replaces`` a step that is a link, the link goes, and what it leads to stays.
+        The disk may be able to read the folder another time, and the target of a link belongs to something else.
         """
         error = self._errors.get(step)
         if not is_unreadable(error):
@@ -544,7 +539,7 @@ class RunDirectory:
 
     def _protected(self) -> Iterator[tuple[int, str]]:
         """Generate the steps that stay although no rule keeps them, with the reason."""
-        if self.last_saved is not None:  # later steps are of another branch
+        if self.last_saved is not None:  # later steps belong to another branch
             yield self.last_saved, "saved last"
         yield from ((step, "being copied to the mirror") for step in tuple(self._held))
 

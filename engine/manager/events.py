@@ -1,7 +1,7 @@
 """The events of a run, in the file ``events.jsonl`` of its directory.
 
-The events are for people, reports and supervisors. Nothing that holdfast does depends on them: a file that cannot be
-written or read is no error, a line that a crash cut off is skipped, and object stores have no such file.
+People, reports and supervisors read the events. Nothing that holdfast does depends on them: a file that cannot be
+written or read is no error, readers skip a line that a crash cut off, and object stores have no such file.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ..storage import Location, append_line, open_own
 
 _logger = logging.getLogger("holdfast")
 
-EVENTS = "events.jsonl"  # name of the file
-ROTATED = "events.1.jsonl"  # what it is called when it has reached its limit
+EVENTS = "events.jsonl"  # name of the file of events
+ROTATED = "events.1.jsonl"  # its name once it has reached its limit
 _LIMIT = 8 << 20  # bytes
-_MOST = 8 * _LIMIT  # bytes that are read of a file
+_MOST = 8 * _LIMIT  # bytes of a file that are read
 _METRICS = 64  # metrics of one event, at most
 _PREEMPTED = (PREEMPTED, 128 + signal.SIGTERM)  # statuses of a program that was preempted
 _EARLY = 8  # events that are kept before the run owns its directory
@@ -67,7 +67,7 @@ class RunEvents:
     """
 
     def __init__(self, directory: Location, clock: Clock, process: int, observer: Observer) -> None:
-        self.has_callback = False  # a callback knows how training ends, and notes it
+        self.has_callback = False  # whether a callback notes how training ends
         self._directory = directory
         self._clock = clock
         self._process = process
@@ -75,9 +75,9 @@ class RunEvents:
         self._run = uuid.uuid4().hex[:12]
         self._writes = process == 0 and directory.is_local
         self._began = False
-        self._has_ended = False  # the program has noted how
+        self._has_ended = False  # whether the program has noted how training ended
         self._logged = False
-        self._early: list[dict[str, Any]] = []  # before the run owns its directory
+        self._early: list[dict[str, Any]] = []  # events from before the run owned its directory
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
 
     def add_listener(self, listener: Callable[[dict[str, Any]], object]) -> None:
@@ -211,7 +211,7 @@ def _append(path: Path, text: str) -> None:
     """Append a line; a file beyond its limit begins anew, and the lines before it are kept once."""
     if _size(path) > _LIMIT and _rotating.acquire(blocking=False):
         try:
-            if _size(path) > _LIMIT:  # no other thread has done it meanwhile
+            if _size(path) > _LIMIT:  # unless another thread has rotated it meanwhile
                 path.replace(path.with_name(ROTATED))
         finally:
             _rotating.release()

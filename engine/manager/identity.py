@@ -24,7 +24,7 @@ class Doomed:
     """Steps that were deleted in the directory on purpose, and that the mirror may still have."""
 
     steps: frozenset[int] = frozenset()
-    after: int | None = None  # all later ones, too
+    after: int | None = None  # all later steps, too
 
     def __contains__(self, step: int) -> bool:
         return step in self.steps or (self.after is not None and step > self.after)

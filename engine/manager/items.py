@@ -58,7 +58,7 @@ class ItemSet:
         if rare and not self._checkpointers.keys() - set(rare):
             raise OptionError("item_intervals names every item; a checkpoint needs one that it always has")
         self._rare = frozenset(rare)  # items that few checkpoints have
-        # The data files of the steps so far, by item, which later steps may share.
+        # By item, the data files of the steps so far. Later steps may share them.
         self._written = {
             name: WrittenSteps()
             for name, one in self._checkpointers.items()
@@ -68,7 +68,7 @@ class ItemSet:
         self._optional = self._rare | {name for name, one in self._checkpointers.items() if one.handler.optional}
 
     def left_out(self, stored: StoredItems, wanted: Any) -> list[str]:
-        """Return the items that a checkpoint does not have, as few do, and that are asked for."""
+        """Return the items that a restore asks for, of those that few checkpoints have, and that this one lacks."""
         asked = self._rare if not isinstance(wanted, Mapping) else self._rare & wanted.keys()
         return sorted(asked.difference(stored.names))
 

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: when to save, what to keep, and which one to go on from."""
+"""The checkpoints of one run: when to save, what to keep, and which one to resume from."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ class CheckpointManager:
         self, step: int | None = None, items: None = None, *, restore_kwargs: Mapping[str, Any] | None = None
     ) -> Any: ...
 
-    @overload  # items that are named without a template
+    @overload  # the items are named, without templates
     def restore(
         self,
         step: int | None = None,
@@ -347,11 +347,11 @@ class CheckpointManager:
 
     @property
     def resumed_from(self) -> int | None:
-        """The step that the run goes on from since the last restore; None if nothing was restored."""
+        """The step of the last restore, from which the run resumes; None if nothing was restored."""
         return self._rollback.resumed_from
 
     def note_resume(self, step: int) -> list[int]:
-        """Note that the run goes on from a step, and warn at once if there are later ones.
+        """Note that the run resumes from a step, and warn at once if there are later ones.
 
         :meth:`restore` notes that by itself, and leaves the warning to the next save, as the caller may only look at
         the step. A training loop calls this where it takes the state of the step from elsewhere.
@@ -484,7 +484,7 @@ class CheckpointManager:
         ::
 
             state = manager.restore(1200, template)
-            manager.delete_after(1200)  # or they would count as the newest, for retention and for the next resume
+            manager.delete_after(1200)  # otherwise retention and the next resume take them for the newest
 
         The latest goes first, so that what is left at any moment is the beginning of what was there.
 

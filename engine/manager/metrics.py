@@ -1,7 +1,7 @@
 """Metrics of a step: one number out of all that a loop reports, which number is better, and the form to store.
 
-Metrics are a dictionary of numbers and of lists, arrays, dictionaries and other containers of them. What is no
-dictionary itself is kept in one under the name ``""``, and handed out as it was.
+Metrics are a dictionary of numbers and of lists, arrays, dictionaries and other containers of them. Metrics of another
+type lie in a dictionary under the name ``""``, and come back as they were.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def _lookup(metrics: Mapping[str, Any], name: str) -> Any:
 def number_of(value: Any) -> int | float | None:
     """Return a value as a plain number, or None if it is none; text is none, and an array of one element is one."""
     if not isinstance(value, (int, float)):
-        # An array of one element of any shape is a number; `float` would warn about one of shape (1,). Errors of
-        # the computation behind an array come out here, and must not pass for a missing metric.
+        # An array of one element of any shape is a number; `float` would warn about one of shape (1,). This
+        # raises the errors of the computation behind an array, which must not pass for a missing metric.
         if math.prod(getattr(value, "shape", ())) != 1:
             return None
         item = getattr(value, "item", None)
@@ -109,7 +109,7 @@ def _rank(value: Any) -> float | None:
     number = number_of(value)
     try:
         return None if number is None or math.isnan(number) else float(number)
-    except OverflowError:  # a large integer
+    except OverflowError:  # the integer is too large for a float
         return None
 
 
@@ -155,7 +155,7 @@ def _plain(value: Any, path: str, omitted: Callable[[str, Exception], None] | No
         for key, inner in fields.items():
             try:
                 found[str(key)] = _plain(inner, f"{path}/{key}" if path else str(key), omitted)
-            except (OptionError, RuntimeError) as error:  # such as an array whose computation failed
+            except (OptionError, RuntimeError) as error:  # for example, the computation of an array failed
                 if omitted is None:
                     raise
                 omitted(f"{path}/{key}" if path else str(key), error)
@@ -204,7 +204,7 @@ class MetricWatch:
         self._metric = metric
         self._where = where
         self._steps = 0
-        self.ended = False  # as the metric has come, or the warning was given
+        self.ended = False  # whether the metric has come, or the warning was given
 
     def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[StepInfo]) -> None:
         """Note the metrics of a step, beside those of the saved steps.
@@ -244,7 +244,7 @@ def _missing(metrics: Mapping[str, Any], metric: Metric) -> str | None:
         return metric_name(metric) if metric(as_given(metrics)) is None else None
     except KeyError as error:
         return str(error.args[0]) if error.args else metric_name(metric)
-    except Exception:  # which the save that ranks this step reports
+    except Exception:  # the save that ranks this step reports it
         return None
 
 

@@ -46,7 +46,7 @@ _FIRST_PAUSE = 1.0  # seconds until the first new attempt after an error; each l
 _LONGEST_PAUSE = 300.0
 _DELETION = 30.0  # seconds that a deletion waits for the mirror
 _NICE = 10
-_MARGIN = 1.2  # by which a copy may take longer than the measured rate says
+_MARGIN = 1.2  # factor by which a copy may take longer than the measured rate says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +71,11 @@ class MirrorStatus:
 
 
 class _Pace:
-    """How fast a copy is, without the times in which it gives way."""
+    """Measures the rate of a copy while no save makes it wait."""
 
     def __init__(self, progress: CopyProgress) -> None:
         self._progress = progress
-        self._since: tuple[float, int] | None = None  # the time, and what had arrived then
+        self._since: tuple[float, int] | None = None  # the time, and the bytes that had arrived then
         self._seconds, self._bytes = 0.0, 0
 
     def go_on(self) -> None:
@@ -99,20 +99,11 @@ class _Ended(Exception):  # noqa: N818 - no error: the mirror ends
 
 
 class _Superseded(Exception):  # noqa: N818 - no error: another step is copied
-    """Ends a copy of a step that was deleted or replaced, or that is not the one to end with."""
+    """Ends the copy of a step that was deleted or replaced, or that is not the last one of the run."""
 
 
 class RunMirror:
-    """The mirror of one run, as process 0 of its program sees it.
-
-    Args:
-        location: Where the mirror is.
-        run: The directory of the run.
-        options: The options of the run; ``mirror`` is set.
-        clock: Where the time of checkpoints comes from.
-        metadata: Returns the facts about the run.
-        tell: Takes an event of the run.
-    """
+    """The mirror of one run, as process 0 of its program sees it; ``tell`` writes events of the run."""
 
     def __init__(
         self,
@@ -140,23 +131,23 @@ class RunMirror:
         self._acquired = False
         self._thread: Helper | None = None
         self.process = os.getpid()
-        self.fetches = False  # whether the run is not ready to be copied yet
+        self.fetches = False  # whether the mirror only fetches, as the run is not ready to be copied yet
         self._ending = threading.Event()  # set when nothing more may be committed
-        self._wake = threading.Condition()  # of the attributes below
+        self._wake = threading.Condition()  # guards the attributes below
         self._saving = False  # whether the run is saving on a disk
         self._due = False
-        self._final = False  # the run ends: the newest step is copied, due or not
-        self._settled = False  # whether the thread has nothing more to do after that
-        self._adopted: str | None = None  # the identity that the run takes from the mirror, as it has none
+        self._final = False  # whether the run ends, and its newest step is copied, due or not
+        self._settled = False  # whether the thread has nothing more to do then
+        self._adopted: str | None = None  # the identity that this run takes from the mirror
         self._foreign = False  # whether the mirror belongs to another run
         self._refused: set[str] = set()  # fingerprints of steps that are damaged in the run's directory
-        self._warned: set[str] = set()  # kinds of errors
+        self._warned: set[str] = set()  # kinds of errors that were logged
         self._error: str | None = None
         self._copying: int | None = None
         self._copied = CopiedFiles()
         self._progress = CopyProgress()
         self._pace = _Pace(self._progress)
-        self._rate: float | None = None  # bytes a second
+        self._rate: float | None = None  # in bytes a second
         self._throttle = Throttle(
             rate,
             changed=self._wake,
@@ -167,13 +158,7 @@ class RunMirror:
     # ---- from the mirror to the run
 
     def newer_steps(self) -> list[int]:
-        """Return the steps that are newer than all of the run, the newest first.
-
-        Raises:
-            StorageError: The mirror cannot be read, and the run has no step: it must not start from 0 beside the steps
-                that the mirror may have.
-            OptionError: The mirror belongs to another run.
-        """
+        """Return the steps newer than all of the run, the newest first; a run without any has to read the mirror."""
         here = self._run.steps_and_damaged()
         newest = max(self._run.steps(), default=-1)
         return [step for step in reversed(self.steps(required=not here)) if step > newest]
@@ -289,7 +274,7 @@ class RunMirror:
             far = self._look()
             if far.steps_and_damaged():
                 of = far.identity.directory
-                if of not in (None, self._run.location.url):  # this directory may be a copy
+                if of not in (None, self._run.location.url):  # the directory of this run may be a copy
                     raise OptionError(f"it is the mirror of the run in {of}")
                 far = self._acquire()
                 self._delete_doomed(far)
@@ -314,13 +299,10 @@ class RunMirror:
         )
 
     def finish(self, timeout: float, *, must_fit: bool = False) -> bool:
-        """Copy the newest step, due or not, for at most so many seconds; then end, and say what is where.
-
-        ``must_fit`` ends at once where the measured rate says that the step does not arrive in time.
-        """
+        """Copy the newest step, due or not, within so many seconds; at once end one that ``must_fit`` and does not."""
         if self._ending.is_set():
             return self._is_complete()
-        if self._thread is None:  # the manager has read only
+        if self._thread is None:  # the manager has only read
             self._end()
             return self._is_complete()
         deadline = time.monotonic() + timeout
@@ -346,7 +328,7 @@ class RunMirror:
             thread.join(timeout)
 
     def _end(self) -> None:
-        self._stop(1.0)  # it may wait for the answer of a store
+        self._stop(1.0)  # the thread may wait for the answer of a store
         _open.discard(self)
         if self._far is not None:
             self._far.ownership.release()
@@ -381,10 +363,10 @@ class RunMirror:
 
     def _work(self) -> None:
         if sys.platform == "linux" and self.location.is_local:
-            # Threads inherit the priority. Those of TensorStore, which it shares with loads, must not.
+            # Threads inherit the priority, and loads use the threads of TensorStore: only a local mirror lowers it.
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        pause: float | None = None  # after an error; then new steps do not shorten it
+        pause: float | None = None  # after an error; new steps do not shorten it
         while not self._ending.is_set():
             with self._wake:
                 if pause is None:
@@ -399,7 +381,7 @@ class RunMirror:
             except _Superseded:
                 self._due = True
                 continue
-            except Exception as error:  # of any kind: training goes on
+            except Exception as error:  # training continues after any error
                 if self._ending.is_set():
                     return
                 pause = min(_LONGEST_PAUSE, 2 * pause if pause else _FIRST_PAUSE)
@@ -539,8 +521,7 @@ class RunMirror:
     def _check_same_run(self, far: RunDirectory) -> None:
         """Raise OptionError if the mirror belongs to another run.
 
-        Where one of the two has no identity yet, a step that both have decides; a directory without any step takes the
-        identity of the mirror.
+        Where one of them has no identity yet, a common step decides; an empty directory takes that of the mirror.
         """
         ours, theirs = self._run.identity.run, far.identity
         if ours is not None and theirs.run is not None:
@@ -652,5 +633,5 @@ _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()
 def _tell_at_exit() -> None:
     """Say what is missing in the mirrors of managers that were not closed."""
     for mirror in list(_open):
-        if mirror.process == os.getpid():  # not in one that was forked
+        if mirror.process == os.getpid():  # a forked child has no mirror
             mirror._tell()

@@ -251,7 +251,7 @@ class CheckpointManagerOptions(CheckpointOptions):
             keeps; roughly one an hour for ``"1h"``.
         keep_steps: Keep the checkpoints of these steps.
         mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with an interval and limits of its own:
-            steps are copied there in the background, and a run goes on from the newest step of both places.
+            steps are copied there in the background, and a run resumes from the newest step of both places.
         reuse_unchanged: Do not write arrays again that have not changed: a step shares their data files, by hard links,
             with the step before the last one; S3 and Google copy them. Every step stays whole and can be copied or
             deleted.
@@ -302,7 +302,9 @@ class CheckpointManagerOptions(CheckpointOptions):
             "keep_time_interval": None if interval is None else seconds(interval, name="keep_time_interval"),
             "keep_steps": sorted(self.keep_steps),
             "best_fn": self.best_fn if isinstance(self.best_fn, str) else None,
-            "best_function": metric_name(self.best_fn) if callable(self.best_fn) else None,  # only the program has it
+            "best_function": metric_name(self.best_fn)
+            if callable(self.best_fn)
+            else None,  # only the program has the function
             "best_mode": self.ranking_mode,
             "keep_checkpoints_without_metrics": self.keep_checkpoints_without_metrics,
             "item_intervals": dict(self.item_intervals),

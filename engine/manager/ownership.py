@@ -34,7 +34,7 @@ class Ownership:
         self._lock = FileLock(directory / OWNER)
         self._process: int | None = None  # PID of the owner; a forked child does not own the directory
         self._lost = False
-        self._size: int | None = None  # of the file, once it is written
+        self._size: int | None = None  # bytes of the file, once it is written
         self._key = os.path.realpath(directory.path) if directory.is_local else directory.url
 
     @property
@@ -46,7 +46,7 @@ class Ownership:
         """Take the right to write, unless it is held already."""
         self.check_not_lost()
         with FileLock.handover:
-            if self._process is not None:  # perhaps since another thread has called this
+            if self._process is not None:  # another thread may have called this meanwhile
                 return
             earlier = _owners.get(self._key)
             if earlier is not None and earlier.held:
@@ -59,14 +59,11 @@ class Ownership:
                 _owners[self._key] = self
                 self._process = os.getpid()
             except BaseException:
-                self._release()  # or the next attempt would meet this one's lock
+                self._release()  # otherwise the next attempt finds this lock
                 raise
 
     def check(self, *, at_once: bool = False) -> None:
-        """Raise OwnershipError unless the right is still held; called before a save and right before a commit.
-
-        ``at_once`` asks no object store, and nothing where another process of this program holds the right.
-        """
+        """Raise OwnershipError unless this run still owns the directory; ``at_once`` sends no request to a store."""
         self.check_not_lost()
         if at_once and (self._process is None or not self._directory.is_local):
             return
@@ -119,7 +116,7 @@ class Ownership:
                 f"{self._directory}: another run is writing to this directory ({self._describe()}). "
                 "Stop it, wait for it to end, or use another directory"
             ) from error
-        if self._lock.obstacle is not None:  # the token has to do
+        if self._lock.obstacle is not None:  # only the token protects the directory
             path, obstacle = self._directory / OWNER, self._lock.obstacle
             self._lock.release()
             _logger.warning(
@@ -134,7 +131,7 @@ class Ownership:
         if self._lock.descriptor is None:
             (self._directory / OWNER).write_bytes(content)
             return
-        # In place: replacing the file would leave the lock on a file without a name.
+        # The file is written in place: replacing it would leave the lock on a file without a name.
         with os_errors((self._directory / OWNER).url, "write"):
             os.ftruncate(self._lock.descriptor, 0)
             os.pwrite(self._lock.descriptor, content, 0)

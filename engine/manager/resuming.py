@@ -1,4 +1,4 @@
-"""The step that a run resumes from: the newest that is whole, on all processes, fetched from the mirror if need be."""
+"""The step that a run resumes from: the newest that is whole for all processes, if need be from the mirror."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Peek:
 
 
 class _Damage(NamedTuple):
-    """Why a step was not restored, and the process that says so."""
+    """Why a step was not restored, and the process that found it."""
 
     what: str
     unreadable: bool = False
@@ -63,7 +63,7 @@ class _Damage(NamedTuple):
 
 
 class Resume:
-    """Reads steps back, and tells the parts of a manager from which step the run goes on."""
+    """Reads steps back, and tells the parts of a manager from which step the run resumes."""
 
     def __init__(self, access: RunAccess, items: ItemSet, decisions: SaveDecisions, rollback: Rollback) -> None:
         self._access = access
@@ -99,7 +99,7 @@ class Resume:
                     "%s: step %d was damaged, and is that of the mirror now: %s", self._directory, step, damage.what
                 )
                 found, damage = self._read_everywhere(step, items, kwargs)
-            if damage is not None and damage.deleted:  # by the run that writes here, which has newer steps by now
+            if damage is not None and damage.deleted:  # the run that writes here deleted it, and has newer steps by now
                 if step in missing:
                     raise CheckpointNotFoundError(
                         f"{self._directory}: process 0 sees step {step}, and process {damage.process} does not, also "
@@ -154,7 +154,7 @@ class Resume:
     def resumes_from(
         self, step: int, *, skipped: Mapping[int, str] | None = None, began: float | None = None
     ) -> list[int]:
-        """Note that the run goes on from a step; return the later ones."""
+        """Note that the run resumes from a step; return the later ones."""
         if began is not None or step != self._rollback.resumed_from:
             self._access.events.write(
                 "restored",

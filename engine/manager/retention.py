@@ -1,4 +1,4 @@
-"""What to keep: a union of pure rules, each of which names the steps that it keeps, with reasons.
+"""What to keep: the union of pure rules, each of which names the steps that it keeps, with reasons.
 
 Rules see the list of steps only, so a restart changes nothing, and the rules keep all of what they have kept. "Newest"
 always means the highest step, never the latest time: clocks differ and jump.
@@ -61,7 +61,7 @@ def infos_of(entries: Iterable[StepEntry]) -> list[StepInfo]:
 
 
 class Rule(Protocol):
-    """Names steps to keep; gives no others up."""
+    """Names steps to keep; the other rules decide about the rest."""
 
     def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         """Return the steps that this rule keeps, each with the reason, given all committed steps in any order."""

@@ -1,4 +1,4 @@
-"""The saves of a run: whether one is due, its snapshot, and what follows its commit."""
+"""The saves of a run: whether one is due, its snapshot, and the work after its commit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Saves:
         self._rollback = rollback
         self._listeners: list[Callable[[SaveReport], None]] = []
         self._pending: _PendingSave | None = None  # the save that is under way
-        self._watch: MetricWatch | None = None  # until the metric that ranks checkpoints has come
+        self._watch: MetricWatch | None = None  # None once the metric that ranks checkpoints has come
         if self._options.best_fn is not None and self._processes.is_primary:
             self._watch = MetricWatch(self._options.best_fn, str(self._run.location))
 
@@ -59,7 +59,7 @@ class Saves:
         pending = self._pending
         in_flight = pending is not None and pending.step == step
         saved = in_flight or (step in self._run and not self._rollback.replaces(step))
-        # A function of the metrics fetches them from the device, so that it is called only where a trigger calls it.
+        # A function of the metrics fetches them from the device: it is called only where a trigger calls it as well.
         if self._watch is not None and (isinstance(self._options.best_fn, str) or self._options.save_on_best):
             self.note_metrics(step, metrics)
         return self._decisions.decide(step, metrics, saved=saved, earlier=self._earlier())
@@ -113,13 +113,13 @@ class Saves:
             return False
         self._access.acquire()
         if force:
-            self._observer.reached("step", step)  # as far as nothing was asked of this step before
+            self._observer.reached("step", step)  # decide() was perhaps not called for this step
         self._background.join()
         with self._access.changing:
-            self._background.join()  # of another thread that has saved meanwhile
+            self._background.join()  # another thread may have saved meanwhile
             self._access.check_writable()
             if self._background.has_missed_a_process and (lost := self._background.take_error()) is not None:
-                self._processes.fail("save", lost)  # this one would wait as long again
+                self._processes.fail("save", lost)  # this save would wait as long again
                 raise lost
             left_out = [] if force else self._items_left_out(step)
             rendezvous = self._processes.rendezvous("save")
@@ -129,7 +129,9 @@ class Saves:
                 facts = check_json("custom_metadata", custom_metadata)
                 numbers = None if metrics is None else plain_metrics(metrics)
                 pending = _PendingSave(step, reason or decision.reason, numbers, facts)
-                if reason is None or not isinstance(self._options.best_fn, str):  # a callback has asked decide() before
+                if reason is None or not isinstance(
+                    self._options.best_fn, str
+                ):  # a callback has called decide() before
                     self.note_metrics(step, pending.metrics)
                 values = self._items.to_save(items, kwargs, left_out)
                 self._items.save_begins(step, self._run)
@@ -143,7 +145,7 @@ class Saves:
                 save = Save(
                     self._run.step_location(step),
                     values,
-                    overwrite=True,  # what is there without having been due was committed by a run that is superseded
+                    overwrite=True,  # a superseded run has committed a step that is there and was not due
                     owned=True,
                     began=began,
                     rendezvous=rendezvous,
@@ -170,7 +172,7 @@ class Saves:
                 if save.in_background:
                     what = f"step {step} of {self._run.location}"
                     self._background.start(functools.partial(self._complete, pending, save), what=what, step=step)
-            except BaseException as error:  # such as an interrupt, or the system has no more threads
+            except BaseException as error:  # an interrupt, or the system has no more threads
                 if save.give_up(error):
                     self._ended(pending, failed=True)
                 if earlier is not None:
@@ -186,7 +188,7 @@ class Saves:
         self._observer.reached("saving", step)
         try:
             with save.completing() as claimed:
-                if not claimed:  # an interrupt came before this thread, and has ended the save
+                if not claimed:  # an interrupt has ended the save before this thread began
                     return
                 items = save.write(awaited)
                 record, report = save.commit(None if items is None else self._record(pending, items))
@@ -255,7 +257,7 @@ class Saves:
         if not self._processes.is_primary:
             self._change_metrics(step, recorded)
         changing = self._access.changing
-        if changing.acquire(blocking=False):  # a save that is under way, or begins, collects at its end
+        if changing.acquire(blocking=False):  # a save that is under way, or begins, deletes old steps at its end
             try:
                 if not self._background.running:
                     self._background.start(

@@ -18,7 +18,7 @@ from ..generators import is_idle
 from ..pytree import Box, PathFilter, Patterns, format_path, materialize, unescape_key
 from .protocol import JSON, METRICS, TREE, CheckpointSource
 
-_BYTES = 64 << 20  # of one leaf that are compared at a time
+_BYTES = 64 << 20  # bytes of one leaf that are compared at a time
 
 Difference = Literal["missing", "added", "type", "values", "unknown"]
 
@@ -233,7 +233,7 @@ class _Difference:
 def _bits_differ(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.bool_]:
     if one.dtype.itemsize == 0 or one.size == 0:
         return np.zeros(one.shape, np.bool_)
-    if one.dtype.char in "gG":  # elements have bytes that mean nothing
+    if one.dtype.char in "gG":  # the elements have bytes without a meaning
         return np.asarray(~((one == other) | ((one != one) & (other != other))))
     rows = [
         np.ascontiguousarray(part).reshape(-1).view(np.uint8).reshape(-1, one.dtype.itemsize) for part in (one, other)
@@ -262,8 +262,12 @@ def _short(value: Any) -> str:
 
 
 _BATCH = 32 << 20  # bytes of small leaves that are read together; a larger one is alone, and read in parts
-_LEAST = 8 << 10  # bytes that a leaf counts as at least: a batch of tiny ones is not endless
-_NO_NUMBERS = (UnsupportedLeafError, TypeError, ValueError)  # of elements such as those of opaque dtypes
+_LEAST = 8 << 10  # the least bytes that a leaf counts, which bounds a batch of tiny leaves
+_NO_NUMBERS = (
+    UnsupportedLeafError,
+    TypeError,
+    ValueError,
+)  # errors of elements without numbers, such as those of opaque dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +277,7 @@ class LeafStatistics:
     item: str  # the item of the checkpoint that the leaf belongs to
     path: str  # its path in the tree
     size: int  # how many elements it has
-    minimum: float | None = None  # of the finite elements, as all that follows but the last two
+    minimum: float | None = None  # this and the next four are those of the finite elements
     maximum: float | None = None
     mean: float | None = None
     deviation: float | None = None  # the standard deviation
@@ -348,7 +352,7 @@ class _Running:
 
     def __init__(self) -> None:
         self._count = self._nan = self._inf = 0
-        self._mean = self._squares = self._norm = 0.0  # squares: of the distances from the mean
+        self._mean = self._squares = self._norm = 0.0  # squares: the sum of the squared distances from the mean
         self._minimum, self._maximum = math.inf, -math.inf
 
     def add(self, part: NDArray[Any]) -> None:

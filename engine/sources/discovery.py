@@ -69,7 +69,7 @@ _FORMATS: tuple[_Entry, ...] = (
     _Entry("numpy_zip", files=("*.npz",)),
     _Entry("keras", files=("*.keras", "*.h5", "*.hdf5")),
     _Entry("torch.files", files=("*",), steps=("*.ckpt",)),
-    # What only TensorFlow before 0.12 reads is refused, with the name of the format.
+    # The error about files that only TensorFlow before 0.12 reads names their format.
     _Entry("tensorflow.checkpoint", inside=("checkpoint",), files=("*",), function="refuse_v1"),
 )
 
@@ -177,7 +177,7 @@ def _described(entry: StepEntry) -> StepEntry | None:
         )
     except DamagedCheckpointError as error:
         return replace(entry, error=error)
-    except CheckpointNotFoundError:  # its run has deleted it meanwhile
+    except CheckpointNotFoundError:  # the run has deleted the step meanwhile
         return None
     return replace(entry, record=record)
 
@@ -257,7 +257,7 @@ def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSo
     except CheckpointNotFoundError:
         if step is not None or entry.record is None:
             raise
-    return open_checkpoint(location)  # a run has deleted it meanwhile, and does not list it any more
+    return open_checkpoint(location)  # the run has deleted the step meanwhile, and does not list it any more
 
 
 def _find_step(location: Location, step: int | None) -> StepEntry:
@@ -282,7 +282,7 @@ def open_at(location: Location) -> CheckpointSource:
     """Open the checkpoint at a location that :func:`find_checkpoint` returned."""
     if has_record(location):
         return NativeCheckpoint(location)
-    return recognise(location) or NativeCheckpoint(location)  # the latter says what is missing
+    return recognise(location) or NativeCheckpoint(location)  # the latter raises what is missing
 
 
 def portions_of(progress: Progress, entries: Sequence[StepEntry]) -> Iterator[Portion]:
@@ -299,7 +299,7 @@ def _nbytes(entry: StepEntry) -> int:
     try:
         return open_at(entry.location).nbytes
     except HoldfastError:
-        return 0  # it cannot be read; the call itself says why
+        return 0  # it cannot be read, and the call itself raises why
 
 
 def is_run(location: Location) -> bool:

@@ -59,7 +59,7 @@ def total_bytes(location: Location) -> int:
     seen = set()
     for folder, folders, files in os.walk(location, followlinks=True):
         status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in seen:  # links may lead in circles
+        if (status.st_dev, status.st_ino) in seen:  # links may form a circle
             folders.clear()
             continue
         seen.add((status.st_dev, status.st_ino))
@@ -100,7 +100,7 @@ def check_destination(destination: Location, *, overwrite: bool) -> None:
 def replacing(destination: Location) -> Iterator[Location]:
     """Yield a name to write to: a temporary one beside the file, which becomes the file at the end."""
     destination.parent.make_directory()
-    if not destination.is_local:  # a single request, which is atomic
+    if not destination.is_local:  # a single request is atomic
         yield destination
         return
     partial = destination.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
@@ -115,5 +115,5 @@ def replacing(destination: Location) -> Iterator[Location]:
 def _size(path: str) -> int:
     try:
         return os.stat(path).st_size
-    except OSError:  # a link to nothing, or a file that is being replaced
+    except OSError:  # it is a link to nothing, or another program replaces the file
         return 0

@@ -31,7 +31,7 @@ from ..storage import Location
 from .protocol import JSON, TREE, CheckpointSource
 
 GRAPH = "graph.json"  # name of the file, beside the tree's own, with the objects and the edges between them
-KIND = "graph"  # what the document calls itself
+KIND = "graph"  # the kind of the document
 
 
 class PreparedGraph:
@@ -88,7 +88,7 @@ class NativeCheckpoint(CheckpointSource):
     def __init__(self, location: Location) -> None:
         self.location = location
         self.record: CheckpointRecord = read_record(location)
-        self.parts = self.record.parts()  # an item of which every process has its own is one for each process
+        self.parts = self.record.parts()  # an item with a share of each process is one part for each
         self.items = {name: item.kind for name, item in self.parts.items()}
         self.step = self.record.step
         self.reason = self.record.reason

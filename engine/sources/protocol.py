@@ -17,7 +17,7 @@ _logger = logging.getLogger("holdfast")
 
 TREE = "pytree"  # kind of the items that are trees of arrays
 JSON = "json"  # kind of the items that are JSON
-METRICS = "metrics"  # kind of an item that only repeats the checkpoint's metrics: read when it is asked for by name
+METRICS = "metrics"  # kind of an item that only repeats the checkpoint's metrics: read only by name
 
 
 class CheckpointSource(Protocol):
@@ -27,13 +27,13 @@ class CheckpointSource(Protocol):
     :attr:`nbytes` and :meth:`tree`; everything else has a default that fits a format without that ability.
     """
 
-    format: str  # what wrote it, as people call it: ``"Orbax"``
+    format: str  # the name of the library that wrote it, such as ``"Orbax"``
     location: Location  # the directory or file
     # The kind of every item: ``TREE``, ``JSON``, ``METRICS``; items of other kinds are listed, not read.
     items: Mapping[str, str]
     step: int | None = None  # its step, as far as the checkpoint itself knows it
     reason: str = ""  # why it was saved, where that was noted
-    unnamed: str = ""  # what the format calls an item that the program gave no name
+    unnamed: str = ""  # the name that the format gives to an item without a name
 
     @property
     def time(self) -> float | None:
@@ -155,7 +155,7 @@ class SingleTree(CheckpointSource):
 class StepDirectories(NamedTuple):
     """The checkpoints of another library's run."""
 
-    format: str  # what wrote them, as people call it
+    format: str  # the name of the library that wrote them
     steps: Mapping[int, Location]  # the location of every finished step, in ascending order of steps
     newest: int | None = None  # the step that counts as the newest, where the writer noted one; None is the highest
     metadata: Callable[[], Mapping[str, Any] | None] = lambda: None  # reads the facts about the run

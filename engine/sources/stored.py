@@ -99,7 +99,7 @@ def storage_name(path: Path) -> str:
     return join([str(key) for key in path])
 
 
-# Member of a leaf's details: that it is a None, where the writer may have meant a container without leaves.
+# Member of the details of a None for which the writer may have meant a container without leaves.
 OPTIONAL = "optional"
 
 
@@ -161,7 +161,7 @@ Bytes = NDArray[np.uint8]
 
 _logger = logging.getLogger("holdfast")
 
-_AMPLIFICATION = 16  # times the bytes of the files: the most that views of shared memory may come to together
+_AMPLIFICATION = 16  # views of shared memory may claim at most so many times the bytes of the files
 _SMALL = 64 << 20  # bytes of arrays that are accepted for files of any size
 
 
@@ -174,12 +174,12 @@ class StoredPart:
     file: str  # the file's path inside the tree's location; ``""`` if that is the file
     offset: int  # first byte
     length: int  # bytes from the first element to the last
-    dtype: np.dtype[Any]  # of the elements as they are stored, byte order included
+    dtype: np.dtype[Any]  # dtype of the stored elements, byte order included
     # Elements from one to the next along each axis; None for C order without gaps.
     strides: tuple[int, ...] | None = None
-    # Whether bytes have the checksum in the file, where it has one for exactly them.
+    # Returns whether bytes have the checksum in the file; None if the file has none for exactly these bytes.
     is_intact: Callable[[Bytes], bool] | None = None
-    # Applied to the elements once they are read, such as a conjugation; None for nothing.
+    # A function of the elements that were read, such as a conjugation, or None.
     finish: Callable[[NDArray[Any]], NDArray[Any]] | None = None
 
     def within(self, box: Box) -> StoredPart | None:
@@ -412,7 +412,7 @@ class FetchedArray(NamedTuple):
     name: str  # in the file
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    obstacle: str = ""  # what it is, if holdfast does not read it
+    obstacle: str = ""  # why holdfast does not read it, or empty
 
     @property
     def nbytes(self) -> int:
@@ -459,7 +459,7 @@ class FetchedTree(TreeSource):
                 if array.shape != (leaf.saved.shape if box is None else box.shape):
                     raise damaged_leaves(self.location, [(format_path(leaf.name), f"it has the shape {array.shape}")])
                 dtype: Any = leaf.saved.dtype
-                raw = array.dtype.kind == "V"  # a type that the file's format does not have
+                raw = array.dtype.kind == "V"  # the format of the file lacks this type
                 # The library has made the array for this call: another copy would take its memory twice.
                 found.append(_own(np.asarray(array).view(dtype) if raw else np.asarray(array, dtype), is_new=True))
         return found

@@ -68,7 +68,7 @@ class Weights:
 
     tree: Any  # the weights, in the containers of the template
     location: Location  # the checkpoint
-    format: str  # what wrote it
+    format: str  # the library that wrote it
     container: str  # the container in it that holds them, such as ``params``; empty if they are all of it
     leaves: int  # the number of arrays
     bytes: int  # bytes of their elements
@@ -197,7 +197,7 @@ class _Candidate(PartialTree):
         super().__init__(source, {names.get(joined, leaf.name): leaf for joined, leaf in leaves.items()}, source.tree)
         self.container = container
         shared = leaves.keys() & names.keys()
-        # The more names are shared the better, then the fewer are left over.
+        # More shared names are better; among equals, fewer others.
         self.fitness = (len(shared), len(shared) - len(leaves))
 
 

@@ -22,7 +22,7 @@ from ..format import RECORD, STEP_FOLDER, CheckpointRecord
 from ..storage import REQUESTS, Entry, Location, max_concurrency, parallel_map
 from .records import LATE, LateMetrics, has_record, read_record, with_late
 
-_MANY = 64  # steps
+_MANY = 64  # steps from which on their records are read on several threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,7 @@ def series_and_step(folder: str) -> tuple[str, int] | None:
 def step_folders(
     directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None
 ) -> Iterator[StepEntry]:
-    """Generate the folders with the name of a step, of one series or of all, committed or not; nothing is read.
-
-    ``entries`` is the content of the directory, where the caller has listed it already.
-    """
+    """Generate the folders with the name of a step, of one series or of all, committed or not; read nothing."""
     for entry in directory.entries() if entries is None else entries:
         named = series_and_step(entry.name) if entry.is_directory else None
         if named and series in (None, named[0]):
@@ -81,7 +78,7 @@ def list_steps(
     entries = directory.entries() if entries is None else entries
     folders = list(step_folders(directory, series, entries))
     names = {entry.name for entry in entries}
-    # Also on a disk, thousands of small files that are not in memory are read several at a time.
+    # Several threads read thousands of small files, on a disk as well: they may not be in memory.
     threads = REQUESTS if len(folders) >= _MANY else max_concurrency(directory)
     found = [entry for entry in parallel_map(read_entry, folders, threads) if entry is not None]
     if LATE in names:
@@ -118,13 +115,13 @@ def read_entry(folder: StepEntry) -> StepEntry | None:
     try:
         record = read_record(folder.location)
     except CheckpointNotFoundError:
-        # TensorStore takes what a proxy answers in the place of S3 for the news that there is no such object.
+        # TensorStore takes the answer of a proxy in the place of S3 for a missing object.
         if folder.location.is_local or not has_record(folder.location):
             return None
         return read_entry(folder)
     except (DamagedCheckpointError, FormatVersionError) as error:
         return replace(folder, error=error)
-    if record.step is None:  # written by hf.save: no retention rule may delete it
+    if record.step is None:  # hf.save wrote it: no retention rule may delete it
         return replace(folder, record=replace(record, step=folder.step, pinned=True))
     if record.step != folder.step:
         what = (

@@ -1,4 +1,4 @@
-"""What is stored of a checkpoint and of its run: the commit record, as readers see it, and the facts about the run.
+"""The commit record of a checkpoint as readers see it, metrics that came later, and the metadata of the run.
 
 Another program, such as an evaluator, may add metrics to a step beside the run that writes it. Each of its calls adds a
 file ``metrics/<step>.<token>.json`` to the directory, and changes nothing that the run writes. The file names the
@@ -20,7 +20,7 @@ from ..format import RECORD, CheckpointRecord, decode_document, decode_metrics, 
 from ..storage import Location, is_unreadable, max_concurrency, os_errors, parallel_map, unreadable_as_damage
 
 LATE = "metrics"  # name of the folder
-_LIMIT = 1 << 20  # bytes of a file
+_LIMIT = 64 << 20  # bytes of a file beside the steps
 
 
 # The checkpoint that metrics were added to, when, and the metrics.
@@ -42,7 +42,7 @@ class LateMetrics:
     def __init__(self, directory: Location) -> None:
         self._directory = directory
         self._files: dict[str, Added] = {}  # by name
-        self._names: dict[str, set[str]] = {}  # of those files, by the folder of the step
+        self._names: dict[str, set[str]] = {}  # the names of those files, by the folder of the step
 
     def refresh(self, exists: Callable[[str], bool]) -> set[str]:
         """Read what was added to the steps in existing folders since the last call; return these folders."""
@@ -54,14 +54,14 @@ class LateMetrics:
         place = self._directory / LATE
         contents = parallel_map(lambda name: _read(place / name), unread, max_concurrency(self._directory))
         for name, content in zip(unread, contents, strict=True):
-            if content is not None:  # else it may be readable the next time
+            if content is not None:  # otherwise it may be readable the next time
                 self._files[name] = content
                 self._names.setdefault(_folder(name), set()).add(name)
         return {_folder(name) for name in unread}
 
     def of(self, folder: str) -> list[Added]:
         """Return what was added to the checkpoint in a folder, in any order."""
-        names = list(self._names.get(folder, ()))  # another thread may refresh meanwhile
+        names = list(self._names.get(folder, ()))  # a copy, as another thread may refresh meanwhile
         return [added for name in names if (added := self._files.get(name)) is not None]
 
 
@@ -86,7 +86,7 @@ def _names(directory: Location) -> list[str]:
     place = directory / LATE
     if not directory.is_local:
         return [entry.name for entry in place.entries()]
-    with os_errors(place.url, "list"):  # without the sizes of thousands of files
+    with os_errors(place.url, "list"):  # listdir does not ask for the sizes of thousands of files
         try:
             return os.listdir(place)
         except FileNotFoundError:
@@ -128,10 +128,7 @@ def read_record(location: Location) -> CheckpointRecord:
 
 
 def attempts_at(location: Location) -> int:
-    """Return how often something has to be found damaged before it counts as that.
-
-    What a network brings may be wrong once, such as the page of a proxy; what a disk holds stays as it is.
-    """
+    """Return how often to read damaged data before it counts as damaged: a network may garble an answer once."""
     return 1 if location.is_local else 3
 
 
@@ -178,7 +175,6 @@ def has_changed(location: Location, record: CheckpointRecord) -> bool:
 
 METADATA = "metadata"  # name of the folder
 _FILE = "data.json"
-_LIMIT = 64 << 20  # bytes
 
 
 def stored_metadata(location: Location) -> Mapping[str, Any] | None:
