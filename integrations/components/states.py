@@ -293,7 +293,7 @@ def set_default_state(
     restoration.progress.partial = True  # The report lists the values that are left over.
     misfits = Misfits()
     try:
-        restoration.prepare(root, misfits if fitting else None).apply()
+        restoration.prepare(misfits if fitting else None).apply()
     except TreeMismatchError as error:
         if not error.differences:
             raise
@@ -306,7 +306,7 @@ def set_default_state(
     for name, value in vars(root).items():
         if before.get(name) is not value:
             setattr(component.value, name, value)
-    report = restoration.report(root)
+    report = restoration.report()
     unused = report.pending + report.unused
     # Earlier versions left out what optimizers keep for parameters of some components.
     without = [number for number, node in enumerate(stored.graph.nodes) if node.groups and not any(node.groups)]

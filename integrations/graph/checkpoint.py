@@ -308,10 +308,9 @@ class CheckpointTemplate:
         restoration = Restoration(
             stored, checkpoint, rename=self.rename, select=self.select, exclude=self.exclude, ignore=[(COUNTER,)]
         )
-        restoration.progress.partial = True  # no warning if it fails
-        prepared = restoration.prepare(checkpoint)
+        prepared = restoration.prepare()
         if not self.partial and not restoration.found_anything and restoration.progress.left():
-            report = restoration.report(checkpoint)
+            report = restoration.report()
             if report.missing:
                 raise TreeMismatchError(f"{describe_no_match(report)}\nIf that is intended, pass partial=True")
         return PreparedCheckpoint(self, stored, prepared, saved_counter(stored) if self.counts else None)
@@ -334,7 +333,7 @@ class PreparedCheckpoint:
         if self.counter is not None:
             state.counter = self.counter
         if not self.template.partial:
-            restoration.warn_of_missing(checkpoint)
+            restoration.warn_of_missing()
         restoration.progress.partial = self.template.partial
         wanted = set(restoration.progress.wanted.values())
         for other in state.restorations:

@@ -9,7 +9,6 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -64,11 +63,9 @@ class Matching:
         # Classifying thousands of children whenever one is added would take minutes.
         edge = None if key is None else edge_at(holder, key)
         for number, binding in self.bindings.of(holder):
-            target = None if binding.reference is None else binding.reference()
-            target = holder if target is None else target  # the checkpoint object of a root may be gone
             if edge is None:
-                position = Position(target, (), None)
-                start = _Visit(number, target, classify(target, position), binding.path, position)
+                position = Position(holder, (), None)
+                start = _Visit(number, holder, classify(holder, position), binding.path, position)
                 yield from self._match([start], known=start)
             elif edge.segment in self.graph.nodes[number].edges:
                 child, path = self.graph.nodes[number].edges[edge.segment], (*binding.path, edge.segment)
@@ -80,11 +77,10 @@ class Matching:
         self.bindings.undo()
         self.waiting.clear()
 
-    def node_at(self, holder: Any, segment: str) -> int | None:
-        for number, _ in self.bindings.of(holder):
-            if segment in self.graph.nodes[number].edges:
-                return self.graph.nodes[number].edges[segment]
-        return None
+    def expects_below(self, holder: Any, segment: str) -> bool:
+        """Whether the checkpoint has objects below an edge of a holder."""
+        children = (self.graph.nodes[number].edges.get(segment) for number, _ in self.bindings.of(holder))
+        return any(child is not None and self.graph.nodes[child].edges for child in children)
 
     def _match(self, queue: list[_Visit], *, anew: bool = False, known: _Visit | None = None) -> Iterator[Assignment]:
         """Walk both graphs; unless ``anew``, skip what is below objects that are bound already, except ``known``."""
@@ -108,7 +104,7 @@ class Matching:
             if self.graph.nodes[number].value is None:
                 yield from self._branch(visit, view, queue)
             elif self.plain.is_packed(number) and (slot := _slot_of_elements(visit)) is not None:
-                yield Assignment(number, slot, visit.path, covers=[(number, ())])
+                yield Assignment(number, slot, visit.path)
             else:
                 self.unused[number] = visit.path
 
@@ -179,18 +175,16 @@ def _slot_of_elements(visit: _Visit, *, arrays: bool = False) -> Slot | None:
 # ---- bindings
 
 
-@dataclass(slots=True, eq=False)
-class Binding:
+class Binding(NamedTuple):
     """An object that stands for a node."""
 
     identity: int | None  # None for an object that a restore may replace
     path: Path
     reference: Callable[[], Any] | None  # None for an object without weak references
-    root: Callable[[], Any] | None = None  # returns the root that a checkpoint object stands for
 
     @property
     def lives(self) -> bool:
-        """Whether the object still exists, as far as one can tell."""
+        """Whether the object still exists; an object without weak references counts as if it did."""
         return self.reference is None or self.reference() is not None
 
 
@@ -229,23 +223,19 @@ class Bindings:
 
     def of(self, holder: Any) -> list[tuple[int, Binding]]:
         """Return the nodes that an object stands for."""
-        identity = _identity(holder)
+        identity = id(_rooted(holder))
         known = [(number, one) for number in self._numbers.get(identity, ()) for one in self._by_number[number]]
         # A new object may have the id of one that is gone.
-        return [
-            (number, one)
-            for number, one in known
-            if one.identity == identity and (one.lives or (one.root is not None and one.root() is holder))
-        ]
+        return [(number, one) for number, one in known if one.identity == identity and one.lives]
 
     def binds(self, number: int, value: Any) -> bool:
-        identity = _identity(value)
+        identity = id(_rooted(value))
         return any(one.identity == identity and one.lives for one in self._by_number.get(number, []))
 
     def bind(self, number: int, value: Any, path: Path, *, fixed: bool) -> bool:
         """Note that an object stands for a node; return whether no other object does."""
-        bindings = self._by_number.get(number, [])
-        identity = _identity(value) if fixed else None
+        bindings, value = self._by_number.get(number, []), _rooted(value)
+        identity = id(value) if fixed else None
         if any(one.identity == identity and one.path == path and one.lives for one in bindings):
             return True
         kept = [binding for binding in bindings if binding.path != path]  # an object at the same path is replaced
@@ -260,24 +250,18 @@ class Bindings:
                 )
             self.conflicts[number] = others[0].path, path
             return False
-        found = Binding(None, path, None)
         if identity is not None:
-            root = value.__holdfast_root__() if isinstance(value, Node) else None
-            found = Binding(identity, path, _reference(value), None if root is None else _reference(root))
             self._numbers.setdefault(identity, {})[number] = None
+        can_be_watched = fixed and type(value).__weakrefoffset__ != 0
         self._before.append((number, bindings))
-        self._by_number[number] = [*kept, found]
+        self._by_number[number] = [*kept, Binding(identity, path, weakref.ref(value) if can_be_watched else None)]
         return True
 
 
-def _identity(value: Any) -> int:
-    """Return the id of an object; a checkpoint object has that of its root."""
+def _rooted(value: Any) -> Any:
+    """Return the root of a checkpoint object, which is bound in its place; any other object as it is."""
     root = value.__holdfast_root__() if isinstance(value, Node) else None
-    return id(value if root is None else root)
-
-
-def _reference(value: Any) -> Callable[[], Any] | None:
-    return weakref.ref(value) if type(value).__weakrefoffset__ != 0 else None
+    return value if root is None else root
 
 
 # ---- torch optimizers

@@ -20,7 +20,7 @@ def storage_name(path: Path) -> str:
 
 
 def format_node_path(path: Path) -> str:
-    """Format a path for people: ``net/l1/weight``; the root is ``(root)``."""
+    """Format a path for messages: ``net/l1/weight``; the root is ``(root)``."""
     return format_path(storage_name(path))
 
 

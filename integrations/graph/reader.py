@@ -65,7 +65,7 @@ class GraphView:
         return found
 
     def type_of(self, path: str) -> str:
-        """Return the name of an object's type, for people; ``""`` for most values."""
+        """Return the name of an object's type; ``""`` for most values."""
         return self._graph.nodes[self._find(path)].type
 
     def same(self, one: str, other: str) -> bool:
@@ -126,7 +126,7 @@ class CheckpointReader:
             path: Any path that leads to it, also to the whole state of an iterator and the like; or TensorFlow's name.
 
         Returns:
-            A numpy array or a Python value; a tree of those for a state.
+            A numpy array or a Python value; for a state, a tree of arrays and Python values.
 
         Raises:
             ObjectNotFoundError: Nothing is there.

@@ -23,7 +23,6 @@ from .saved import Rename
 from .slots import (
     Assignment,
     MemberSlot,
-    Slot,
     StateSlot,
     forget_kept,
     last_writer,
@@ -44,7 +43,7 @@ _NO_STREAM = "keeps its fresh state: the checkpoint has none of this process"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """The state of a restore at one moment. Paths are formatted for people: ``net/l1/weight``.
+    """The progress of a restore when the report was made. Paths are formatted as ``net/l1/weight``.
 
     Attributes:
         checkpoint: Where the values come from; ``""`` where no checkpoint was given.
@@ -107,7 +106,7 @@ class RestoreStatus:
     @property
     def report(self) -> RestoreReport:
         """The restored values and the others, for the objects that the program has now."""
-        return RestoreReport() if self._restoration is None else self._restoration.report(self._root)
+        return RestoreReport() if self._restoration is None else self._restoration.report()
 
     def try_complete(self) -> Self:
         """Restore objects that have been built since, wherever they were attached.
@@ -195,7 +194,7 @@ class RestoreProgress:
     wanted: dict[int, Path]  # the nodes of the values to restore, with their paths
     where: str
     restored: set[int] = field(default_factory=set)  # the nodes of the values that were restored
-    partial: bool = False  # whether values may stay unrestored
+    partial: bool = True  # whether values may stay unrestored; so they may if the restore fails
 
     def left(self) -> dict[int, Path]:
         return {number: path for number, path in self.wanted.items() if number not in self.restored}
@@ -220,8 +219,7 @@ class PreparedRestore:
     """A restore whose values are read and compared with the program; nothing has changed yet."""
 
     restoration: Restoration
-    values: list[tuple[Slot, Any]]
-    due: list[Assignment]
+    values: list[tuple[Assignment, Any]]
     known: list[Assignment]  # values that a later restore, or another path, has written
 
     def apply(self) -> None:
@@ -274,6 +272,13 @@ class Restoration:
         self._holders: list[weakref.ref[Any]] = []
 
     @property
+    def root(self) -> Node:
+        """The object that is restored into; whoever asks keeps it alive."""
+        root = self._root()
+        assert root is not None
+        return root
+
+    @property
     def done(self) -> bool:
         """Whether nothing is left to restore."""
         return self.retired or not self.progress.left()
@@ -286,19 +291,17 @@ class Restoration:
 
     def advance(self) -> None:
         """Restore everything that can be reached from the root and was not restored yet."""
-        root = self._root()
-        if root is not None:
-            with collection_paused():
-                self._read(self._matching.from_root(root)).apply()
+        with collection_paused():
+            self._prepared(self._matching.from_root(self.root)).apply()
 
-    def prepare(self, root: Node, misfits: Misfits | None = None) -> PreparedRestore:
+    def prepare(self, misfits: Misfits | None = None) -> PreparedRestore:
         """Read everything that `advance` would restore; the report counts it as restored from now on.
 
         With ``misfits``, only values that fit are restored, and the others are noted there.
         """
         with collection_paused():
-            prepared = self._read(self._matching.from_root(root), misfits)
-        self._note(*prepared.due, *prepared.known)
+            prepared = self._prepared(self._matching.from_root(self.root), misfits)
+        self._note(*(one for one, _ in prepared.values), *prepared.known)
         return prepared
 
     def restore_modes(self) -> list[str]:
@@ -319,14 +322,11 @@ class Restoration:
         return changed
 
     def resume(self, holder: object, key: object = None) -> None:
-        self._read(self._matching.from_holder(holder, key)).apply()
+        self._prepared(self._matching.from_holder(holder, key)).apply()
 
     def awaited(self) -> list[Path]:
         """Return the paths of values that `advance` would restore now, and restore nothing."""
-        root = self._root()
-        if root is None:
-            return []
-        due, known = self._sorted(self._matching.from_root(root))
+        due, known = self._sorted(self._matching.from_root(self.root))
         self._note(*known)
         self._wait()
         return [path for one in due for _, path in one.values()]
@@ -336,8 +336,7 @@ class Restoration:
             (segment,) = [str(key)] if isinstance(key, int) else key_segments([key])
         except KeyProblem:
             return False
-        number = self._matching.node_at(holder, segment)
-        return number is not None and bool(self._matching.graph.nodes[number].edges)
+        return self._matching.expects_below(holder, segment)
 
     @property
     def found_anything(self) -> bool:
@@ -350,8 +349,8 @@ class Restoration:
         )
 
     @collection_paused()
-    def report(self, root: Node) -> RestoreReport:
-        live = walk(root, strict=False)
+    def report(self) -> RestoreReport:
+        live = walk(self.root, strict=False)
         restored, missing = self._divided(live)
         graph, unused = self._matching.graph, self._matching.unused
         left = self.progress.left()
@@ -388,11 +387,11 @@ class Restoration:
                 missing.append(node)
         return restored, missing
 
-    def warn_of_missing(self, root: Node) -> None:
+    def warn_of_missing(self) -> None:
         """Log objects of the program, such as parameters, for which the checkpoint has no values."""
         if not (self._matching.has_unmatched or self._matching.unused):
             return
-        _, nodes = self._divided(walk(root, strict=False))
+        _, nodes = self._divided(walk(self.root, strict=False))
         missing = _formatted(node.path for node in nodes if isinstance(node.view, Leaf) and node.view.shared)
         if missing:
             lines = format_section("in the program, not in the checkpoint", missing)
@@ -405,31 +404,32 @@ class Restoration:
 
     # ---- from values to slots
 
-    def _read(self, found: Iterable[Assignment], misfits: Misfits | None = None) -> PreparedRestore:
+    def _prepared(self, found: Iterable[Assignment], misfits: Misfits | None = None) -> PreparedRestore:
         """Validate and read all values, before anything changes."""
         try:
             due, known = self._sorted(found)
             values = self._reader.read_values(due, misfits)
-            for slot, value in values:
-                if isinstance(slot, MemberSlot):
-                    slot.member(value)
+            for one, value in values:
+                if isinstance(one.slot, MemberSlot):
+                    one.slot.member(value)
         except BaseException:
             self._matching.undo()
             raise
-        return PreparedRestore(self, values, due, known)
+        return PreparedRestore(self, values, known)
 
     @collection_paused()
     def write(self, prepared: PreparedRestore) -> None:
         """Change the objects."""
         try:
-            write_slots(prepared.values)
+            write_slots([(one.slot, value) for one, value in prepared.values])
         except BaseException:
             self._matching.undo()
             raise
         _waiting.add(self)
-        for one in prepared.due:
+        done = [one for one, _ in prepared.values]
+        for one in done:
             note_writer(one.slot, self._number)
-        self._note(*prepared.due, *prepared.known)
+        self._note(*done, *prepared.known)
         self._wait()
 
     def _sorted(self, found: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:

@@ -191,9 +191,8 @@ def note_writer(slot: Slot, number: int) -> None:
 
 def forget_kept() -> None:
     """Free the anchors without weak references; called when no restore waits that would overwrite them."""
-    for key in _kept:
-        del _writers[key]
-    _kept.clear()
+    while _kept:  # to free one may call this function again
+        del _writers[_kept.pop()]
 
 
 def _forget(key: int, gone: weakref.ref[object]) -> None:

@@ -1,4 +1,4 @@
-"""A graph on disk: a tree of the values of live objects by readable path, beside a document of nodes and edges."""
+"""Write and open graphs on disk: a tree of values by readable path, and a document of nodes and edges."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class GraphTemplate(Protocol):
 
 
 class GraphCheckpointHandler(PyTreeCheckpointHandler):
-    """Saves graphs of objects: a tree of their values, and a document of nodes and edges beside it.
+    """Saves graphs of objects as a tree of their values and a document of nodes and edges.
 
     The tree can be loaded, shown and verified as any other.
     """
@@ -231,7 +231,7 @@ class StoredGraph:
         return found
 
     def load(self, names: Sequence[str], *, as_tensors: Collection[str] = ()) -> list[Any]:
-        """Read values without a template: numpy arrays, Python values, or trees of those.
+        """Read values without a template: numpy arrays, Python values, or trees of these.
 
         Arrays of ``as_tensors`` that were saved from torch become tensors.
         """

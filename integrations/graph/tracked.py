@@ -1,4 +1,4 @@
-"""Holders of objects that restore what is attached to them later, and boxes for values."""
+"""Holders that restore objects which are attached to them after a restore, and boxes for values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsIndex
 
 from ...engine.errors import OptionError, UnsupportedLeafError
 from ...engine.pytree import loaded, opens_as
+from .paths import Path, format_node_path
 from .wrappers import unwrapped
 
 
 class Resumable(Protocol):
-    """A restore that has values for objects which do not exist yet."""
+    """A restore with values for objects that do not exist yet."""
 
     def resume(self, holder: object, key: object = None) -> None:
         """Restore new objects below a holder: under one key, or anywhere."""
@@ -210,7 +211,7 @@ class TrackedList(list[Any]):
         super().__setitem__(index, element)
         _resume(self, None, partial(super().__setitem__, slice(None), before))
 
-    def __iadd__(self, elements: Iterable[Any]) -> Self:  # type: ignore[misc]  # as list's own is
+    def __iadd__(self, elements: Iterable[Any]) -> Self:  # type: ignore[misc]  # like that of list
         self.extend(elements)
         return self
 
@@ -237,7 +238,7 @@ class TrackedDict(dict[Any, Any]):
         _resume(self, key, undo)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Return an entry, after making and restoring it where there is none."""
+        """Return an entry; make and restore it if there is none."""
         if key not in self:
             self[key] = default
         return self[key]
@@ -260,7 +261,7 @@ opens_as(TrackedDict, "dict")
 
 
 def _register_pytrees() -> None:
-    """Make tracked containers pytrees of the frameworks that the program has: parameters in them are trained."""
+    """Make tracked containers pytrees of the imported frameworks, so that parameters in them are trained."""
     if "jax" not in _registered and (jax := loaded("jax")) is not None:
         _registered.add("jax")
         util = jax.tree_util
@@ -282,7 +283,7 @@ def _keyed(one: Any, keys: Iterable[Any], kind: Any) -> tuple[list[tuple[Any, An
 
 def _sorted(one: TrackedDict) -> list[Any]:
     try:
-        return sorted(one)  # as jax does with dictionaries
+        return sorted(one)  # jax sorts the keys of dictionaries, too
     except TypeError:
         return list(one)
 
@@ -301,33 +302,28 @@ _registered: set[str] = set()
 def tracked_attributes(value: object) -> list[tuple[str, Any]]:
     """Return an object's attributes without those that its class, or a base, names in ``__untracked__``."""
     untracked = {name for kind in type(value).__mro__ for name in vars(kind).get("__untracked__", ())}
-    attributes = {**getattr(value, "__dict__", {}), **slots_of(value)}
-    return [(name, child) for name, child in attributes.items() if name not in untracked]
-
-
-def slots_of(value: object) -> dict[str, Any]:
-    """Return the attributes that the classes of an object keep in ``__slots__``, as far as they are set."""
-    names = [
+    slots = [
         name
         for base in reversed(type(value).__mro__)
         if "__slots__" in vars(base)
         for name, one in vars(base).items()
-        if isinstance(one, types.MemberDescriptorType)
+        if isinstance(one, types.MemberDescriptorType) and hasattr(value, name)
     ]
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    attributes = {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}
+    return [(name, child) for name, child in attributes.items() if name not in untracked]
 
 
-def check_origin(container: object, path: str) -> None:
+def check_origin(container: object, path: Path) -> None:
     """Raise UnsupportedLeafError if the plain container behind a tracked one has been changed."""
     if not isinstance(container, TrackedList | TrackedDict) or container._holdfast_origin is None:
         return
-    origin, contents = container._holdfast_origin  # the contents are kept alive, so that no other object gets their ids
+    origin, contents = container._holdfast_origin  # kept alive, so that their ids stay theirs
     if [*map(id, _contents(origin))] != [*map(id, contents)]:
         kind = type(origin).__name__
         raise UnsupportedLeafError(
-            f"{path}: the {kind} that was attached here was changed later through another reference, which the "
-            f"checkpoint does not see; nothing was written. Change it through the object that it was attached to, "
-            f"or attach a Tracked{kind.title()} from the start"
+            f"{format_node_path(path)}: the {kind} that was attached here was changed later through another reference, "
+            "which the checkpoint does not see; nothing was written. Change it through the object that it was attached "
+            f"to, or attach a Tracked{kind.title()} from the start"
         )
 
 
@@ -360,7 +356,7 @@ def _resume(holder: Node | TrackedList | TrackedDict, key: object, undo: Callabl
 
 
 def _tracked(holder: Node | TrackedList | TrackedDict, key: object, value: Any) -> Any:
-    """Return a tracked container in the place of a plain one that values wait for."""
+    """Return a tracked container in place of a plain one if values wait for its contents."""
     if type(value) in (list, dict) and any(restore.expects_below(holder, key) for restore in holder._holdfast_pending):
         return TrackedList(value) if type(value) is list else TrackedDict(value)
     return value

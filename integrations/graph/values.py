@@ -36,7 +36,7 @@ from ...engine.sources import Misfits
 from .frameworks import OptimizerSlot, OptionSlot, TensorSlot, divided_like, is_single_leaf, new_optimizer_tensor
 from .paths import Path, format_node_path, storage_name
 from .saved import SavedGraph, Transform
-from .slots import Assignment, Slot, StateSlot
+from .slots import Assignment, StateSlot
 from .stored import PER_PROCESS, StoredGraph, keys_by_segment
 from .tracked import TrackedDict, TrackedList
 
@@ -180,10 +180,10 @@ class ValueReader:
         self._plain = plain
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
 
-    def read_values(self, due: list[Assignment], misfits: Misfits | None = None) -> list[tuple[Slot, Any]]:
-        """Compare all values of assignments with the program; return the slots with their values.
+    def read_values(self, due: list[Assignment], misfits: Misfits | None = None) -> list[tuple[Assignment, Any]]:
+        """Compare all values of assignments with the program; return the assignments with their values.
 
-        With ``misfits``, assignments whose values do not fit are removed from ``due`` and added to ``misfits``.
+        With ``misfits``, assignments whose values do not fit are left out, and are added to ``misfits``.
         """
         trees: list[Assignment] = []
         leaves: list[Assignment] = []
@@ -209,10 +209,9 @@ class ValueReader:
         if problems and misfits is not None:
             misfits.kept |= {format_node_path(one.path): line for one, line in problems}
             lost = {id(one): one for one, _ in problems}
-            due[:] = [one for one in due if id(one) not in lost and not _depends(one, lost.values())]
-            return self.read_values(due)
+            return self.read_values([one for one in due if id(one) not in lost and not _depends(one, lost.values())])
         values = self._read_leaves(leaves, targets, saved, arrays) + self._read_trees(trees)
-        return [(one.slot, value) for one, value in zip(leaves + trees, values, strict=True)]
+        return list(zip(leaves + trees, values, strict=True))
 
     def _name(self, one: Assignment) -> str:
         return self._graph.nodes[one.saved].value or ""

@@ -11,7 +11,7 @@ from ...engine.pytree import collection_paused, is_python_value, is_torch_tensor
 from .frameworks import GROUPS, OPTIMIZER_SLOTS, ModuleState, OptimizerSlot, is_buffer, is_module, slot_name
 from .paths import Path, format_node_path
 from .slots import Slot
-from .tracked import Node, TrackedDict, TrackedList, check_origin
+from .tracked import Node, check_origin
 from .views import Branch, Edge, Leaf, Unsaved, options_edge, root_view
 
 
@@ -50,7 +50,7 @@ class LiveGraph:
 
     @property
     def notes(self) -> dict[Path, str]:
-        """Remarks for people on objects that are saved, by path."""
+        """Remarks on objects that are saved, by path."""
         modules = [node for node in self.nodes if is_module(node.value)]
         plain = [one for node in modules for one in node.edges.values() if isinstance(one.value, dict | list | tuple)]
         what = "is a plain {} of modules, which state_dict() does not see"
@@ -111,8 +111,7 @@ class _Walk:
         queue = [(start, False)]
         for node, covered in queue:  # the queue grows
             view = node.view
-            if isinstance(node.value, TrackedList | TrackedDict):
-                check_origin(node.value, format_node_path(node.path))
+            check_origin(node.value, node.path)
             if not isinstance(view, Branch):
                 continue
             # The state of the outermost module with one of its own includes those of inner modules, and all buffers.

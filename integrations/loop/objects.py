@@ -206,10 +206,9 @@ class _ObjectsTemplate:
         from ..graph import Restoration
 
         restoration = Restoration(stored, self.root, ignore={("save_counter",)}, final=True)
-        restoration.progress.partial = True  # it is complete, or fails
-        prepared = restoration.prepare(self.root, self.misfits)
+        prepared = restoration.prepare(self.misfits)
         found = Misfits() if self.misfits is None else self.misfits
-        restoration.report(self.root).note(found)
+        restoration.report().note(found)
         if self.misfits is None:
             found.check(f"{stored.checkpoint}: program and checkpoint differ; nothing was changed:")
         return prepared
