@@ -112,11 +112,8 @@ class Matching:
         """Whether the checkpoint has an object in parts that is one value in the program."""
         if leaf.packed is None:
             return self.graph.nodes[number].value is None
-        return not self._holds_numbers(number)
-
-    def _holds_numbers(self, number: int) -> bool:
-        """Whether a node holds the elements of a plain sequence, packed or one by one."""
-        return self.plain.is_packed(number) or (self.plain.is_sequence(number) and self.plain.below(number) is not None)
+        is_plain = self.plain.is_sequence(number) and self.plain.below(number) is not None
+        return not (is_plain or self.plain.is_packed(number))
 
     def _leaf(self, visit: _Visit, leaf: Leaf) -> Iterator[Assignment]:
         if not self.bindings.bind(visit.number, visit.value, visit.path, fixed=leaf.in_place):

@@ -171,10 +171,8 @@ class SavedGraph:
         values.
         """
         nodes = [SavedNode(type=kinds.get("", ""))]
-        names = list(names)
-        filled = {name.rpartition(".")[0] for name in (*names, *kinds)}
-        leaves = frozenset(names)
-        for name in [*names, *(name for name in kinds if name not in filled)]:
+        leaves = dict.fromkeys(names)
+        for name in (*leaves, *kinds):
             number = 0
             segments = name.split(".") if name else []
             for depth, segment in enumerate(segments, 1):
@@ -202,11 +200,12 @@ class SavedGraph:
             except (ValueError, TypeError, AttributeError) as error:
                 raise DamagedCheckpointError(f"{source}: node {number} is not valid: {error}") from error
             value = read[-1].value
-            if value is not None and (value not in known or value in used):
+            if value is None:
+                continue
+            if value not in known or value in used:
                 what = "is the value of another node, too" if value in used else "is not in the checkpoint"
                 raise DamagedCheckpointError(f"{source}: the value of node {number}, {value!r:.100}, {what}")
-            if value is not None:
-                used.add(value)
+            used.add(value)
         if read[0].value is not None:
             raise DamagedCheckpointError(f"{source}: its root has a value")
         return cls(read, has_own_states=document.get(OWN_STATES) is True)
