@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from holdfast.engine.arrays.assignment import WriteAssignment
-from holdfast.engine.arrays.fragments import make_fragment, merge_fragments, short_token
+from holdfast.engine.arrays.fragments import Fragment, make_fragment, merge_fragments, short_token
 from holdfast.engine.arrays.plan import Catalog, Layout, chunk_table, plan_files
 from holdfast.engine.distributed import ProcessInfo
 from holdfast.engine.pytree import ArrayLeaf, Part
@@ -114,13 +114,14 @@ def measure(processes: int, leaves: int) -> Scale:
         table = chunk_table(files, specs, np.zeros(len(arrays), np.uint32))
         table[:, 5] = table[:, 3] % (1 << 32)  # any checksums
         sizes = [file.size for file in files]
-        return make_fragment(catalog, ProcessInfo(process, processes, token), token, table, sizes)
+        return make_fragment(catalog, ProcessInfo(process, processes, token), token, table, sizes).encode()
 
     fragments = [fragment_of(0)]
     told = time.perf_counter()
     fragments += [fragment_of(process) for process in range(1, processes)]
     received = time.perf_counter()
-    index, _ = merge_fragments(catalog, fragments)
+    decoded = [Fragment.decode(data, process) for process, data in enumerate(fragments)]
+    index, _ = merge_fragments(catalog, decoded)
     put_together = time.perf_counter()
     _, encoded_index = index.encode(node_file="d/index", database_id=bytes(16), created_ns=0)
     encoded = time.perf_counter()

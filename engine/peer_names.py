@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -65,6 +64,8 @@ def instead_of(name: str, known: Collection[str]) -> str:
     """
     if name in _PEER_NAMES:
         return f": {_PEER_NAMES[name]}"
+    import difflib  # for an error only
+
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 

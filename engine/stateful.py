@@ -21,7 +21,6 @@ import io
 import logging
 import random
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -186,6 +185,8 @@ def _takes_one(method: object) -> bool:
 
 
 def _saved_files(thing: Any) -> dict[str, Any]:
+    import tempfile
+
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
         thing.save(f"{folder}/{_NAME}")
         paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
@@ -201,6 +202,8 @@ def _restore_files(thing: Any, state: Any) -> None:
         raise DamagedCheckpointError(
             f"{type(thing).__qualname__}: expected the files of an iterator, found {state!r:.80}"
         )
+    import tempfile
+
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
         for name, content in files.items():
             if not is_inside(name):

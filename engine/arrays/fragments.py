@@ -59,8 +59,8 @@ class Fragment:
         return compress_chunks([np.frombuffer(content, np.uint8)], 1)[0]
 
     @classmethod
-    def decode(cls, data: bytes, source: str) -> Fragment:
-        """Read what :meth:`encode` returned; ``source`` names it in errors."""
+    def decode(cls, data: bytes, process: int) -> Fragment:
+        """Read what :meth:`encode` returned in a process."""
         try:
             if crc32c(data[:-CHECKSUM_BYTES]) != checksum_after(data):
                 raise ValueError(f"its checksum does not match its {len(data)} bytes")
@@ -68,12 +68,12 @@ class Fragment:
             version, count, *facts = json.loads(head)
             if version != _VERSION:
                 raise ValueError(f"it has version {version}, this process reads {_VERSION}; run one version everywhere")
-            process, processes, token, digest, sizes, shared = facts
+            own, processes, token, digest, sizes, shared = facts
             columns = np.frombuffer(rest, "<i8", 4 * count).reshape(4, count)
             checksums = np.frombuffer(rest, "<u4", count, columns.nbytes)
             description = rest[columns.nbytes + checksums.nbytes :].decode()
             chunks, files, offsets, lengths = columns.cumsum(axis=1)
-            about = (process, processes, token, digest, sizes, shared, description)
+            about = (own, processes, token, digest, sizes, shared, description)
             found = cls(*about, chunks, files, offsets, lengths, checksums)
             if len(found.shared) > len(found.sizes) or not all(map(_DATA_PATH.fullmatch, found.shared)):
                 raise ValueError(f"these cannot be files of earlier saves that it shares: {found.shared[:3]!r:.100}")
@@ -83,7 +83,7 @@ class Fragment:
             if ((found.offsets < 0) | (found.lengths < 0) | (found.offsets > ends - found.lengths)).any():
                 raise ValueError("it places chunks beyond the end of its data files")
         except (DamagedCheckpointError, ValueError, TypeError) as error:
-            raise DamagedCheckpointError(f"{source} is damaged: {error}") from error
+            raise DamagedCheckpointError(f"the fragment of process {process} is damaged: {error}") from error
         return found
 
 
@@ -105,8 +105,8 @@ def make_fragment(
     sizes: Sequence[int],
     shared: Sequence[str] = (),
     values: Mapping[str, str] | None = None,
-) -> bytes:
-    """Encode what a process wrote: rows of array, number in the array, file, offset, length and checksum.
+) -> Fragment:
+    """Return what a process wrote: rows of array, number in the array, file, offset, length and checksum.
 
     ``shared`` are the paths of the last files, which belong to earlier saves, too; ``values`` go to `Catalog.lines`.
     """
@@ -124,7 +124,7 @@ def make_fragment(
         offsets=table[:, 3],
         lengths=table[:, 4],
         checksums=table[:, 5].astype(np.uint32),
-    ).encode()
+    )
 
 
 def _digest(description: str) -> str:
@@ -132,7 +132,7 @@ def _digest(description: str) -> str:
 
 
 def merge_fragments(
-    catalog: Catalog, fragments: Sequence[bytes], values: Mapping[str, str] | None = None
+    catalog: Catalog, fragments: Sequence[Fragment], values: Mapping[str, str] | None = None
 ) -> tuple[ArrayIndex, dict[str, FileRecord]]:
     """Merge the fragments of all processes, in their order, into an index and the data files by path.
 
@@ -143,27 +143,25 @@ def merge_fragments(
     offsets, lengths = np.zeros(total, np.int64), np.zeros(total, np.int64)
     checksums = np.zeros(total, np.uint32)
     files: dict[str, FileRecord] = {}
-    own: list[str] = []
-    token = digest = ""
-    for process, data in enumerate(fragments):
+    lines: list[str] = []
+    digest = ""
+    for process, fragment in enumerate(fragments):
         source = f"the fragment of process {process}"
-        fragment = Fragment.decode(data, source)
         if (fragment.process, fragment.processes) != (process, len(fragments)):
             raise DamagedCheckpointError(
                 f"{source} of {len(fragments)} was written by process {fragment.process} of {fragment.processes}"
             )
-        token = token or fragment.token
-        if fragment.token != token:
+        if fragment.token != fragments[0].token:
             raise DamagedCheckpointError(
                 f"{source} belongs to another save: the names of its files begin with {fragment.token}, "
-                f"those of process 0 with {token}"
+                f"those of process 0 with {fragments[0].token}"
             )
         if process:
-            if not own:
-                own = catalog.lines(values or {})
-                digest = _digest("\n".join(own))
+            if not lines:
+                lines = catalog.lines(values or {})
+                digest = _digest("\n".join(lines))
             if fragment.digest != digest:
-                raise _mismatch(process, own, fragment.description.split("\n"))
+                raise _mismatch(process, lines, fragment.description.split("\n"))
         _check_chunks(catalog, fragment, file_ids, fragments)
         file_ids[fragment.chunks] = fragment.files + len(files)
         offsets[fragment.chunks] = fragment.offsets
@@ -175,7 +173,7 @@ def merge_fragments(
         if len(named) < len(records) or not named.keys().isdisjoint(files):
             raise DamagedCheckpointError(f"{source} names a data file twice, or one of another process")
         files |= named
-    _check_complete(catalog, file_ids, lengths, fragments)
+    _check_complete(catalog, file_ids, lengths, len(fragments))
     index = ArrayIndex(
         names=catalog.names,
         grids=[encoding.spec.grid for encoding in catalog.encodings],
@@ -190,7 +188,7 @@ def merge_fragments(
 
 
 def _check_chunks(
-    catalog: Catalog, fragment: Fragment, file_ids: NDArray[np.int32], fragments: Sequence[bytes]
+    catalog: Catalog, fragment: Fragment, file_ids: NDArray[np.int32], fragments: Sequence[Fragment]
 ) -> None:
     chunks, process = fragment.chunks, fragment.process
     if chunks.size and (int(chunks.min()) < 0 or int(chunks.max()) >= len(file_ids)):
@@ -199,7 +197,7 @@ def _check_chunks(
         )
     twice = chunks[file_ids[chunks] >= 0]
     if twice.size:
-        others = [other for other in range(process) if twice[0] in Fragment.decode(fragments[other], "").chunks]
+        others = [other for other in range(process) if twice[0] in fragments[other].chunks]
         raise DamagedCheckpointError(
             f"{_chunk(catalog, int(twice[0]))} was written twice: by process {others[0]} and by process {process}"
         )
@@ -209,15 +207,13 @@ def _check_chunks(
         raise DamagedCheckpointError(f"{_chunk(catalog, int(repeated[0]))} was written twice by process {process}")
 
 
-def _check_complete(
-    catalog: Catalog, file_ids: NDArray[np.int32], lengths: NDArray[np.int64], fragments: Sequence[bytes]
-) -> None:
+def _check_complete(catalog: Catalog, file_ids: NDArray[np.int32], lengths: NDArray[np.int64], processes: int) -> None:
     missing = np.flatnonzero(file_ids < 0)
     if missing.size:
         chunk = int(missing[0])
         raise DamagedCheckpointError(
             f"{_chunk(catalog, chunk)} was not written: expected from process "
-            f"{_owner(catalog, chunk, len(fragments))}; {missing.size} of {len(file_ids)} chunks are missing"
+            f"{_owner(catalog, chunk, processes)}; {missing.size} of {len(file_ids)} chunks are missing"
         )
     counts = np.diff(catalog.starts)
     plain = np.array([encoding.compression is None for encoding in catalog.encodings], bool)
@@ -228,7 +224,7 @@ def _check_complete(
         expected = int(np.repeat(sizes, counts)[chunk])
         raise DamagedCheckpointError(
             f"{_chunk(catalog, chunk)} takes {int(lengths[chunk])} bytes in the data file of process "
-            f"{_owner(catalog, chunk, len(fragments))}; expected {expected}"
+            f"{_owner(catalog, chunk, processes)}; expected {expected}"
         )
 
 

@@ -7,7 +7,7 @@ as a checkpoint.
 from __future__ import annotations
 
 import hashlib
-import secrets
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from ..pytree import ArrayLeaf, Box, Details, Piece, TreeDef, ValueLeaf, format_
 from ..storage import DataFile, Location, Segment, parallel_map
 from .assignment import WriteAssignment
 from .encode import ChunkToCompress, Digests, Source, segment_parts, write_compressed
-from .fragments import data_path, make_fragment, merge_fragments, short_token
+from .fragments import Fragment, data_path, make_fragment, merge_fragments, short_token
 from .plan import (
     ArraySpec,
     Catalog,
@@ -124,6 +124,7 @@ class TreeWriter:
     ) -> None:
         self.plan = plan or TreePlan()
         self.when_written: Callable[[], None] | None = None  # called once this process's share is written
+        self._own: Fragment | None = None  # where this process is alone
         self._tree = tree
         self._reuse = reuse
         self._layout = layout
@@ -149,12 +150,15 @@ class TreeWriter:
         return copies
 
     def write(self, location: Location, member: ProcessInfo) -> bytes:
-        """Write this process's chunks into the item's folder, durably; return its fragment for process 0."""
+        """Write this process's chunks into the item's folder, durably; return its fragment for process 0.
+
+        A process that is alone keeps it for :meth:`merge`, and returns nothing.
+        """
         if isinstance(self._tree.leaves, Snapshot):
             self._tree.leaves.complete()
         data = location / "d"
         data.make_directory(sync=False)  # merging syncs the folder around it
-        token = short_token(member.token or secrets.token_hex(16))
+        token = short_token(member.token or os.urandom(16).hex())
         chunks = self._chunks_of(member)
         sources = self._sources(chunks)
         specs = [encoding.spec for encoding in self._catalog.encodings]
@@ -210,7 +214,11 @@ class TreeWriter:
         if self.when_written is not None:
             self.when_written()
         values = _plain_values(self._tree) if member.index else None  # process 0 compares its own in merge()
-        return make_fragment(self._catalog, member, token, table, sizes, [file.path for file in linked], values)
+        fragment = make_fragment(self._catalog, member, token, table, sizes, [file.path for file in linked], values)
+        if member.count > 1:
+            return fragment.encode()
+        self._own = fragment
+        return b""
 
     def _in_turn(self, chunks: ChunkIds) -> Iterator[list[tuple[int, int]]]:
         """Generate groups of chunks that have arrived on the host, so that writes overlap with copies from devices."""
@@ -225,8 +233,11 @@ class TreeWriter:
 
     def merge(self, location: Location, fragments: Sequence[bytes]) -> dict[str, FileRecord]:
         """Write the index over the chunks of all processes and the tree's structure, durably; on process 0 only."""
-        values = _plain_values(self._tree) if len(fragments) > 1 else None
-        index, written = merge_fragments(self._catalog, fragments, values)
+        if self._own is not None:
+            index, written = merge_fragments(self._catalog, [self._own])
+        else:
+            decoded = [Fragment.decode(data, process) for process, data in enumerate(fragments)]
+            index, written = merge_fragments(self._catalog, decoded, _plain_values(self._tree))
         manifest, nodes = index.encode(node_file=INDEX, database_id=uuid.uuid4().bytes, created_ns=time.time_ns())
         try:
             structure = self.plan.document(self._tree, self._catalog.documents(self._tree.leaves))

@@ -12,6 +12,7 @@ every count and length so: https://google.github.io/tensorstore/kvstore/ocdbt/in
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import google_crc32c
@@ -21,13 +22,6 @@ from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError
 
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
-
-from collections.abc import Callable, Iterator, Sequence
-
 Data: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
 
 LEVELS = range(1, 23)  # the levels of compression, from the fastest to the smallest
@@ -36,7 +30,6 @@ _PART = 1 << 20  # bytes that are decompressed at a time; fresh memory for more 
 _HELD = 64 << 10  # bytes that are hashed at a time without letting other threads run
 _RATIO = 1 << 15  # the most bytes of content for a byte of a frame: a block of 128 KiB takes at least four
 _MAGIC = b"\x28\xb5\x2f\xfd"
-_OPTIONS = {int(zstd.DecompressionParameter.window_log_max): 27}  # a frame that needs a larger window is refused
 
 
 def crc32c(data: Data) -> int:
@@ -94,8 +87,18 @@ def _frozen(data: Data) -> bytes | NDArray[np.uint8]:
     return array
 
 
+def _zstd() -> Any:
+    """Return the module of zstd; most programs never need it."""
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+    else:
+        from backports import zstd
+    return zstd
+
+
 def compress_chunks(chunks: Sequence[NDArray[np.uint8]], level: int) -> list[bytes]:
     """Compress chunks without holding the interpreter; several threads may do so at once."""
+    zstd = _zstd()
     compressor = zstd.ZstdCompressor(level)
     frames = [compressor.compress(chunk.data, compressor.FLUSH_FRAME) for chunk in chunks]
     return [frame + crc32c(frame).to_bytes(4, "little") for frame in frames]
@@ -130,10 +133,12 @@ def _promised(frame: bytes | NDArray[np.uint8]) -> int | None:
     data = frame if isinstance(frame, bytes) else frame.data
     if bytes(data[:4]) != _MAGIC:
         raise DamagedCheckpointError("its zstd frame does not begin with the magic number")
+    zstd = _zstd()
     try:
-        return zstd.get_frame_info(data).decompressed_size
+        size: int | None = zstd.get_frame_info(data).decompressed_size
     except zstd.ZstdError as error:
         raise DamagedCheckpointError(f"its zstd frame cannot be decompressed ({error})") from error
+    return size
 
 
 def _parts(frame: bytes | NDArray[np.uint8], limit: int) -> Iterator[bytes]:
@@ -141,7 +146,9 @@ def _parts(frame: bytes | NDArray[np.uint8], limit: int) -> Iterator[bytes]:
     promised = _promised(frame)
     if promised is not None and promised > limit:
         raise DamagedCheckpointError(f"its zstd frame promises {promised} bytes, more than the limit of {limit}")
-    decompressor = zstd.ZstdDecompressor(options=_OPTIONS)
+    zstd = _zstd()
+    # A frame that needs a larger window is refused.
+    decompressor = zstd.ZstdDecompressor(options={int(zstd.DecompressionParameter.window_log_max): 27})
     data = frame if isinstance(frame, bytes) else frame.data
     left = limit
     while not decompressor.eof:

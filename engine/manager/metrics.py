@@ -7,7 +7,6 @@ type lie in a dictionary under the name ``""``, and come back as they were.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import math
 import re
@@ -220,6 +219,8 @@ class MetricWatch:
             self.ended = True
         elif self._steps >= _PATIENCE or not _OF_EVALUATION.match(missing) or any(map(_OF_EVALUATION.match, names)):
             self.ended = True
+            import difflib  # for an error only
+
             near = difflib.get_close_matches(missing, names, n=1)
             _logger.warning(
                 "%s: step %d was reported without the metric %s, by which best_fn ranks checkpoints; reported: %s%s. A "

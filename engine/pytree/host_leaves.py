@@ -63,10 +63,12 @@ def native(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def describe_numpy(value: Any) -> ArrayLeaf:
-    if isinstance(value, np.ma.MaskedArray):
+    is_scalar = isinstance(value, np.generic)
+    # The module of masked arrays is imported when it is first used, and takes longer than a small save.
+    if not is_scalar and type(value) is not np.ndarray and isinstance(value, np.ma.MaskedArray):
         raise LeafProblem("is a masked array; store its data and its mask as arrays of their own")
     check_storable(value.dtype)
-    if isinstance(value, np.generic):
+    if is_scalar:
         return ArrayLeaf(value.dtype, (), [Piece((), np.array(value))], False, _SCALAR)
     array = value if type(value) is np.ndarray else np.asarray(value)
     return ArrayLeaf(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], True, _ARRAY)

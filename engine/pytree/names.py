@@ -6,7 +6,6 @@ each key. The bare leaf, a tree that has no containers, has the empty name.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
@@ -180,6 +179,8 @@ def _nearest(pattern: _Pattern, paths: Sequence[_Path]) -> str | None:
         keys = path.text.split("/")
         known |= {"/".join([*keys[:length], "**"]): None for length in range(1, len(keys))}
     known |= {path.text: None for path in paths[:_CLOSE]}
+    import difflib  # for an error only
+
     close = difflib.get_close_matches(pattern.text, list(known)[: 2 * _CLOSE], n=1)
     return close[0] if close else None
 

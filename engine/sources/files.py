@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,7 +102,7 @@ def replacing(destination: Location) -> Iterator[Location]:
     if not destination.is_local:  # a single request is atomic
         yield destination
         return
-    partial = destination.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+    partial = destination.parent / f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}"
     try:
         yield partial
         partial.rename(destination.name)

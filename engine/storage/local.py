@@ -11,8 +11,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
-import shutil
 import stat
 import threading
 from collections.abc import Iterator, Sequence
@@ -105,7 +103,7 @@ class LocalBackend:
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         parent = os.path.dirname(key)
-        target = os.path.join(parent, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}") if atomic else key
+        target = os.path.join(parent, f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}") if atomic else key
         with os_errors(key, "write"):
             descriptor = open_own(target, os.O_WRONLY | os.O_CREAT | (os.O_EXCL if atomic else os.O_TRUNC))
             try:
@@ -485,6 +483,8 @@ def _remove(path: str) -> None:
     while True:
         try:
             if stat.S_ISDIR(os.lstat(path).st_mode):
+                import shutil  # which imports all formats of archives
+
                 shutil.rmtree(path)
             else:
                 os.unlink(path)

@@ -148,7 +148,7 @@ def test_a_pattern_that_matches_nothing_is_an_error(pattern: str, saved: str) ->
         hf.load(saved, select=["step", pattern])
 
 
-@pytest.mark.parametrize("select", [5, [], ["step", 5], b"step"], ids=plain_id)
+@pytest.mark.parametrize("select", [5, [], ["step", 5], b"step", {}, {1: ...}], ids=plain_id)
 def test_invalid_patterns(select: Any, saved: str) -> None:
     with pytest.raises(hf.errors.OptionError, match="must be a pattern of paths such as"):
         hf.load(saved, select=select)

@@ -150,7 +150,7 @@ def test_shares_make_one_tree(divide: Any, count: int, place: str, assert_same: 
     writer, fragments = write_shares(place, TREE, count, divide(count))
     files = writer.merge(as_location(place), fragments)
     check(place, files, assert_same)
-    sizes = [sum(Fragment.decode(data, "").sizes) for data in fragments]
+    sizes = [sum(file.size for path, file in files.items() if f".{process}." in path) for process in range(count)]
     assert max(sizes) <= 1.2 * sum(sizes) / count
     here = as_location(place)
     found = {f"d/{entry.name}" for entry in (here / "d").entries()} | {"manifest.ocdbt", "tree.json"}
@@ -209,7 +209,7 @@ def merge_error(place: str, writer: TreeWriter, fragments: list[bytes]) -> str:
 
 def test_fragments_round_trip(shares: Any) -> None:
     for process, data in enumerate(shares[1]):
-        fragment = Fragment.decode(data, "it")
+        fragment = Fragment.decode(data, process)
         assert (fragment.process, fragment.processes) == (process, 3)
         assert fragment.encode() == data
         assert len(data) < 12 * len(fragment.chunks) + 600
@@ -229,7 +229,7 @@ def test_altered_fragments(place: str, shares: Any) -> None:
 
 
 def altered(data: bytes, **changes: Any) -> bytes:
-    return replace(Fragment.decode(data, ""), **changes).encode()
+    return replace(Fragment.decode(data, 0), **changes).encode()
 
 
 def test_fragments_of_other_processes_and_saves(place: str, shares: Any) -> None:
@@ -246,21 +246,21 @@ def test_fragments_of_other_processes_and_saves(place: str, shares: Any) -> None
 
 def test_chunks_that_are_missing_or_written_twice(place: str, shares: Any) -> None:
     writer, (zero, one, two) = shares
-    fragment = Fragment.decode(one, "")
+    fragment = Fragment.decode(one, 1)
     columns = ("chunks", "files", "offsets", "lengths", "checksums")
     short = altered(one, **{name: getattr(fragment, name)[:-1] for name in columns})
     message = merge_error(place, writer, [zero, short, two])
     assert re.search(r"chunk \d+ of the leaf narrow was not written: expected from process 1; 1 of \d+", message)
     with pytest.raises(hf.DamagedCheckpointError, match=r"chunk \d+ of the leaf words was written twice by process 1"):
         writer.merge(as_location(place), [zero, twice_at_new_places(one), two])
-    stolen = np.concatenate((Fragment.decode(two, "").chunks[:1], fragment.chunks[1:]))
+    stolen = np.concatenate((Fragment.decode(two, 2).chunks[:1], fragment.chunks[1:]))
     message = merge_error(place, writer, [zero, altered(one, chunks=stolen), two])
     assert re.search(r"chunk \d+ of the leaf \S+ was written twice: by process 1 and by process 2", message)
 
 
 def twice_at_new_places(data: bytes) -> bytes:
     """A fragment whose last place claims to hold the chunk before it."""
-    fragment = Fragment.decode(data, "")
+    fragment = Fragment.decode(data, 0)
     chunks = fragment.chunks.copy()
     chunks[-1] = chunks[-2]
     return altered(data, chunks=chunks)
@@ -268,7 +268,7 @@ def twice_at_new_places(data: bytes) -> bytes:
 
 def test_impossible_places(place: str, shares: Any) -> None:
     writer, (zero, one, two) = shares
-    fragment = Fragment.decode(one, "")
+    fragment = Fragment.decode(one, 1)
     lengths = fragment.lengths.copy()
     lengths[-1] -= 4
     message = merge_error(place, writer, [zero, altered(one, lengths=lengths), two])
