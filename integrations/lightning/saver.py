@@ -14,7 +14,7 @@ from ...engine.clock import seconds
 from ...engine.errors import SaveFailedError, StateError, shortened
 from ...engine.manager import event_scalars, guarded
 from ...engine.sources import Misfits
-from ..loop import PreemptionSignal, Stop, announce, part, unfinished_neighbour, warn_of_misfits
+from ..loop import PreemptionSignal, Stop, TensorVersions, announce, part, unfinished_neighbour, warn_of_misfits
 from .arguments import CallbackArguments
 from .fitting import Fitting
 from .io import ResumePath
@@ -88,6 +88,8 @@ class FitSaver:
         self._metrics: Mapping[str, Any] = {}  # those of the checkpoint that the run resumes from
         self._has_waited = False
         self._is_pruned = False
+        self._gradients = TensorVersions()  # of a module with manual optimization
+        self._has_warned_of_gradients = False
 
     @property
     def has_started(self) -> bool:
@@ -102,6 +104,8 @@ class FitSaver:
         """Begin to watch; refuse a directory with checkpoints if the trainer has loaded none."""
         self._stop.begin()
         self._begun = True
+        if not self._trainer.lightning_module.automatic_optimization:
+            self._gradients.watch({"module": self._trainer.lightning_module})
         self._position.begin()
         self._fitting.begin(self._options.hyperparameters)
         if self._resumed:
@@ -195,6 +199,8 @@ class FitSaver:
         original(fetcher)
         self._store.observer.reached("batch", self._trainer.global_step)
         self._before_validation.drop()
+        if not self._trainer.lightning_module.automatic_optimization:
+            self._gradients.note({"module": self._trainer.lightning_module})
         step, stop = self._trainer.global_step, self._stop.after_batch()
         if step == self._seen and not stop:
             return
@@ -317,6 +323,7 @@ class FitSaver:
         try:
             checkpoint = dump_checkpoint(self._trainer)
             self._warn_of_pruning(checkpoint)
+            self._warn_of_gradients()
             return checkpoint
         finally:
             self._point = None
@@ -332,6 +339,18 @@ class FitSaver:
                 "ModelPruning makes its pruning permanent in every checkpoint: a run that resumes from one trains on "
                 "without the masks until it prunes again, and does not end as a run without a stop would: %s",
                 shortened(pruned),
+            )
+
+    def _warn_of_gradients(self) -> None:
+        """Say once that a module with manual optimization carries gradients to the next batch."""
+        if not self._has_warned_of_gradients and (carried := self._gradients.gradients(certain=True)):
+            self._has_warned_of_gradients = True
+            logger.warning(
+                "step %d is saved without the gradients of %s, which no optimizer has used yet: no checkpoint of "
+                "Lightning has gradients, so that a run that resumes from one goes on without them. Let the optimizer "
+                "use them in the batch that they are of",
+                self._trainer.global_step,
+                shortened(list(carried)),
             )
 
     def _save_and_leave(self, step: int, point: Point, checkpoint: dict[str, Any] | None = None) -> NoReturn:

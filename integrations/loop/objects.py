@@ -100,8 +100,8 @@ class LiveAdapter(StateAdapter):
     def note(self, state: Any) -> None:
         self._versions.note(state)
 
-    def gradients(self) -> Mapping[str, Any]:
-        return self._versions.gradients()
+    def gradients(self, *, certain: bool = False) -> Mapping[str, Any]:
+        return self._versions.gradients(certain=certain)
 
     def why_lost(self, step: int, state: Any) -> str | None:
         return self._versions.why_lost()
@@ -274,9 +274,16 @@ class _Gradient:
 
 
 class UsedGradients:
-    """Remembers for each parameter the gradient that an optimizer has used last."""
+    """Remembers for each parameter the gradient that an optimizer has used last.
+
+    Attributes:
+        later: By parameter, gradients of a backward after the optimizer's step, as they were at the last step.
+        are_carried: Whether an optimizer has used one of them, with what came to it later.
+    """
 
     def __init__(self) -> None:
+        self.later: dict[int, _Gradient] = {}
+        self.are_carried = False
         self._used: dict[int, _Gradient] = {}
         self._is_watching = False
 
@@ -306,6 +313,8 @@ class UsedGradients:
         for group in optimizer.param_groups:
             for one in group["params"]:
                 if (gradient := one.grad) is not None:
+                    later = self.later.get(id(one))
+                    self.are_carried |= later is not None and later.tensor() is gradient
                     self._used[id(one)] = _Gradient.of(gradient)
 
 
@@ -321,9 +330,6 @@ class TensorVersions:
         self._begun: dict[int, int] = {}
         self._used = UsedGradients()
         self._unused: dict[str, tuple[Any, _Gradient]] = {}  # parameters and their gradients at the last step
-        self._later: set[str] = (
-            set()
-        )  # of them, those that an optimizer has used in another version, or that are cleared
 
     def watch(self, state: Any) -> None:
         """Remember the versions before the first step; tensors that the program makes later are not known yet."""
@@ -344,27 +350,32 @@ class TensorVersions:
             if self._tensors:
                 self._used.watch()
         self._noted = [tensor._version for tensor in self._tensors]
-        self._unused, self._later = {}, set()
+        self._unused, self._used.later = {}, {}
         for name, tensor, before, now in zip(self._names, self._tensors, self._before, self._noted, strict=True):
             if not tensor.is_leaf or (gradient := tensor.grad) is None:
                 continue
-            if before != now and self._used.is_older_than(tensor, gradient):
-                self._later.add(name)
-            elif before != now:
-                continue
-            self._unused[name] = tensor, _Gradient.of(gradient)
+            if before == now:
+                self._unused[name] = tensor, _Gradient.of(gradient)
+            elif self._used.is_older_than(tensor, gradient):
+                self._unused[name] = tensor, _Gradient.of(gradient)
+                self._used.later[id(tensor)] = self._unused[name][1]
 
-    def gradients(self) -> dict[str, Any]:
+    def gradients(self, *, certain: bool = False) -> dict[str, Any]:
         """Return by name the gradients at the last step that no optimizer has used.
 
         They are those of parameters that the step has not changed, and those of a backward after the optimizer's step.
         What an optimizer has used and the program has not cleared yet is among them where a step has left a parameter
-        out; it is part of the program's state as well.
+        out; it is part of the program's state as well. ``certain`` leaves out what the program may clear unused, such as
+        gradients in the other network of a GAN.
         """
-        found = {name: tensor.grad for name, (tensor, _) in self._unused.items()}
-        return {
-            name: one for name, one in found.items() if one is not None and (name not in self._later or _is_set(one))
-        }
+        found = {}
+        for name, (tensor, _) in self._unused.items():
+            is_later = id(tensor) in self._used.later  # or it was only set to zero
+            if is_later and ((certain and not self._used.are_carried) or not _is_set(tensor.grad)):
+                continue
+            if tensor.grad is not None:
+                found[name] = tensor.grad
+        return found
 
     def why_lost(self) -> str | None:
         if [tensor._version for tensor in self._tensors] != self._noted:

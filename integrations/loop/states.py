@@ -91,8 +91,8 @@ class StateAdapter:
     def watch(self, state: Any) -> None:
         """Remember what steps will change, before the first one."""
 
-    def gradients(self) -> Mapping[str, Any]:
-        """Return by name the gradients in the last step's state that no optimizer has used."""
+    def gradients(self, *, certain: bool = False) -> Mapping[str, Any]:
+        """Return by name the gradients in the last step's state that no optimizer has used; ``certain``: but will."""
         return {}
 
     def note(self, state: Any) -> None:

@@ -66,7 +66,7 @@ class LastStep:
         """
         found = {STATE: self._adapter.to_tree(self.state)}
         extras = {name: self._tree_of(name, extra) for name, extra in self._extras.items()}
-        if gradients := self._gradients():
+        if gradients := self._gradients(certain=not alone):
             if alone:
                 extras[GRADIENTS] = encode_state(gradients)
             else:
@@ -90,10 +90,10 @@ class LastStep:
             return "arrays of its extras were donated since; call on_step after every update"
         return self._versions.why_lost()
 
-    def _gradients(self) -> dict[str, Any]:
+    def _gradients(self, *, certain: bool) -> dict[str, Any]:
         """Return the gradients that no optimizer has used, where each micro-batch is reported as a step."""
-        found = {f"state.{name}": one for name, one in self._adapter.gradients().items()}
-        return found | {f"extras.{name}": one for name, one in self._versions.gradients().items()}
+        found = {f"state.{name}": one for name, one in self._adapter.gradients(certain=certain).items()}
+        return found | {f"extras.{name}": one for name, one in self._versions.gradients(certain=certain).items()}
 
     def _warn_of_gradients(self, gradients: Mapping[str, Any]) -> None:
         if not self._has_warned and all(map(_is_finite, gradients.values())):
@@ -101,7 +101,7 @@ class LastStep:
             logger.warning(
                 "step %d is saved without the gradients of %d parameters (%s), which no optimizer has used yet: "
                 "several processes do not save them. Call on_step after optimizer.step(), not for each micro-batch, "
-                "and before the next backward; if the program clears them unused, they are no loss",
+                "and before the next backward",
                 self.step,
                 len(gradients),
                 shortened(list(gradients)),

@@ -416,3 +416,44 @@ def test_a_new_learning_rate_that_does_not_count_is_said(tmp_path: Path, caplog:
         assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1
         said = "optimizer_0.param_groups[0].lr (program 0.4, saved 0.1)" in caplog.text
         assert said == (rate == 0.4)
+
+
+class Manual(LightningModule):
+    """Optimizes by itself: a second backward after the step, whose gradients the next step uses, or clears."""
+
+    automatic_optimization = False
+
+    def __init__(self, carries: bool) -> None:
+        super().__init__()
+        self.layer, self.carries = torch.nn.Linear(1, 1), carries
+
+    def training_step(self, batch: Any) -> None:
+        optimizer: Any = self.optimizers()
+        if not self.carries:
+            optimizer.zero_grad()
+        self.manual_backward(self.layer(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        self.manual_backward(self.layer(batch).abs().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("carries", [True, False])
+def test_gradients_that_a_module_carries_to_the_next_batch_are_said(
+    carries: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Trainer(
+        max_steps=6,
+        accelerator="cpu",
+        callbacks=[CheckpointCallback(tmp_path, save_interval_steps=2)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    ones: Any = torch.ones(8, 1)
+    trainer.fit(Manual(carries), torch.utils.data.DataLoader(ones))
+    said = [one.getMessage() for one in caplog.records if "without the gradients" in one.getMessage()]
+    expected = "step 2 is saved without the gradients of module.layer.weight, module.layer.bias, which no optimizer"
+    assert [text.startswith(expected) for text in said] == [True] * carries
