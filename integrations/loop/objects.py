@@ -365,8 +365,8 @@ class TensorVersions:
 
         They are those of parameters that the step has not changed, and those of a backward after the optimizer's step.
         What an optimizer has used and the program has not cleared yet is among them where a step has left a parameter
-        out; it is part of the program's state as well. ``certain`` leaves out what the program may clear unused, such as
-        gradients in the other network of a GAN.
+        out; it is part of the program's state as well. ``certain`` leaves out what the program may clear unused, such
+        as gradients in the other network of a GAN.
         """
         found = {}
         for name, (tensor, _) in self._unused.items():
