@@ -313,6 +313,41 @@ def test_optimizers_are_restored_as_torch_does(tmp_path: Path, make: Callable[[A
     assert equal(dict(before["model"].state_dict()), dict(after["model"].state_dict()))
 
 
+class Rotating(torch.optim.SGD):
+    """Keeps a matrix in the order of Fortran, as SOAP does: a product with it rounds otherwise in the order of C."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for one in group["params"]:
+                self.state[one]["Q"] = torch.arange(6.0).reshape(3, 2).T
+
+
+def test_tensors_come_back_with_their_strides(tmp_path: Path) -> None:
+    def make() -> Program:
+        model = torch.nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        return {"model": model, "optimizer": Rotating(model.parameters(), 0.1)}
+
+    def train(program: Program) -> None:
+        program["model"](torch.ones(1, 2, 4, 4)).sum().backward()
+        program["optimizer"].step()
+
+    before, after = resumed(tmp_path, make, train)
+    strides = [
+        [
+            one.stride()
+            for one in (*program["model"].state_dict().values(), *map(q_of, program["optimizer"].state.values()))
+        ]
+        for program in (before, after)
+    ]
+    assert strides[0] == strides[1]
+    assert (1, 2) in strides[0]
+
+
+def q_of(state: dict[str, torch.Tensor]) -> torch.Tensor:
+    return state["Q"]
+
+
 # ---- attributes that no state has
 
 
