@@ -325,7 +325,8 @@ class Rotating(torch.optim.SGD):
 
 def test_tensors_come_back_with_their_strides(tmp_path: Path) -> None:
     def make() -> Program:
-        model = torch.nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        model: Any = torch.nn.Conv2d(2, 3, 2)
+        model.to(memory_format=torch.channels_last)
         return {"model": model, "optimizer": Rotating(model.parameters(), 0.1)}
 
     def train(program: Program) -> None:
