@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .component import Checkpointable, Component
 from .handler import ComponentCheckpointHandler
-from .layout import Description
 from .live import modules_of
 from .permissions import allow, rename
 from .reading import read_state

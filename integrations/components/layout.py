@@ -52,33 +52,19 @@ _LEVELS = 32  # directories above a path that are searched for the tree it belon
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """The description of one component.
+    """The description of one component."""
 
-    Attributes:
-        type: Import path of its class: ``"module:qualified.name"``.
-        constructor: Its constructor spec: ``{"args": [...], "kwargs": {...}}``; None where the arguments are not known.
-        obstacle: Why the arguments are not known, or ``""``.
-        path: Its path from the root of the tree that was saved.
-        components: The paths of its own components, seen from it.
-        same: Components of it that are the same object as another component of the tree: their paths from it, and the
-            path from the root of the tree that the other is saved under.
-        metadata: Facts for people; nothing depends on them.
-    """
-
-    type: str
-    constructor: Mapping[str, Any] | None
-    obstacle: str = ""
-    path: Path = ()
-    components: tuple[Path, ...] = ()
+    type: str  # import path of its class: ``"module:qualified.name"``
+    constructor: Mapping[str, Any] | None  # ``{"args": [...], "kwargs": {...}}``; None where they are not known
+    obstacle: str = ""  # why the arguments are not known
+    path: Path = ()  # from the root of the tree that was saved
+    components: tuple[Path, ...] = ()  # the paths of its own components, from it
+    # Components of it that are the same object as another component of the tree: their paths from it, and the path from
+    # the root of the tree that the other is saved under.
     same: Mapping[Path, Path] = field(default_factory=dict)
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # facts for people; nothing depends on them
 
     def encode(self) -> bytes:
-        """Return the content of its file.
-
-        Raises:
-            UnsupportedLeafError: The metadata is not JSON, or the constructor spec is too large.
-        """
         body = {
             "layout": ".".join(map(str, VERSION)),
             "class": self.type,
@@ -97,16 +83,7 @@ class Description:
 
     @classmethod
     def decode(cls, content: bytes, *, source: str) -> Description:
-        """Read a file.
-
-        Args:
-            content: The content of the file, which is not trusted.
-            source: The path of the file, for messages.
-
-        Raises:
-            DamagedCheckpointError: It does not verify.
-            FormatVersionError: It is of a later major version.
-        """
+        """Read the content of a file, which is not trusted; ``source`` is its path, for messages."""
         body = decode_document(content, _DOCUMENT, source=source)
         _check_version(body.get("layout"), source)
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
@@ -112,8 +112,8 @@ class OpenedArrays:
                 f"{self._location}: its arrays claim {total} bytes, all of its files have {stored}"
             )
 
-    def read(self, wanted: Sequence[Wanted], use: Callable[[int, NDArray[Any]], None]) -> list[tuple[str, str]]:
-        """Read arrays or boxes of them, many at a time, and hand them to ``use``; return the names that failed."""
+    def read(self, wanted: Mapping[int, Wanted], use: Callable[[int, NDArray[Any]], None]) -> list[tuple[str, str]]:
+        """Read arrays or boxes of them, many at a time, and pass each to ``use`` with its number; return failures."""
         problems: list[tuple[str, str]] = []
         pending: deque[tuple[int, NDArray[Any], Any]] = deque()
         under_way = 0
@@ -128,7 +128,7 @@ class OpenedArrays:
                 use(index, array)
             return array.nbytes
 
-        for index, (name, box) in enumerate(wanted):
+        for index, (name, box) in wanted.items():
             shape, dtype = self.shapes[name] if box is None else box.shape, self.dtypes[name]
             size = math.prod(shape) * dtype.itemsize
             while pending and under_way + size > _UNDER_WAY:

@@ -216,9 +216,9 @@ class OrbaxTree(TreeSource):
         self._shared = {name for name, count in counts.items() if count > 1}
 
     def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
-        results: list[NDArray[Any] | None] = [None] * len(leaves)
-        self._refuse(self._read_parts([(leaf, None) for leaf in leaves], results.__setitem__))
-        return results
+        arrays: dict[int, NDArray[Any]] = {}
+        self._refuse(self._read_parts([(leaf, None) for leaf in leaves], arrays.__setitem__))
+        return [arrays.get(index) for index in range(len(leaves))]
 
     def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
         regions = [gather(wanted) for wanted in boxes]
@@ -226,12 +226,11 @@ class OrbaxTree(TreeSource):
         arrays: dict[int, NDArray[Any]] = {}
         self._refuse(self._read_parts(flat, arrays.__setitem__))
         results = []
-        start = 0
+        read = (arrays[index] for index in range(len(flat)))
         for leaf, wanted, found in zip(leaves, boxes, regions, strict=True):
             assert leaf.saved.dtype is not None
-            read = [arrays[start + index] for index in range(len(found))]
-            results.append([cut(box, found, read, leaf.saved.dtype) for box in wanted])
-            start += len(found)
+            parts = [next(read) for _ in found]
+            results.append([cut(box, found, parts, leaf.saved.dtype) for box in wanted])
         return results
 
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
@@ -275,12 +274,9 @@ class OrbaxTree(TreeSource):
                 problems.append(Problem("", format_path(leaf.name), self._collision(self._names[leaf.name])))
             else:
                 wanted[index] = Wanted(self._names[leaf.name], box)
-        places = list(wanted)
         self._arrays.check_sizes(wanted.values(), total_bytes(self.location), filled=not self._metadata.complete)
         leaves = {name: parts[index][0].name for index, (name, _) in wanted.items()}
-        for name, what in self._arrays.read(
-            list(wanted.values()), lambda position, array: use(places[position], array)
-        ):
+        for name, what in self._arrays.read(wanted, use):
             failed[leaves[name]] = what
         missing = missing_files(self.location, {self._names[leaf] for leaf in failed}) if self._ocdbt else {}
         for leaf_name, what in failed.items():
