@@ -52,7 +52,7 @@ def run_workload(name: str, contenders: Sequence[str], rounds: int, directory: P
         for operation in OPERATIONS:
             for contender in (each for each in order if operation == "save" or operation in PEERS[each].loads):
                 path = directory / contender.replace(" ", "_")
-                measured = _run_worker(contender, name, operation, path, reserve)
+                measured = run_worker(contender, name, operation, path, reserve)
                 measurements.add(contender, measured)
                 tell(f"{name}, round {turn + 1} of {rounds}: {contender}, {operation}: {_brief(measured)}")
         for contender in able:
@@ -104,7 +104,7 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _run_worker(contender: str, workload: str, operation: str, path: Path, reserve: Reserve) -> dict[str, Any]:
+def run_worker(contender: str, workload: str, operation: str, path: Path, reserve: Reserve) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.worker", contender, workload, operation, str(path)]
     reserve.hold()
     pipe = subprocess.PIPE

@@ -69,7 +69,7 @@ def _measure_save(peer: Peer, workload: Workload, path: Path) -> dict[str, Any]:
         measured["memcpy_seconds"] = _memcpy_seconds(tree, workload.nbytes)
     gc.collect()
     os.sync()
-    _wait_for_start()
+    wait_for_start()
     memory = PeakMemory()
     measured["save_seconds"] = _seconds(lambda: peer.save(path, tree))
     measured["save_memory"] = memory.rise()
@@ -92,7 +92,7 @@ def _measure_load(peer: Peer, workload: Workload, path: Path, operation: str) ->
     load: Callable[[Path, Mapping[str, Any]], Tree] = getattr(peer, operation)
     loaded: list[Tree] = []
     measured: dict[str, Any] = {"cold": make_cold(path, system_wide=workload.name != "tiny")}
-    _wait_for_start()
+    wait_for_start()
     memory = PeakMemory()
     measured[f"{operation}_seconds"] = _seconds(lambda: loaded.append(load(path, workload.shapes)))
     rise = memory.rise()
@@ -102,7 +102,7 @@ def _measure_load(peer: Peer, workload: Workload, path: Path, operation: str) ->
     return measured
 
 
-def _wait_for_start() -> None:
+def wait_for_start() -> None:
     print(READY, flush=True)
     sys.stdin.readline()
 

@@ -288,20 +288,21 @@ def test_verifying_finds_all_that_makes_loading_fail(kind: str, place: str, stor
                 break
 
 
-def test_a_step_that_is_deleted_meanwhile_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_deleted_meanwhile_is_not_damaged(tmp_path: Path) -> None:
     manager = hf.CheckpointManager(tmp_path)
     for step in (1, 2):
         manager.save(step, {"x": np.ones(3)})
     manager.wait_until_finished()
-    verify_item = verification._verify_item
 
-    def deleting(folder: Any, item: Any, advance: Any) -> Any:
-        if 1 in manager.all_steps():
-            manager.delete(1)
-        return verify_item(folder, item, advance)
+    class Deleting:
+        def expect(self, nbytes: int) -> None:
+            """Is called once the records are found, and before anything else is read."""
 
-    monkeypatch.setattr(verification, "_verify_item", deleting)
-    report = hf.verify(tmp_path)
+        def advance(self, nbytes: int) -> None:
+            if 1 in manager.all_steps():
+                manager.delete(1)
+
+    report = hf.verify(tmp_path, progress=Deleting())
     manager.close()
 
     assert report.ok

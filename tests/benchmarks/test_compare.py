@@ -39,15 +39,15 @@ def test_tiny_run_in_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The raw disk is measured by processes of its own here, as everything is outside of tests."""
-    real = runner._run_worker
+    real = runner.run_worker
 
     def run_worker(contender: str, workload: str, operation: str, path: Path, reserve: Any) -> dict[str, Any]:
         if contender == "raw disk":
             return real(contender, workload, operation, path, reserve)
         return worker.measure(contender, workload, operation, path)
 
-    monkeypatch.setattr(runner, "_run_worker", run_worker)
-    monkeypatch.setattr(worker, "_wait_for_start", lambda: None)
+    monkeypatch.setattr(runner, "run_worker", run_worker)
+    monkeypatch.setattr(worker, "wait_for_start", lambda: None)
     contenders = ["raw disk", "holdfast (torch)"]
     chosen = [argument for name in contenders for argument in ("--only", name)]
     assert main([*TINY, *chosen, "--directory", str(tmp_path), "--json", str(tmp_path / "all.json")]) == 0

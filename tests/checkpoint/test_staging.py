@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.engine.arrays import snapshot as snapshots
 from holdfast.engine.arrays.snapshot import StagingBuffer
 from holdfast.engine.pytree import ArrayLeaf, Piece, describe, flatten
 
@@ -277,12 +276,11 @@ def test_a_copy_that_fails_in_the_second_thread(tmp_path: Path, monkeypatch: pyt
             ],
         )
 
-    monkeypatch.setattr(snapshots, "_SHARED", 1)
     with hf.CheckpointManager(tmp_path) as manager:
         with monkeypatch.context() as patch:
             patch.setattr(StagingBuffer, "snapshot", failing)
             with pytest.raises(MemoryError, match="no memory for the copy"):
-                manager.save(1, {name: np.ones(1000) for name in "abcd"})
+                manager.save(1, {name: np.ones(3 << 20) for name in "abcd"})  # large enough for several threads
         assert failed.is_set()
         assert manager.all_steps() == []
         assert not (tmp_path / "1").exists()

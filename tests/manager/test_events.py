@@ -15,6 +15,7 @@ import pytest
 import holdfast as hf
 from holdfast.engine.checkpoint import PendingCheckpoint
 from holdfast.engine.manager import events, read_events
+from holdfast.engine.manager.ownership import Ownership
 
 TREE = {"w": np.arange(3.0)}
 
@@ -72,19 +73,17 @@ def test_damaged_steps_that_a_run_passes_over(tmp_path: Path) -> None:
     assert [one["step"] for one in restored["skipped"]] == [2]
 
 
-def refused(pending: PendingCheckpoint, record: object) -> None:
+def refused(*arguments: object, **options: object) -> None:
     raise hf.errors.StorageFullError("full")
 
 
 def test_a_save_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = hf.CheckpointManager(tmp_path)
-    monkeypatch.setattr(
-        manager._run.ownership, "check", lambda **_: (_ for _ in ()).throw(hf.errors.StorageFullError("full"))
-    )
-    with pytest.raises(hf.errors.StorageFullError):
-        manager.save(1, TREE)
+    with monkeypatch.context() as patch:
+        patch.setattr(Ownership, "check", refused)
+        with pytest.raises(hf.errors.StorageFullError):
+            manager.save(1, TREE)
     manager.close()
-    monkeypatch.undo()
     with hf.CheckpointManager(tmp_path) as manager:
         monkeypatch.setattr(PendingCheckpoint, "commit", refused)
         manager.save(1, TREE)
@@ -181,14 +180,17 @@ def test_a_torn_line_is_removed_and_a_spoilt_one_skipped(tmp_path: Path) -> None
     assert [event["event"] for event in read_events(path, offset)[0]] == ["started", "closed"]
 
 
-def test_a_large_file_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "_LIMIT", 1000)
+def test_a_large_file_begins_anew(tmp_path: Path) -> None:
+    limit = 8 << 20
+    line = json.dumps({"event": "noted", "text": "x" * 1000}).encode() + b"\n"
+    (tmp_path / "events.jsonl").write_bytes(line * ((limit - 2000) // len(line)))
     with hf.CheckpointManager(tmp_path) as manager:
         for step in range(40):
             manager.save(step, TREE)
     files = {path.name: path.stat().st_size for path in tmp_path.glob("events*")}
     assert files.keys() == {"events.jsonl", "events.1.jsonl"}
-    assert max(files.values()) < 1400
+    assert limit - 4000 < files["events.1.jsonl"] < limit + 400
+    assert files["events.jsonl"] < 40_000
     assert events_in(tmp_path)[-1]["step"] == 39
     with hf.CheckpointManager(tmp_path) as manager:
         assert manager.latest_step() == 39

@@ -13,7 +13,6 @@ import pytest
 from tests.clocks import FakeClock
 
 import holdfast as hf
-from holdfast.engine.steps import records
 
 OPTIONS = {"best_fn": "return", "best_mode": "max", "max_to_keep": 1, "keep_latest": 2}
 
@@ -60,13 +59,14 @@ def test_an_evaluator_beside_the_run_decides_which_step_is_best(tmp_path: Path) 
 
 def test_a_run_reads_each_file_of_metrics_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    original = records._read
+    original = hf.storage.Location.read_bytes
 
-    def noted(place: Any) -> Any:
-        read.append(place.name.partition(".")[0])
-        return original(place)
+    def noted(self: hf.storage.Location, *arguments: Any, **options: Any) -> bytes:
+        if self.parent.name == "metrics":
+            read.append(self.name.partition(".")[0])
+        return original(self, *arguments, **options)
 
-    monkeypatch.setattr(records, "_read", noted)
+    monkeypatch.setattr(hf.storage.Location, "read_bytes", noted)
     with trainer(tmp_path, max_to_keep=100) as run:
         for step in range(10):
             save(run, step)

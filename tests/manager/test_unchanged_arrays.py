@@ -26,6 +26,7 @@ from tests.equality import assert_same
 import holdfast as hf
 from holdfast.components import Checkpointable, ComponentCheckpointHandler
 from holdfast.engine.arrays import reuse
+from holdfast.engine.manager.ownership import Ownership
 from holdfast.engine.storage import local
 
 Tree = dict[str, Any]
@@ -394,7 +395,7 @@ def test_the_newest_step_shares_nothing_with_the_one_to_fall_back_to(
             saved += what != "replace"
             if what == "fail":
                 with patch.context() as broken:
-                    broken.setattr(writer._run.ownership, "check", _refuse)
+                    broken.setattr(Ownership, "check", _refuse)
                     writer.save(saved, tree(saved, frozen), force=True)
                     with pytest.raises(hf.SaveFailedError):
                         writer.wait_until_finished()
@@ -410,7 +411,7 @@ def test_the_newest_step_shares_nothing_with_the_one_to_fall_back_to(
     shutil.rmtree(run)
 
 
-def _refuse(*, at_once: bool = False) -> None:
+def _refuse(ownership: Ownership, *, at_once: bool = False) -> None:
     if not at_once:
         raise hf.errors.StorageError("not now")
 
@@ -572,11 +573,11 @@ def test_a_file_whose_bytes_are_what_they_were(run: Path, touch: Callable[[Path]
 
 
 def test_deletions_of_the_run_itself_make_no_file_suspicious(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(*arguments: Any) -> bool:
+    def read(*arguments: Any, **options: Any) -> None:
         raise AssertionError("read again")
 
-    monkeypatch.setattr(reuse, "_has_chunks", read)
-    with manager(run, max_to_keep=3) as writer:
+    with monkeypatch.context() as patch, manager(run, max_to_keep=3) as writer:
+        patch.setattr(hf.storage.Location, "open_data", read)
         assert [bool(save(writer, step, tree(step)).shared_bytes) for step in range(8)] == [False] * 2 + [True] * 6
     assert hf.verify(run).ok
 

@@ -48,7 +48,6 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TokenSe
         monkeypatch.setenv("GCE_METADATA_ROOT", server.url.removeprefix("http://"))
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # machines are asked without it
         monkeypatch.setattr(gcs_transfer, "_TOKENS", f"{server.url}/token")
-        monkeypatch.setattr(gcs_transfer, "_known", {})
         yield server
 
 
