@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from ..engine.clock import format_size
-from .report import time_left
+from .report import duration
 from .streams import say
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Meter:
         self._told, self._told_at = self._done, now
         line = f"{self._what}: {format_size(self._done)} of {format_size(self._expected)}, {format_size(int(rate))}/s"
         if rate > 0:
-            line += f", {time_left((self._expected - self._done) / rate)} left"
+            line += f", {duration(math.ceil((self._expected - self._done) / rate))} left"
         say(f"holdfast: {line}", file=self._stream, flush=True)
 
 

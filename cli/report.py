@@ -120,18 +120,24 @@ def age(seconds: float) -> str:
     return f"{max(0, int(seconds))} s"
 
 
-def time_left(seconds: float) -> str:
-    """Return the rest of a time for people, rounded up.
+def duration(seconds: float) -> str:
+    """Return a span of time for people, in two units at most.
 
-    >>> time_left(7300), time_left(61.5), time_left(0.2)
-    ('2 h 2 min', '1 min 2 s', '1 s')
+    >>> duration(0.0042), duration(12.34), duration(3725)
+    ('4 ms', '12.3 s', '1 h 02 min')
     """
-    whole = max(1, round(seconds + 0.4))
-    hours, rest = divmod(whole, 3600)
-    minutes, rest = divmod(rest, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms" if seconds >= 0.0005 else "0 s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes:02d} min"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h"
 
 
 def metrics_text(metrics: Mapping[str, Any] | None) -> str:

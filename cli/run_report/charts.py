@@ -13,7 +13,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ...engine.clock import format_size
-from .history import WORDS, Attempt, History, Note, Save, duration
+from ..report import duration
+from .history import WORDS, Attempt, History, Note, Save
 from .markup import Markup, tag
 
 WIDTH, HEIGHT = 1000.0, 100.0  # the size of the drawings, in their own units

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ...engine.clock import format_size
 from ...engine.errors import shortened_steps
-from ..report import count
+from ..report import count, duration
 
 How = Literal["finished", "closed", "preempted", "crashed", "hung", "failed", "lost", "running", "open"]
 """How a start has ended: ``closed`` by a program that has no callback, which would know whether training has finished;
@@ -329,26 +329,6 @@ def _end(attempt: Attempt) -> Note:
     return Note(
         attempt.ended, "bad", f"{title}{after}", "; ".join(filter(None, [attempt.why, status])) + killed, "crash"
     )
-
-
-def duration(seconds: float) -> str:
-    """Return a span of time for people, in two units at most.
-
-    >>> duration(0.0042), duration(12.34), duration(3725)
-    ('4 ms', '12.3 s', '1 h 02 min')
-    """
-    if seconds < 0.9995:
-        return f"{seconds * 1000:.0f} ms" if seconds >= 0.0005 else "0 s"
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes:02d} min"
-    days, hours = divmod(hours, 24)
-    return f"{days} d {hours} h"
 
 
 def _number(value: Any) -> float | None:

@@ -13,10 +13,10 @@ from ...engine.clock import format_size
 from ...engine.errors import shortened
 from ...engine.inspection import CheckpointSummary
 from ...engine.sources import LeafStatistics
-from ..report import age, count, metrics_text
+from ..report import age, count, duration, metrics_text
 from .charts import clock_text, line_chart, number_text, percent, size_chart, sparkline, timeline
 from .facts import RunFacts, Statistics
-from .history import WORDS, Attempt, Note, duration
+from .history import WORDS, Attempt, Note
 from .markup import Markup, join, tag
 from .tree import draw_tree
 

@@ -98,7 +98,7 @@ def test_anything_else_gets_a_line_every_so_often(
 
     assert stream.getvalue().splitlines() == [
         "holdfast: verify: 300.0 MB of 3.6 GB, 10.0 MB/s, 5 min 30 s left",
-        "holdfast: verify: 600.0 MB of 3.6 GB, 10.0 MB/s, 5 min 0 s left",
+        "holdfast: verify: 600.0 MB of 3.6 GB, 10.0 MB/s, 5 min 00 s left",
     ]
 
 

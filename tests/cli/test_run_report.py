@@ -16,8 +16,9 @@ import pytest
 from tests.cli.commands import error_of, output_of
 
 import holdfast as hf
+from holdfast.cli.report import duration
 from holdfast.cli.run_report import charts, facts, page
-from holdfast.cli.run_report.history import History, duration, read_history
+from holdfast.cli.run_report.history import History, read_history
 from holdfast.cli.run_report.markup import tag
 from holdfast.engine.manager import read_events
 
