@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from ..errors import DamagedCheckpointError, InvalidLocationError
 from ..observer import Observer, observed_place
-from .backend import DataFile, DataReader, Entry, FileIdentity, Segment
+from .backend import Backend, DataFile, DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE
 from .local import LocalBackend
 from .object_files import open_object
@@ -27,11 +27,6 @@ from .status import without_secrets
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _COLLAPSED = re.compile(r"(?:file|memory|s3|gs|gcs|https?|az|abfs|hdfs):/", re.IGNORECASE)
 _KNOWN = "a path, file:///path, memory://name, s3://bucket/name or gs://bucket/name"
-
-# A storage system. Every key is the full path inside it, and empty only for the root. A method does what the method of
-# `Location` with the same name documents, and raises only errors of ``holdfast.engine.errors``, with the path in the
-# message. Durable bytes survive a power cut.
-Backend = LocalBackend | ObjectStoreBackend
 
 _local = LocalBackend()
 
