@@ -74,10 +74,7 @@ class Unobserved(Observer):
 def process_observer() -> Observer:
     """Return the observer of this process: the one that ``HOLDFAST_OBSERVER`` names, else one that does nothing.
 
-    It is made when a manager or a location asks for it first, and stays.
-
-    Raises:
-        StateError: The variable names nothing that can be imported.
+    The first manager or location that asks for it makes it, and it stays.
     """
     name = os.environ.get(OBSERVER)
     if not name:
@@ -94,11 +91,7 @@ def process_observer() -> Observer:
 
 
 def observed_place(url: str, *, writes: bool, observer: Observer | None = None) -> str:
-    """Return the place that an observer, by default that of this process, has in place of another one.
-
-    Raises:
-        StateError: This process is about to write, and belongs to a rehearsal without knowing of it.
-    """
+    """Return the place that an observer, by default that of this process, has in place of another one."""
     if writes and not url.startswith("memory://"):
         _check_no_stray()
     return (observer or process_observer()).place(url, writes=writes)

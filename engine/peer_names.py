@@ -56,12 +56,7 @@ _PEER_NAMES: Mapping[str, str] = {
 
 
 def instead_of(name: str, known: Collection[str]) -> str:
-    """Return what to write instead of an argument that is not known, for the end of a message.
-
-    Args:
-        name: The argument.
-        known: The arguments that there are.
-    """
+    """Return what to write instead of an unknown argument, for the end of a message."""
     if name in _PEER_NAMES:
         return f": {_PEER_NAMES[name]}"
     import difflib  # for an error only

@@ -41,14 +41,9 @@ _SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # suffix of folders whose save could not
 
 
 class Throttle:
-    """Limits how many bytes a second pass, over all threads; while it gives way, few do.
+    """Limits the bytes a second of all threads to ``rate``, and to ``BESIDE`` while ``gives_way()`` is true.
 
-    Args:
-        rate: The limit in bytes a second, or None.
-        changed: Is notified when the answer of one of the next two may have changed.
-        gives_way: Whether only ``BESIDE`` bytes a second may pass now. All that wait for that go on when it ends.
-        ended: Whether nothing waits any more.
-        now: The time in seconds.
+    When ``ended()`` is true, nothing waits any more. ``changed`` is notified when one of the two may have changed.
     """
 
     def __init__(
@@ -90,21 +85,13 @@ class Throttle:
 
 @dataclass
 class CopyProgress:
-    """How far a copy is; read by other threads.
+    """How far a copy is, in bytes; other threads read it."""
 
-    Attributes:
-        total: Bytes of all files.
-        done: Bytes that are at the destination.
-        arrived: Bytes of those that arrived now, and not by an earlier copy.
-        sent: Bytes of those that were sent: the store copied the others itself.
-        advance: Is told the bytes as they arrive.
-    """
-
-    total: int = 0
-    done: int = 0
-    arrived: int = 0
-    sent: int = 0
-    advance: Callable[[int], None] = UNHEARD.advance
+    total: int = 0  # of all files
+    done: int = 0  # those at the destination
+    arrived: int = 0  # those that this copy brought there, not an earlier one
+    sent: int = 0  # those that this copy sent; the store copied the others itself
+    advance: Callable[[int], None] = UNHEARD.advance  # called with the bytes as they arrive
 
 
 class _File(NamedTuple):
@@ -172,23 +159,11 @@ def copy_step(
     check: Callable[[], None] = lambda: None,
     last_check: Callable[[], None] = lambda: None,
 ) -> CheckpointRecord:
-    """Copy a checkpoint by its record; return the record of the copy.
+    """Copy the checkpoint of a record; return the record of the copy.
 
-    Args:
-        source: The directory of the checkpoint.
-        destination: The directory of the copy.
-        record: The commit record of the checkpoint.
-        overwrite: Whether to replace a checkpoint at the destination.
-        throttle: The limit of the bandwidth, or None.
-        progress: Is kept up to date.
-        copied: What copies to the same place have brought there before; this one is added.
-        check: Called between pieces; may raise an error, which ends the copy.
-        last_check: The same right before the commit.
-
-    Raises:
-        DamagedCheckpointError: The original is damaged; the message names the file. Nothing is left at the destination.
-        CheckpointExistsError: Something else is at the destination.
-        StorageError: A file cannot be read or written. What was copied stays, for the next attempt.
+    ``copied`` has the files that earlier copies brought to the same place, and gets those of this one. ``check`` is
+    called between pieces, ``last_check`` right before the commit; an error that they raise ends the copy. Damage of the
+    original leaves nothing at the destination; after a StorageError, the next attempt uses what was copied.
     """
     parts = _CopiedFolders(destination, record)
     pending = PendingCheckpoint(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)

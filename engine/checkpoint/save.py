@@ -164,11 +164,7 @@ class Save:
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[bool]:
-        """Claim the save for this thread; an error inside of the block gives the save up.
-
-        Yields:
-            Whether the save is this thread's; otherwise it was given up before.
-        """
+        """Claim the save for this thread, or yield False if it was given up; an error in the block gives it up."""
         if not self._claim.acquire(blocking=False):
             yield False
             return
@@ -179,13 +175,9 @@ class Save:
             raise
 
     def write(self, awaited: threading.Event | None = None) -> Mapping[str, ItemRecord] | None:
-        """Write what is left to write, and wait for the other processes.
+        """Write the items; return them as all processes wrote them, for the record, or None on processes other than 0.
 
-        Args:
-            awaited: Is set when the training loop, which runs beside this call, begins to wait for the save.
-
-        Returns:
-            The items that all processes wrote, for the commit record; None on processes other than 0.
+        ``awaited`` is set when the training loop, which runs beside this call, begins to wait for the save.
         """
         folders = self._role.open()
         process = replace(self._role.process, awaited=awaited)
@@ -202,14 +194,7 @@ class Save:
         return items
 
     def commit(self, record: CheckpointRecord | None) -> tuple[CheckpointRecord, SaveReport]:
-        """Make the checkpoint exist.
-
-        Args:
-            record: The commit record; None on processes other than 0, which wait for that of process 0.
-
-        Returns:
-            The record, and the report of the save.
-        """
+        """Commit the checkpoint; return the record and the report. Processes other than 0 wait for its record."""
         record, shared = self._role.commit(record)
         for written in self._reuse:
             written.commit()

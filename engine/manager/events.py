@@ -43,27 +43,7 @@ class RunEvents:
     """Appends the events of one run to the file in its directory, and passes them to listeners and to an observer.
 
     Every line is a JSON object with ``event``, ``time`` (seconds since 1970-01-01 UTC), ``run`` (a token of this start
-    of the program), and what belongs to the event:
-
-    =================  ================================================================================
-    ``started``        the run has taken its directory: ``newest`` step that is there or null, ``pid``, ``host``
-    ``restored``       ``step``, ``seconds`` that it took or null, and ``skipped``: newer steps that are damaged, each
-                       with what is wrong
-    ``saved``          ``step``, ``reason``, ``bytes`` written, ``shared_bytes`` with earlier steps,
-                       ``blocked_seconds``, ``total_seconds``, and the ``metrics`` so far, at most 64
-    ``metrics``        ``metrics`` that became known after ``step`` was saved
-    ``save_failed``    ``step``, ``error``
-    ``fetched``        ``step`` was copied from the mirror into the directory: ``bytes``, ``seconds``
-    ``mirrored``       ``step`` was copied to the mirror: ``bytes`` sent, ``seconds``
-    ``mirror_failed``  the mirror does not answer: ``error``; reported once until it works again
-    ``preempted``      the run was asked to stop, and has saved ``step``
-    ``finished``       training ended by itself after ``step``
-    ``failed``         training ended with an exception: ``error``, and the last ``step`` or null
-    ``closed``         a program without a callback has closed its manager: the newest ``step`` or null. Only the
-                       program knows whether training has finished
-    ``ended``          from ``holdfast supervise``, after the program has ended: ``how`` (finished, preempted, crashed,
-                       hung), ``status``, ``seconds``, the last ``step`` or null, ``why``
-    =================  ================================================================================
+    of the program), and the facts that ``docs/events.md`` lists for each event.
     """
 
     def __init__(self, directory: Location, clock: Clock, process: int, observer: Observer) -> None:

@@ -291,7 +291,7 @@ class CheckpointManager:
                 raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint to restore")
             return restored.items
         step = valid_step(step)
-        return self._resume.restore(step, items, restore_kwargs or {})
+        return self._resume.restore_step(step, items, restore_kwargs or {})
 
     def restore_latest(self, items: Any = None, *, restore_kwargs: Mapping[str, Any] | None = None) -> Restored | None:
         """Read the newest step that is whole.
@@ -582,12 +582,7 @@ class CheckpointManager:
 
 
 def best_step_in(directory: Location) -> int:
-    """Return the step of a run that its ``best_fn`` ranks first.
-
-    Raises:
-        OptionError: The run ranks its checkpoints by no metric.
-        CheckpointNotFoundError: No checkpoint has the metric.
-    """
+    """Return the step of a run that its ``best_fn`` ranks first; raise an error if there is none."""
     options = stored_options(directory)
     if options is None or options.best_fn is None:
         raise OptionError(

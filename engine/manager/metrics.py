@@ -126,14 +126,9 @@ def as_given(metrics: Mapping[str, Any]) -> Any:
 
 
 def plain_metrics(metrics: Any, *, omitted: Callable[[str, Exception], None] | None = None) -> dict[str, Any]:
-    """Return metrics as nested dictionaries and lists of plain numbers; fetches those that are still on a device.
+    """Return metrics as nested dictionaries and lists of plain numbers; fetch those that are still on a device.
 
-    Args:
-        metrics: The metrics.
-        omitted: Called with the name of each entry that cannot be stored, and why; it is left out. None raises.
-
-    Raises:
-        OptionError: A value is neither a number nor a container of numbers, or has too many of them.
+    An entry that cannot be stored raises OptionError, or is left out if ``omitted`` takes its name and the reason.
     """
     found: dict[str, Any] = _plain(named(metrics), "", omitted)
     return found

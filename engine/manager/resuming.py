@@ -74,7 +74,7 @@ class Resume:
         self._decisions = decisions
         self._rollback = rollback
 
-    def restore(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
+    def restore_step(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
         """Read one step."""
         began = time.perf_counter()
         if self._access.mirror is not None:

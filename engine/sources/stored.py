@@ -122,11 +122,7 @@ def selected(source: TreeSource, select: Patterns | None) -> TreeSource:
 
 
 def rooted(source: TreeSource, root: str | None) -> TreeSource:
-    """Return what lies in one container of a tree, such as ``model``, with names that begin there.
-
-    Raises:
-        OptionError: There is no such container.
-    """
+    """Return the content of one container of a tree, such as ``model``, with names that begin there."""
     if root is None:
         return source
     prefix = f"{root.strip('/')}/"

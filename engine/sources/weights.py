@@ -22,19 +22,12 @@ _CONTAINERS = (
 
 @dataclass
 class Misfits:
-    """What differs between a program and a checkpoint, by path; for people.
+    """Human-readable differences between a program and a checkpoint, by path."""
 
-    Attributes:
-        kept: Values of the program that the checkpoint has otherwise, each with a line that says so.
-        absent: Values of the program that the checkpoint does not have.
-        moved: Values that have another path in the checkpoint, with that path.
-        left: Values that only the checkpoint has.
-    """
-
-    kept: dict[str, str] = field(default_factory=dict)
-    absent: list[str] = field(default_factory=list)
-    moved: dict[str, str] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)  # values that the checkpoint has otherwise, with a line for each
+    absent: list[str] = field(default_factory=list)  # values that the checkpoint does not have
+    moved: dict[str, str] = field(default_factory=dict)  # values with another path in the checkpoint, and that path
+    left: list[str] = field(default_factory=list)  # values that only the checkpoint has
 
     def missing(self, paths: Iterable[str]) -> None:
         """Note values that the checkpoint does not have, unless it is known that it has them otherwise."""
