@@ -117,7 +117,7 @@ def restore_state(thing: object, state: Any) -> Any:
         return thing
     methods = _methods(thing)
     if is_torchdata_loader(thing):
-        _restore_torchdata_loader(thing, state)
+        restore_loader(thing, state)
         return thing
     if methods is not None:
         try:
@@ -372,11 +372,6 @@ def generators_of(loader: object) -> dict[str, Any]:
     return dict(found.values())
 
 
-def ended_epoch(loader: Any, state: Any) -> bool:
-    """Return whether a loader of torchdata has given the last batch of an epoch by its state, as far as it can tell."""
-    return is_torchdata_loader(loader) and 0 < _yielded(state.get(_OWN_STATE, state)) == _length(loader)
-
-
 def _samplers(loader: Any) -> list[Any]:
     return [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
 
@@ -387,23 +382,30 @@ def _with_generators(loader: Any, state: Any) -> Any:
     return {_OWN_STATE: state, _GENERATORS: {name: state_of(one) for name, one in generators.items()}}
 
 
-def _restore_torchdata_loader(loader: Any, state: Any) -> None:
-    """Restore a loader's place; after the last batch of an epoch, the next loop over it begins a new one."""
+def restore_loader(loader: Any, state: Any, *, begins: bool = True) -> int | None:
+    """Restore the place of a loader of torchdata, and return how many batches its epoch has if it had given them all.
+
+    The next loop over such a loader begins a new epoch; without ``begins``, it has no batch left, as at the save.
+    """
     own, generators = state, {}
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions had no generators
         own, generators = state[_OWN_STATE], state[_GENERATORS]
     decoded = decode_state(own)
     loader.load_state_dict(decoded)
     loader.state_dict()  # this begins the epoch
-    if not decoded.get("_iterator_finished") and _yielded(decoded) and _length(loader) in (_yielded(decoded), None):
+    given, ended = 0 if decoded.get("_iterator_finished") else _yielded(decoded), None
+    if begins and given and _length(loader) in (given, None):
         nothing = object()
-        if next(iter(loader), nothing) is not nothing:  # the end of an iterable dataset shows in its next batch
+        if next(iter(loader), nothing) is nothing:  # the end of an iterable dataset shows in its next batch
+            ended = given
+        else:
             loader.load_state_dict(decoded)
             loader.state_dict()
     warn_of_lost_draws(loader, decoded)
     for name, generator in generators_of(loader).items():
         if name in generators:
             restore_state(generator, generators[name])
+    return ended
 
 
 def _yielded(state: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -12,10 +13,10 @@ from ...engine.pytree import FreshTypes, flatten, is_nnx
 from ...engine.stateful import (
     begins_epoch,
     drawing_sampler,
-    ended_epoch,
     is_plain,
     is_stateful,
     is_torchdata_loader,
+    restore_loader,
     restore_state,
     state_of,
     warn_of_held_records,
@@ -24,6 +25,8 @@ from .announce import announce
 from .objects import is_versioned
 from .states import LoopArguments, check_depth
 from .trees import from_tree, is_stream, to_tree
+
+logger = logging.getLogger("holdfast")
 
 GRADIENTS = "accumulated_gradients"
 _TAKEN = ("step", "state", "metrics", GRADIENTS)
@@ -68,18 +71,48 @@ def fresh_extras(extras: Mapping[str, Any]) -> FreshTypes | None:
     return PyTreeCheckpointHandler().fresh_types(templates, list(templates)) if templates else None
 
 
-def restore_extras(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def restore_extras(step: int, extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return by name the same object where it was changed in place, and the restored value otherwise."""
     values = {name: saved[name] for name in extras}
     for name, extra in sorted(extras.items(), key=lambda item: not begins_epoch(item[1])):
         if is_nnx(extra):
             values[name] = from_tree(extra, saved[name])
+        elif is_torchdata_loader(extra):
+            values[name], batches = extra, restore_loader(extra, saved[name])
+            if batches is not None:
+                _continue_after_epoch(name, extra, saved[name], batches, _counters(step, extras, saved))
         elif is_stateful(extra) or is_plain(extra):
             values[name] = restore_state(extra, saved[name])
-            if ended_epoch(extra, saved[name]):
-                text = "%s= had come to the end of an epoch: the next loop over it begins a new one"
-                announce(text, name, shown=current_coordinator().process_index == 0)
     return values
+
+
+def _counters(step: int, extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, float]:
+    """Return the extras that count epochs, by name, and how many steps an epoch has if this one is not counted yet."""
+    pairs = {name: (fresh, saved[name]) for name, fresh in extras.items() if "epoch" in name.lower()}
+    return {
+        name: step / (now - fresh + 1)
+        for name, (fresh, now) in pairs.items()
+        if type(fresh) is int and type(now) is int and now >= fresh
+    }
+
+
+def _continue_after_epoch(name: str, loader: Any, state: Any, batches: int, counters: Mapping[str, float]) -> None:
+    """Begin a new epoch, unless the program counts epochs itself, and has not counted the last one yet."""
+    uncounted = [counter for counter, steps in counters.items() if steps == batches]
+    if uncounted:
+        restore_loader(loader, state, begins=False)
+        text = "%s= had come to the end of an epoch, which %s= still counts: the next loop over it has no batch left"
+        announce(text, name, uncounted[0], shown=current_coordinator().process_index == 0)
+        return
+    text = "%s= had come to the end of an epoch: the next loop over it begins a new one"
+    announce(text, name, shown=current_coordinator().process_index == 0)
+    if counters:
+        logger.warning(
+            "%s= begins a new epoch, as it had given the last batch of one: %s= has to have counted that one before "
+            "on_step of its last batch, or the run has an epoch too many",
+            name,
+            next(iter(counters)),
+        )
 
 
 def check_extras(extras: Mapping[str, Any]) -> None:

@@ -336,4 +336,4 @@ def _restore_extras(
             step, {"extras": templates}, restore_kwargs={"extras": {"select": patterns, "as_saved": True}}
         )
         saved = {**saved, **typed["extras"]}
-    return {**restore_extras(extras, saved), **kept}
+    return {**restore_extras(step, extras, saved), **kept}

@@ -363,6 +363,53 @@ def test_a_loop_over_epochs_is_stopped_at_the_end_of_one_and_elsewhere(
         assert "data= had come to the end of an epoch: the next loop over it begins a new one" in caplog.text
 
 
+def loop_with_a_counter(
+    directory: Path, first: int, counted: bool, options: dict[str, Any], stop: int = 0
+) -> list[Any]:
+    """Three epochs whose number is an extra: that of the present one, or counted up with the last batch."""
+    torch.manual_seed(0)
+    loader, taken, step = stateful_loader(**options), [], 0
+    with CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
+        state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader, epoch=first)
+        for epoch in range(checkpoint.extras["epoch"], first + 3):
+            for batch in loader:
+                taken.append((batch + torch.rand(())).tolist())
+                step += 1
+                done = counted and step % 4 == 0
+                checkpoint.on_step(step, state, data=loader, epoch=epoch + done)
+                if step == stop:
+                    return taken
+    return taken
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("options", [{"shuffle": True}, {"dataset": Stream}], ids=str)
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_counter_of_epochs_of_the_program(first: int, counted: bool, options: dict[str, Any], tmp_path: Path) -> None:
+    whole = loop_with_a_counter(tmp_path / "whole", first, counted, options)
+    for stop in (3, 4, 8):
+        begun = loop_with_a_counter(tmp_path / f"{stop}", first, counted, options, stop)
+        assert begun + loop_with_a_counter(tmp_path / f"{stop}", first, counted, options) == whole, stop
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_counter_that_cannot_be_compared_with_the_steps_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = stateful_loader()
+    with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
+        checkpoint.restore_or_initialize({"w": 0}, data=loader, epoch=0)
+        for number, _ in enumerate(loader):
+            if number % 2:  # a step for two batches
+                checkpoint.on_step(number // 2 + 1, {"w": 0}, data=loader, epoch=0)
+                if number == 3:
+                    break
+    with CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.restore_or_initialize({"w": 0}, data=stateful_loader(), epoch=0)
+    assert "epoch= has to have counted that one before on_step of its last batch" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("options", "warning"),
     [
