@@ -103,9 +103,7 @@ class FileCheck:
     known: FileRecord
     offsets: NDArray[np.int64] = field(default_factory=_no_chunks)  # offsets of the chunks in bytes, ascending
     lengths: NDArray[np.int64] = field(default_factory=_no_chunks)  # sizes of the chunks in bytes
-    checksums: NDArray[np.int64] = field(
-        default_factory=_no_chunks
-    )  # checksums of the chunks in the index; -1 where it has none
+    checksums: NDArray[np.int64] = field(default_factory=_no_chunks)  # checksums in the index; -1 where it has none
 
     def covers(self, other: FileCheck) -> bool:
         """Whether a data file with these chunks has all chunks of the other, which describes a file of the same name.

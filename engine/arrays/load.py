@@ -103,9 +103,7 @@ def _resumed(
             else:
                 made[target.name] = found
     if made.keys() != saved.keys() and structure is not None:
-        asked = set(
-            key_segments(structure.keys, len(structure.children))
-        )  # the template may have only some of the extras
+        asked = set(key_segments(structure.keys, len(structure.children)))  # these may be only some of the extras
         if made.keys() == {name for name in began if name.partition(".")[0] in asked}:
             try:
                 structure = regrown(structure, source.tree.select(chosen).structure)

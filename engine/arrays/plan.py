@@ -234,9 +234,7 @@ class Catalog:
             encodings.append(encoding)
         order = key_order(arrays)
         self.names = [arrays[i] for i in order]
-        self.positions: Integers = np.array(
-            [positions[i] for i in order], np.int64
-        )  # position of each array among the leaves
+        self.positions: Integers = np.array([positions[i] for i in order], np.int64)  # of the arrays among the leaves
         self.encodings = [encodings[i] for i in order]  # equal arrays share one object
         # The number of the first chunk of each array, counted over all arrays; last, the number of all chunks.
         self.starts: Integers = np.zeros(len(order) + 1, np.int64)

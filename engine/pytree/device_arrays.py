@@ -98,9 +98,7 @@ class Arrival:
 
     def __init__(self) -> None:
         self.events: list[tuple[int, Any]] = []  # the number of the first leaf that each waits for, and the event
-        self.held: list[
-            Any
-        ] = []  # sources of the copies: memory that is not torch's own may be freed with its last tensor
+        self.held: list[Any] = []  # sources of the copies; foreign memory may be freed with its last tensor
 
     def in_turn(self) -> Iterator[int]:
         """Wait for the copies, and generate from time to time how many leaves are there, from the first on.

@@ -26,12 +26,8 @@ MAX_DEPTH = 200  # levels of containers. Deeper trees are errors, as code that w
 _LARGEST_KEY = 1 << 63  # integer keys have 64 bits
 _DEEPEST_KEY = 8  # levels of tuples in a key
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, set, frozenset)
-_LEAF_TYPES: set[type] = {
-    *_SCALARS,
-    np.ndarray,
-    LeafMetadata,
-    StaticLeaf,
-}  # grows with the array types of the frameworks in use
+# The array types of the frameworks in use are added to these.
+_LEAF_TYPES: set[type] = {*_SCALARS, np.ndarray, LeafMetadata, StaticLeaf}
 
 
 @dataclass(slots=True)

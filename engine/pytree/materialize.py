@@ -314,9 +314,8 @@ def _number(template: LeafTemplate, value: Any, array: NDArray[Any] | None, name
         exact = False
     if not exact:
         raise _inexact(template, value, name)
-    wide = (
-        array is not None and array.dtype.kind in "fc" and array.dtype.itemsize > 8
-    )  # it may be more precise than Python's numbers
+    # Such an array may be more precise than Python's numbers.
+    wide = array is not None and array.dtype.kind in "fc" and array.dtype.itemsize > 8
     if array is not None and wide and not _same(np.asarray(plain).astype(array.dtype), array):
         raise _inexact(template, value, name)
     return type(template.leaf)(plain) if isinstance(template.leaf, Enum) else plain

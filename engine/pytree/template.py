@@ -149,9 +149,8 @@ def compare_metadata(name: str, wanted: LeafMetadata, saved: Saved) -> str | Non
     found = metadata_of(saved)
     arrays = ARRAY_KINDS - {"key"}
     alike = wanted.kind == found.kind or {wanted.kind, found.kind} <= arrays
-    free = (
-        wanted.kind in {"str", "bytes", NUMBERS} or wanted.kind in NUMBER_KINDS
-    )  # the value decides how these are stored
+    # The value decides how these kinds are stored.
+    free = wanted.kind in {"str", "bytes", NUMBERS} or wanted.kind in NUMBER_KINDS
     if alike and (free or (wanted.shape, wanted.dtype) == (found.shape, found.dtype)):
         return None
     expected = wanted.kind if free else str(wanted)
@@ -267,9 +266,8 @@ def made_like(name: str, request: LeafRequest, saved: Saved) -> LeafTemplate:
         kind = "numpy_scalar" if saved.kind == "numpy_scalar" and request.shape is None else "numpy"
     dtype = saved.dtype
     if kind == "jax" and saved.kind in NUMBER_KINDS:
-        dtype = (
-            jax_leaves.narrowed(dtype) or dtype
-        )  # jax makes such arrays of numbers; the dtype must hold the value exactly
+        # jax makes such arrays of numbers; the dtype must hold the value exactly.
+        dtype = jax_leaves.narrowed(dtype) or dtype
     if kind == "jax" and saved.kind == "key":
         kind = "key"
     own = LeafTemplate(name, kind, saved.shape, dtype, None, variant, request.weak, origin="request")

@@ -251,9 +251,8 @@ def small_facts(tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
 def have_facts(tensors: Sequence[Any], facts: Sequence[tuple[Any, ...]]) -> bool:
     """Whether tensors of the same types as others have the facts of those, and memory."""
     torch: Any = loaded("torch")
-    if (
-        torch._C._len_torch_dispatch_stack()
-    ):  # a mode, such as that of fake tensors, may turn a copy into something else
+    # A dispatch mode, such as that of fake tensors, may turn a copy into something else.
+    if torch._C._len_torch_dispatch_stack():
         return False
     tensor: Any = torch.Tensor
     same = all(map(eq, map(_FACTS, tensors), facts)) and all(map(tensor.is_contiguous, tensors))

@@ -120,9 +120,8 @@ class SaveLock(FileLock):
 
     def make(self) -> None:
         """Make the file, empty, and lock it."""
-        if not self._acquire(
-            os.O_RDWR | os.O_CREAT | os.O_EXCL
-        ):  # another save has replaced it meanwhile, as that of a dead save
+        # Another save may have replaced the file meanwhile, which it took for that of a dead save.
+        if not self._acquire(os.O_RDWR | os.O_CREAT | os.O_EXCL):
             raise self.conflict()
 
     def take_over(self) -> bool:

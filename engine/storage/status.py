@@ -88,10 +88,7 @@ _SERVICE_CODES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (
         ),
         StoragePermissionError,
     ),
-    (
-        re.compile(r"was ignored by server|Content-Range header"),
-        DamagedCheckpointError,
-    ),  # the server does not serve ranges
+    (re.compile(r"was ignored by server|Content-Range header"), DamagedCheckpointError),  # no ranges are served
     (re.compile(r"StorageFull|QuotaExceeded|http_response_code='507'"), StorageFullError),
     (re.compile(r"PermanentRedirect|http_response_code='30[178]'"), InvalidLocationError),
 )
