@@ -89,6 +89,14 @@ def _is_code(value: object) -> bool:
     return inspect.isfunction(value) or isinstance(value, property | classmethod | staticmethod)
 
 
+@pytest.mark.parametrize("name", ["StorageFullError", "TypeHandler", "Alone", "SaveReport"])
+def test_a_name_of_a_module_is_pointed_out(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}'; it is holdfast\.\w+\.{name}$") as caught:
+        getattr(hf, name)
+    inner = str(caught.value).split(".")[-2]
+    assert name in getattr(hf, inner).__all__
+
+
 def test_unknown_names() -> None:
     assert not hasattr(hf, "no_such_name")
     assert set(hf.__all__) <= set(dir(hf))

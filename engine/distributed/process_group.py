@@ -11,7 +11,6 @@ from ..errors import PeerFailedError, StateError, itemized
 from .coordinators import Coordinator, current_coordinator
 from .rendezvous import Rendezvous, next_rendezvous
 
-_START = 600.0  # seconds until process 0 must have begun
 _WORK = 7 * 24 * 3600.0  # seconds; the others learn within seconds that process 0 failed or died, so this may be long
 
 
@@ -156,11 +155,16 @@ class ProcessGroup:
 
 
 def run_on_primary(
-    what: str, arguments: Sequence[Any], work: Callable[[], Any], coordinator: Coordinator | None
+    what: str,
+    arguments: Sequence[Any],
+    work: Callable[[], Any],
+    coordinator: Coordinator | None,
+    start_secs: float = 600.0,
 ) -> Any:
     """Do long work on process 0, while the other processes that call this wait for its result.
 
-    Process 0 waits for none of them, so a program may also call this on process 0 only.
+    Process 0 waits for none of them, so a program may also call this on process 0 only. The others wait at most
+    ``start_secs`` until it has begun.
     """
-    group = ProcessGroup("holdfast", coordinator, _START)
+    group = ProcessGroup("holdfast", coordinator, start_secs)
     return group.decide(what, work, arguments=arguments, work_timeout=_WORK)

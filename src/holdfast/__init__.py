@@ -8,6 +8,8 @@
 {'w': array([0, 1, 2]), 'step': 7}
 """
 
+import importlib
+
 import lazy_loader
 
 try:
@@ -20,4 +22,17 @@ except ImportError:
 
 __version__ = "0.1.0"
 # A name is loaded when it is first used, so that importing the package costs next to nothing; __init__.pyi lists them.
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_MODULES = ("errors", "handlers", "type_handlers", "reports", "processes", "storage", "clock", "observer")
+
+
+def __getattr__(name):  # type checkers read __init__.pyi
+    """Load a public name; the error about a name of one of the modules says where it is."""
+    try:
+        return _load(name)
+    except AttributeError:
+        for module in _MODULES if not name.startswith("_") else ():
+            if name in importlib.import_module(f"holdfast.{module}").__all__:
+                where = f"holdfast.{module}.{name}"
+                raise AttributeError(f"module 'holdfast' has no attribute {name!r}; it is {where}") from None
+        raise

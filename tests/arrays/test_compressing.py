@@ -89,9 +89,9 @@ def test_a_chunk_that_cannot_be_read() -> None:
         write_compressed(CHUNKS, broken, LAYOUT, 0, Files().write)
 
 
-def test_files_keep_to_their_size_before_compression(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "_FILE_BYTES", 10_000)
-    _, sizes = write_compressed(CHUNKS[:10], SOURCES, LAYOUT, 0, Files().write)
+def test_files_keep_to_their_size_before_compression() -> None:
+    layout = Layout(chunk_bytes=8192, segment_bytes=4096, data_file_bytes=10_000)
+    _, sizes = write_compressed(CHUNKS[:10], SOURCES, layout, 0, Files().write)
     assert len(sizes) == 10  # of 8 kB each
 
 

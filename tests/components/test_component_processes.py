@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from tests.processes.threads import memory_coordinators
 
 import holdfast as hf
 from holdfast.components import Checkpointable, ComponentCheckpointHandler
-from holdfast.engine.distributed import Coordinator
+from holdfast.engine.distributed import Coordinator, run_on_primary
+from holdfast.integrations.components import component
 
 COUNT = 3
 
@@ -92,7 +94,7 @@ def test_a_failure_is_told_to_all(tmp_path: Path) -> None:
 
 
 def test_process_0_saves_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.engine.distributed.process_group._START", 0.2)
+    monkeypatch.setattr(component, "run_on_primary", partial(run_on_primary, start_secs=0.2))
     first, *others = together(
         lambda one: Trainer(one.process_index).save_to_path(tmp_path / str(one.process_index), coordinator=one)
     )
