@@ -41,6 +41,11 @@ class Request:
     body: bytes = field(repr=False)
 
     @property
+    def is_of_tensorstore(self) -> bool:
+        """Whether TensorStore has sent it, not the clients of holdfast."""
+        return self.headers.get("user-agent", "").startswith("tensorstore/")
+
+    @property
     def what(self) -> str:
         """The decoded path, or the prefix of a list, in a form that faults and counts can match."""
         ranges = "".join(
@@ -71,7 +76,7 @@ class Fault:
         how: How the answer goes over the wire: whole; reset half-way, as when a machine goes down; cut, an orderly end
             half-way; or never.
         skip: How many matching requests go well before.
-        when: Requests count only while this says so.
+        when: A request counts only if this says so.
         act: Called when it happens.
         after: What has to be set before anything is done or answered.
     """
@@ -81,7 +86,7 @@ class Fault:
     answer: Answer | None = None
     how: How = "whole"
     skip: int = 0
-    when: Callable[[], bool] | None = None
+    when: Callable[[Request], bool] | None = None
     act: Callable[[], object] | None = None
     after: threading.Event | None = None
 
@@ -235,7 +240,7 @@ class StoreServer:
 
     def _fault(self, request: Request) -> Fault | None:
         for fault in self._faults:
-            if fault.times and re.search(fault.pattern, request.what) and (fault.when is None or fault.when()):
+            if fault.times and re.search(fault.pattern, request.what) and (fault.when is None or fault.when(request)):
                 if fault.skip:
                     fault.skip -= 1
                     continue

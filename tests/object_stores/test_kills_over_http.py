@@ -89,7 +89,7 @@ def test_killed_in_the_middle(store: Store, steps: list[int], done: bool, first:
             "",
             skip=number,
             answer=None if done else store.server.error(500, "InternalError"),
-            when=lambda: writer(store) != os.getpid(),
+            when=lambda _: writer(store) != os.getpid(),
             act=lambda: os.kill(writer(store), signal.SIGKILL),
         )
         [outcome] = run_outcomes(train, 1, store.environment, url, steps, backend="none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import traceback
 from collections.abc import Iterator
@@ -196,30 +197,23 @@ def test_after_failures_in_a_row_tensorstore_takes_over_for_a_while(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    refusing = [True]
     monkeypatch.setattr("holdfast.engine.storage.transfer.time.monotonic", lambda: now[0])
     place = as_location(f"{store.url}/data")
     store.server.fail(
-        "PUT|POST", times=1000, when=lambda: refusing[0], answer=store.server.error(501, "NotImplemented")
+        "PUT|POST",
+        times=4,
+        when=lambda request: not request.is_of_tensorstore,
+        answer=store.server.error(501, "NotImplemented"),
     )
 
-    def puts(others: bool) -> int:
-        before = len(store.server.log)
-        refusing[0] = others
-        write(place)
-        return len(store.server.log) - before
+    def puts() -> list[str]:
+        with store.server.watch() as requests:
+            write(place)
+        return ["tensorstore" if one.is_of_tensorstore else "holdfast" for one in requests]
 
-    real: Any = object_store.ObjectStoreBackend._write
-
-    def slow(self: Any, key: str, content: list[bytes]) -> None:
-        refusing[0] = False
-        real(self, key, content)
-
-    monkeypatch.setattr(object_store.ObjectStoreBackend, "_write", slow)
-    assert [puts(others=True) for _ in range(6)] == [2, 2, 2, 2, 1, 1]
+    assert [puts() for _ in range(6)] == [["holdfast", "tensorstore"]] * 4 + [["tensorstore"]] * 2
     now[0] += transfer._PAUSE + 1
-    monkeypatch.setattr(object_store.ObjectStoreBackend, "_write", None)
-    assert puts(others=False) == 1, "by the short way"
+    assert puts() == ["holdfast"]
     assert np.array_equal(np.frombuffer(place.read_bytes(), np.uint8), DATA)
 
 
@@ -245,19 +239,11 @@ def test_large_files_are_sent_again_before_tensorstore_has_them_in_memory(
 ) -> None:
     monkeypatch.setattr(object_store, "_LARGE", DATA.size - 1)
     monkeypatch.setattr(object_store, "_AGAIN", (0.0, 0.0, 0.0))
-    taken: list[str] = []
-    real: Any = object_store.ObjectStoreBackend._write
-
-    def take(self: Any, key: str, content: list[bytes]) -> None:
-        taken.append(key)
-        real(self, key, content)
-
-    monkeypatch.setattr(object_store.ObjectStoreBackend, "_write", take)
     answer = None if status is None else store.server.error(status, "SlowDown")
     store.server.fail("PUT|POST", times=times, answer=answer, how=how)
     place = as_location(f"{store.url}/data")
     write(place)
-    assert (len(store.server.log), taken != []) == (requests, in_memory)
+    assert [one.is_of_tensorstore for one in store.server.log] == [False] * (requests - in_memory) + [True] * in_memory
     assert np.array_equal(np.frombuffer(place.read_bytes(), np.uint8), DATA)
 
 
@@ -267,10 +253,13 @@ def test_parts_that_are_too_short(store: Store) -> None:
     assert store.stored() == []
 
 
-def test_a_load_does_not_copy(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_does_not_copy(store: Store) -> None:
+    """What TensorStore receives would have to be copied."""
     hf.save(f"{store.url}/ckpt", {"w": DATA})
-    monkeypatch.setattr(object_store.ObjectReader, "_fetch", None)
-    assert np.array_equal(hf.load(f"{store.url}/ckpt")["w"], DATA)
+    with store.server.watch() as requests:
+        assert np.array_equal(hf.load(f"{store.url}/ckpt")["w"], DATA)
+    found = [one.is_of_tensorstore for one in requests if re.search(r"/d/\w+\.0\.0", one.what)]
+    assert found == [False]
 
 
 TREES: dict[str, NDArray[Any]] = {
