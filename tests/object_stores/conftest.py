@@ -17,6 +17,7 @@ from tests.object_stores.gcs_server import TOKEN, GcsServer
 from tests.object_stores.s3_server import KEY_ID, REGION, SECRET, S3Server
 from tests.object_stores.store_server import StoreServer
 
+import holdfast as hf
 from holdfast.engine.storage import object_store
 
 RCLONE_SECRET = "of-a-test-and-of-nothing-else-at-all"
@@ -49,6 +50,8 @@ class Store:
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
     with S3Server() as server:
+        with pytest.MonkeyPatch.context() as patch:
+            hf.save(f"{s3_store(server, patch).url}/first", {})  # the first save asks whether conditions are honoured
         yield server
 
 
@@ -69,17 +72,21 @@ def _store(server: StoreServer, scheme: str, environment: dict[str, str], patch:
     return Store(server, bucket, f"{scheme}://{bucket}", environment)
 
 
-@pytest.fixture
-def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """An empty bucket of the fake S3."""
+def s3_store(server: S3Server, patch: pytest.MonkeyPatch) -> Store:
+    """Returns an empty bucket of a fake S3."""
     environment = {
-        "AWS_ENDPOINT_URL": s3_server.url,
+        "AWS_ENDPOINT_URL": server.url,
         "AWS_REGION": REGION,
         "AWS_ACCESS_KEY_ID": KEY_ID,
         "AWS_SECRET_ACCESS_KEY": SECRET,
     }
-    monkeypatch.setattr(object_store, "_conditional", {s3_server.url: True})  # otherwise the first save asks
-    yield _store(s3_server, "s3", environment, monkeypatch)
+    return _store(server, "s3", environment, patch)
+
+
+@pytest.fixture
+def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """An empty bucket of the fake S3."""
+    yield s3_store(s3_server, monkeypatch)
     s3_server.reset()
 
 

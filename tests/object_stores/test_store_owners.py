@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.object_stores.conftest import Store
+from tests.object_stores.conftest import Store, s3_store
+from tests.object_stores.s3_server import S3Server
 from tests.processes.harness import Process, run_processes
 
 import holdfast as hf
-from holdfast.engine.storage import object_store
 
 TREE = {"w": np.arange(1000, dtype=np.float32)}
 
@@ -192,28 +192,38 @@ def test_several_threads_save_to_one_path(store: Store, old: bool) -> None:
         assert len(folders) == 2, "the record and one tree"
 
 
-def test_a_store_without_conditions(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def new_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """A bucket of a service to which this process has never saved."""
+    with S3Server() as server:
+        yield s3_store(server, monkeypatch)
+
+
+def questions(store: Store) -> list[str]:
+    """Returns the requests that find out whether the service honours conditions."""
+    return [one.what for one in store.server.log if one.headers.get("if-none-match") and "partial" in one.what]
+
+
+def test_a_store_without_conditions(new_s3: Store) -> None:
     """What is loaded is of one save, or there is nothing whole, and the next save puts that right."""
-    monkeypatch.setattr(object_store, "_conditional", {})
-    s3.server.conditions = False
+    new_s3.server.conditions = False
     for turn in range(2):
-        url = f"{s3.url}/{turn}"
+        url = f"{new_s3.url}/{turn}"
         saves(url, range(3))
         with contextlib.suppress(hf.CheckpointNotFoundError, hf.DamagedCheckpointError):
             assert len(set(hf.load(url)["w"].tolist())) == 1
         hf.save(url, {"w": np.full(5000, 3)}, overwrite=True)
         assert set(hf.load(url)["w"].tolist()) == {3}
         assert hf.verify(url).ok
-    assert object_store._conditional == {s3.server.url: False}
+    before = len(questions(new_s3))
+    hf.save(f"{new_s3.url}/later", TREE)
+    assert len(questions(new_s3)) == before
 
 
-def test_each_service_is_asked_once(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "_conditional", {})
+def test_each_service_is_asked_once(new_s3: Store) -> None:
     for number in range(2):
-        hf.save(f"{s3.url}/{number}", TREE)
-    asked = [one.what for one in s3.server.log if one.headers.get("if-none-match") and "partial" in one.what]
-    assert asked == [f"PUT /{s3.bucket}/0/checkpoint.partial"]
-    assert object_store._conditional == {s3.server.url: True}
+        hf.save(f"{new_s3.url}/{number}", TREE)
+    assert questions(new_s3) == [f"PUT /{new_s3.bucket}/0/checkpoint.partial"]
 
 
 def held_back(store: Store, url: str, value: int) -> tuple[threading.Thread, list[Any], threading.Event]:
