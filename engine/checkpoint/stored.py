@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from ..arrays import check_files
 from ..errors import OptionError, UnknownArgumentError
@@ -13,30 +13,7 @@ from ..sources import JSON, TREE, CheckpointSource
 from ..storage import Location
 
 
-class StoredItems(Protocol):
-    """The items of one checkpoint."""
-
-    location: Location
-
-    @property
-    def names(self) -> Collection[str]:
-        """The names of the items."""
-        ...
-
-    def only_name(self, handler: CheckpointHandler) -> str:
-        """Return the name of the item that a checkpointer without names restores."""
-        ...
-
-    def restore(self, name: str, handler: CheckpointHandler, template: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Read an item back; raise OptionError if it is not one that the handler reads."""
-        ...
-
-    def structure(self, name: str, handler: CheckpointHandler) -> Any:
-        """Describe an item without reading its data; return None if its handler cannot."""
-        ...
-
-
-class OwnItems(StoredItems):
+class OwnItems:
     """The items that a commit record names."""
 
     def __init__(self, location: Location, record: CheckpointRecord) -> None:
@@ -48,9 +25,11 @@ class OwnItems(StoredItems):
         return self._items.keys()
 
     def only_name(self, handler: CheckpointHandler) -> str:
+        """Return the name of the item that a checkpointer without names restores."""
         return ITEM
 
     def restore(self, name: str, handler: CheckpointHandler, template: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Read an item back; raise OptionError if it is not one that the handler reads."""
         saved = self._items[name]
         folder = self.location / saved.folder
         if handler.kind != saved.kind:
@@ -67,13 +46,14 @@ class OwnItems(StoredItems):
             raise UnknownArgumentError(f"{folder} was not restored: {error}") from None
 
     def structure(self, name: str, handler: CheckpointHandler) -> Any:
+        """Describe an item without reading its data; return None if its handler cannot."""
         saved = self._items[name]
         known = {"files": saved.files} if handler.verifies else {}
         return handler.structure(self.location / saved.folder, **known) if has_structure(handler) else None
 
 
-class OtherItems(StoredItems):
-    """The items of a checkpoint of another library, read by the calls that read our own: trees and JSON."""
+class OtherItems:
+    """The items of a checkpoint of another library, with the methods of :class:`OwnItems`: trees and JSON."""
 
     def __init__(self, source: CheckpointSource) -> None:
         self.location = source.location
@@ -108,3 +88,6 @@ class OtherItems(StoredItems):
         if isinstance(handler, PyTreeCheckpointHandler) and self._source.items[name] == TREE:
             return handler.structure(self.location, source=self._source.tree(name))
         return self.restore(name, handler, None, {}) if isinstance(handler, JsonCheckpointHandler) else None
+
+
+StoredItems = OwnItems | OtherItems
