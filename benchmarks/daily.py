@@ -1,0 +1,388 @@
+"""``python -m benchmarks.daily``: what people meet every day, beside the peers and the floor of the same disk.
+
+Small saves, a few leaves of many, many small leaves, the start of a program, several processes of one machine, sharded
+loads, a tree of medium size, and parts of arrays. Each row is one program, in which the contenders take turns; a new
+process runs it, so that nothing of other rows is in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from .goals import Goal
+from .results import describe_machine
+from .runner import tell
+from .table import aligned, goal_rows, markdown
+
+OURS = "holdfast"
+ROUNDS = 9
+# Programs start from compiled modules, as installed ones do.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+COMMON = """
+import json, os, resource, subprocess, sys, time
+from pathlib import Path
+import numpy as np
+import holdfast as hf
+
+directory, rounds, scale = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+values = {}
+
+def sync(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+def write_one_file(arrays, path):
+    "The floor: one file, made durable, and its name."
+    with open(f"{path}.tmp", "wb", buffering=0) as file:
+        for array in arrays:
+            file.write(array)
+        os.fsync(file.fileno())
+    os.rename(f"{path}.tmp", path)
+    sync(path.parent)
+
+def make_cold(*paths):
+    os.sync()
+    for path in paths:
+        for file in [path] if path.is_file() else path.rglob("*"):
+            if file.is_file():
+                descriptor = os.open(file, os.O_RDONLY)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
+
+def take_turns(operations, cold=(), clock=time.perf_counter):
+    "Time each operation once in each round; the first round is not counted. Operations get the number of the round."
+    names = list(operations)
+    values.update({name: [] for name in names})
+    for turn in range(rounds + 1):
+        for name in names[turn % len(names):] + names[:turn % len(names)]:
+            make_cold(*cold)
+            began = clock()
+            operations[name](turn)
+            taken = clock() - began
+            if turn:
+                values[name].append(taken)
+
+def many(count):
+    return {f"layer{number:06d}": np.full((16,), number, np.float32) for number in range(count)}
+"""
+SMALL = """
+import safetensors.numpy
+tree = {f"layer{number}": np.random.default_rng(number).random(16384) for number in range(24)}
+def peer(turn):
+    path = directory / f"peer{turn}.safetensors"
+    safetensors.numpy.save_file(tree, path)
+    sync(path)
+    sync(directory)
+take_turns({
+    "one file": lambda turn: write_one_file(tree.values(), directory / f"one{turn}"),
+    "safetensors, durable": peer,
+    "holdfast": lambda turn: hf.save(directory / f"ours{turn}", tree),
+})
+"""
+MANAGED = """
+tree = {f"layer{number}": np.random.default_rng(number).random(16384) for number in range(24)}
+options = hf.CheckpointManagerOptions(max_to_keep=2)
+manager = hf.CheckpointManager(directory / "run", options=options)
+callback = hf.CheckpointCallback(directory / "loop", save_interval_steps=1, max_to_keep=2)
+callback.restore_or_initialize(tree)
+blocked = []
+def save(turn):
+    manager.save(turn, tree)
+    manager.wait_until_finished()
+def step(turn):
+    began = time.perf_counter()
+    callback.on_step(turn + 1, tree)
+    blocked.append(time.perf_counter() - began)
+    callback.manager.wait_until_finished()
+take_turns({
+    "one file": lambda turn: write_one_file(tree.values(), directory / f"one{turn}"),
+    "holdfast": save,
+    "on_step and wait": step,
+})
+values["on_step blocks"] = blocked[1:]
+manager.close()
+callback.close()
+"""
+FEW = """
+import safetensors, safetensors.numpy
+tree = many(int(10_000 * scale))
+hf.save(directory / "ours", tree)
+safetensors.numpy.save_file(tree, directory / "peer.safetensors")
+wanted = list(tree)[::len(tree) // 3][:3]
+def peer(turn):
+    with safetensors.safe_open(directory / "peer.safetensors", "numpy") as file:
+        [file.get_tensor(name) for name in wanted]
+take_turns({
+    "safetensors": peer,
+    "holdfast": lambda turn: hf.load(directory / "ours", select=wanted),
+}, cold=[directory / "ours", directory / "peer.safetensors"])
+"""
+FEW_OF_MORE = """
+tree = many(int(100_000 * scale))
+hf.save(directory / "ours", tree)
+wanted = list(tree)[::len(tree) // 3][:3]
+take_turns({"holdfast": lambda turn: hf.load(directory / "ours", select=wanted)}, clock=time.process_time)
+"""
+MANY_SAVED = """
+import safetensors.numpy
+tree = many(int(10_000 * scale))
+def peer(turn):
+    path = directory / f"peer{turn}.safetensors"
+    safetensors.numpy.save_file(tree, path)
+    sync(path)
+    sync(directory)
+take_turns({"safetensors, durable": peer, "holdfast": lambda turn: hf.save(directory / f"ours{turn}", tree)})
+"""
+MANY_LOADED = """
+import safetensors.numpy
+tree = many(int(10_000 * scale))
+hf.save(directory / "ours", tree)
+safetensors.numpy.save_file(tree, directory / "peer.safetensors")
+take_turns({
+    "safetensors": lambda turn: safetensors.numpy.load_file(directory / "peer.safetensors"),
+    "holdfast": lambda turn: hf.load(directory / "ours"),
+})
+"""
+START = """
+with hf.CheckpointManager(directory / "run") as manager:
+    for step in range(5):
+        manager.save(step, {"w": np.arange(10.0)})
+        manager.wait_until_finished()
+first = "import sys, numpy; import holdfast as hf; hf.save(sys.argv[1], {'w': numpy.arange(10.0)})"
+def run(*arguments):
+    subprocess.run([sys.executable, *map(str, arguments)], check=True, stdout=subprocess.DEVNULL)
+take_turns({
+    "numpy": lambda turn: run("-c", "import numpy"),
+    "holdfast": lambda turn: run("-c", first, directory / f"first{turn}"),
+    "holdfast ls": lambda turn: run("-m", "holdfast", "ls", directory / "run"),
+})
+"""
+SAME_HOST = """
+tree = {f"layer{number}": np.full(int((4 << 20) * scale), number, np.float32) for number in range(15)}
+hf.save(directory / "ours", tree)
+nbytes = sum(array.nbytes for array in tree.values())
+program = '''
+import resource, sys
+import torch.distributed as dist
+import holdfast as hf
+rank, world, store, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+if world > 1:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+import time
+began = time.perf_counter()
+hf.load(path)
+taken = time.perf_counter() - began
+read = int(next(line for line in open("/proc/self/io") if line.startswith("read_bytes")).split()[1])
+print(taken, read)
+'''
+read = []
+def load(world, turn):
+    make_cold(directory / "ours")
+    store = directory / f"store{world}_{turn}"
+    arguments = [str(world), str(store), str(directory / "ours")]
+    commands = [[sys.executable, "-c", program, str(rank), *arguments] for rank in range(world)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+    found = [one.communicate()[0].split() for one in started]
+    return max(float(taken) for taken, _ in found), sum(int(count) for _, count in found)
+for turn in range(rounds):
+    for world, name in ((1, "one process"), (4, "holdfast")):
+        taken, count = load(world, turn)
+        values.setdefault(name, []).append(taken)
+        if world > 1:
+            values.setdefault("bytes from the disk, times the checkpoint", []).append(count / nbytes)
+"""
+SHARDED = """
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+tree = {f"layer{number}": np.full((8 * int(768 * scale), 1024), number, np.float32) for number in range(8)}
+hf.save(directory / "ours", tree)
+mesh = Mesh(jax.devices(), "x")
+def like(*spec):
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    return {name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding) for name, array in tree.items()}
+one = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tree.items()}
+take_turns({
+    "one device": lambda turn: jax.block_until_ready(hf.load(directory / "ours", like=one)),
+    "holdfast": lambda turn: jax.block_until_ready(hf.load(directory / "ours", like=like("x"))),
+}, cold=[directory / "ours"])
+"""
+MEDIUM_SAVED = """
+import safetensors.torch, torch
+tree = {f"layer{number}": torch.full((int((1 << 20) * scale),), float(number)) for number in range(60)}
+def peer(turn):
+    path = directory / f"peer{turn % 2}.safetensors"
+    safetensors.torch.save_file(tree, path)
+    sync(path)
+    sync(directory)
+take_turns({
+    "one file": lambda turn: write_one_file([tensor.numpy() for tensor in tree.values()], directory / f"one{turn % 2}"),
+    "safetensors, durable": peer,
+    "holdfast": lambda turn: hf.save(directory / f"ours{turn % 2}", tree, overwrite=True),
+})
+"""
+MEDIUM_LOADED = """
+import safetensors.torch, torch
+tree = {f"layer{number}": torch.full((int((1 << 20) * scale),), float(number)) for number in range(60)}
+hf.save(directory / "ours", tree)
+safetensors.torch.save_file(tree, directory / "peer.safetensors")
+torch.save(tree, directory / "peer.pt")
+take_turns({
+    "safetensors": lambda turn: [t.sum() for t in safetensors.torch.load_file(directory / "peer.safetensors").values()],
+    "torch.load": lambda turn: [t.sum() for t in torch.load(directory / "peer.pt").values()],
+    "holdfast": lambda turn: [t.sum() for t in hf.load(directory / "ours", like=tree).values()],
+}, cold=[directory / "ours", directory / "peer.safetensors", directory / "peer.pt"])
+"""
+PARTS = """
+import safetensors, safetensors.numpy
+tree = {f"layer{number}": np.full((int(32768 * scale), 1024), number, np.float32) for number in range(8)}
+hf.save(directory / "ours", tree)
+safetensors.numpy.save_file(tree, directory / "peer.safetensors")
+rows = int(32768 * scale) // 8
+def peer(turn):
+    with safetensors.safe_open(directory / "peer.safetensors", "numpy") as file:
+        [file.get_slice(name)[:rows].sum() for name in tree]
+def parts(turn):
+    with hf.open(directory / "ours") as opened:
+        [handle[:rows].sum() for handle in opened.values()]
+take_turns({
+    "all of it": lambda turn: [array.sum() for array in hf.load(directory / "ours").values()],
+    "safetensors": peer,
+    "holdfast": parts,
+}, cold=[directory / "ours", directory / "peer.safetensors"])
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One everyday operation.
+
+    Attributes:
+        title: What is done.
+        program: Fills ``values`` with the numbers of each contender, one for each round.
+        goals: For each goal: the number, the number it is divided by (or None), and the limit.
+    """
+
+    title: str
+    program: str
+    goals: tuple[tuple[str, str | None, float], ...]
+
+
+ROWS = {
+    "small": Row(title="save 3 MB in 24 leaves", program=SMALL, goals=((OURS, "one file", 2.0),)),
+    "managed": Row(
+        title="the same with a manager, and at every step",
+        program=MANAGED,
+        goals=((OURS, "one file", 2.0), ("on_step blocks", None, 0.001)),
+    ),
+    "few": Row(title="load 3 of 10,000 leaves, cold", program=FEW, goals=((OURS, None, 0.015),)),
+    "few_of_more": Row(
+        title="load 3 of 100,000 leaves, processor time", program=FEW_OF_MORE, goals=((OURS, None, 0.030),)
+    ),
+    "many_saved": Row(title="save 10,000 leaves", program=MANY_SAVED, goals=((OURS, "safetensors, durable", 1.3),)),
+    "many_loaded": Row(title="load 10,000 leaves into numpy", program=MANY_LOADED, goals=((OURS, "safetensors", 1.3),)),
+    "start": Row(
+        title="start: the first save, and holdfast ls of 5 steps",
+        program=START,
+        goals=((OURS, None, 0.21), ("holdfast ls", None, 0.2)),
+    ),
+    "same_host": Row(
+        title="four processes of one machine load 240 MiB, cold",
+        program=SAME_HOST,
+        goals=((OURS, "one process", 1.2), ("bytes from the disk, times the checkpoint", None, 1.0)),
+    ),
+    "sharded": Row(
+        title="load 192 MiB onto 8 local devices of jax, cold", program=SHARDED, goals=((OURS, "one device", 1.3),)
+    ),
+    "medium_saved": Row(title="save 250 MB of torch", program=MEDIUM_SAVED, goals=((OURS, "one file", 1.1),)),
+    "medium_loaded": Row(
+        title="load 250 MB into torch, cold", program=MEDIUM_LOADED, goals=((OURS, "safetensors", 1.1),)
+    ),
+    "parts": Row(title="an eighth of every array of 1 GB, cold", program=PARTS, goals=((OURS, "all of it", 1.3 / 8),)),
+}
+
+Medians = dict[str, float]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, and print the tables; return 1 where ``--check`` was given and a goal was missed."""
+    options = _parser().parse_args(arguments)
+    options.directory.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Medians] = {}
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=options.directory.resolve()) as temporary:
+        machine = describe_machine(Path(temporary))
+        for name in options.row or ROWS:
+            found[name] = measure(ROWS[name], Path(temporary) / name, options.rounds, options.scale)
+            tell(f"{ROWS[name].title}: {', '.join(f'{key} {_text(value)}' for key, value in found[name].items())}")
+    print(report(found, options.rounds, machine, as_markdown=options.markdown))
+    return int(options.check and not all(goal.met for goal in goals(found)))
+
+
+def measure(row: Row, directory: Path, rounds: int, scale: float = 1.0) -> Medians:
+    """Run the program of a row; return the median of each of its numbers."""
+    directory.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", f"{COMMON}{row.program}\nprint(json.dumps(values))", directory, str(rounds), str(scale)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    subprocess.run(["rm", "-r", directory], check=True)
+    values: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return {name: median(found) for name, found in values.items()}
+
+
+def goals(found: dict[str, Medians]) -> list[Goal]:
+    """Return what must be reached, by the rows that were measured."""
+    return [
+        Goal(
+            name=f"{ROWS[row].title}: {number}{f' / {other}' if other else ''}",
+            value=medians[number] / (medians[other] if other else 1.0),
+            limit=limit,
+            unit="x" if other or number.startswith("bytes") else " s",
+        )
+        for row, medians in found.items()
+        for number, other, limit in ROWS[row].goals
+    ]
+
+
+def report(found: dict[str, Medians], rounds: int, machine: dict[str, str], *, as_markdown: bool) -> str:
+    """Return the tables."""
+    lay_out = markdown if as_markdown else aligned
+    rows = [["operation", "contender", "median"]]
+    for row, medians in found.items():
+        rows += [[ROWS[row].title, name, _text(value)] for name, value in medians.items()]
+    facts = ", ".join(f"{key} {value}" for key, value in machine.items())
+    return "\n\n".join([lay_out(rows), f"Medians of {rounds}. {facts}", lay_out(goal_rows(goals(found)))])
+
+
+def _text(value: float) -> str:
+    return f"{value * 1000:.1f} ms" if value < 0.9 else f"{value:.2f}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.daily", description=__doc__)
+    parser.add_argument("--row", choices=ROWS, action="append", help="measure only this row; repeatable")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds of each row; {ROUNDS} unless given")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the number or the size of leaves")
+    parser.add_argument(
+        "--directory", type=Path, default=Path("runs"), help="a directory on the disk to measure; ./runs unless given"
+    )
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a goal is missed")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
