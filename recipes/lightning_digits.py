@@ -24,7 +24,7 @@ from .schema import LightningDigits, Schedule, TrainSection
 
 Batch = tuple[Tensor, Tensor]
 # Lightning is published as two packages of the same code; both log under the names of the one imported last.
-TALKATIVE = ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
+LOGGERS = ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
 
 
 class Classifier(LightningModule):
@@ -118,7 +118,7 @@ def loader(images: Images, batch_size: int, *, training: bool) -> DataLoader[Any
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence Lightning's messages about itself."""
-    levels = {log: log.level for log in map(logging.getLogger, TALKATIVE)}
+    levels = {log: log.level for log in map(logging.getLogger, LOGGERS)}
     for log in levels:
         log.setLevel(logging.WARNING)
     try:

@@ -38,7 +38,7 @@ from ..program import Program, Signals, shell_status
 from ..report import count, print_json
 from ..streams import say
 from .findings import Causes, Finding, Report, StepDifference, Trace, in_use, print_report, unseeded
-from .interruptions import KINDS, DrillOptions, Interruption, choose, named_kinds, places_to_save, polite_signal
+from .interruptions import KINDS, DrillOptions, Interruption, choose, named_kinds, places_to_save, preemption_signal
 from .plan import RUNS, TRACES, DrillPlan
 from .redirects import CLAIMS
 
@@ -118,7 +118,7 @@ def drill(
         at=tuple(sorted(set(at or ()))),
         kinds=named_kinds(kinds, ["kill", "term"] if at else KINDS),
         seed=seed,
-        polite=polite_signal(signal_name),
+        preemption=preemption_signal(signal_name),
         keep=None if keep is None else Path(keep),
         ignore=tuple(ignore or ()),
         hang=seconds(hang_timeout, name="--hang-timeout"),
@@ -326,7 +326,7 @@ class _Drill:
             report.stops = True
             return
         if trace.ignored and interruption is not None:
-            report.findings.append(Finding.deaf(interruption.signal.name, interruption.step))
+            report.findings.append(Finding.ignores_signal(interruption.signal.name, interruption.step))
         if trace.too_late and interruption is not None:
             report.notes.append(
                 f"{interruption}: the processes had not agreed on the step to stop at when the drill ended at step "
@@ -338,10 +338,10 @@ class _Drill:
                 "cluster"
             )
         if trace.interrupted is not None and interruption is not None:
-            polite = interruption.signal != signal.SIGKILL
+            announced = interruption.signal != signal.SIGKILL
             expected = (DONE, PREEMPTED, 128 + interruption.signal, -interruption.signal)
             if (
-                polite
+                announced
                 and start.state not in ("preempted", "finished")
                 and start.returncode not in expected
                 and not trace.ignored

@@ -141,7 +141,7 @@ class Finding:
         )
 
     @staticmethod
-    def deaf(name: str, step: int) -> Finding:
+    def ignores_signal(name: str, step: int) -> Finding:
         return Finding(
             "ignores_signal",
             f"the program went on after {name} at step {step}; a cluster kills it, and all since its last save is lost",

@@ -26,7 +26,7 @@ class DrillOptions:
     at: tuple[int, ...] = ()  # steps at which to interrupt; random ones if there are none
     kinds: tuple[Kind, ...] = KINDS
     seed: int = 0  # seed of the random steps
-    polite: signal.Signals = signal.SIGTERM  # the signal that announces a preemption
+    preemption: signal.Signals = signal.SIGTERM  # the signal that announces a preemption
     keep: Path | None = None  # where the runs are kept; None for a temporary directory
     ignore: tuple[str, ...] = ()  # patterns of leaves that are not compared
     hang: float = 1800.0  # seconds without a sign of progress after the first step
@@ -42,7 +42,7 @@ def named_kinds(text: str | None, default: Sequence[Kind]) -> tuple[Kind, ...]:
     return tuple(one for one in KINDS if one in named)
 
 
-def polite_signal(name: str) -> signal.Signals:
+def preemption_signal(name: str) -> signal.Signals:
     """Return the signal that ``--signal`` names."""
     number = signal.Signals.__members__.get(f"SIG{name.upper().removeprefix('SIG')}")
     if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
@@ -75,7 +75,7 @@ def choose(
         validations: Those of them that were followed by a validation.
         options: What to rehearse.
     """
-    kill, polite = signal.SIGKILL, options.polite
+    kill, term = signal.SIGKILL, options.preemption
     chosen: list[tuple[int, int, Interruption]] = []
     notes: list[str] = []
     inner = list(steps[1:-1]) or list(steps[:1])
@@ -90,7 +90,7 @@ def choose(
         places = [step for step in validations if step in inner and step not in options.at] or list(validations[:1])
         if places:
             found = sorted(draw.sample(places, min(2, len(places))))
-            numbers = (kill, polite) if len(found) == 2 else (polite,)
+            numbers = (kill, term) if len(found) == 2 else (term,)
             for step, number in zip(found, numbers, strict=True):
                 add(number, "validation", step)
             # A run that resumes at such a step has no validation left.
@@ -100,7 +100,7 @@ def choose(
             notes.append(f"no validation in {count(len(steps), 'step', 'steps')}, so none was interrupted")
     if "first" in options.kinds:
         add(kill, "step", steps[0])
-        add(polite, "step", steps[0])
+        add(term, "step", steps[0])
     following = dict(itertools.pairwise(steps))
     for kind in ("twice", "kill", "save", "term"):
         if kind not in options.kinds:
@@ -113,9 +113,9 @@ def choose(
             if kind in ("kill", "save"):
                 add(kill, "commit" if kind == "save" else "step", step)
                 continue
-            add(polite, "step", step)
+            add(term, "step", step)
             if kind == "twice" and step in following:
-                add(polite, "step", following[step])
+                add(term, "step", following[step])
                 taken.add(following[step])
     found_all = [one for _, _, one in sorted(chosen, key=lambda entry: entry[:2])]
     return list(dict.fromkeys(found_all)), notes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
 
 _VOID = frozenset({"path", "polyline", "rect"})  # written as <path/> where nothing is inside
 
@@ -14,7 +13,7 @@ class Markup(str):
     __slots__ = ()
 
 
-def join(parts: Iterable[str]) -> Markup:
+def join(*parts: str) -> Markup:
     """Return parts in a row; those that are not HTML are escaped."""
     return Markup("".join(part if isinstance(part, Markup) else html.escape(part) for part in parts))
 
@@ -33,5 +32,5 @@ def tag(name: str, *content: str, **attributes: object) -> Markup:
         if value is not None:
             key = key.rstrip("_").replace("_", "-")
             start += f" {key}" if value is True else f' {key}="{html.escape(str(value))}"'
-    inside = join(content)
+    inside = join(*content)
     return Markup(f"<{start}/>" if name in _VOID and not inside else f"<{start}>{inside}</{name}>")

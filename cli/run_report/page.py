@@ -43,10 +43,10 @@ def draw_page(runs: Sequence[RunFacts], *, now: float, version: str, left_out: i
     files = importlib.resources.files(__package__)
     frame, style, script = ((files / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js"))
     return Template(frame).substitute(
-        title=join([runs[0].name if only else count(len(runs), "run", "runs")]),
+        title=join(runs[0].name if only else count(len(runs), "run", "runs")),
         style=style,
-        content=join([*([] if only else _overview(runs, now, left_out)), *sections]),
-        version=join([version]),
+        content=join(*([] if only else _overview(runs, now, left_out)), *sections),
+        version=join(version),
         time=clock_text(now),
         script=script,
     )
@@ -69,7 +69,7 @@ def _run(run: RunFacts, number: int, now: float, *, only: bool) -> Markup:
         _starts(run),
         _facts(run),
     ]
-    return join([tag("section", *parts, class_="run", id=f"run-{number}"), "\n"])
+    return join(tag("section", *parts, class_="run", id=f"run-{number}"), "\n")
 
 
 def _state(run: RunFacts) -> Markup:
@@ -175,7 +175,7 @@ def _timeline(run: RunFacts) -> Markup:
         open=True if len(shown) <= 40 else None,
         class_="story",
     )
-    return join([tag("h3", "Timeline"), tag("p", *keys, class_="keys"), drawn, story])
+    return join(tag("h3", "Timeline"), tag("p", *keys, class_="keys"), drawn, story)
 
 
 def _key(kind: str, text: str) -> Markup:
@@ -194,10 +194,6 @@ def _note(note: Note) -> Markup:
     return tag("li", when, tag("div", tag("b", note.title), " ", *text), class_=note.tone)
 
 
-def _charts(title: str, charts: Sequence[Markup]) -> Markup:
-    return join([tag("h3", title), tag("div", *charts, class_="charts")]) if charts else Markup()
-
-
 def _metrics(run: RunFacts) -> Markup:
     metrics = run.history.metrics
     if not metrics:
@@ -211,12 +207,10 @@ def _metrics(run: RunFacts) -> Markup:
     left = names[_METRICS:]
     keys = [_key("kept", "kept checkpoint"), *([_key("best", "best")] if run.best is not None else [])]
     return join(
-        [
-            tag("h3", "Metrics"),
-            tag("p", *keys, class_="keys"),
-            tag("div", *charts, class_="charts"),
-            _left_out(len(left), f"metrics are left out: {shortened(left, 20)}"),
-        ]
+        tag("h3", "Metrics"),
+        tag("p", *keys, class_="keys"),
+        tag("div", *charts, class_="charts"),
+        _left_out(len(left), f"metrics are left out: {shortened(left, 20)}"),
     )
 
 
@@ -228,7 +222,7 @@ def _saves(run: RunFacts) -> Markup:
     sizes = [(one.step, one.bytes - one.shared_bytes, one.shared_bytes) for one in run.checkpoints if one.bytes]
     if sizes:
         charts.append(size_chart(sizes))
-    return _charts("Saves", charts)
+    return join(tag("h3", "Saves"), tag("div", *charts, class_="charts")) if charts else Markup()
 
 
 # ---- tables
@@ -280,9 +274,8 @@ def _steps(run: RunFacts) -> Markup:
         "are shown. holdfast ls lists all."
     )
     rows = [_step(run, one) for one in shown]
-    return join(
-        [tag("h3", "Kept steps"), table("Kept steps", rows), _left_out(len(run.checkpoints) - len(shown), text)]
-    )
+    left = _left_out(len(run.checkpoints) - len(shown), text)
+    return join(tag("h3", "Kept steps"), table("Kept steps", rows), left)
 
 
 def _shown_steps(run: RunFacts) -> list[CheckpointSummary]:
@@ -302,12 +295,13 @@ def _step(run: RunFacts, one: CheckpointSummary) -> dict[str, Cell]:
     name, metrics = one.path.rpartition("/")[2], metrics_text(one.metrics)[:300]
     best = [" ", tag("span", "best", class_="badge")] if one.step == run.best and run.best_metric else []
     own = one.bytes - one.shared_bytes
+    parts = [join(tag("span", part, class_="whole"), " ") for part in metrics.split(", ")]
     return {
-        "Step": Number(join([name, *best]), one.step),
+        "Step": Number(join(name, *best), one.step),
         "Saved": Cell("-" if one.time is None else clock_text(one.time), one.time or 0.0, "one-line"),
         "Size": Number(format_size(one.bytes), one.bytes),
         "Own": Number(format_size(own), own),
-        "Metrics": Cell(join(join([tag("span", part, class_="whole"), " "]) for part in metrics.split(", ")), metrics),
+        "Metrics": Cell(join(*parts), metrics),
         "Saved because": Cell(one.reason),
         "Kept because": Cell(", ".join(one.kept)),
         "State": Cell("whole") if one.damage is None else Cell(f"damaged: {one.damage}", tone="bad"),
@@ -318,7 +312,7 @@ def _starts(run: RunFacts) -> Markup:
     attempts = run.history.attempts
     rows = [_start(number, attempt) for number, attempt in enumerate(attempts)][-_STEPS:]
     left = _left_out(len(attempts) - len(rows), "earlier starts are left out.")
-    return join([tag("h3", "Starts"), table("Starts of the program", rows), left]) if rows else Markup()
+    return join(tag("h3", "Starts"), table("Starts of the program", rows), left) if rows else Markup()
 
 
 def _start(number: int, attempt: Attempt) -> dict[str, Cell]:
@@ -360,14 +354,12 @@ def _statistics(run: RunFacts) -> Markup:
     )
     search = tag("label", "Filter ", Markup('<input type="search" data-filter="Values by leaf">'))
     return join(
-        [
-            tag("h3", f"Values{step}"),
-            tag("p", f"{numbers}of finite elements."),
-            tag("div", *charts, class_="charts") if charts else "",
-            tag("p", search, class_="tools", hidden=True),
-            table("Values by leaf", [_leaf(leaf, found, several) for leaf in found.leaves]),
-            *(tag("p", f"{note}.", class_="left-out") for note in found.notes),
-        ]
+        tag("h3", f"Values{step}"),
+        tag("p", f"{numbers}of finite elements."),
+        tag("div", *charts, class_="charts") if charts else "",
+        tag("p", search, class_="tools", hidden=True),
+        table("Values by leaf", [_leaf(leaf, found, several) for leaf in found.leaves]),
+        *(tag("p", f"{note}.", class_="left-out") for note in found.notes),
     )
 
 
@@ -408,13 +400,11 @@ def _tree(run: RunFacts) -> Markup:
         tag("button", "Fold all", type="button", data_unfold="false"),
     )
     return join(
-        [
-            tag("h3", f"Tree{step}"),
-            tag("p", f"{count(len(run.leaves), 'leaf', 'leaves')}, {whole}."),
-            tag("p", *buttons, class_="tools", hidden=True),
-            tag("div", drawn, class_="tree"),
-            _left_out(left, f"of {len(run.leaves)} leaves are left out. holdfast show --tree lists all."),
-        ]
+        tag("h3", f"Tree{step}"),
+        tag("p", f"{count(len(run.leaves), 'leaf', 'leaves')}, {whole}."),
+        tag("p", *buttons, class_="tools", hidden=True),
+        tag("div", drawn, class_="tree"),
+        _left_out(left, f"of {len(run.leaves)} leaves are left out. holdfast show --tree lists all."),
     )
 
 

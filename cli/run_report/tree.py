@@ -38,7 +38,7 @@ def draw_tree(leaves: Sequence[LeafSummary]) -> tuple[Markup, int]:
     drawn = _choose(root)
     opened = root.shown or []
     is_open = len(opened) == 1 or drawn <= _OPEN
-    return join(_draw(node, is_open=is_open) for node in opened), len(leaves) - drawn
+    return join(*(_draw(node, is_open=is_open) for node in opened)), len(leaves) - drawn
 
 
 def _tree(leaves: Sequence[LeafSummary]) -> Node:
