@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...engine.distributed import current_coordinator
@@ -71,7 +72,7 @@ def fresh_extras(extras: Mapping[str, Any]) -> FreshTypes | None:
     return PyTreeCheckpointHandler().fresh_types(templates, list(templates)) if templates else None
 
 
-def restore_extras(step: int, extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def restore_extras(step: int, state: Any, extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return by name the same object where it was changed in place, and the restored value otherwise."""
     values = {name: saved[name] for name in extras}
     for name, extra in sorted(extras.items(), key=lambda item: not begins_epoch(item[1])):
@@ -80,38 +81,43 @@ def restore_extras(step: int, extras: Mapping[str, Any], saved: Mapping[str, Any
         elif is_torchdata_loader(extra):
             values[name], batches = extra, restore_loader(extra, saved[name])
             if batches is not None:
-                _continue_after_epoch(name, extra, saved[name], batches, _counters(step, extras, saved))
+                counters = _epoch_counters(state, extras, saved)
+                uncounted = [counter for counter, epochs in counters.items() if (epochs + 1) * batches == step]
+                if uncounted:
+                    restore_loader(extra, saved[name], begins=False)
+                _tell_of_ended_epoch(
+                    name, uncounted, [one for one, epochs in counters.items() if epochs * batches != step]
+                )
         elif is_stateful(extra) or is_plain(extra):
             values[name] = restore_state(extra, saved[name])
     return values
 
 
-def _counters(step: int, extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, float]:
-    """Return the extras that count epochs, by name, and how many steps an epoch has if this one is not counted yet."""
-    pairs = {name: (fresh, saved[name]) for name, fresh in extras.items() if "epoch" in name.lower()}
-    return {
-        name: step / (now - fresh + 1)
-        for name, (fresh, now) in pairs.items()
-        if type(fresh) is int and type(now) is int and now >= fresh
+def _epoch_counters(state: Any, extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, float]:
+    """Return how many epochs the program has counted, by the name of the counter; NaN for counters in its state."""
+    found = {
+        f"{name}=": float(saved[name] - fresh)
+        for name, fresh in extras.items()
+        if "epoch" in name.lower() and type(fresh) is int and type(saved[name]) is int
     }
+    held = state if isinstance(state, dict) else getattr(state, "__dict__", {})
+    names = [name for name, value in held.items() if type(value) is int and "epoch" in str(name).lower()]
+    return {**found, **{f"{name} of the state": math.nan for name in names}}
 
 
-def _continue_after_epoch(name: str, loader: Any, state: Any, batches: int, counters: Mapping[str, float]) -> None:
-    """Begin a new epoch, unless the program counts epochs itself, and has not counted the last one yet."""
-    uncounted = [counter for counter, steps in counters.items() if steps == batches]
+def _tell_of_ended_epoch(name: str, uncounted: Sequence[str], unknown: Sequence[str]) -> None:
+    shown = current_coordinator().process_index == 0
     if uncounted:
-        restore_loader(loader, state, begins=False)
-        text = "%s= had come to the end of an epoch, which %s= still counts: the next loop over it has no batch left"
-        announce(text, name, uncounted[0], shown=current_coordinator().process_index == 0)
+        text = "%s= had come to the end of an epoch, which %s still counts: the next loop over it has no batch left"
+        announce(text, name, uncounted[0], shown=shown)
         return
-    text = "%s= had come to the end of an epoch: the next loop over it begins a new one"
-    announce(text, name, shown=current_coordinator().process_index == 0)
-    if counters:
+    announce("%s= had come to the end of an epoch: the next loop over it begins a new one", name, shown=shown)
+    if unknown:
         logger.warning(
-            "%s= begins a new epoch, as it had given the last batch of one: %s= has to have counted that one before "
+            "%s= begins a new epoch, as it had given the last batch of one: %s has to have counted that one before "
             "on_step of its last batch, or the run has an epoch too many",
             name,
-            next(iter(counters)),
+            unknown[0],
         )
 
 

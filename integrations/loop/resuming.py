@@ -192,7 +192,7 @@ def restore(
         saved, fresh = _saved_extras(manager, restored, extras, options.reshard)
         if GLOBAL_GENERATORS not in fresh:
             extras = _without_unsaved_generators(extras, saved, step)
-        values = _restore_extras(manager, adapter, step, extras, saved, fresh)
+        values = _restore_extras(manager, adapter, step, template, extras, saved, fresh)
     state = adapter.from_tree(template, restored.items[STATE])
     if gradients := saved.get(GRADIENTS):
         _restore_gradients(state, values, gradients)
@@ -317,6 +317,7 @@ def _restore_extras(
     manager: CheckpointManager,
     adapter: StateAdapter,
     step: int,
+    template: Any,
     extras: Mapping[str, Any],
     saved: dict[str, Any],
     fresh: Collection[str],
@@ -336,4 +337,4 @@ def _restore_extras(
             step, {"extras": templates}, restore_kwargs={"extras": {"select": patterns, "as_saved": True}}
         )
         saved = {**saved, **typed["extras"]}
-    return {**restore_extras(step, extras, saved), **kept}
+    return {**restore_extras(step, template, extras, saved), **kept}

@@ -386,28 +386,33 @@ def loop_with_a_counter(
 @pytest.mark.parametrize("options", [{"shuffle": True}, {"dataset": Stream}], ids=str)
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("counted", [False, True])
-def test_a_counter_of_epochs_of_the_program(first: int, counted: bool, options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_counter_of_epochs_of_the_program(
+    first: int, counted: bool, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     whole = loop_with_a_counter(tmp_path / "whole", first, counted, options)
     for stop in (3, 4, 8):
         begun = loop_with_a_counter(tmp_path / f"{stop}", first, counted, options, stop)
         assert begun + loop_with_a_counter(tmp_path / f"{stop}", first, counted, options) == whole, stop
+    assert "an epoch too many" not in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize(("state", "extras"), [({"w": 0}, {"epoch": 0}), ({"w": 0, "epoch": 0}, {})], ids=str)
 def test_a_counter_that_cannot_be_compared_with_the_steps_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    state: Any, extras: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loader = stateful_loader()
     with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
-        checkpoint.restore_or_initialize({"w": 0}, data=loader, epoch=0)
+        checkpoint.restore_or_initialize(state, data=loader, **extras)
         for number, _ in enumerate(loader):
             if number % 2:  # a step for two batches
-                checkpoint.on_step(number // 2 + 1, {"w": 0}, data=loader, epoch=0)
+                checkpoint.on_step(number // 2 + 1, state, data=loader, **extras)
                 if number == 3:
                     break
     with CheckpointCallback(tmp_path) as checkpoint:
-        checkpoint.restore_or_initialize({"w": 0}, data=stateful_loader(), epoch=0)
-    assert "epoch= has to have counted that one before on_step of its last batch" in caplog.text
+        checkpoint.restore_or_initialize(state, data=stateful_loader(), **extras)
+    said = "epoch= has" if extras else "epoch of the state has"
+    assert f"{said} to have counted that one before on_step of its last batch" in caplog.text
 
 
 @pytest.mark.parametrize(
