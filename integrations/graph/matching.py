@@ -16,10 +16,10 @@ from ...engine.pytree import is_python_value, is_torch_tensor, unescape_key
 from .frameworks import GROUPS, OPTIMIZER_SLOTS, OptimizerSlot, OptionSlot, group_options, is_optimizer
 from .paths import Path, format_node_path
 from .saved import SavedGraph
-from .slots import Assignment, BoxSlot, Slot
+from .slots import Assignment, Place, Slot
 from .tracked import Node
 from .values import PlainValues, is_plain
-from .views import Branch, Leaf, Position, View, classify, edge_at, root_view, sequence_slot
+from .views import Branch, Leaf, View, classify, edge_at, root_view, sequence_slot
 
 _logger = logging.getLogger("holdfast")
 
@@ -31,7 +31,7 @@ class _Visit(NamedTuple):
     value: Any
     view: View
     path: Path
-    position: Position | None = None  # None for a root
+    place: Slot | None = None  # None for a root
     within: frozenset[int] = frozenset()  # the immutable containers around it
 
 
@@ -64,12 +64,12 @@ class Matching:
         edge = None if key is None else edge_at(holder, key)
         for number, binding in self.bindings.of(holder):
             if edge is None:
-                position = Position(holder, (), None)
-                start = _Visit(number, holder, classify(holder, position), binding.path, position)
+                place = Place(holder, (), holder)
+                start = _Visit(number, holder, classify(holder, place), binding.path, place)
                 yield from self._match([start], known=start)
             elif edge.segment in self.graph.nodes[number].edges:
                 child, path = self.graph.nodes[number].edges[edge.segment], (*binding.path, edge.segment)
-                yield from self._match([_Visit(child, edge.value, edge.view(), path, edge.position)])
+                yield from self._match([_Visit(child, edge.value, edge.view(), path, edge.place)])
         yield from self._optimizers.of(self.bindings.fresh)
 
     def undo(self) -> None:
@@ -143,16 +143,15 @@ class Matching:
         if not self.has_unmatched:
             new = (edge.value for segment, edge in edges.items() if segment not in saved)
             self.has_unmatched = any(not is_python_value(one) for one in new)
-        grows = isinstance(value, dict) and not view.functional and visit.position is not None
+        place = visit.place if isinstance(value, dict) and not view.functional else None
         for segment, child in saved.items():
             below = (*path, segment)
             if segment in edges:
                 edge = edges[segment]
-                queue.append(_Visit(child, edge.value, edge.view(), below, edge.position, within))
-            elif grows and visit.position is not None and (covers := self._made(child)) is not None:
-                anchor, trail = visit.position.anchor, (*visit.position.trail, segment)
+                queue.append(_Visit(child, edge.value, edge.view(), below, edge.place, within))
+            elif place is not None and (covers := self._made(child)) is not None:
                 add = partial(dict.__setitem__, value, self.plain.key(number, segment))
-                yield Assignment(child, BoxSlot(anchor, trail, lambda: ..., add), below, covers)
+                yield Assignment(child, Place(place.anchor, (*place.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)
 
@@ -163,10 +162,10 @@ class Matching:
 
 def _slot_of_elements(visit: _Visit, *, arrays: bool = False) -> Slot | None:
     """Return the slot of all elements of a plain sequence of the program; None for anything else."""
-    value, position = visit.value, visit.position
-    if position is None or not isinstance(value, list | tuple | deque) or not is_plain(value, {}, arrays=arrays):
+    value, place = visit.value, visit.place
+    if place is None or not isinstance(value, list | tuple | deque) or not is_plain(value, {}, arrays=arrays):
         return None
-    return sequence_slot(value, position)
+    return sequence_slot(value, place)
 
 
 # ---- bindings

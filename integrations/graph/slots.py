@@ -20,7 +20,7 @@ from .paths import Path
 
 
 class Slot(Protocol):
-    anchor: Any  # the object whose lifetime bounds that of the slot
+    anchor: Any  # the object whose lifetime bounds that of the slot; it has weak references where possible
     trail: Path  # the path from the anchor to the slot
 
     def get(self) -> Any:
@@ -30,6 +30,24 @@ class Slot(Protocol):
     def set(self, value: Any) -> None:
         """Change the value; it has the kind, dtype and shape of what `get` returns."""
         ...
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """The place of a value, in which a restore puts another one."""
+
+    anchor: Any
+    trail: Path
+    value: Any
+    change: Callable[[Any], None] | None = None  # None where no other value can be put
+
+    def get(self) -> Any:
+        return self.value
+
+    def set(self, value: Any) -> None:
+        if self.change is None:
+            raise TypeError("this value cannot be replaced where it is")
+        self.change(value)
 
 
 @dataclass(eq=False)

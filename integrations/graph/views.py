@@ -46,7 +46,7 @@ from .frameworks import (
 from .keras import VARIABLE, bare_variable, keras_children, keras_kind, variable_slot, why_not_saved
 from .outside import is_actor_class, is_code_or_tool, why_more, why_refused
 from .paths import Path
-from .slots import BoxSlot, MemberSlot, PartSlot, Slot, StateSlot
+from .slots import BoxSlot, MemberSlot, PartSlot, Place, Slot, StateSlot
 from .tracked import Node, TrackedDict, TrackedList, Untracked, Value, tracked_attributes
 from .wrappers import unwrapped
 
@@ -54,32 +54,17 @@ COUNTER = "save_counter"  # name of the edge to the number of a checkpoint's las
 
 
 @dataclass(slots=True)
-class Position:
-    """The place of a value, and how to replace the value there."""
-
-    anchor: Any  # the nearest object above that can be referred to weakly
-    trail: Path  # the path from the anchor
-    change: Callable[[Any], None] | None  # replaces the value; None where that is impossible
-    part: PartSlot | None = None  # the slot of a part of an immutable container
-
-    def slot(self, value: Any) -> Slot:
-        if self.part is not None:
-            return self.part
-        return BoxSlot(self.anchor, self.trail, lambda: value, self.change or _refuse)
-
-
-@dataclass(slots=True)
 class Edge:
     segment: str  # the escaped key, which is the name of the edge
     key: Any
-    value: Any  # the module or parameter itself, never a wrapper around it
-    position: Position
+    place: Slot
+    value: Any = None  # the module or parameter itself, never a wrapper around it
 
     def __post_init__(self) -> None:
-        self.value = bare_variable(unwrapped(self.value))
+        self.value = bare_variable(unwrapped(self.place.get()))
 
     def view(self) -> View:
-        return classify(self.value, self.position)
+        return classify(self.value, self.place)
 
 
 @dataclass(slots=True)
@@ -112,30 +97,30 @@ class Unsaved:
 View = Branch | Leaf | Unsaved
 
 
-def classify(value: Any, position: Position) -> View:
+def classify(value: Any, place: Slot) -> View:
     if isinstance(value, np.ndarray):
         if value.flags.writeable and value.dtype != object:
             return Leaf(BoxSlot(value, (), lambda: value, partial(value.__setitem__, ...)), shared=True)
-        return Leaf(position.slot(value), shared=True, in_place=False)
+        return Leaf(place, shared=True, in_place=False)
     if is_torch_tensor(value) and not is_uninitialized(value) and not is_dense(value):
         return Leaf(BoxSlot(value, (), partial(encode_state, value), partial(_copy_encoded, value)), shared=True)
     if is_torch_tensor(value):
         return Leaf(TensorSlot(value), shared=True, ready=not is_uninitialized(value))
     if is_jax_array(value) or is_jax_abstract(value):
-        return Leaf(position.slot(value), shared=True, in_place=False)
-    if isinstance(value, enum.Enum) and position.part is None:
-        return Leaf(MemberSlot(value, position.slot(value)), shared=False, in_place=False)
+        return Leaf(place, shared=True, in_place=False)
+    if isinstance(value, enum.Enum) and not isinstance(place, PartSlot):
+        return Leaf(MemberSlot(value, place), shared=False, in_place=False)
     if is_python_value(value) or isinstance(value, np.generic):
-        return Leaf(position.slot(value), shared=False, in_place=False)
+        return Leaf(place, shared=False, in_place=False)
     if isinstance(value, Value):
         return Leaf(BoxSlot(value, (), lambda: value.value, value.assign), shared=True)
     if isinstance(value, Untracked):
         return Unsaved("is marked as untracked", intended=True)
-    return _classify_object(value, position)
+    return _classify_object(value, place)
 
 
 def root_view(root: Node) -> Branch:
-    view = classify(root, Position(root, (), None))
+    view = classify(root, Place(root, (), root))
     if not isinstance(view, Branch):
         raise OptionError(view.reason if isinstance(view, Unsaved) else "the root is a value; give it a name")
     return view
@@ -143,81 +128,80 @@ def root_view(root: Node) -> Branch:
 
 def edge_at(holder: Any, key: object) -> Edge | None:
     """Return one edge of a node or tracked container; None where only `classify` can."""
-    position = Position(holder, (), None)
     if isinstance(holder, Node) and isinstance(key, str):
         if holder.__holdfast_root__() is not None or key in holder._holdfast.untracked or key not in vars(holder):
             return None
-        return _attributes(holder, [(key, vars(holder)[key])], position)[0]
+        return _attributes(holder, [(key, vars(holder)[key])], Place(holder, (), holder))[0]
     if isinstance(holder, TrackedList) and isinstance(key, int) and not is_python_value(holder[key]):
         segment = str(key)
     elif isinstance(holder, TrackedDict) and type(key) is str and not key.lstrip("-").isdigit():
         (segment,) = key_segments([key])
     else:
         return None
-    return Edge(segment, key, holder[key], Position(holder, (segment,), partial(_set_item, holder, key)))
+    return Edge(segment, key, Place(holder, (segment,), holder[key], partial(_set_item, holder, key)))
 
 
-def _classify_object(value: Any, position: Position) -> View:
+def _classify_object(value: Any, place: Slot) -> View:
     if is_actor_class(type(value)):
         return Unsaved(f"is no state ({class_name(value)})", intended=True)
     if isinstance(value, Node):
-        return _node(value, position)
+        return _node(value, place)
     if (packed := _packed(value)) is not None:
-        return _numbers(value, packed, position)
-    if isinstance(value, dict | list) and expand(value) is not None and position.part is None:
-        return _container(value, position)
+        return _numbers(value, packed, place)
+    if isinstance(value, dict | list) and expand(value) is not None and not isinstance(place, PartSlot):
+        return _container(value, place)
     if (kind := keras_kind(value)) is not None:
-        return _keras(kind, value, position)
+        return _keras(kind, value, place)
     if is_module(value):
-        return Branch(class_name(value), _attributes(value, module_children(value), position))
+        return Branch(class_name(value), _attributes(value, module_children(value), place))
     if is_optimizer(value):
-        return _optimizer(value, position)
+        return _optimizer(value, place)
     if is_nnx_variable(value):
         return _variable(value)
     if is_nnx(value):
-        return Branch(class_name(value), _attributes(value, nnx_children(value), position))
+        return Branch(class_name(value), _attributes(value, nnx_children(value), place))
     if is_code_or_tool(value):
         return Unsaved(f"is no state ({type(value).__name__})", intended=True)
     if isinstance(value, StateSlot | OptionSlot):
         return Leaf(value, shared=isinstance(value, StateSlot))
     if is_stateful(value):
-        return Leaf(StateSlot(value, *_anchor(value, position)), shared=True)
+        return Leaf(StateSlot(value, *_anchor(value, place)), shared=True)
     if _is_mutable_dataclass(value):
         names = [entry.name for entry in dataclasses.fields(value) if hasattr(value, entry.name)]
         pairs = [(name, getattr(value, name)) for name in names]
-        return Branch(class_name(value), _attributes(value, pairs, position))
+        return Branch(class_name(value), _attributes(value, pairs, place))
     if expand(value) is not None:
-        return _container(value, position)
-    return _plain_object(value, position)
+        return _container(value, place)
+    return _plain_object(value, place)
 
 
-def _node(node: Node, position: Position) -> View:
+def _node(node: Node, place: Slot) -> View:
     """Return the edges of a node, and those of its root, if it has one."""
     own = [(name, child) for name, child in vars(node).items() if name not in node._holdfast.untracked]
-    edges = _attributes(node, own, position)
+    edges = _attributes(node, own, place)
     if node._holdfast.counter is not None:
-        edges.append(Edge(COUNTER, COUNTER, node._holdfast.counter, Position(node, (COUNTER,), None)))
+        edges.append(Edge(COUNTER, COUNTER, Place(node, (COUNTER,), node._holdfast.counter)))
     root = node.__holdfast_root__()
     if root is None:
         return Branch(class_name(node), edges)
-    view = classify(root, Position(node, (), None))
+    view = classify(root, Place(node, (), root))
     if not isinstance(view, Branch) or view.optimizer is not None or view.functional:
         return Unsaved(f"the root is a {class_name(root)}, which cannot hold other objects; give it a name instead")
     names = {edge.segment for edge in view.edges}
     return replace(view, edges=[*view.edges, *(edge for edge in edges if edge.segment not in names)])
 
 
-def _attributes(holder: Any, children: Iterable[tuple[str, Any]], position: Position) -> list[Edge]:
+def _attributes(holder: Any, children: Iterable[tuple[str, Any]], place: Slot) -> list[Edge]:
     """Return edges to attributes, which can be set."""
     pairs = list(children)
-    anchor, trail = _anchor(holder, position)
+    anchor, trail = _anchor(holder, place)
     return [
-        Edge(segment, name, child, Position(anchor, (*trail, segment), partial(_set_attribute, holder, name)))
+        Edge(segment, name, Place(anchor, (*trail, segment), child, partial(_set_attribute, holder, name)))
         for (name, child), segment in zip(pairs, key_segments([name for name, _ in pairs]), strict=True)
     ]
 
 
-def _container(value: Any, position: Position) -> View:
+def _container(value: Any, place: Slot) -> View:
     """Return the edges of a container, whose entries can be set, or which is built anew."""
     contents = expand(value)
     assert contents is not None
@@ -228,19 +212,16 @@ def _container(value: Any, position: Position) -> View:
         return Unsaved(f"is a {class_name(value)} that {problem}")
     if isinstance(value, dict | list | deque) and (reason := why_more(value, keys)) is not None:
         return Unsaved(reason)
-    mutable = position.part is None and isinstance(value, dict | list | deque) and contents.kind != "node"
-    positions = []
+    mutable = not isinstance(place, PartSlot) and isinstance(value, dict | list | deque) and contents.kind != "node"
+    places: list[Slot] = []
     if mutable:
-        anchor, trail = _anchor(value, position)
-        for key, segment in zip(keys, segments, strict=True):
-            positions.append(Position(anchor, (*trail, segment), partial(_set_item, value, key)))
+        anchor, trail = _anchor(value, place)
+        for key, segment, child in zip(keys, segments, contents.values, strict=True):
+            places.append(Place(anchor, (*trail, segment), child, partial(_set_item, value, key)))
     else:
-        owner = position.part.owner if position.part is not None else position.slot(value)
-        below = position.part.below if position.part is not None else ()
-        for segment, child in zip(segments, contents.values, strict=True):
-            part = PartSlot(owner, (*below, segment), child)
-            positions.append(Position(part.anchor, part.trail, None, part))
-    edges = list(map(Edge, segments, keys, contents.values, positions))
+        owner, below = (place.owner, place.below) if isinstance(place, PartSlot) else (place, ())
+        places += [PartSlot(owner, (*below, one), child) for one, child in zip(segments, contents.values, strict=True)]
+    edges = list(map(Edge, segments, keys, places))
     return Branch(class_name(value), edges, sequence=contents.keys is None, functional=not mutable)
 
 
@@ -248,28 +229,28 @@ def _packed(value: Any) -> PackedNumbers | None:
     return pack_numbers(list(value) if type(value) is TrackedList else value)
 
 
-def _numbers(value: Any, packed: PackedNumbers, position: Position) -> Leaf:
+def _numbers(value: Any, packed: PackedNumbers, place: Slot) -> Leaf:
     """Return a long sequence of numbers as one value."""
-    grows = _is_growing(value, position)
+    grows = _is_growing(value, place)
     return Leaf(
-        sequence_slot(value, position),
+        sequence_slot(value, place),
         shared=grows or type(value) is not tuple,
         in_place=grows,
         packed=packed,
-        opened=partial(_container, value, position),
+        opened=partial(_container, value, place),
     )
 
 
-def _is_growing(value: Any, position: Position) -> bool:
+def _is_growing(value: Any, place: Slot) -> bool:
     """Whether a value is a list or deque whose elements can be replaced in place."""
-    return isinstance(value, list | deque) and position.part is None
+    return isinstance(value, list | deque) and not isinstance(place, PartSlot)
 
 
-def sequence_slot(value: Any, position: Position) -> Slot:
+def sequence_slot(value: Any, place: Slot) -> Slot:
     """Return the slot of all elements of a sequence; a list or deque stays the same object where it can."""
-    if not _is_growing(value, position):
-        return position.slot(value)
-    anchor, trail = _anchor(value, position)
+    if not _is_growing(value, place):
+        return place
+    anchor, trail = _anchor(value, place)
     return BoxSlot(anchor, trail, lambda: value, partial(_refill, value))
 
 
@@ -281,13 +262,13 @@ def _refill(sequence: Any, elements: Any) -> None:
         sequence.extend(elements)
 
 
-def _optimizer(value: Any, position: Position) -> View:
+def _optimizer(value: Any, place: Slot) -> View:
     """Return an optimizer as groups and values for parameters, or as the state of its own ``state_dict()``.
 
     An optimizer that drives another one, which its state may not include, has an edge to it.
     """
     inner = [(name, one) for name, one in vars(value).items() if is_optimizer(one)]
-    branch = Branch(class_name(value), _attributes(value, inner, position), optimizer=value)
+    branch = Branch(class_name(value), _attributes(value, inner, place), optimizer=value)
     if not has_own_protocol(value):
         return branch
     if any(type(one).__name__ == "DTensor" for group in value.param_groups for one in group["params"]):
@@ -295,7 +276,7 @@ def _optimizer(value: Any, position: Position) -> View:
             f"is a {class_name(value)} with a state_dict() of its own, which does not say how processes share it; save "
             "the optimizer inside it, or mark it with Untracked"
         )
-    slot = StateSlot(value, *_anchor(value, position))
+    slot = StateSlot(value, *_anchor(value, place))
     return Leaf(slot, shared=True, opened=lambda: branch)
 
 
@@ -305,36 +286,35 @@ def options_edge(optimizer: Any) -> Edge:
         {name: OptionSlot(optimizer, number, name) for name in group_options(group)}
         for number, group in enumerate(optimizer.param_groups)
     ]
-    return Edge(GROUPS, GROUPS, groups, Position(optimizer, (GROUPS,), None))
+    return Edge(GROUPS, GROUPS, Place(optimizer, (GROUPS,), groups))
 
 
 def _variable(value: Any) -> View:
-    get, change = variable_accessors(value)
-    slot = BoxSlot(value, (), get, change)
-    view = classify(get(), Position(slot.anchor, slot.trail, change))
+    slot = BoxSlot(value, (), *variable_accessors(value))
+    view = classify(slot.get(), slot)
     return Leaf(slot, shared=True) if isinstance(view, Leaf) else view
 
 
-def _keras(kind: str, value: Any, position: Position) -> View:
+def _keras(kind: str, value: Any, place: Slot) -> View:
     if kind == VARIABLE:
         return Leaf(variable_slot(value), shared=True)
     if (reason := why_not_saved(value)) is not None:
         return Unsaved(reason)
-    return Branch(class_name(value), _attributes(value, keras_children(value), position))
+    return Branch(class_name(value), _attributes(value, keras_children(value), place))
 
 
-def _plain_object(value: Any, position: Position) -> View:
+def _plain_object(value: Any, place: Slot) -> View:
     """Return the attributes of an instance of a class of the program."""
     if isinstance(value, enum.Enum):
         return Unsaved("is a member of an enumeration in a container that cannot change; keep its value, or its name")
     if not isinstance(value, types.SimpleNamespace) and (reason := why_refused(value)) is not None:
         return Unsaved(reason)
-    return Branch(class_name(value), _attributes(value, tracked_attributes(value), position))
+    return Branch(class_name(value), _attributes(value, tracked_attributes(value), place))
 
 
-def _anchor(value: object, position: Position) -> tuple[Any, Path]:
+def _anchor(value: object, place: Slot) -> tuple[Any, Path]:
     """Return the anchor for what is below an object, and the path from there to the object."""
-    return (value, ()) if _can_be_anchor(value) else (position.anchor, position.trail)
+    return (value, ()) if _can_be_anchor(value) else (place.anchor, place.trail)
 
 
 def _can_be_anchor(value: object) -> bool:
@@ -364,7 +344,3 @@ def _copy_encoded(tensor: Any, value: Any) -> None:
     torch: Any = loaded("torch")
     with torch.no_grad():  # a detached sparse tensor has indices of its own
         tensor.copy_(decode_state(value))
-
-
-def _refuse(_: Any) -> None:
-    raise TypeError("this value cannot be replaced where it is")
