@@ -653,12 +653,11 @@ def test_another_run_that_takes_the_mirror_over_is_left_alone(
 def test_a_preemption_does_not_begin_what_does_not_fit(
     tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with manager(tmp_path / "run", place) as run:
+    with manager(tmp_path / "run", hf.Mirror(place, save_interval_steps=1000)) as run:
         run.save(1, tree(1))
         arrives(run, 1)
         run._mirror._rate = 1.0  # type: ignore[union-attr]  # byte a second
-        run._mirror._triggers = ()  # type: ignore[union-attr]  # nothing is due
-        run.save(2, tree(2))
+        run.save(2, tree(2))  # is not due
         run.wait_until_finished()
         assert not run.finish_mirror(30.0)
         assert "bytes are missing there" in caplog.text
