@@ -193,7 +193,7 @@ def _shared(listed: Iterable[tuple[str, FileRecord, Entry | None]]) -> int:
 
 
 def _listed(location: Location, record: CheckpointRecord) -> list[tuple[str, FileRecord, Entry | None]]:
-    """Return the path of every file that a record names, what it says about the file, and what is there."""
+    """Return the path, the record and the entry of every file that a commit record names; None if it is missing."""
     listed: list[tuple[str, FileRecord, Entry | None]] = []
     for item in record.items.values():
         folder = location / item.folder

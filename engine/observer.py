@@ -1,4 +1,4 @@
-"""The observer of a run: what a supervisor, a rehearsal or a trace is told, and the little that it may decide.
+"""The observer of a run: it sees the points and events of the run, and may choose places, options and extra saves.
 
 A manager takes one as ``observer=``. Without it, the manager takes the observer of the process, which
 :func:`process_observer` makes: the one place where a program that was started by ``holdfast supervise`` or ``holdfast

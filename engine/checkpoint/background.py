@@ -132,7 +132,7 @@ def _report_at_exit() -> None:
 
 
 def _end(errors: list[SaveFailedError]) -> None:
-    """Report what was lost and end the process with a non-zero status."""
+    """Report the saves that were lost, and end the process with a non-zero status."""
     for error in [*errors, *(error for save in list(_unraised) if (error := save.take_error()) is not None)]:
         _logger.critical("%s", error)
         print(f"holdfast: {error}", file=sys.stderr)  # noqa: T201 - the last chance; logging may be off

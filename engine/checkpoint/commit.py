@@ -320,7 +320,7 @@ class PendingCheckpoint:
         self._lock.release()
 
     def _sync_directories(self) -> None:
-        """Make the names of all items durable, and that what was withdrawn is gone: deepest first, then around them."""
+        """Make the names of all items, and removals, durable: the deepest directories first."""
         paths = (*self.paths.values(), *_folders(self._old), *self._stale)
         inside = {parent for path in paths for parent in _parents(path)}
         for path in sorted(inside, key=lambda path: path.count("/"), reverse=True):
@@ -383,11 +383,11 @@ class PendingCheckpoint:
             raise self._lock.conflict() from error
 
     def leave(self) -> None:
-        """Leave what was written where it is: the next run removes it."""
+        """Release the lock, and leave the files to the next run, which removes them."""
         self._lock.release()
 
     def _remove(self, *, late: bool) -> bool:
-        """Remove what was written; return whether the path was still this save's."""
+        """Remove the files of this save; return whether the path still belonged to it."""
         if not self._begun or self._stays:
             return True
         if self.location.is_local and not self._claimed:

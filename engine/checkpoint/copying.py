@@ -202,7 +202,7 @@ def copy_step(
 
 
 def file_checks(location: Location, record: CheckpointRecord) -> dict[str, FileCheck]:
-    """Return what is known of every file of a checkpoint, by its path in the checkpoint's directory."""
+    """Return the sizes and checksums of every file of a checkpoint, by its path in the checkpoint's directory."""
     found = {
         f"{item.folder}/{path}": FileCheck(known)
         for item in record.items.values()

@@ -1,4 +1,4 @@
-"""The check that all processes hold the same values of what a save takes to be the same everywhere."""
+"""The check that all processes hold the same values where a save takes them to be equal."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ class Save:
 
 
 class _BegunItem:
-    """An item whose handler has begun to write it by itself."""
+    """An item that its handler, not this module, has begun to write."""
 
     def __init__(self, rest: Callable[[], Files | None]) -> None:
         self._rest = rest
@@ -242,7 +242,7 @@ class _BegunItem:
 
 
 class Primary:
-    """The only process, or process 0 of several: it makes the folders, merges what all wrote, and commits."""
+    """The only process, or process 0 of several: it makes the folders, merges the shares, and commits."""
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ class Primary:
         return record, record.shared_bytes
 
     def give_up(self, error: BaseException) -> None:
-        """Remove what was written once no process writes any more; otherwise leave that to the next run."""
+        """Remove the files once no process writes any more; otherwise leave them to the next run."""
         if self._rendezvous is None:
             self._pending.abort(error)
             return
@@ -376,7 +376,7 @@ class Worker:
         return record, int(_SHARED.unpack(content[: _SHARED.size])[0])
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the others, and say that this process writes no more."""
+        """Report the failure, and that this process writes no more."""
         if not isinstance(error, PeerFailedError):  # the others know of that already
             self._rendezvous.fail(error)
         with contextlib.suppress(Exception):  # the store itself may have failed
@@ -406,7 +406,7 @@ def _stopped_key(rendezvous: Rendezvous, process: int) -> str:
 
 
 def _take_fragment(folder: Location, process: int, size: int) -> bytes:
-    """Read what another process left, and remove it: it is no part of the checkpoint."""
+    """Read the fragment of another process, and remove its file, which is no part of the checkpoint."""
     place = folder / _fragment_name(process)
     try:
         fragment = place.read_bytes(limit=size)

@@ -192,7 +192,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         return _PreparedTree(writer, external, files) if files or external.notes else writer
 
     def _keep(self, known: _KnownPlan, structure: TreeDef | None, copies: Snapshot) -> None:
-        """Keep what was found out about a tree, once it is written."""
+        """Keep the properties of a tree for the next one, once it is written."""
         try:
             known.tree.settle(structure, copies)
         except Exception as error:  # the tree is written nevertheless
@@ -329,7 +329,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
 
 
 class _KnownPlan(NamedTuple):
-    """What is known of the tree before: it serves the next one that is alike and written in the same way."""
+    """The properties of the last tree, for the next one of the same structure that is written in the same way."""
 
     # The layout, the number of this process, how many there are, and the types that the run began with.
     key: tuple[Layout, int, int, FreshTypes | None]

@@ -1,4 +1,4 @@
-"""The right to write to the directory of a run, and its mirror: what all processes do with them together."""
+"""The ownership of the directory of a run, and its mirror: the operations that all processes do together."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _FETCH = 86400.0  # seconds that the other processes wait while process 0 fetche
 
 
 class RunAccess:
-    """The directory and the mirror of a run, the right to write to them, and what all saves share.
+    """The directory and the mirror of a run, their ownership, and the objects that all saves share.
 
     Attributes:
         run: The directory.
         mirror: The mirror; None without one, and for a manager that only reads.
-        changing: Held by the thread that begins a save, or takes the right to write.
+        changing: The lock of the thread that begins a save, or takes ownership.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RunAccess:
         """Return the facts about the run: those that were given, or those that are stored."""
         return self._metadata if self._metadata is not None else self.run.stored_metadata()
 
-    # ---- the right to write
+    # ---- ownership
 
     def check_writable(self) -> None:
         """Raise StateError where nothing may be written: by a manager that is closed, or only reads."""
@@ -67,7 +67,7 @@ class RunAccess:
             raise StateError(f"{self.run.location}: this manager was made with read_only=True")
 
     def acquire(self) -> None:
-        """Take the right to write, and remove what interrupted runs have left."""
+        """Take ownership of the directory, and remove the remains of interrupted runs."""
         self.check_writable()
         with self.changing:
             if self._acquired:
@@ -83,7 +83,7 @@ class RunAccess:
             self._start_mirror()
 
     def change(self, what: str, work: Callable[..., None], *inputs: Any) -> None:
-        """Change the directory on process 0, and then, if that went well, what the others know of it."""
+        """Change the directory on process 0, and after a success the view of it that the other processes have."""
         self.acquire()
         self.processes.decide(what, work, *inputs)
         if not self.processes.is_primary:

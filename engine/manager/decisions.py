@@ -208,7 +208,7 @@ class SyncSchedule:
         return step + max(1, int((self._interval - since) / pace / 2))
 
     def agreed(self, step: int, decision: Decision, following: int | None, *, ended: bool) -> None:
-        """Note what was agreed, and whether the last save has ended."""
+        """Note an agreement, and whether the last save has ended."""
         self._next = following
         self._answer = step, decision
         if ended:
@@ -218,7 +218,7 @@ class SyncSchedule:
             self._outcome = step + gap, 4 * gap
 
     def answer(self, step: int) -> Decision | None:
-        """Return what was agreed at a step, for those who ask again; None if nothing was."""
+        """Return the agreement at a step, for a second question about it; None if there was none."""
         return self._answer[1] if self._answer is not None and self._answer[0] == step else None
 
 
@@ -286,7 +286,7 @@ class SaveDecisions:
         if self._schedule.asks(step, metrics) or self._schedule.asks_outcome(step, self._last[0]):
             return self._agree(step, ask)
         decision = ask(self._schedule.certain)
-        answer = self._schedule.answer(step)  # of an earlier question about this step
+        answer = self._schedule.answer(step)  # None if nothing was agreed at this step
         return answer if answer is not None and answer.save and not saved else decision
 
     def _starts_at(self, step: int) -> None:

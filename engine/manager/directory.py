@@ -306,7 +306,7 @@ class RunDirectory:
         return step in self._records
 
     def read_step(self, step: int, read: Callable[[StoredItems], T]) -> T:
-        """Read the items of a step; where another process replaces it meanwhile, read what is there now."""
+        """Read the items of a step; read them again if another process replaces it meanwhile."""
         if step in self._others:
             self.record(step)  # raises the error of a damaged step
             return read(OtherItems(open_at(self.step_location(step))))
@@ -348,7 +348,7 @@ class RunDirectory:
 
     @property
     def identity(self) -> RunIdentity:
-        """Which run the directory belongs to; read again until this writer holds the right to write."""
+        """The run of the directory; read from the file until this writer owns the directory."""
         return stored_identity(self.location) if self._identity is None else self._identity
 
     def acquire(
@@ -358,7 +358,7 @@ class RunDirectory:
         *,
         spare: CheckpointRecord | None = None,
     ) -> None:
-        """Take the right to write, remove what interrupted runs left, and store the metadata and options of the run.
+        """Take ownership, remove the remains of interrupted runs, and store the metadata and options of the run.
 
         The next attempt completes an interrupted copy of ``spare``. ``belongs`` has the run of a mirror, or the mirror
         of a run, which this directory does not know itself.
@@ -411,7 +411,7 @@ class RunDirectory:
                 self._store(self._identity.with_doomed(self._series, self.doomed.minus(done)))
 
     def _doom(self, steps: Collection[int], after: int | None = None) -> None:
-        """Note, before a deletion, what the mirror has to delete, too: it would undo the deletion in the next run."""
+        """Note, before a deletion, that the mirror has to delete the steps: otherwise the next run would fetch them."""
         if self._writes and self._dooms and self._identity is not None:
             self.ownership.check()
             self._store(self._identity.with_doomed(self._series, self.doomed.plus(steps, after)))

@@ -199,7 +199,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Read the events in a file from an offset on; return them and the offset to go on from.
+    """Read the events in a file from an offset on; return them and the offset for the next call.
 
     A last line without its end is left for the next call, and a line that is no event is skipped. Of a file that is
     far beyond its limit, only the end is read.

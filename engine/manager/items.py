@@ -108,14 +108,14 @@ class ItemSet:
 
     @contextlib.contextmanager
     def steps_deleted(self) -> Iterator[None]:
-        """Note what the deletion of steps changes of the files that others share with them."""
+        """Note the changes that a deletion of steps makes to the files that other steps share with them."""
         with contextlib.ExitStack() as stack:
             for written in self._written.values():
                 stack.enter_context(written.names_removed())
             yield
 
     def damage_found(self) -> None:
-        """Share no files with the steps so far: what is damaged in one of them may be shared by others."""
+        """Share no files with the steps so far: other steps may share a damaged file."""
         for written in self._written.values():
             written.forget()
 
@@ -170,7 +170,7 @@ class ItemSet:
             )
 
     def _names(self, stored: StoredItems, wanted: Mapping[str, Any] | None) -> dict[str, str]:
-        """Return what the wanted items are called in a checkpoint, which may lack optional ones."""
+        """Return the names of the wanted items in a checkpoint, which may lack optional ones."""
         if not self._several:
             names = {ITEM: stored.only_name(self._checkpointers[ITEM].handler)}
         else:

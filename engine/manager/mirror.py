@@ -181,7 +181,7 @@ class RunMirror:
             return []
 
     def fetch(self, step: int, overwrite: bool) -> bool:
-        """Copy a step into the directory of the run, whose right to write is held; return whether it is there now."""
+        """Copy a step into the directory of the run, which this run owns; return whether it is there now."""
         run = self._run
         try:
             far = self._look()
@@ -245,7 +245,7 @@ class RunMirror:
             self._wake.notify_all()
 
     def delete(self) -> None:
-        """Delete what the run has deleted on purpose, or a later run would fetch it again."""
+        """Delete the steps that the run has deleted on purpose: otherwise a later run would fetch them."""
         self.notify()
         with self._wake:
             self._wake.wait_for(lambda: not self._run.doomed or self._error is not None, _DELETION)
@@ -287,7 +287,7 @@ class RunMirror:
         return True
 
     def status(self) -> MirrorStatus:
-        """Return what the mirror has, and what it is doing."""
+        """Return the contents and the activity of the mirror."""
         steps = self._far.steps() if self._far is not None else []
         return MirrorStatus(
             path=str(self.location),
@@ -338,7 +338,7 @@ class RunMirror:
         return newest is None or self._has(newest[1])
 
     def _tell(self) -> None:
-        """Say what is where, if the mirror lacks the newest step."""
+        """Log where the newest step is, if the mirror lacks it."""
         newest = self._newest()
         if newest is None or self._has(newest[1]):
             return
@@ -416,7 +416,7 @@ class RunMirror:
             self._follow(far)
 
     def _delete_doomed(self, far: RunDirectory) -> None:
-        """Delete what the run has deleted on purpose, the latest first; a step that it has saved again is another."""
+        """Delete the steps that the run has deleted on purpose and not saved again, the latest first."""
         doomed = self._run.settled_doomed()
         for step in reversed(far.steps_and_damaged()):
             if step in doomed and not (step in far and self._is_here(step, far.record(step))):
@@ -554,7 +554,7 @@ class RunMirror:
         return self._foreign or (self._acquired and self._far is not None and not self._far.ownership.held)
 
     def _acquire(self) -> RunDirectory:
-        """Take the right to write to the mirror; copies that were interrupted stay, if they can go on."""
+        """Take ownership of the mirror; an interrupted copy of the newest step stays, and is completed."""
         far = self._look()
         if not self._acquired:
             self._check_same_run(far)
@@ -631,7 +631,7 @@ _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()
 
 @atexit.register
 def _tell_at_exit() -> None:
-    """Say what is missing in the mirrors of managers that were not closed."""
+    """Log which steps the mirrors of managers lack that were not closed."""
     for mirror in list(_open):
         if mirror.process == os.getpid():  # a forked child has no mirror
             mirror._tell()

@@ -55,7 +55,7 @@ def option_texts(taker: type) -> dict[str, str]:
 
 
 def refuse_options(taker: str, unknown: Iterable[str], known: Collection[str]) -> None:
-    """Raise UnknownArgumentError for a name that is no option; say what another library's name is called here."""
+    """Raise UnknownArgumentError for a name that is no option; suggest the equivalent of a name of another library."""
     for name in unknown:
         only = name in CheckpointManagerOptions.__dataclass_fields__
         hint = _ONLY_MANAGERS if only else instead_of(name, known)

@@ -23,7 +23,7 @@ _logger = logging.getLogger("holdfast")
 
 
 class Ownership:
-    """The right to write to one directory."""
+    """The ownership of one directory: the right to write to it."""
 
     def __init__(self, directory: Location, clock: Clock, drain: Callable[[], None] | None = None) -> None:
         self._directory = directory
@@ -43,7 +43,7 @@ class Ownership:
         return self._process == os.getpid() and not self._lost
 
     def take(self) -> None:
-        """Take the right to write, unless it is held already."""
+        """Take ownership, unless this run has it already."""
         self.check_not_lost()
         with FileLock.handover:
             if self._process is not None:  # another thread may have called this meanwhile

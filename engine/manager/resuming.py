@@ -185,7 +185,7 @@ class Resume:
             raise
 
     def _read_everywhere(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, _Damage | None]:
-        """Read a step on all processes; return it, and what is wrong with it for any of them."""
+        """Read a step on all processes; return it, and the damage that any of them has found."""
         found = damage = None
         try:
             found = self._read(step, items, kwargs)

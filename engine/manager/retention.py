@@ -46,14 +46,14 @@ class StepInfo:
 
 
 def info_of(step: int, record: CheckpointRecord) -> StepInfo:
-    """Return what the rules see of a step with a commit record."""
+    """Return the step of a commit record as the rules see it."""
     return StepInfo(
         step=step, time=record.time, metrics=record.metrics, pinned=record.pinned, items=frozenset(record.items)
     )
 
 
 def infos_of(entries: Iterable[StepEntry]) -> list[StepInfo]:
-    """Return what the rules see of the steps of a directory; a damaged step is none."""
+    """Return the steps of a directory as the rules see them, without damaged ones."""
     return [info_of(entry.step, entry.record) for entry in entries if entry.record is not None]
 
 

@@ -226,7 +226,7 @@ class Saves:
             listener(report)
 
     def _record(self, pending: _PendingSave, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
-        """Make the commit record, at the last moment: the right to write is checked here."""
+        """Make the commit record right before the commit, after a last check of the ownership."""
         self._run.ownership.check()
         self._observer.reached("commit", pending.step)
         return CheckpointRecord(

@@ -1,4 +1,4 @@
-"""Checkpoints of any library, read as trees: which one a path stands for, and what is in it."""
+"""Checkpoints of any library, read as trees: the one that a path stands for, and its contents."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def find_steps(location: Location) -> FoundSteps:
 
 
 def described_steps(location: Location) -> FoundSteps:
-    """Return the steps of another library with records of what a manager says of its own: time, metrics and items."""
+    """Return the steps of another library with records of their times, metrics and items, for a manager."""
     found = find_steps(location)
     if found.is_native:
         return FoundSteps()

@@ -48,7 +48,7 @@ def prefix_of(series: str) -> str | None:
 
 
 def series_and_step(folder: str) -> tuple[str, int] | None:
-    """Return what the name of a folder says, or None if it is not that of a step."""
+    """Return the series and the step that a folder name stands for, or None."""
     match = STEP_FOLDER.fullmatch(folder)
     return (match[1] or "", int(match[2])) if match else None
 
@@ -111,7 +111,7 @@ def _commit_order(entry: StepEntry) -> tuple[float, str]:
 
 
 def read_entry(folder: StepEntry) -> StepEntry | None:
-    """Add the commit record to the entry of a folder, or what is wrong with it; None if there is no record."""
+    """Add the commit record, or its damage, to the entry of a folder; None if there is no record."""
     try:
         record = read_record(folder.location)
     except CheckpointNotFoundError:

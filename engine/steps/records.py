@@ -37,7 +37,7 @@ def write_late(directory: Location, folder: str, record: CheckpointRecord, metri
 
 
 class LateMetrics:
-    """What was added to the steps of one directory; a file never changes, so each is read once."""
+    """The metrics added to the steps of one directory; a file never changes, so each is read once."""
 
     def __init__(self, directory: Location) -> None:
         self._directory = directory
@@ -45,7 +45,7 @@ class LateMetrics:
         self._names: dict[str, set[str]] = {}  # the names of those files, by the folder of the step
 
     def refresh(self, exists: Callable[[str], bool]) -> set[str]:
-        """Read what was added to the steps in existing folders since the last call; return these folders."""
+        """Read the metrics added to steps in existing folders since the last call; return these folders."""
         names = set(_names(self._directory))
         for name in self._files.keys() - names:
             del self._files[name]
@@ -60,13 +60,13 @@ class LateMetrics:
         return {_folder(name) for name in unread}
 
     def of(self, folder: str) -> list[Added]:
-        """Return what was added to the checkpoint in a folder, in any order."""
+        """Return the metrics added to the checkpoint in a folder, in any order."""
         names = list(self._names.get(folder, ()))  # a copy, as another thread may refresh meanwhile
         return [added for name in names if (added := self._files.get(name)) is not None]
 
 
 def with_late(record: CheckpointRecord, added: Iterable[Added]) -> CheckpointRecord:
-    """Return a record with what was added to its checkpoint; the latest value wins."""
+    """Return a record with the metrics added to its checkpoint; the latest value wins."""
     for identity, _, metrics in sorted(added, key=lambda one: one[1]):
         if identity == record.identity:
             record = record.with_metrics(metrics)
@@ -74,7 +74,7 @@ def with_late(record: CheckpointRecord, added: Iterable[Added]) -> CheckpointRec
 
 
 def remove_late(directory: Location, folder: str) -> None:
-    """Remove what was added to a checkpoint that is gone; what is left takes no effect."""
+    """Remove the metrics added to a deleted checkpoint; a file that remains has no effect."""
     with contextlib.suppress(StorageError):
         (directory / LATE).check_not_link()
         for name in _names(directory):
