@@ -81,7 +81,7 @@ class ChunkDecoder:
             return data, f"cannot be decompressed: {error}"
 
     def check(self, values: Bytes, checksum: Bytes, indexed: int = -1) -> str:
-        """Return what is wrong with the bytes of a chunk, beside the checksum that follows them; "" if nothing is."""
+        """Return what is wrong with the bytes of a chunk, given the checksum that follows them; "" if nothing is."""
         found, expected = crc32c(values), checksum_after(checksum.tobytes())
         if found != expected:
             return f"has crc32c {found:08x}, expected {expected:08x}"

@@ -74,7 +74,7 @@ class AggregateHandler(abc.ABC):
         """Read the file.
 
         Args:
-            content: What :meth:`serialize` returned. It matches its digest, but the digest does not tell who wrote it:
+            content: What :meth:`serialize` returned. It matches its digest, which does not say who wrote it:
                 the content must not make this method run code, or take memory out of proportion to its size.
 
         Returns:

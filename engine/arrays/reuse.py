@@ -182,7 +182,7 @@ class WrittenSteps:
             return SharedFiles((chunks,))
         steady: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []
-        asked: list[tuple[int, int]] = []  # chunks whose digest may tell
+        asked: list[tuple[int, int]] = []  # chunks whose digests are compared
         shared = SharedFiles((steady, others))
         keys = shared.keys
         for chunk in chunks:

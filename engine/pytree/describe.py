@@ -82,7 +82,7 @@ def check_savable(names: Sequence[str], values: Sequence[Any]) -> None:
 def shared_memory(names: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str, str]]:
     """Return the names of jax arrays on the host that lie in the memory of other leaves, each with that of the other.
 
-    Neither jax nor numpy tells of memory that both use; the addresses do, where both arrays are leaves.
+    Neither jax nor numpy reports memory that both use; the addresses show it, where both arrays are leaves.
     """
     named = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, ArrayLeaf)]
     if not any(leaf.details["kind"] == "jax" for _, leaf in named):
@@ -115,7 +115,7 @@ def _bounds(array: NDArray[Any]) -> tuple[int, int]:
 
 
 class _Classifier:
-    """Finds the describer of each value. A tree has few types, and they take a while to tell apart."""
+    """Finds the describer of each value, once for each of the few types in a tree."""
 
     def __init__(self, pinned_bytes: int) -> None:
         self._pinned_bytes = pinned_bytes

@@ -77,7 +77,7 @@ class LeafType:
 
 
 class FreshTypes:
-    """The types of the leaves of a fresh state, by name; ``roots`` are its keys, if the tree has others beside them."""
+    """The types of the leaves of a fresh state, by name; ``roots`` are its keys, if the tree has others, too."""
 
     def __init__(self, templates: Sequence[LeafTemplate], roots: Collection[str] | None = None) -> None:
         self._types = {template.name: LeafType.of(template) for template in templates if template.kind != "any"}

@@ -137,7 +137,7 @@ class ArrayLeaf:
     shape: tuple[int, ...]  # shape of the whole array
     # Host views that cover exactly once what this process holds of the array: all of it, where `parts` is None.
     pieces: list[Piece]
-    volatile: bool  # whether other code can still change the memory of the pieces: copy them before going on
+    volatile: bool  # whether other code can still change the memory of the pieces, which then must be copied
     # For ``tree.json``: "kind" ("numpy", "numpy_scalar", "jax", "key", "torch", "bool", "int", "float", "complex") and
     # what that kind adds, but neither dtype nor shape.
     details: Details

@@ -75,7 +75,7 @@ def pack_numbers(value: object) -> PackedNumbers | None:
 
 
 def _packed(items: list[Any], kinds: set[Any]) -> tuple[str, NDArray[Any] | None] | None:
-    """Return the name of the elements if they can be packed, and the array where it was needed to tell."""
+    """Return the name of the elements if they can be packed, and the array where the test needed it."""
     try:
         if len(kinds) == 1:
             (kind,) = kinds

@@ -31,7 +31,7 @@ _COMMON_TYPES = {"uint8", "int8", "int16", "int32", "int64", "uint16", "uint32",
 _TINY = re.compile("u?int[1-7]")  # torch has names for integers of less than a byte, but no operations on them
 _PAIRED = {"complex32": "float16"}  # stored as real and imaginary part, in one more axis
 _ON_HOST = {"cpu", "meta"}
-_ASYNCHRONOUS = {"cuda", "xpu"}  # devices whose copies to the host go on in the background
+_ASYNCHRONOUS = {"cuda", "xpu"}  # devices that copy to the host in the background
 _SMALL = 1 << 15  # elements; torch copies a tensor of as many with threads of its own
 
 

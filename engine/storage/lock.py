@@ -1,4 +1,4 @@
-"""Locks on files: they tell a process that is alive from one that has died, however it died.
+"""Locks on files, which distinguish a live process from a dead one.
 
 The operating system releases a lock when its process dies. Object stores and some network file systems have no locks;
 there, the file holds a token, the latest writer wins, and an earlier one finds another token before it commits.
@@ -97,7 +97,7 @@ class FileLock:
 
 
 def locked_elsewhere(place: Location) -> bool:
-    """Return whether another process has locked a local file; False where that cannot be told."""
+    """Return whether another process has locked a local file; False where that is unknown."""
     try:
         descriptor = open_own(place, os.O_RDONLY)
     except OSError:
