@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...engine.arrays import SavedLeaf
@@ -48,44 +49,44 @@ def build(
     return value
 
 
+@dataclass(eq=False)
 class _Building:
     """Constructs the components of one call; one that several specs refer to is constructed once."""
 
-    def __init__(self, root: SavedComponent, base: type, permissions: Permissions, fallback: bool) -> None:
-        self._root = root
-        self._base = base
-        self._permissions = permissions
-        self._fallback = fallback
-        self._made: dict[Path, Any] = {}
-        self._under_way: set[Path] = set()
+    root: SavedComponent
+    base: type
+    permissions: Permissions
+    fallback: bool
+    made: dict[Path, Any] = field(default_factory=dict)
+    under_way: set[Path] = field(default_factory=set)
 
     def make(self, saved: SavedComponent, base: type, overrides: Mapping[str, Any]) -> Any:
-        if saved.path in self._under_way:
+        if saved.path in self.under_way:
             raise DamagedCheckpointError(
                 f"{saved.location}: its constructor spec needs the component itself, or one that does"
             )
-        self._under_way.add(saved.path)
+        self.under_way.add(saved.path)
         description = saved.description
         kind = self._class(description.type, base, str(saved.location))
         spec = description.constructor
         if kind is None or spec is None:
-            if kind is not None and not overrides and not self._fallback:
+            if kind is not None and not overrides and not self.fallback:
                 raise OptionError(
                     f"{saved.location}: the constructor arguments of {description.type} were not saved: "
                     f"{description.obstacle}. Make it yourself and call restore_from_path, or pass them by name"
                 )
             return construct(kind or base, (), overrides, str(saved.location))
         value = self._construct(kind, spec, overrides, str(saved.location))
-        self._under_way.discard(saved.path)
+        self.under_way.discard(saved.path)
         return value
 
     def _class(self, path: str, base: type, where: str) -> Any | None:
         if current_name(path) == import_path(base) or was_main(path, base):
             return base
         try:
-            kind = self._permissions.resolve(path, where, made=True)
+            kind = self.permissions.resolve(path, where, made=True)
         except (NotAllowedError, OptionError):
-            if self._fallback and base is self._base:
+            if self.fallback and base is self.base:
                 _logger.warning("%s: %s is unknown; fallback=True makes a %s", where, path, base.__qualname__)
                 return None
             raise
@@ -97,7 +98,7 @@ class _Building:
         return kind
 
     def _construct(self, kind: Any, spec: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> Any:
-        decoder = SpecDecoder(self._permissions, self._component, self._nested, where)
+        decoder = SpecDecoder(self.permissions, self._component, self._nested, where)
         signature = _signature(kind)
         try:
             bound = signature.bind_partial(*spec["args"], **spec["kwargs"])
@@ -143,19 +144,19 @@ class _Building:
     def _component(self, reference: str) -> Any:
         """Return the component that a spec refers to by its path in the tree that was saved."""
         goal = tuple(segment for segment in reference.split("/") if segment)
-        start = self._root.description.path
-        saved = descend(self._root, goal[len(start) :]) if goal[: len(start)] == start else None
+        start = self.root.description.path
+        saved = descend(self.root, goal[len(start) :]) if goal[: len(start)] == start else None
         if saved is None:
             return Missing(f"it is the component {format_component_path(goal)}, which is not part of what is loaded")
-        if saved.path not in self._made:
-            self._made[saved.path] = self.make(saved, object, {})
-        return self._made[saved.path]
+        if saved.path not in self.made:
+            self.made[saved.path] = self.make(saved, object, {})
+        return self.made[saved.path]
 
     def _nested(self, content: Any) -> Any:
         """Make an object from a spec that is part of another one."""
         spec = check_spec(content.get("constructor") if isinstance(content, dict) else content)
-        where = str(self._root.location)
-        kind = self._permissions.resolve(content.get("class"), where, made=True)
+        where = str(self.root.location)
+        kind = self.permissions.resolve(content.get("class"), where, made=True)
         if not isinstance(kind, type):
             raise TypeError(f"{content.get('class')!r:.80} is not a class")
         return self._construct(kind, spec, {}, where)

@@ -258,14 +258,16 @@ def construct(kind: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: 
         raise ConstructorFailed(error) from None
 
 
+@dataclasses.dataclass(eq=False)
 class SpecDecoder:
-    def __init__(
-        self, permissions: Permissions, component: Callable[[str], Any], nested: Callable[[Any], Any], where: str
-    ) -> None:
-        self._permissions = permissions
-        self._component = component
-        self._nested = nested
-        self._where = where
+    """Makes arguments from a spec; callbacks find components by their paths, and make objects from nested specs."""
+
+    permissions: Permissions
+    component: Callable[[str], Any]
+    nested: Callable[[Any], Any]
+    where: str
+
+    def __post_init__(self) -> None:
         self._missing: list[str] = []
         self._kinds: dict[str, Callable[[Any, int], Any]] = {
             "float": lambda value, _: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[value],
@@ -280,11 +282,11 @@ class SpecDecoder:
             "slice": lambda value, depth: slice(*self._all(as_list(value, 3), depth)),
             "path": lambda value, _: FilePath(as_text(value)),
             "namespace": lambda value, depth: types.SimpleNamespace(**self._keywords(value, depth)),
-            "component": lambda value, _: self._noted(self._component(as_text(value))),
-            _NESTED: lambda value, _: self._nested(value),
+            "component": lambda value, _: self._noted(self.component(as_text(value))),
+            _NESTED: lambda value, _: self.nested(value),
             "enum": self._enum,
             "partial": self._partial,
-            "name": lambda value, _: self._permissions.resolve(value, self._where),
+            "name": lambda value, _: self.permissions.resolve(value, self.where),
             "object": self._object,
             "dtype": lambda value, _: dtype_from_name(as_text(value)),
             "array": lambda value, _: _decoded_array(value),
@@ -307,7 +309,7 @@ class SpecDecoder:
             if isinstance(error, DamagedCheckpointError | FormatVersionError | OptionError):
                 raise
             raise DamagedCheckpointError(
-                f"{self._where}: the constructor spec holds {value!r:.120}, which cannot be decoded: {error!r:.200}"
+                f"{self.where}: the constructor spec holds {value!r:.120}, which cannot be decoded: {error!r:.200}"
             ) from error
 
     def _decode(self, value: Any, depth: int) -> Any:
@@ -342,7 +344,7 @@ class SpecDecoder:
 
     def _enum(self, value: Any, _: int) -> Any:
         path, name = as_list(value, 2)
-        kind = self._permissions.resolve(path, self._where)
+        kind = self.permissions.resolve(path, self.where)
         if not isinstance(kind, type) or not issubclass(kind, enum.Enum):
             raise ValueError(f"{path} is not an enumeration")
         return kind[as_text(name)]
@@ -356,10 +358,10 @@ class SpecDecoder:
 
     def _object(self, value: Any, depth: int) -> Any:
         path, fields = as_list(value, 2)
-        kind = self._permissions.resolve(path, self._where, made=True)
+        kind = self.permissions.resolve(path, self.where, made=True)
         if not isinstance(kind, type):
             raise ValueError(f"{path} is not a class")
-        return construct(kind, (), self._keywords(fields, depth), self._where)
+        return construct(kind, (), self._keywords(fields, depth), self.where)
 
 
 def on_this_machine(name: str, value: Any) -> Any:

@@ -131,38 +131,28 @@ class KeepPatterns:
             )
 
 
+@dataclass(eq=False)
 class _Restore:
     """One restore: every state is read, and so verified, before anything changes."""
 
-    def __init__(
-        self,
-        target: LiveComponent,
-        saved: SavedComponent,
-        keep: Keep | None,
-        *,
-        strict: bool,
-        fresh: bool,
-        fitting: bool,
-        modes: bool,
-    ) -> None:
-        self._target = target
-        self._keep = keep
-        self._saved = saved
-        self._strict = strict
-        self._fresh = fresh
-        self._fitting = fitting
-        self._modes = modes
-        self._origins = self._match(target)
+    target: LiveComponent
+    saved: SavedComponent
+    keep: Keep | None
+    strict: bool
+    fresh: bool
+    fitting: bool
+    modes: bool
+
+    def __post_init__(self) -> None:
+        self._origins = self._match(self.target)
         missing = self._missing()
-        if strict and missing:
-            raise TreeMismatchError(
-                f"{saved.location} does not have all components of the program (strict=True); nothing was changed:",
-                missing,
-            )
-        live = paths_of(target.root)
+        if self.strict and missing:
+            headline = "does not have all components of the program (strict=True); nothing was changed:"
+            raise TreeMismatchError(f"{self.saved.location} {headline}", missing)
+        live = paths_of(self.target.root)
         self._states = {path: _read_state(origin, live[path]) for path, origin in self._origins.items()}
-        if isinstance(keep, KeepPatterns):
-            self._check(keep)
+        if isinstance(self.keep, KeepPatterns):
+            self._check(self.keep)
         self._done: dict[Path, OwnReport] = {}
         self._before: list[tuple[LiveComponent, Any]] = []
         self._asked: dict[Path, Any] = {}  # states of remote components before the restore, requested at once
@@ -182,7 +172,7 @@ class _Restore:
                     elsewhere.setdefault(goal, origin)
             found[one.path] = saved
 
-        visit(target, self._saved)
+        visit(target, self.saved)
         known = paths_of(target.root)
         for goal, origin in elsewhere.items():
             if goal not in found and goal in known:
@@ -191,7 +181,7 @@ class _Restore:
 
     def _missing(self) -> list[str]:
         """Return the components of the program that the checkpoint does not have, under the names they have here."""
-        here = list(self._target.walk())
+        here = list(self.target.walk())
         within = {one.path for one in here}
         every = [(one.path, one.path) for one in here]
         every += [(path, goal) for one in here for path, goal in one.same.items() if goal not in within]
@@ -200,10 +190,10 @@ class _Restore:
     def _same(self, saved: SavedComponent, path: Path) -> SavedComponent | None:
         """Return a component that was saved under another path of the tree, as it was the same object."""
         goal = saved.description.same.get(path)
-        start = self._saved.description.path
+        start = self.saved.description.path
         if goal is None or goal[: len(start)] != start:
             return None
-        return descend(self._saved, goal[len(start) :])
+        return descend(self.saved, goal[len(start) :])
 
     def _check(self, keep: KeepPatterns) -> None:
         """Raise an error if a pattern matches no saved value, also of components that are yet to be made."""
@@ -211,9 +201,9 @@ class _Restore:
             if isinstance(state, StoredGraph):
                 kept_paths(state, self._within(path) or keep)
         matched = {origin.path for origin in self._origins.values()}
-        for saved in all_components(self._saved):
+        for saved in all_components(self.saved):
             if saved.path not in matched:
-                path = (*self._target.path, *saved.path[len(self._saved.path) :])
+                path = (*self.target.path, *saved.path[len(self.saved.path) :])
                 for name in flatten(saved.state()).names:
                     keep((*path, *name.split(".")), None)
         keep.check()
@@ -221,14 +211,14 @@ class _Restore:
     def run(self) -> ComponentReport:
         """Give every component its state, and then those that exist only since another has got its own."""
         try:
-            live = paths_of(self._target.root)
-            if not self._fresh:  # After the last one, nothing can fail any more.
+            live = paths_of(self.target.root)
+            if not self.fresh:  # After the last one, nothing can fail any more.
                 remote = [live[path] for path in [*self._origins][:-1] if is_remote(live[path].value)]
                 self._asked = own_states(remote, snapshot=True, partial=True)
             for path in self._origins:
                 self._set(live[path], self._states.pop(path), last=not self._states)
             while new := self._new_origins():
-                live = paths_of(self._target.root)
+                live = paths_of(self.target.root)
                 for path, origin in new.items():
                     self._set(live[path], _read_state(origin, live[path]), last=False)
             self._forget_moments()
@@ -236,22 +226,22 @@ class _Restore:
             self._undo()
             raise
         report = self._report()
-        if self._strict and not report.complete:
+        if self.strict and not report.complete:
             raise TreeMismatchError(
-                f"{self._saved.location} and the program do not match (strict=True); what both have was restored:",
+                f"{self.saved.location} and the program do not match (strict=True); what both have was restored:",
                 report.problems(),
             )
         return report
 
     def _new_origins(self) -> dict[Path, SavedComponent]:
         """Return the saved components for live ones that did not exist before."""
-        self._target = refreshed(self._target)
-        new = {path: origin for path, origin in self._match(self._target).items() if path not in self._done}
+        self.target = refreshed(self.target)
+        new = {path: origin for path, origin in self._match(self.target).items() if path not in self._done}
         self._origins.update(new)
         return new
 
     def _set(self, one: LiveComponent, state: Any, *, last: bool) -> None:
-        if not last and not self._fresh:
+        if not last and not self.fresh:
             known = one.path in self._asked
             before = self._asked[one.path] if known else own_state(one, snapshot=True, partial=True)
             self._before.append((one, before))
@@ -260,11 +250,11 @@ class _Restore:
             self._done[one.path] = OwnReport()
         else:
             kept = self._within(one.path)
-            self._done[one.path] = set_default_state(one, state, kept, fitting=self._fitting, modes=self._modes)
+            self._done[one.path] = set_default_state(one, state, kept, fitting=self.fitting, modes=self.modes)
 
     def _within(self, above: Path) -> Keep | None:
         """Return the same for paths within a component."""
-        keep = self._keep
+        keep = self.keep
         return None if keep is None else lambda path, leaf: keep((*above, *path), leaf)
 
     def _undo(self) -> None:
@@ -293,16 +283,16 @@ class _Restore:
         fresh = [tensor for one in self._done.values() for tensor in one.fresh]
         if not fresh:
             return
-        live = paths_of(self._target.root)
+        live = paths_of(self.target.root)
         for path, one in self._done.items():
             different = {**one.different, **{line: line for line in forget_moments(live[path], fresh)}}
             self._done[path] = dataclasses.replace(one, different=different)
 
     def _report(self) -> ComponentReport:
         used = {origin.path for origin in self._origins.values()}
-        _, *below = all_components(self._saved)
+        _, *below = all_components(self.saved)
         return ComponentReport(
-            checkpoint=str(self._saved.location),
+            checkpoint=str(self.saved.location),
             restored=tuple(map(format_component_path, self._done)),
             missing=tuple(self._missing()),
             unused=tuple(format_component_path(one.path) for one in below if not _is_used(one, used)),
@@ -312,10 +302,10 @@ class _Restore:
         )
 
     def _separate(self) -> Iterator[tuple[str, str]]:
-        start, by_path = self._saved.description.path, paths_of(self._target.root)
+        start, by_path = self.saved.description.path, paths_of(self.target.root)
         for path, origin in self._origins.items():
             for relative, goal in origin.description.same.items():
-                other = (*self._target.path, *goal[len(start) :])
+                other = (*self.target.path, *goal[len(start) :])
                 pair = by_path.get((*path, *relative)), by_path.get(other)
                 if goal[: len(start)] == start and None not in pair and pair[0] is not pair[1]:
                     yield format_component_path((*path, *relative)), format_component_path(other)

@@ -376,19 +376,17 @@ class _Loader:
         return found
 
 
+@dataclass(frozen=True, slots=True)
 class _LaterPiece:
     """A `Piece` that is all of an array, read each time that it is needed."""
 
-    __slots__ = ("_loader", "_name", "start")
-
-    def __init__(self, name: str, start: tuple[int, ...], loader: _Loader) -> None:
-        self.start = start
-        self._name = name
-        self._loader = loader
+    name: str
+    start: tuple[int, ...]
+    loader: _Loader
 
     @property
     def array(self) -> NDArray[Any]:
-        return self._loader.array(self._name)
+        return self.loader.array(self.name)
 
 
 def _with_empties(node: TreeDef, kept: Iterator[bool]) -> TreeDef:

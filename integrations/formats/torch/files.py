@@ -18,6 +18,7 @@ import zipfile
 import zlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -268,10 +269,10 @@ def without_objects(tree: Any, left_out: list[str], pickle_bytes: int, needed: t
     return found
 
 
+@dataclass
 class _Walk:
-    def __init__(self, left_out: list[str], visits: int) -> None:
-        self.left_out = left_out
-        self.visits = visits
+    left_out: list[str]
+    visits: int  # how many nodes may still be visited
 
     def visit(self, value: Any, path: str, depth: int) -> Any:
         self.visits -= 1

@@ -13,6 +13,7 @@ import abc
 import io
 import pickletools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from ....engine.errors import DamagedCheckpointError
@@ -28,15 +29,13 @@ class Name(NamedTuple):
         return f"{self.module}.{self.attribute}"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Inert:
     """A call that a pickle asks for, and that the interpreter does not make."""
 
-    __slots__ = ("arguments", "name", "state")
-
-    def __init__(self, name: Name, arguments: tuple[Any, ...]) -> None:
-        self.name = name
-        self.arguments = arguments
-        self.state: Any = None  # what ``BUILD`` adds: usually the dictionary of attributes
+    name: Name
+    arguments: tuple[Any, ...]
+    state: Any = None  # what ``BUILD`` adds: usually the dictionary of attributes
 
 
 class Stateful(abc.ABC):
