@@ -1,4 +1,4 @@
-"""Construction of components from a checkpoint: made by their constructor specs, and given their states."""
+"""Construction of components from a checkpoint: from their constructor specs, with their states."""
 
 from __future__ import annotations
 

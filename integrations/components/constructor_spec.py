@@ -1,4 +1,4 @@
-"""Constructor specs: the arguments of a constructor as JSON, written, and read back without trust in the content.
+"""Constructor specs: the arguments of a constructor as JSON, which is read without trust in its content.
 
 JSON's own values stand for themselves; every object of JSON has one key, which names its kind: ``{"tuple": [...]}``,
 ``{"dict": [[key, value], ...]}``, ``{"component": "learner/p0"}``. Nothing here is Python code, pickled or otherwise.

@@ -1,4 +1,4 @@
-"""A saved tree of components restored into a running one, or into a part of it."""
+"""Restores of saved trees of components into running ones, or into parts of them."""
 
 from __future__ import annotations
 

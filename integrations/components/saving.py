@@ -1,4 +1,4 @@
-"""A tree of components saved: made ready, so that every error shows before anything is written, then written as one.
+"""Saves of trees of components: prepared first, so that errors show before anything is written, and committed as one.
 
 Its metadata says where it comes from: the versions of libraries, and the commit of the program's git repository.
 """

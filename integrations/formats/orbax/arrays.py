@@ -1,6 +1,6 @@
 """Arrays of other writers, read by TensorStore: zarr of both versions, in OCDBT databases or plain directories.
 
-All arrays are opened at once and read at once, within a bound on the bytes that are under way.
+All arrays are opened concurrently, and read concurrently within a bound on the bytes in memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Folders of torch.distributed.checkpoint: ``.metadata`` and the ``*.distcp`` files beside it, read without torch.
 
 ``.metadata`` is a pickle of dataclasses of ``torch.distributed.checkpoint.metadata`` and ``.filesystem``; only their
-names and attributes are read, nothing is imported. Nested keys come back where the metadata has their paths, as those
-of the default planner; elsewhere an entry's whole name is one key.
+names and attributes are read, nothing is imported. Nested keys are restored where the metadata has their paths, as the
+default planner writes them; elsewhere an entry's whole name is one key.
 """
 
 from __future__ import annotations

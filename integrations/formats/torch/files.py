@@ -1,4 +1,4 @@
-"""Files of ``torch.save``, Lightning's ``.ckpt`` among them: written, and read without torch or running anything.
+"""Files of ``torch.save``, such as Lightning's ``.ckpt``: written with torch, read without torch or running anything.
 
 They are zip archives with records that are not compressed, one for the pickle (``data.pkl``) and one for each storage
 (``data/0``, ...), below a folder whose name does not matter (``torch.serialization`` describes them).
