@@ -14,7 +14,7 @@ import io
 import pickletools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from ....engine.errors import DamagedCheckpointError
 
@@ -69,42 +69,37 @@ def unpickle(
 ) -> Any:
     """Return the object of a pickle; ``persistent`` finds the objects outside of it by their identities."""
     machine = _Machine(builders, persistent)
+    content, push = io.BytesIO(data), machine.stack.append
     try:
-        for opcode, argument, position in pickletools.genops(io.BytesIO(data)):
-            machine.position = position or 0
-            action = _ACTIONS.get(opcode.name)
-            if action is None:
-                machine.fail(f"it has the opcode {opcode.name}, which data does not need")
-            action(machine, argument)
+        for opcode, argument, _ in pickletools.genops(content):
+            if opcode.name in _PUSHED:  # Most opcodes: a look-up and a call for each would take longer.
+                push(argument)
+            elif (action := _ACTIONS.get(opcode.name)) is not None:
+                action(machine, argument)
+            else:
+                raise ValueError(f"it has the opcode {opcode.name}, which data does not need")
         return machine.pop()
     except DamagedCheckpointError:
         raise
     # A name with a backslash is worth a warning to pickletools, which a program may turn into an error.
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, Warning) as error:
-        raise DamagedCheckpointError(f"the pickle is damaged at byte {machine.position}: {error}") from error
+        raise DamagedCheckpointError(f"the pickle is damaged at byte {content.tell()}: {error}") from error
 
 
 class _Machine:
     """The stack, the memo, and what the opcodes do with them."""
 
     def __init__(self, builders: Mapping[Name, Builder], persistent: Callable[[Any], Any] | None) -> None:
-        self.position = 0  # of the opcode that is being interpreted
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
         self.builders = builders
         self.persistent = persistent
 
-    def fail(self, what: str) -> NoReturn:
-        raise DamagedCheckpointError(f"the pickle is damaged at byte {self.position}: {what}")
-
     # ---- the stack
-
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
 
     def top(self) -> Any:
         if not self.stack or self.stack[-1] is _MARK:
-            self.fail("an opcode finds the stack empty")
+            raise ValueError("an opcode finds the stack empty")
         return self.stack[-1]
 
     def pop(self) -> Any:
@@ -118,18 +113,22 @@ class _Machine:
         while start >= 0 and stack[start] is not _MARK:
             start -= 1
         if start < 0:
-            self.fail("an opcode finds no mark on the stack")
+            raise ValueError("an opcode finds no mark on the stack")
         found = stack[start + 1 :]
         del stack[start:]
         return found
 
     def pop_last(self, count: int) -> list[Any]:
-        return [self.pop() for _ in range(count)][::-1]
+        found = self.stack[-count:]
+        if len(found) < count or any(value is _MARK for value in found):
+            raise ValueError("an opcode finds the stack empty")
+        del self.stack[-count:]
+        return found
 
     def recall(self, key: int) -> None:
         if key not in self.memo:
-            self.fail(f"it refers to object {key}, which does not exist")
-        self.push(self.memo[key])
+            raise ValueError(f"it refers to object {key}, which does not exist")
+        self.stack.append(self.memo[key])
 
     def memoize(self, key: int | None) -> None:
         self.memo[len(self.memo) if key is None else key] = self.top()
@@ -138,64 +137,64 @@ class _Machine:
 
     def integer(self, value: int) -> None:
         if value.bit_length() > _LONGEST_INT:
-            self.fail(f"it holds an integer of {value.bit_length()} bits")
-        self.push(value)
+            raise ValueError(f"it holds an integer of {value.bit_length()} bits")
+        self.stack.append(value)
 
     def name(self, module: Any, attribute: Any) -> None:
         if type(module) is not str or type(attribute) is not str:
-            self.fail("a name in it is not text")
+            raise ValueError("a name in it is not text")
         # Protocol 2, which torch writes, calls this module as Python 2 did.
-        self.push(Name("builtins" if module == "__builtin__" else module, attribute))
+        self.stack.append(Name("builtins" if module == "__builtin__" else module, attribute))
 
     def call(self, function: Any, arguments: Any, keywords: Any = None) -> None:
         if type(arguments) is not tuple or not isinstance(function, Name | Inert):
-            self.fail("it calls something that is not a name")
+            raise ValueError("it calls something that is not a name")
         if keywords:
             arguments = (*arguments, keywords)
         if isinstance(function, Inert):  # a class or function that is pickled as code
-            self.push(Inert(function.name, arguments))
+            self.stack.append(Inert(function.name, arguments))
         else:
             builder = self.builders.get(function)
-            self.push(Inert(function, arguments) if builder is None else builder(*arguments))
+            self.stack.append(Inert(function, arguments) if builder is None else builder(*arguments))
 
     def persist(self, identity: Any) -> None:
         if self.persistent is None:
-            self.fail("it refers to an object outside")
-        self.push(self.persistent(identity))
+            raise ValueError("it refers to an object outside")
+        self.stack.append(self.persistent(identity))
 
     def append(self, items: list[Any]) -> None:
         target = self.top()
         if isinstance(target, list):
             target.extend(items)
         elif not isinstance(target, Inert):
-            self.fail(f"it appends to a {type(target).__name__}")
+            raise ValueError(f"it appends to a {type(target).__name__}")
 
     def add(self, items: list[Any]) -> None:
         target = self.top()
         if isinstance(target, set):
             target.update(map(self.key, items))
         elif not isinstance(target, Inert):
-            self.fail(f"it adds to a {type(target).__name__}")
+            raise ValueError(f"it adds to a {type(target).__name__}")
 
     def update(self, items: list[Any]) -> None:
         target = self.top()
         if len(items) % 2:
-            self.fail("a key has no value")
+            raise ValueError("a key has no value")
         if isinstance(target, dict):
             for index in range(0, len(items), 2):
                 target[self.key(items[index])] = items[index + 1]
         elif not isinstance(target, Inert):
-            self.fail(f"it sets a key of a {type(target).__name__}")
+            raise ValueError(f"it sets a key of a {type(target).__name__}")
 
     def dictionary(self, items: list[Any]) -> None:
-        self.push({})
+        self.stack.append({})
         self.update(items)
 
     def key(self, value: Any) -> Any:
         # Hashing tuples of shared tuples would not end, and deep ones would overflow the interpreter's stack.
         inner = value if type(value) is tuple else (value,)
         if any(isinstance(item, tuple | frozenset) and type(item) is not Name for item in inner):
-            self.fail("it has a key, or an element of a set, that is a container of containers")
+            raise ValueError("it has a key, or an element of a set, that is a container of containers")
         return value
 
     def build(self, state: Any) -> None:
@@ -205,44 +204,43 @@ class _Machine:
         elif isinstance(target, Inert):
             target.state = state
         elif not isinstance(target, dict):  # A dictionary is its entries; attributes of its class do not matter.
-            self.fail(f"it sets the state of a {type(target).__name__}")
+            raise ValueError(f"it sets the state of a {type(target).__name__}")
 
 
-_PUSHED = ("BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8") + (
-    ("BINBYTES", "SHORT_BINBYTES", "BINBYTES8")
-)
-
-# By the names of the opcodes, what each does with its argument; the STOP at the end leaves its value on the stack.
+# Opcodes that push their argument.
+_PUSHED = frozenset({"BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}) | {
+    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8")
+}
+# By the names of the others, what each does with its argument; the STOP at the end leaves its value on the stack.
 _ACTIONS: dict[str, Callable[[_Machine, Any], object]] = {
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda *_: None),
-    **dict.fromkeys(_PUSHED, _Machine.push),
     **dict.fromkeys(("LONG1", "LONG4"), _Machine.integer),
     **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.recall),
     **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), _Machine.memoize),
-    "NONE": lambda m, _: m.push(None),
-    "NEWTRUE": lambda m, _: m.push(True),
-    "NEWFALSE": lambda m, _: m.push(False),
-    "BYTEARRAY8": lambda m, data: m.push(bytes(data)),
-    "MARK": lambda m, _: m.push(_MARK),
+    "NONE": lambda m, _: m.stack.append(None),
+    "NEWTRUE": lambda m, _: m.stack.append(True),
+    "NEWFALSE": lambda m, _: m.stack.append(False),
+    "BYTEARRAY8": lambda m, data: m.stack.append(bytes(data)),
+    "MARK": lambda m, _: m.stack.append(_MARK),
     "POP": lambda m, _: m.stack.pop(),
     "POP_MARK": lambda m, _: m.pop_mark(),
-    "DUP": lambda m, _: m.push(m.top()),
-    "EMPTY_LIST": lambda m, _: m.push([]),
-    "LIST": lambda m, _: m.push(m.pop_mark()),
+    "DUP": lambda m, _: m.stack.append(m.top()),
+    "EMPTY_LIST": lambda m, _: m.stack.append([]),
+    "LIST": lambda m, _: m.stack.append(m.pop_mark()),
     "APPEND": lambda m, _: m.append(m.pop_last(1)),
     "APPENDS": lambda m, _: m.append(m.pop_mark()),
-    "EMPTY_TUPLE": lambda m, _: m.push(()),
-    "TUPLE": lambda m, _: m.push(tuple(m.pop_mark())),
-    "TUPLE1": lambda m, _: m.push(tuple(m.pop_last(1))),
-    "TUPLE2": lambda m, _: m.push(tuple(m.pop_last(2))),
-    "TUPLE3": lambda m, _: m.push(tuple(m.pop_last(3))),
-    "EMPTY_DICT": lambda m, _: m.push({}),
+    "EMPTY_TUPLE": lambda m, _: m.stack.append(()),
+    "TUPLE": lambda m, _: m.stack.append(tuple(m.pop_mark())),
+    "TUPLE1": lambda m, _: m.stack.append(tuple(m.pop_last(1))),
+    "TUPLE2": lambda m, _: m.stack.append(tuple(m.pop_last(2))),
+    "TUPLE3": lambda m, _: m.stack.append(tuple(m.pop_last(3))),
+    "EMPTY_DICT": lambda m, _: m.stack.append({}),
     "DICT": lambda m, _: m.dictionary(m.pop_mark()),
     "SETITEM": lambda m, _: m.update(m.pop_last(2)),
     "SETITEMS": lambda m, _: m.update(m.pop_mark()),
-    "EMPTY_SET": lambda m, _: m.push(set()),
+    "EMPTY_SET": lambda m, _: m.stack.append(set()),
     "ADDITEMS": lambda m, _: m.add(m.pop_mark()),
-    "FROZENSET": lambda m, _: m.push(frozenset(map(m.key, m.pop_mark()))),
+    "FROZENSET": lambda m, _: m.stack.append(frozenset(map(m.key, m.pop_mark()))),
     "GLOBAL": lambda m, names: m.name(*names.split(" ", 1)),
     "STACK_GLOBAL": lambda m, _: m.name(*m.pop_last(2)),
     "REDUCE": lambda m, _: m.call(*m.pop_last(2)),
