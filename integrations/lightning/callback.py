@@ -101,7 +101,7 @@ class CheckpointCallback(ResumingCallback):
             keeps; roughly one an hour for ``"1h"``.
         keep_steps: Keep the checkpoints of these steps.
         mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with an interval and limits of its own:
-            steps are copied there in the background, and a run goes on from the newest step of both places.
+            steps are copied there in the background, and a run resumes from the newest step of both places.
         reuse_unchanged: Do not write arrays again that have not changed: a step shares their data files, by hard links,
             with the step before the last one; S3 and Google copy them. Every step stays whole and can be copied or
             deleted.
