@@ -1,11 +1,11 @@
-"""The options that training callbacks have in common: those of every manager, and what only callbacks have."""
+"""The options of training callbacks: those of every manager, and those that only callbacks have."""
 
 from __future__ import annotations
 
 import difflib
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
 from ..engine.clock import Clock, Duration, seconds
@@ -17,7 +17,10 @@ from ..engine.storage import Place, as_location
 Resume = Literal["auto", "must", "never", "best"] | int
 Partial = Literal["initialize"] | None
 Reshard = Callable[[str, Sequence[Any], int, int], Any]
-"""Makes the state of one process from those of all processes that saved: of a name, the states, an index, a count."""
+"""A function that makes the state of one process from the states of all processes that saved.
+
+It is called with a name, the saved states, the index of the process and the number of processes.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,23 +70,20 @@ class CallbackOptions(CheckpointOptions):
         return PyTreeCheckpointHandler(compression=self.compression)
 
     def preemption_signals(self) -> tuple[signal.Signals, ...]:
-        """Return the signals that announce a preemption.
-
-        Raises:
-            OptionError: There is no such signal, or no process can handle it.
-        """
+        """Return the signals that announce a preemption; refuse names of signals that no process can handle."""
         names = [self.signals] if isinstance(self.signals, str) else list(self.signals)
         return tuple(dict.fromkeys(_signal(name) for name in names))
 
     def manager_options(self) -> CheckpointManagerOptions:
         """Return the same options for a :class:`~holdfast.CheckpointManager`."""
-        shared = {one.name: getattr(self, one.name) for one in fields(CheckpointOptions)}
-        return CheckpointManagerOptions(**shared if self.has_triggers else {**shared, **self.DEFAULT_TRIGGER})
+        names = {one.name for one in fields(self)} & {one.name for one in fields(CheckpointManagerOptions)}
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return CheckpointManagerOptions(**given, **{} if self.has_triggers else self.DEFAULT_TRIGGER)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramOptions(CallbackOptions):
-    """What callbacks take that a program makes: the rest of what a manager takes, and what counts in a resume."""
+    """Options that only a program can give a callback: the other options of a manager, and the rules of a resume."""
 
     clock: Clock | None = None
     metadata: Mapping[str, Any] | None = None
@@ -99,18 +99,7 @@ class ProgramOptions(CallbackOptions):
         if self.hyperparameters not in ("saved", "program"):
             raise OptionError(f"hyperparameters={self.hyperparameters!r} must be 'saved' or 'program'")
         super().__post_init__()
-        self.manager_options()  # which checks the others
-
-    def manager_options(self) -> CheckpointManagerOptions:
-        """Return the same options for a manager."""
-        return replace(
-            super().manager_options(),
-            keep_checkpoints_without_metrics=self.keep_checkpoints_without_metrics,
-            item_intervals=self.item_intervals or {},
-            step_prefix=self.step_prefix,
-            save_timeout_secs=self.save_timeout_secs,
-            barrier_timeout_secs=self.barrier_timeout_secs,
-        )
+        self.manager_options()  # This checks the options of the manager.
 
 
 def _signal(name: Any) -> signal.Signals:

@@ -1,12 +1,12 @@
-"""Worker processes outlive the signals of a preemption, and end with the process that they work for.
+"""Lets worker processes survive the signals of a preemption, and end with their parent process.
 
 Schedulers send SIGTERM to every process of a job. The process that trains survives it and saves, but only if the
-processes that load its data survive, too. Every way to start such processes leads through ``multiprocessing``, whose
-``Process.start`` is wrapped: a process that is started while signals are watched runs inside :class:`_Worker`, which
+processes that load its data survive, too. ``multiprocessing`` starts all such processes. While a callback watches for
+signals, this module wraps its ``Process.start``: a process that is started then runs inside :class:`_Worker`, which
 ignores those signals, whichever start method is used.
 
-A worker still ends when its parent calls ``terminate()``, which sends SIGTERM as well, as multiprocessing does with all
-that are left at the end of a program: a pipe tells the one from the other. And it ends when its parent has ended.
+A worker still ends when its parent calls ``terminate()``, which sends SIGTERM as well, and when multiprocessing does so
+at the end of a program: the parent tells the worker through a pipe. A worker also ends when its parent has ended.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, Protocol
 
-_INTERVAL = 1.0  # seconds between two looks at whether the parent is still there
+_INTERVAL = 1.0  # seconds between two checks whether the parent is alive
 
 
 class Watcher(Protocol):
-    """Something that survives signals."""
+    """An object that handles signals, such as a callback."""
 
     @property
-    def signals(self) -> Collection[int]:
-        """The signals."""
-        ...
+    def signals(self) -> Collection[int]: ...
 
 
 _watchers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -43,15 +41,17 @@ _original_start = multiprocessing.process.BaseProcess.start
 
 
 def protect_workers(watcher: Watcher) -> None:
-    """Let the processes that are started from now on survive the signals that ``watcher`` survives."""
+    """Let the processes that are started from now on survive the signals that ``watcher`` handles."""
     _watchers.add(watcher)
     if multiprocessing.process.BaseProcess.start is _original_start:
         multiprocessing.process.BaseProcess.start = _start  # type: ignore[assignment, method-assign]
 
 
 def expose_workers(watcher: Watcher) -> None:
-    """End what :func:`protect_workers` began, for processes that are started from now on."""
+    """Stop protecting processes that are started from now on."""
     _watchers.discard(watcher)
+    if not _watchers and multiprocessing.process.BaseProcess.start is _start:
+        multiprocessing.process.BaseProcess.start = _original_start  # type: ignore[method-assign]
 
 
 def exposed_workers() -> list[multiprocessing.process.BaseProcess]:
@@ -65,7 +65,7 @@ def _start(process: multiprocessing.process.BaseProcess) -> None:
         _original_start(process)
         return
     told, tell = multiprocessing.Pipe(duplex=False)
-    # A process is born with the signals blocked that are blocked here, and lets them in when it is ready for them.
+    # The new process inherits the blocked signals, and unblocks them when its handlers are in place.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     vars(process)["run"] = _Worker(process.run, signals, signals - blocked, told)
     try:
@@ -80,20 +80,20 @@ def _start(process: multiprocessing.process.BaseProcess) -> None:
 
 
 class _Terminate:
-    """Ends a worker, in the place of the method of the object that multiprocessing keeps for it."""
+    """Replaces the method ``terminate`` of the object that multiprocessing keeps for a worker."""
 
     def __init__(self, original: Callable[[], None], tell: Connection) -> None:
         self._original = original
         self._tell = tell
 
     def __call__(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # The worker has ended.
             self._tell.send_bytes(b"end")
         self._original()
 
 
 class _Worker:
-    """Runs a worker, in the place of the method ``run`` of its process; it is pickled where processes are spawned."""
+    """Replaces the method ``run`` of a process; it is pickled where processes are spawned."""
 
     def __init__(self, run: Callable[[], None], signals: set[int], unblock: set[int], told: Connection) -> None:
         self._run = run
@@ -116,7 +116,7 @@ class _Worker:
             signal.signal(number, self._on_signal)
 
     def _handle_signals_after_torch(self) -> None:
-        """Put the handlers back when a loader of torch or torchdata has put its own in their place, in C."""
+        """Restore the handlers after a loader of torch or torchdata has replaced them by its own, in C."""
         module: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
         original = getattr(module, "_set_worker_signal_handlers", None)
         if original is None:
@@ -124,7 +124,7 @@ class _Worker:
 
         def set_handlers() -> None:
             original()
-            self._status = 0  # with which its own handler ends a process whose parent wants that
+            self._status = 0  # torch's own handler ends a process with this status.
             self._handle_signals()
 
         module._set_worker_signal_handlers = set_handlers
@@ -137,7 +137,7 @@ class _Worker:
             os.kill(os.getpid(), number)
         elif not self._follows:
             self._follows = True
-            # threading would take a lock that the code which is interrupted here may hold.
+            # The interrupted code may hold a lock that threading would acquire.
             _thread.start_new_thread(self._end_with_parent, ())
 
     def _end_with_parent(self) -> None:

@@ -18,14 +18,14 @@ from ...engine.manager import BestFn, BestMode, Mirror, described, refuse_option
 from ...engine.sources import Misfits, Weights, load_weights
 from ...engine.storage import Location, Place
 from ..loop import (
-    AgreedStop,
     OwnStop,
     PreemptionSignal,
     Stop,
     announce,
+    barrier_exit,
     check_resume,
-    part,
     resume_step,
+    stop_of,
     warn_of_misfits,
 )
 from ..options import Partial, Reshard, Resume
@@ -310,7 +310,7 @@ class CheckpointCallback(ResumingCallback):
         if stage != "fit":
             redirect_resume(trainer, lambda path: None if is_left_alone(trainer, path) else path)
             self._take_over_signals(trainer)
-            self._evaluation = self._stop(trainer, getattr(trainer, f"{trainer.state.fn.value}_loop"))
+            self._evaluation = self._stop(getattr(trainer, f"{trainer.state.fn.value}_loop"))
             self._evaluation.begin()
             return
         if trainer.fast_dev_run:
@@ -347,7 +347,7 @@ class CheckpointCallback(ResumingCallback):
             self._published.update(self._store.manager)  # a process that was killed may not have done it
         self._searches.begin(trainer)
         self._take_over_signals(trainer)
-        stop = self._stop(trainer, trainer.fit_loop.epoch_loop.val_loop)
+        stop = self._stop(trainer.fit_loop.epoch_loop.val_loop)
         if isinstance(stop, OwnStop):  # Several processes agree as soon as training has begun, after the first batch.
             self._evaluation = stop
         self._saver = FitSaver(
@@ -464,11 +464,8 @@ class CheckpointCallback(ResumingCallback):
 
         self._signals = Signals(trainer, self._preemption, finish)
 
-    def _stop(self, trainer: Any, evaluation: Any) -> Stop:
-        group = self._store.processes.rendezvous("where to stop")
-        if group is None:
-            return OwnStop(self._preemption)
-        return AgreedStop(group, self._preemption, lambda: sum(evaluation.max_batches), self._store.processes.timeout)
+    def _stop(self, evaluation: Any) -> Stop:
+        return stop_of(self._store.processes, self._preemption, lambda: sum(evaluation.max_batches))
 
     def _leave_evaluation(self, trainer: Any) -> None:
         if self._evaluation is not None and self._evaluation.in_validation():
@@ -509,7 +506,7 @@ class CheckpointCallback(ResumingCallback):
         finally:
             saver.detach(orderly=orderly)
             if orderly:
-                part(self._store.processes)
+                barrier_exit(self._store.processes)
             saver.announce()
         if has_begun and saver.has_started:
             ended = "preempted" if isinstance(error, Preempted) else "failed" if error is not None else "finished"

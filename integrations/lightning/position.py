@@ -22,7 +22,6 @@ from .wall import (
     LoopHooks,
     callbacks_of,
     clear_restart,
-    data_fetcher,
     end_epoch,
     end_restart,
     finish_epoch,
@@ -32,7 +31,6 @@ from .wall import (
     loaders_of,
     reloaded_at_epoch,
     restart_in_validation,
-    set_callback_metrics,
     set_reloaded_at_epoch,
 )
 
@@ -61,6 +59,7 @@ class Position:
     def __init__(self, trainer: Any, hooks: LoopHooks) -> None:
         self._trainer = trainer
         self._fit = trainer.fit_loop
+        self.fetcher: Any = None  # the data fetcher of the present epoch
         self._epoch: dict[str, Any] = {}
         self._switches = ModuleSwitches(trainer.lightning_module)
         self._before_validation: tuple[dict[str, Any], dict[str, int]] | None = None
@@ -91,7 +90,7 @@ class Position:
 
     def capture(self, point: Point) -> dict[str, Any]:
         """Return the position as a tree that a checkpoint can hold; the run has just finished ``point``."""
-        fetcher = data_fetcher(self._fit)
+        fetcher = self.fetcher
         before = self._before_validation if point == "validation" else None
         now, counts = before or (self._now(), None)
         position: dict[str, Any] = {
@@ -178,7 +177,7 @@ class Position:
 
     def _batches_start(self, original: Callable[[Any], None], fetcher: Any) -> None:
         saved, self._saved = self._saved, None
-        self._drawing = None
+        self.fetcher, self._drawing = fetcher, None
         if saved is not None:
             self._find_batch(saved, fetcher)
             original(fetcher)
@@ -221,7 +220,7 @@ class Position:
         if self._drawing is None or not (states := self._drawing.after()):
             return
         noted = self._epoch.setdefault("restarts", {})
-        noted.setdefault(data_fetcher(self._fit).fetched, {}).update(states)
+        noted.setdefault(self.fetcher.fetched, {}).update(states)
         if len(noted) > MOST:
             self._drawing = None
             if not self._has_too_many_draws and self._trainer.is_global_zero:
@@ -338,7 +337,7 @@ class Position:
         for name, value in saved.get("buffers", {}).items():
             if name in buffers:
                 buffers[name].copy_(value)
-        set_callback_metrics(self._trainer, saved["callback_metrics"])
+        self._trainer.callback_metrics.update(saved["callback_metrics"])
         self._switches.restore(saved.get("switched", ""))
         if validation := saved.get("validation"):
             self._restore_validation_loaders(validation)

@@ -14,7 +14,7 @@ from ...engine.clock import seconds
 from ...engine.errors import SaveFailedError, StateError, shortened
 from ...engine.manager import event_scalars, guarded
 from ...engine.sources import Misfits
-from ..loop import PreemptionSignal, Stop, TensorVersions, announce, part, unfinished_neighbour, warn_of_misfits
+from ..loop import PreemptionSignal, Stop, TensorVersions, announce, barrier_exit, unfinished_neighbour, warn_of_misfits
 from .arguments import CallbackArguments
 from .fitting import Fitting
 from .io import ResumePath
@@ -28,11 +28,9 @@ from .wall import (
     callbacks_of,
     can_stop_early,
     checkpoint_connector,
-    data_fetcher,
     dump_checkpoint,
     has_done_all_batches,
     is_accumulating,
-    set_callback_metrics,
 )
 
 logger = logging.getLogger("holdfast")
@@ -129,7 +127,7 @@ class FitSaver:
         self._say("nothing left to do after step %d in %s%s", step, self._store.directory, why)
         late = self._store.manager.metrics(step) if step in self._store.manager.all_steps() else None
         found = {name: torch.tensor(value) for name, value in (late or {}).items() if isinstance(value, int | float)}
-        set_callback_metrics(self._trainer, {**self._metrics, **found})
+        self._trainer.callback_metrics.update({**self._metrics, **found})
 
     def detach(self, *, orderly: bool) -> None:
         """Stop watching; ``orderly`` is False when training ends with an exception."""
@@ -217,7 +215,7 @@ class FitSaver:
         step, stop = self._trainer.global_step, self._stop.after_batch()
         self._seen = step
         self.notice_metrics()
-        complete = has_done_all_batches(self._fit) or data_fetcher(self._fit).done
+        complete = has_done_all_batches(self._fit) or self._position.fetcher.done
         if step == self._saved or not complete:
             if stop:
                 self._leave()
@@ -368,7 +366,7 @@ class FitSaver:
             left = self._preemption.seconds_left(None if grace is None else seconds(grace))
             self._store.manager.finish_mirror(left)
         finally:
-            part(self._store.processes)
+            barrier_exit(self._store.processes)
         self._say("preempted: stopping after step %d in %s", self._trainer.global_step, self._store.directory)
         leave(self._trainer, self._preemption)
 

@@ -91,7 +91,7 @@ class Copies:
         self._memory: dict[_Path, torch.Tensor] = {}
 
     def of(self, checkpoint: dict[str, Any], *, without: str = "") -> dict[str, Any]:
-        """Return a copy of all containers and arrays, in the memory of the last copy; one entry may be left out."""
+        """Return a copy of all containers and arrays, in the memory of the last copy, except tensors in ``without``."""
         return {name: self._copy(value, (name,), without) for name, value in checkpoint.items()}
 
     def _copy(self, value: Any, path: _Path, without: str) -> Any:

@@ -25,16 +25,16 @@ from ...engine.errors import StateError
 
 logger = logging.getLogger("holdfast")
 
-NAMES = {  # that are not documented, by the object of a trainer that has them
+NAMES = {  # the undocumented names, by the object of a trainer that has them
     "": ("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_signal_connector"),
     "_checkpoint_connector": (
         *("_hpc_resume_path", "_loaded_checkpoint", "_parse_ckpt_path", "dump_checkpoint"),
         *("restore_loops", "restore_lr_schedulers", "resume_start"),
     ),
-    "_logger_connector": ("_callback_metrics", "_first_loop_iter"),
+    "_logger_connector": ("_first_loop_iter",),
     "_signal_connector": ("_original_handlers", "received_sigterm", "register_signal_handlers", "teardown"),
     "fit_loop": (
-        *("_can_stop_early", "_combined_loader", "_data_fetcher", "_last_train_dl_reload_epoch"),
+        *("_can_stop_early", "_combined_loader", "_last_train_dl_reload_epoch"),
         *("_load_combined_loader_states", "_should_accumulate", "on_advance_end", "on_advance_start", "run"),
         *("epoch_progress", "on_iteration_done"),
     ),
@@ -204,7 +204,7 @@ def finish_epoch(progress: Any) -> None:
 
 
 def end_epoch(progress: Any) -> None:
-    """Count the epoch of a loop that was saved within it, as the last thing before its end."""
+    """Count the epoch of a loop that was saved within it, where the run has ended there."""
     for tracker in (progress.total, progress.current):
         tracker.processed = tracker.ready
     finish_epoch(progress)
@@ -262,23 +262,14 @@ def dump_checkpoint(trainer: Any) -> dict[str, Any]:
     return found
 
 
-def set_callback_metrics(trainer: Any, metrics: Mapping[str, Any]) -> None:
-    """Add to ``trainer.callback_metrics``."""
-    trainer._logger_connector._callback_metrics.update(metrics)
-
-
 def running_averages(trainer: Any) -> Any:
     """Return what ``self.log(..., on_epoch=True)`` has accumulated in the epoch, by name."""
     return trainer.fit_loop.epoch_loop._results
 
 
 def keep_running_averages(trainer: Any) -> None:
-    """Let the averages go on: in the first batch of an epoch, Lightning begins all anew, and this is not the first."""
+    """Keep Lightning from resetting the averages, as it does at the first batch of an epoch."""
     trainer._logger_connector._first_loop_iter = True
-
-
-def data_fetcher(fit: Any) -> Any:
-    return fit._data_fetcher
 
 
 def loaders_of(loop: Any) -> list[Any]:
@@ -296,13 +287,13 @@ def iterator_of(combined: Any) -> Any:
 
 
 def begin_counting(combined: Any) -> None:
-    """Forget, after the first batch, that a loader had ended: it began with its state at the end of an epoch."""
+    """Forget, after the first batch, that a loader had ended, as its state was that of the end of an epoch."""
     if hasattr(combined._iterator, "_consumed"):
         combined._iterator._consumed = [False] * len(combined.flattened)
 
 
 def reloaded_at_epoch(loop: Any) -> Any:
-    """Return the epoch in which a loop has made its data loaders anew last."""
+    """Return the epoch in which a loop last created its data loaders."""
     return getattr(loop, _reload_name(loop))
 
 
@@ -329,7 +320,7 @@ def can_stop_early(fit: Any) -> bool:
 
 
 def restart_in_validation(fit: Any) -> None:
-    """Make the loop be entered although the batch is done, and validate."""
+    """Let the loop run although the batch is done, and validate."""
     forget_unfinished(fit.epoch_loop.val_loop.batch_progress)
     fit.epoch_loop.val_loop._has_run = False
     fit.epoch_loop._restarting = True
@@ -349,7 +340,7 @@ def averages_models(strategy: Any) -> bool:
 
 
 def broadcasts_buffers(strategy: Any) -> bool:
-    """Return whether each process goes on with the buffers of process 0."""
+    """Return whether the processes synchronize their buffers with process 0."""
     return bool(getattr(strategy, "_ddp_kwargs", {"broadcast_buffers": False}).get("broadcast_buffers", True))
 
 
@@ -388,7 +379,7 @@ def is_search_file(path: object) -> bool:
 
 
 class Searches:
-    """The searches of one callback's trainers, and the attributes that they set."""
+    """The searches of a callback's trainers, and the attributes that they set."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -460,7 +451,7 @@ def _set_instead(trainer: Any, finder: Any, found: Mapping[str, Any], *_: Any, *
         _set(trainer, name, found[name])
         if hasattr(finder, "optimal_batch_size"):
             finder.optimal_batch_size = found[name]
-            # Loaders that the module's optimizers asked for have the program's own batch size.
+            # Loaders that ``configure_optimizers`` has created have the program's own batch size.
             trainer.fit_loop._combined_loader = trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
 
 

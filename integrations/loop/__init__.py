@@ -1,4 +1,4 @@
-"""The callback of any training loop, and what it shares with those of trainers: when to resume, preemption."""
+"""The callback for any training loop, and the rules of resuming and preemption that other callbacks share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .objects import TensorVersions
 from .preemption import WITHOUT_GRACE, GraceCheck, PreemptionSignal
 from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour, warn_of_misfits
 from .states import LoopArguments, StateAdapter
-from .stopping import AgreedStop, OwnStop, Stop, part
+from .stopping import AgreedStop, OwnStop, Stop, barrier_exit, stop_of
 
 __all__ = [
     "WITHOUT_GRACE",
@@ -26,9 +26,10 @@ __all__ = [
     "TensorVersions",
     "all_steps",
     "announce",
+    "barrier_exit",
     "check_resume",
-    "part",
     "resume_step",
+    "stop_of",
     "unfinished_neighbour",
     "warn_of_misfits",
 ]

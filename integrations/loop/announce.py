@@ -1,4 +1,4 @@
-"""The one line about a run that everyone should see: it starts fresh, resumes, is preempted, has nothing left to do."""
+"""The lines about a run that every user should see: it starts fresh, resumes, is preempted, has nothing left to do."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ logger = logging.getLogger("holdfast")
 
 
 def announce(text: str, *args: object, shown: bool = True) -> None:
-    """Log a line at INFO, and write it to stderr where the application has not configured logging.
-
-    Args:
-        text: The line, with ``%`` formats for the arguments, as loggers take them.
-        *args: The arguments.
-        shown: False on processes other than the first, whose line is only logged.
-    """
+    """Log a line at INFO; process 0 also writes it to stderr if the application has not configured logging."""
     logger.info(text, *args)
     if shown and not _is_configured() and sys.stderr is not None:
         sys.stderr.write(f"holdfast: {text % args}\n")
@@ -23,10 +17,10 @@ def announce(text: str, *args: object, shown: bool = True) -> None:
 
 
 def _is_configured() -> bool:
-    """Return whether the application has said what becomes of log lines: by a handler, a level, or by disabling them.
+    """Return whether the application has configured logging: by a handler, a level, or by disabling it.
 
     Without handlers, Python itself writes only warnings, to stderr.
     """
     root = logging.getLogger()
-    levels = logger.level == logging.NOTSET and root.level == logging.WARNING  # as in a program that says nothing
+    levels = logger.level == logging.NOTSET and root.level == logging.WARNING  # Python's defaults
     return logger.hasHandlers() or logger.disabled or root.manager.disable >= logging.INFO or not levels

@@ -1,4 +1,4 @@
-"""Attributes of torch modules and optimizers that steps change, and that no ``state_dict()`` has."""
+"""Attributes of torch modules and optimizers that steps change, and that ``state_dict()`` lacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Values = Mapping[str, tuple[Any, Any]]  # by path: the value, and the version of
 def unsaved_attributes(objects: Iterable[tuple[str, Any]]) -> Values:
     """Return numbers and tensors of modules and optimizers that a checkpoint leaves out, as ``state_dict()`` does.
 
-    Objects that say themselves what their state is are not among them, nor those of torch. ``objects`` come with paths.
+    ``objects`` come with paths. Objects that define their own state are left out, and so are those of torch.
     """
     found: dict[str, tuple[Any, Any]] = {}
     for path, value in objects:
@@ -27,7 +27,7 @@ def unsaved_attributes(objects: Iterable[tuple[str, Any]]) -> Values:
 
 
 def changed(before: Values, now: Values) -> list[str]:
-    """Return the paths of what has changed, or was none before."""
+    """Return the paths of the values that have changed."""
     return [path for path, one in now.items() if path in before and before[path] != one]
 
 
@@ -39,7 +39,7 @@ def _decides_itself(part: Any) -> bool:
 
 
 def _changing(part: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the numbers, tensors, and tuples and lists of tensors of an object, and None, which may become one."""
+    """Return the attributes that are numbers, tensors, tuples or lists of tensors, or None, which may become one."""
     found: dict[str, tuple[Any, Any]] = {}
     for name, value in tracked_attributes(part):
         if type(value) in (int, float, type(None)):
@@ -50,7 +50,7 @@ def _changing(part: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def _tensors(value: Any) -> list[Any]:
-    """Return a tensor, or those in a tuple or list of nothing else, unless an optimizer changes them."""
+    """Return a tensor, or those in a tuple or list of tensors, unless an optimizer changes them."""
     values = list(value) if isinstance(value, list | tuple) else [value]
     return values if all(is_torch_tensor(one) and not _is_trained(one) for one in values) else []
 

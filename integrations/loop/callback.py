@@ -31,7 +31,7 @@ from .preemption import WITHOUT_GRACE, GraceCheck, PreemptionSignal
 from .resuming import all_steps, check_resume, peek, restore, unfinished_neighbour, warn_of_misfits
 from .states import STATE, LoopArguments, StateAdapter, check_depth
 from .steps import StepSaver, check_metrics
-from .stopping import AgreedStop, Stop, part
+from .stopping import AgreedStop, OwnStop, Stop, barrier_exit, stop_of
 
 logger = logging.getLogger("holdfast")
 
@@ -244,11 +244,11 @@ class CheckpointCallback:
         self._manager.events.has_callback = True
         if options.grace_secs is not None:
             self._manager.add_listener(GraceCheck(seconds(options.grace_secs)))
-        self._adapter: StateAdapter = StateAdapter()  # until a state is seen
+        self._adapter: StateAdapter = StateAdapter()  # until the first state
         self._saver = StepSaver(self._manager, self._adapter)
         self._is_adapted = False
         self._preemption = PreemptionSignal(options.preemption_signals())
-        self._stop: Stop | None = None  # of several processes that torch.distributed connects
+        self._stop: Stop = OwnStop(self._preemption)  # until the processes are connected
         self._generators = GlobalGenerators() if options.global_generators else None
         self._names: frozenset[str] = frozenset()
         self._begun = False
@@ -381,7 +381,7 @@ class CheckpointCallback:
             raise StateError(missing_extras(self._names - extras.keys()))
         self._saver.update(step, state, metrics, self._with_generators(extras))
         decision = self._manager.decide(step, metrics=metrics)
-        if self._stop.after_batch() if self._stop is not None else self._preemption.reached():
+        if self._stop.after_batch():
             return self._on_preemption(decision.save, decision.reason)
         if not decision.save:
             return _NOTHING_DUE
@@ -427,8 +427,8 @@ class CheckpointCallback:
         orderly = False
         try:
             try:
-                # Of several processes perhaps only one has received the signal after the last step.
-                preempted = self._preemption.received and self._stop is None
+                # Perhaps only one of several processes has received the signal after the last step.
+                preempted = self._preemption.received and isinstance(self._stop, OwnStop)
                 if not self._saver.is_saved and (self._options.save_at_end or preempted):
                     self._saver.save_at_end()
             finally:
@@ -457,17 +457,16 @@ class CheckpointCallback:
             self._manager.finish_mirror(WITHOUT_GRACE)
             self._manager.close()
         except Exception:
-            # The exception under way matters more; this one must not take its place.
+            # The exception under way matters more, so this one must not replace it.
             logger.exception("a save failed while the training loop was ending with %s", type(error).__name__)
         finally:
             self._end(orderly=False)
 
     def _end(self, *, orderly: bool) -> None:
         self._preemption.restore()
-        if self._stop is not None:
-            self._stop.end(orderly=orderly)
-            if orderly:
-                part(self._manager.processes)
+        self._stop.end(orderly=orderly)
+        if orderly and isinstance(self._stop, AgreedStop):
+            barrier_exit(self._manager.processes)
 
     def _restore_or_initialize(self, state: Any, like: Any, extras: dict[str, Any]) -> tuple[Any, int]:
         resume, place = self._options.resume, self._options.init_from
@@ -490,7 +489,7 @@ class CheckpointCallback:
                 every = self._with_generators(extras)
                 restored = restore(self._manager, adapter, initial, every, self._options)
         except BaseException:
-            self._begun = False  # or the loop could go on without what it has not restored
+            self._begun = False  # Otherwise the loop could continue without what it has not restored.
             raise
         if restored is None:
             directory = self._manager.directory
@@ -516,7 +515,7 @@ class CheckpointCallback:
         announce(text, *args, shown=self._manager.processes.is_primary)
 
     def _adapt(self, state: Any) -> StateAdapter:
-        """Get to know the kind of the state, once."""
+        """Choose the adapter for the first state."""
         if not self._is_adapted:
             check_depth(state)
             self._adapter = adapter_for(state, None if self._options.partial is None else Misfits())
@@ -527,13 +526,13 @@ class CheckpointCallback:
 
     def _extras_handler(self) -> PyTreeCheckpointHandler:
         handler = self._options.tree_handler()
-        handler.optional = True  # trees of components have the item only if there are extras
+        handler.optional = True  # Trees of components have the item only if there are extras.
         return handler
 
     def _check_order(self, step: int) -> None:
         """Raise OptionError if the step is before the last one, unless the program has restored an earlier one."""
         if (restored := self._manager.resumed_from) != self._went_on_from:
-            self._went_on_from = restored  # None again after a save
+            self._went_on_from = restored  # None after a save
             self._reported = self._reported if restored is None else restored
         if self._reported is not None and step < self._reported:
             raise OptionError(
@@ -544,7 +543,7 @@ class CheckpointCallback:
         self._reported = step
 
     def _announce_first_save(self) -> None:
-        """Say when the first save will be, where the program has not said when to save."""
+        """Announce the time of the first save, if the program has set no trigger."""
         if self._options.has_triggers:
             return
         minutes = seconds(self._options.DEFAULT_TRIGGER["save_interval_secs"]) / 60
@@ -553,11 +552,11 @@ class CheckpointCallback:
         self._announce(text, minutes, end)
 
     def _with_generators(self, extras: dict[str, Any]) -> dict[str, Any]:
-        """Return the extras with the global generators, last, so that they have the last word in a restore."""
+        """Return the extras with the global generators, last, as a restore of other extras may draw from them."""
         return extras if self._generators is None else {**extras, GLOBAL_GENERATORS: self._generators}
 
     def _begin_steps(self, state: Any, extras: Mapping[str, Any]) -> None:
-        """Set the global generators, when everything else is restored, and note what steps will change."""
+        """Set the global generators, when everything else is restored, and begin to watch the state."""
         self._saver.watch(state, extras)
         missing = [] if self._generators is None else self._generators.begin()
         if missing:
@@ -569,11 +568,9 @@ class CheckpointCallback:
         if self._closed:
             raise StateError(f"the callback for {self._manager.directory} is closed; make a new one")
         self._preemption.install()
-        if self._stop is None and not self._preemption.is_agreed:
-            group = self._manager.processes.rendezvous("where to stop")
-            if group is not None:
-                self._stop = AgreedStop(group, self._preemption, lambda: 0.0, self._manager.processes.timeout)
-                self._stop.begin()
+        if isinstance(self._stop, OwnStop):
+            self._stop = stop_of(self._manager.processes, self._preemption)
+            self._stop.begin()
         self._begun = True
 
     def _begin_without_restore(self, state: Any) -> None:
@@ -588,10 +585,10 @@ class CheckpointCallback:
                 "restore_or_initialize before the loop, or choose another directory"
             )
         self._adapt(state)
-        self._begin_steps((), {})  # what it was before the first step is not known
+        self._begin_steps((), {})  # The state before the first step is not known.
 
     def _on_preemption(self, due: bool, why: str) -> StepOutcome:
-        if self._should_stop:  # asked before, and the loop goes on: save by the ordinary rules
+        if self._should_stop:  # The loop continues although it was asked to stop: save by the ordinary rules.
             if due:
                 self._saver.save(why)
             return StepOutcome(due, why, should_stop=True)

@@ -36,7 +36,7 @@ GLOBAL_GENERATORS = "global_generators"
 
 
 def tree_of(extra: Any) -> Any:
-    """Return what a checkpoint holds of one extra: a snapshot of stateful objects, the values of anything else."""
+    """Return the tree of one extra for a checkpoint: a snapshot of a stateful object, otherwise its values."""
     if is_nnx(extra):
         return to_tree(extra)
     return state_of(extra) if is_stateful(extra) else extra
@@ -47,18 +47,18 @@ def changes_in_place(extra: Any) -> bool:
 
 
 def moves(extra: Any) -> bool:
-    """Return whether a snapshot of the extra is taken at every step: of what a loop may draw from before it ends."""
+    """Return whether every step takes a snapshot of the extra, as a loop may draw from it before it ends."""
     return (changes_in_place(extra) and not is_versioned(extra)) or is_stream(extra)
 
 
 def is_own(extra: Any) -> bool:
-    """Return whether each of several processes has its own, such as the position of its data iterator."""
+    """Return whether each of several processes has an extra of its own, such as the position of its data iterator."""
     return changes_in_place(extra) or is_plain(extra)
 
 
 def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
     """Return the extras that are restored into the types, dtypes and shardings of what was passed."""
-    # Stateful objects and plain data may change their structure, as a list grows, so they come back as saved.
+    # Stateful objects and plain data may change their structure, as a list grows, so they are restored as saved.
     return {
         name: to_tree(extra)
         for name, extra in extras.items()
@@ -67,13 +67,13 @@ def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fresh_extras(extras: Mapping[str, Any]) -> FreshTypes | None:
-    """Return the types of the extras that a run begins with, of those that are restored into a template."""
+    """Return the types, at the start of the run, of the extras that are restored into a template."""
     templates = templates_of(extras)
     return PyTreeCheckpointHandler().fresh_types(templates, list(templates)) if templates else None
 
 
 def restore_extras(step: int, state: Any, extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return by name the same object where it was changed in place, and the restored value otherwise."""
+    """Restore the extras, and return by name the object if it was changed in place, otherwise the restored value."""
     values = {name: saved[name] for name in extras}
     for name, extra in sorted(extras.items(), key=lambda item: not begins_epoch(item[1])):
         if is_nnx(extra):
@@ -122,10 +122,7 @@ def _tell_of_ended_epoch(name: str, uncounted: Sequence[str], unknown: Sequence[
 
 
 def check_extras(extras: Mapping[str, Any]) -> None:
-    """Raise OptionError for names that are taken, and for iterators and loaders without a state; warn of lost records.
-
-    The first save may be an hour away.
-    """
+    """Raise OptionError for reserved names, and for iterators and loaders without a state; warn of lost records."""
     if taken := [name for name in extras if name in _TAKEN]:
         raise OptionError(
             f"an extra cannot be called {taken[0]!r}, as the callback uses this name itself; choose another name"
@@ -150,7 +147,7 @@ def check_extras(extras: Mapping[str, Any]) -> None:
 
 
 def check_no_options(extras: Mapping[str, Any]) -> None:
-    """Raise OptionError for an extra with the name of an option, which was meant for the constructor."""
+    """Raise OptionError for an extra with the name of an option, which belongs to the constructor."""
     if not _OPTIONS.isdisjoint(extras):
         name = min(_OPTIONS & extras.keys())
         raise OptionError(
@@ -180,6 +177,6 @@ def check_names(extras: Mapping[str, Any], saved: Mapping[str, Any], where: str)
 
 
 def missing_extras(names: Collection[str]) -> str:
-    """Return the message about extras that were restored and are not passed on."""
+    """Return the message about extras that were restored and that on_step lacks."""
     listed = ", ".join(f"{name}=" for name in sorted(names))
     return f"restore_or_initialize was given {listed} but on_step was not: pass it at every step, so that it is saved"

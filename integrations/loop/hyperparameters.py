@@ -1,14 +1,15 @@
-"""Hyperparameters in a state: what the program sets, what was saved, and which of them counts.
+"""Hyperparameters in a state: those of the program, those that were saved, and the choice between them.
 
-The options of torch's optimizers, such as learning rates, and what ``optax.inject_hyperparams`` keeps are part of a
-state, so a restore replaces them. What a schedule moves is no difference; the rate that it began with is one.
+The options of torch's optimizers, such as learning rates, and the values that ``optax.inject_hyperparams`` keeps are
+part of a state, so a restore replaces them. A value that a schedule changes is no difference, but its initial rate is.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from .trees import TreeAdapter
 _SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "base_momentum", "max_momentum", "max_lr", "min_lr")
 _INJECTED, _MOVED = "hyperparams", "hyperparams_states"
 
-Groups = Mapping[tuple[str, int, str], Any]  # by the optimizer's path, the group's index and the option
+Groups = Mapping[tuple[str, int, str], Any]  # by the path of the optimizer, the index of the group, and the option
 
 
 class Hyperparameters:
@@ -42,7 +43,7 @@ class Hyperparameters:
             self._leaves |= initial.values(abstract)
 
     def settle(self, state: Any, extras: Mapping[str, Any], counting: str, *, shown: bool) -> Any:
-        """Return the restored state with the hyperparameters that count, ``"saved"`` or ``"program"``; name others."""
+        """Return the restored state with the hyperparameters that count, ``"saved"`` or ``"program"``; log others."""
         if not (differing := self.differences(state, extras)):
             return state
         is_mine = counting == "program"
@@ -53,7 +54,7 @@ class Hyperparameters:
         return state
 
     def differences(self, state: Any, extras: Mapping[str, Any]) -> list[str]:
-        """Return what differs from the restored ones, for people."""
+        """Return a readable line for each hyperparameter that differs from the restored one."""
         groups, found = _options(state, extras), []
         for place, mine in self._groups.items():
             saved = _plain(groups.get(place, mine))
@@ -78,7 +79,7 @@ class Hyperparameters:
                     place = (path, index, option)
                     if place in self._groups and place not in moved:
                         _set(group, option, self._groups[place])
-        for _, schedule in _schedules(state, extras):
+        for schedule in _schedules(state, extras):
             groups_of = schedule.optimizer.param_groups
             if all("initial_lr" in group for group in groups_of):
                 schedule.base_lrs = [_plain(group["initial_lr"]) for group in groups_of]
@@ -90,7 +91,7 @@ class Hyperparameters:
         return self._adapter.from_tree(state, unflatten(flat.structure, leaves))
 
     def _is_moved(self, place: tuple[str, int, str], groups: Groups) -> bool:
-        """Return whether a schedule moves an option; the rate that a schedule began with is the program's."""
+        """Return whether a schedule changes an option; its initial rate belongs to the program."""
         path, index, option = place
         scheduled = (path, index, "initial_lr") in groups
         if option in ("betas", "momentum"):
@@ -98,7 +99,7 @@ class Hyperparameters:
         return scheduled and option in _SCHEDULED and option != "initial_lr"
 
     def _scale(self, group: dict[str, Any], mine: Any) -> None:
-        """Scale the present rate of a schedule as the rate that it began with has changed."""
+        """Scale the present rate of a schedule by the change of its initial rate."""
         saved = _plain(group.get("initial_lr"))
         if isinstance(mine, float) and isinstance(saved, float) and saved and not _same(mine, saved):
             _set(group, "lr", _plain(group["lr"]) * (mine / saved))
@@ -106,28 +107,19 @@ class Hyperparameters:
 
 def _optimizers(state: Any, extras: Mapping[str, Any]) -> list[tuple[str, Any]]:
     torch: Any = loaded("torch")
-    if torch is None:
-        return []
-    found = ((name, value) for name, value in _searched(state, extras) if isinstance(value, torch.optim.Optimizer))
-    return list(found)
+    found = () if torch is None else chain(searched(state), searched(dict(extras)))
+    return [(name, value) for name, value in found if isinstance(value, torch.optim.Optimizer)]
 
 
-def _schedules(state: Any, extras: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _schedules(state: Any, extras: Mapping[str, Any]) -> list[Any]:
     torch: Any = loaded("torch")
-    if torch is None:
-        return []
-    kind = torch.optim.lr_scheduler.LRScheduler
-    found = [(name, value) for name, value in _searched(state, extras) if isinstance(value, kind)]
-    return [(name, value) for name, value in found if hasattr(value, "base_lrs")]
-
-
-def _searched(state: Any, extras: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    yield from searched(state)
-    yield from searched(dict(extras))
+    found = () if torch is None else chain(searched(state), searched(dict(extras)))
+    schedules = [value for _, value in found if isinstance(value, torch.optim.lr_scheduler.LRScheduler)]
+    return [one for one in schedules if hasattr(one, "base_lrs")]
 
 
 def _options(state: Any, extras: Mapping[str, Any]) -> dict[tuple[str, int, str], Any]:
-    """Return the options of all groups of torch's optimizers that are numbers, flags or pairs of numbers."""
+    """Return those options of all groups of torch's optimizers that are numbers, flags or pairs of numbers."""
     found = {}
     for path, optimizer in _optimizers(state, extras):
         for index, group in enumerate(optimizer.param_groups):
@@ -139,7 +131,7 @@ def _options(state: Any, extras: Mapping[str, Any]) -> dict[tuple[str, int, str]
 
 
 def _injected(adapter: StateAdapter, state: Any) -> dict[str, Any]:
-    """Return the hyperparameters in states of ``optax.inject_hyperparams`` that no schedule moves, by leaf."""
+    """Return the hyperparameters in states of ``optax.inject_hyperparams`` that no schedule changes, by leaf."""
     if not isinstance(adapter, TreeAdapter) or "optax" not in sys.modules:
         return {}
     flat = flatten(adapter.to_tree(state))

@@ -1,4 +1,4 @@
-"""The state with which a loop begins: given, or made by a function on a fresh start only."""
+"""The initial state of a loop, which the program passes, or a function makes on a fresh start only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class InitialState:
             raise OptionError("like= is the template of a function that makes the state; a state is its own template")
 
     def template(self) -> Any:
-        """Return what to restore into; a function is not called, its shapes are traced."""
+        """Return the template of a restore; a function is traced for its shapes, and not called."""
         if not self._is_function:
             return self._given
         if self._like is not None:
@@ -72,7 +72,7 @@ class InitialState:
         return dict(jax.jit(chosen)())
 
     def completed(self, adapter: StateAdapter, state: Any) -> Any:
-        """Return a restored state with the values that the checkpoint did not have."""
+        """Return a restored state, with fresh values for those that the checkpoint lacks."""
         names = _abstract_leaves(adapter, state) if adapter.misfits is not None else []
         if not names:
             return state
@@ -94,7 +94,7 @@ class InitialState:
 def _is_function(given: object) -> bool:
     if is_versioned(given) or is_nnx(given):
         return False
-    wrapped = callable(given) and hasattr(given, "__wrapped__")  # by jax.jit and the like
+    wrapped = callable(given) and hasattr(given, "__wrapped__")  # such as the result of jax.jit
     return inspect.isroutine(given) or isinstance(given, functools.partial) or wrapped
 
 
@@ -120,10 +120,10 @@ def _abstract(init: Any) -> Any:
         except TypeError:
             if nnx is None:
                 raise
-            return nnx.eval_shape(init)  # before flax 0.12, its modules are no trees of jax
+            return nnx.eval_shape(init)  # Before flax 0.12, its modules are no trees of jax.
         if nnx is None or flatten(to_tree(state)).names == flatten(state).names:
             return state
-        return nnx.eval_shape(init)  # which keeps variables that several modules share
+        return nnx.eval_shape(init)  # This keeps variables that several modules share.
     except (ImportError, TypeError) as error:
         name = getattr(init, "__qualname__", type(init).__qualname__)
         raise OptionError(
@@ -133,11 +133,11 @@ def _abstract(init: Any) -> Any:
 
 
 def _sharded(init: Any, like: Any) -> Any:
-    """Call a function under jit, so that every array is made where the template wants it."""
+    """Call a function under jit, so that every array has the sharding of the template."""
     jax: Any = importlib.import_module("jax")
     wanted = jax.tree.leaves(to_tree(like))
     shardings = [template_sharding(leaf) if hasattr(leaf, "sharding") else None for leaf in wanted]
     state = _abstract(init)
     made = jax.jit(lambda: jax.tree.leaves(to_tree(init())), out_shardings=shardings)()
-    # The template has other static fields than what the function makes.
+    # The template may have other static fields than the state that the function makes.
     return from_tree(state, jax.tree.unflatten(jax.tree.structure(to_tree(state)), made))

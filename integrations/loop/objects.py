@@ -1,6 +1,6 @@
-"""States of live objects, which are restored in place: torch modules and optimizers, graphs, trees of components.
+"""Adapters for live objects, which are restored in place: torch modules and optimizers, graphs, trees of components.
 
-No framework is imported here unless a state is made of its objects, and has imported it already.
+This module imports a framework only if the state has objects of it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _is_object(value: object) -> bool:
 
 
 def adapter_for(state: Any, misfits: Misfits | None) -> StateAdapter:
-    """Return the adapter of a new callback, which knows states of this kind."""
+    """Return an adapter for states of this kind."""
     if is_component(state):
         return ComponentAdapter(misfits)
     return ObjectsAdapter(misfits) if holds_objects(state) else TreeAdapter(misfits)
@@ -79,19 +79,19 @@ def _is_plain_object(value: object) -> bool:
 
 
 def _imported(room: str) -> Any:
-    """Return a room of live objects, the graph or the components, if the program has imported it."""
+    """Return the package of graphs or of components, if the program has imported it."""
     return sys.modules.get(f"{__package__.rpartition('.')[0]}.{room}")
 
 
 class LiveAdapter(StateAdapter):
-    """Watches what steps change in live objects."""
+    """Watches live objects for changes by steps."""
 
     may_have_gradients = True
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         super().__init__(misfits)
         self._versions = TensorVersions()
-        self._attributes: Mapping[str, Any] = {}  # that no checkpoint has, before the first step
+        self._attributes: Mapping[str, Any] = {}  # those before the first step that no checkpoint has
 
     def watch(self, state: Any) -> None:
         self._versions.watch(state)
@@ -120,9 +120,9 @@ class LiveAdapter(StateAdapter):
 
 
 class ObjectsAdapter(LiveAdapter):
-    """Knows live objects, alone or in dicts, lists and tuples, as a graph: saved by path, restored in place.
+    """Saves live objects, alone or in dicts, lists and tuples, as a graph, and restores them in place.
 
-    Everything in the state and in the checkpoint has to match, and nothing changes unless it does.
+    Nothing changes unless everything in the state and in the checkpoint matches.
     """
 
     needs = "one torch module in the state"
@@ -174,7 +174,7 @@ class ObjectsAdapter(LiveAdapter):
         return state, str(weights)
 
     def _graph(self, state: Any) -> Checkpoint:
-        """Return the object that stands for the state in the graph; what is in the state keeps its own path."""
+        """Return the root of the graph for the state, below which the parts of the state have their own paths."""
         from ..graph import Checkpoint, stand_for
 
         if isinstance(state, Checkpoint):
@@ -185,7 +185,7 @@ class ObjectsAdapter(LiveAdapter):
             root = dict(zip(names, state, strict=True))
         if self._holder is None:
             self._holder = Checkpoint(root=root)
-        else:  # the same one, which remembers what it has warned of
+        else:  # The same root remembers which warnings it has given.
             stand_for(self._holder, root)
         return self._holder
 
@@ -196,13 +196,13 @@ class ObjectsAdapter(LiveAdapter):
 
 @dataclass(frozen=True)
 class _ObjectsTemplate:
-    """Live objects that take all of a graph; or, with ``misfits``, what fits of it."""
+    """Live objects that take all of a graph or, with ``misfits``, the parts that fit."""
 
     root: Checkpoint
     misfits: Misfits | None
 
     def prepare(self, stored: StoredGraph) -> PreparedRestore:
-        """Read and compare everything that is saved; nothing changes yet."""
+        """Read and compare all saved values; nothing changes yet."""
         from ..graph import Restoration
 
         restoration = Restoration(stored, self.root, ignore={("save_counter",)}, final=True)
@@ -215,7 +215,7 @@ class _ObjectsTemplate:
 
 
 class ComponentAdapter(LiveAdapter):
-    """Knows trees of components, saved as directories and restored in place."""
+    """Saves trees of components as directories, and restores them in place."""
 
     is_component_tree = True
 
@@ -236,7 +236,7 @@ class ComponentAdapter(LiveAdapter):
         return "a tree of components without a torch module"
 
     def with_weights(self, state: Any, place: Place) -> tuple[Any, str]:
-        """Each component that is a torch module takes the weights of the saved one of its path, or those at `place`."""
+        """Each component that is a torch module gets the weights of the saved one of its path, or those at `place`."""
         from ..components import modules_of
 
         modules = modules_of(state)
@@ -325,14 +325,14 @@ class TensorVersions:
         self._parts: list[Any] = []
         self._names: list[str] = []
         self._tensors: list[Any] = []
-        self._before: list[int] = []  # at the step before the last one
+        self._before: list[int] = []  # the versions at the step before the last one
         self._noted: list[int] = []
         self._begun: dict[int, int] = {}
         self._used = UsedGradients()
         self._unused: dict[str, tuple[Any, _Gradient]] = {}  # parameters and their gradients at the last step
 
     def watch(self, state: Any) -> None:
-        """Remember the versions before the first step; tensors that the program makes later are not known yet."""
+        """Note the versions before the first step; the program may create further tensors later."""
         self._begun = {id(tensor): tensor._version for tensor in named_tensors(state).values()}
         if self._begun:
             self._used.watch()
@@ -343,7 +343,7 @@ class TensorVersions:
         self._before = self._noted
         if len(parts) != len(self._parts) or any(map(_differ, parts, self._parts)):
             known = self._begun | dict(zip(map(id, self._tensors), self._noted, strict=True))
-            self._parts = parts  # searched once, not at every step
+            self._parts = parts  # They are searched once, not at every step.
             found = named_tensors(state)
             self._names, self._tensors = list(found), list(found.values())
             self._before = [known.get(id(tensor), -1) for tensor in self._tensors]
@@ -364,9 +364,9 @@ class TensorVersions:
         """Return by name the gradients at the last step that no optimizer has used.
 
         They are those of parameters that the step has not changed, and those of a backward after the optimizer's step.
-        What an optimizer has used and the program has not cleared yet is among them where a step has left a parameter
-        out; it is part of the program's state as well. ``certain`` leaves out what the program may clear unused, such
-        as gradients in the other network of a GAN.
+        If a step has left a parameter out, its gradient may be one that an optimizer has used earlier; it is part of
+        the program's state as well. ``certain`` leaves out gradients that the program may clear unused, such as those
+        in the other network of a GAN.
         """
         found = {}
         for name, (tensor, _) in self._unused.items():
@@ -398,7 +398,7 @@ def local_values(gradient: Any) -> Any:
 
 
 def set_gradients(state: Any, gradients: Mapping[str, Any]) -> list[str]:
-    """Give parameters the gradients that were accumulated at the save, and return the names of those that are gone."""
+    """Restore accumulated gradients, and return the names of those whose parameters do not exist any more."""
     tensors = named_tensors(state)
     for name, gradient in gradients.items():
         tensor = tensors.get(name)
@@ -408,7 +408,7 @@ def set_gradients(state: Any, gradients: Mapping[str, Any]) -> list[str]:
 
 
 def named_tensors(state: Any) -> dict[str, Any]:
-    """Return the tensors that count their changes, each once, by the path on which a search finds it first."""
+    """Return the tensors that count their changes, each once, by the first path to it."""
     found: dict[int, tuple[str, Any]] = {}
     for path, part in located(state, _is_watched):
         for name, tensor in _tensors(path, part):
@@ -417,7 +417,7 @@ def named_tensors(state: Any) -> dict[str, Any]:
 
 
 def searched(state: Any) -> Iterator[tuple[str, Any]]:
-    """Generate everything that a search of live objects finds, with the path on which it finds it first."""
+    """Generate the live objects of a state and all that they hold, each with the first path to it."""
     seen: set[int] = set()
     for path, part in located(state, lambda value: _is_watched(value) or hasattr(value, "load_state_dict")):
         for name, value in _searched(path, part):
@@ -444,7 +444,7 @@ def _is_watched(value: object) -> bool:
 
 
 def _tensors(path: str, part: Any) -> Iterator[tuple[str, Any]]:
-    """Generate the tensors that count their changes, of everything that an object of the program holds."""
+    """Generate the tensors, which count their changes, of an object of the program and of all that it holds."""
     torch: Any = loaded("torch")
     if torch is None:
         return
@@ -461,7 +461,7 @@ def _tensors(path: str, part: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _searched(path: str, part: Any) -> Iterator[tuple[str, Any]]:
-    """Generate an object of the program and what it holds; modules and optimizers of torch are not opened."""
+    """Generate an object of the program and all that it holds, but not the parts of torch modules and optimizers."""
     if loaded("torch") is None:
         return
     found, seen = [(path, part)], {id(part)}

@@ -1,4 +1,4 @@
-"""What a changed state takes from a checkpoint: leaves of the same path, also where a chain of optimizers has grown."""
+"""A partial restore of a state that has changed: leaves of the same path, also if a chain of optimizers has grown."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _Place = tuple[str, TreeDef | None]  # the name of a container or leaf, and its 
 
 
 class FittingHandler(PyTreeCheckpointHandler):
-    """Restores the leaves that fit a template; the others stay as they are in the template, and are listed."""
+    """Restores the leaves that fit a template; the others keep the values of the template, and are listed."""
 
     def __init__(self, misfits: Misfits, compression: int | None) -> None:
         super().__init__(compression=compression)
         self._misfits = misfits
 
     def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Read the tree; where a template differs from it, read what fits."""
+        """Read the tree; if the template differs from it, read what fits."""
         try:
             return super().restore(directory, item, files=files, **kwargs)
         except TreeMismatchError:
@@ -37,10 +37,10 @@ class FittingHandler(PyTreeCheckpointHandler):
 
 
 def _pairs(saved: _Place, wanted: _Place) -> Iterator[tuple[str, str]]:
-    """Generate the names of leaves that are in the same place of two trees.
+    """Generate the names of corresponding leaves of two trees.
 
-    Entries of dictionaries and attributes go by their keys. Chains of optimizers are tuples that may have grown and may
-    be nested otherwise: the states in them go by their order and by the names of their classes.
+    Entries of dictionaries and attributes correspond by their keys. Chains of optimizers are tuples that may have grown
+    and may be nested differently: the states in them correspond by their order and by the names of their classes.
     """
     if _is_tuple(saved[1]) or _is_tuple(wanted[1]):
         ours, theirs = list(_parts(saved)), list(_parts(wanted))
@@ -60,7 +60,7 @@ def _entries(saved: _Place, wanted: _Place) -> Iterator[tuple[str, str]]:
             yield saved[0], wanted[0]
         return
     if _optax(one) != _optax(other):
-        return  # the states of two different transformations
+        return  # They are states of two different transformations.
     found = dict(_children(saved))
     for segment, child in _children(wanted):
         if segment in found:
@@ -80,7 +80,7 @@ def _is_tuple(node: TreeDef | None) -> bool:
 
 
 def _parts(place: _Place) -> Iterator[_Place]:
-    """Generate what a tuple holds, tuples in it opened, without what holds no leaf."""
+    """Generate the parts of a tuple and of tuples in it, without those that hold no leaf."""
     if _is_tuple(place[1]):
         for _, child in _children(place):
             yield from _parts(child)
@@ -98,6 +98,6 @@ def _kind(part: _Place, prefix: int) -> str:
 
 
 def _optax(node: TreeDef) -> str | None:
-    """Return the name of the class, if it is a state of optax."""
+    """Return the name of the class of a state of optax, otherwise None."""
     label = node.label or ""
     return label.rpartition(".")[2] if label.startswith("optax.") else None

@@ -1,4 +1,4 @@
-"""The preemption signal: a flag that SIGTERM sets, and that a loop checks when a step is finished."""
+"""The preemption signal: SIGTERM sets a flag, which a loop checks after each step."""
 
 from __future__ import annotations
 
@@ -18,28 +18,25 @@ from ..workers import expose_workers, exposed_workers, protect_workers
 
 logger = logging.getLogger("holdfast")
 
-_ONE_CTRL_C = 1.0  # seconds in which several are one
+_ONE_CTRL_C = 1.0  # seconds within which several signals count as one
 
 WITHOUT_GRACE = 10.0
-"""Seconds that a process takes for the mirror before it ends early, where ``grace_secs`` is not known."""
+"""Seconds for the mirror before a process ends early, if ``grace_secs`` is not known."""
 
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class PreemptionSignal:
-    """Remembers that the process was asked to end, so that the loop can save first.
+    """A flag that signals set, so that a loop can save before the process ends.
 
-    Schedulers announce a preemption with SIGTERM and kill the process some seconds later. The handler installed here
-    only sets a flag (nothing else is safe in the middle of a step) and then calls the handler that was there before.
-    It is installed from the main thread only, as Python allows, and never beside ``jax.distributed``, whose own
-    handler makes all processes agree on one step: there, :meth:`reached` asks it.
+    Schedulers announce a preemption with SIGTERM and kill the process some seconds later. The handler only sets a flag
+    (nothing else is safe in the middle of a step) and then calls the previous handler. Python installs handlers from
+    the main thread only. With ``jax.distributed``, whose own handler makes all processes agree on one step, none is
+    installed, and :meth:`reached` asks JAX.
 
     Schedulers send the signal to every process of a job. Processes that :mod:`multiprocessing` starts from now until
-    :meth:`restore`, such as the workers of data loaders, survive it, since the step that is to be saved may need them;
-    they end with this process. Those of a bare ``os.fork`` end at the signal.
-
-    Args:
-        signals: The signals that announce a preemption.
+    :meth:`restore`, such as the workers of data loaders, survive it, as the save may need them, and end with this
+    process. Those of a bare ``os.fork`` end at the signal.
 
     >>> preemption = PreemptionSignal()
     >>> preemption.request()
@@ -63,17 +60,17 @@ class PreemptionSignal:
 
     @property
     def received(self) -> bool:
-        """Whether the signal has arrived; costs an attribute, so evaluation loops may ask for it as well."""
+        """Whether the signal has arrived; it costs so little that evaluation loops may ask, too."""
         return self._received is not None
 
     @property
     def number(self) -> int:
-        """The signal that has arrived; SIGTERM where it is not known, or none has."""
+        """The signal that has arrived; SIGTERM if it is not known, or none has arrived."""
         return self._received or signal.SIGTERM
 
     @property
     def exit_status(self) -> int:
-        """The status of a process that ends as the signal that has arrived would end it."""
+        """The exit status of the process: that of the signal, unless :meth:`add` has set another one."""
         return self._statuses.get(self.number, 128 + self.number)
 
     @property
@@ -87,18 +84,18 @@ class PreemptionSignal:
         return _jax_is_distributed()
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Set the flag as the signal would: for tests, and for other sources of preemptions."""
+        """Set the flag as the signal does, for tests and for other sources of preemptions."""
         if self._received is None:
             self._received, self._since = number, time.monotonic()
 
     def seconds_left(self, grace: float | None) -> float:
-        """Return how long the process may still take, with some reserve, if it has ``grace`` seconds in all."""
+        """Return the seconds left of ``grace`` since the signal, minus a reserve."""
         if grace is None:
             return WITHOUT_GRACE
         return max(0.0, 0.9 * (grace - (time.monotonic() - self._since)))
 
     def add(self, number: signal.Signals, status: int) -> None:
-        """Let one more signal announce a preemption, with an exit status of its own; call it before :meth:`install`."""
+        """Add a signal with an exit status of its own; to be called before :meth:`install`."""
         self._statuses[number] = status
         if number not in self._signals:
             self._signals = (*self._signals, number)
@@ -106,19 +103,14 @@ class PreemptionSignal:
     def reached(self) -> bool:
         """Return whether to save and stop now, the same on every process of a ``jax.distributed`` run.
 
-        In such a run every process must ask after every step, and equally often.
+        In such a run, every process has to call this after every step.
         """
         if not self.received and _jax_is_distributed() and _jax_agreement.reached():
             self.request()
         return self.received
 
     def install(self) -> bool:
-        """Install the handler; once is enough.
-
-        Returns:
-            Whether it is in place. False away from the main thread, where Python allows no handlers, and in a
-            ``jax.distributed`` run, where JAX owns the signal.
-        """
+        """Install the handler, once; return whether it is installed: not outside the main thread, nor beside JAX."""
         if self.installed:
             return True
         protect_workers(self)
@@ -144,9 +136,9 @@ class PreemptionSignal:
         return True
 
     def restore(self) -> None:
-        """Put the handlers back that were there before.
+        """Restore the previous handlers, except where a later handler has replaced this one.
 
-        A handler that was installed later, on top of this one, stays; signals that it passes on go to the earlier one.
+        A later handler that calls this one then reaches the previous handler.
         """
         expose_workers(self)
         if not self.installed:
@@ -166,14 +158,14 @@ class PreemptionSignal:
         active = self.installed
         if active:
             self.request(number)
-            # Python's own handler of Ctrl-C would raise before the step is saved. It is for those who ask again; a
-            # terminal and a launcher may both pass the same Ctrl-C on.
+            # Python's own handler of Ctrl-C would raise before the step is saved, so it is called at the second Ctrl-C.
+            # A terminal and a launcher may both forward the same Ctrl-C.
             if previous is signal.default_int_handler and time.monotonic() - self._since < _ONE_CTRL_C:
                 return
         if callable(previous):
             previous(number, frame)
         elif not active and previous != signal.SIG_IGN:
-            # A forked process, or a handler on top of ours that outlived it: the signal has its usual effect.
+            # In a forked process, or below a handler that is still installed, the signal has its usual effect.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -188,14 +180,14 @@ class PreemptionSignal:
 
 
 class GraceCheck:
-    """Warns of saves that take longer than a process has after the signal; a listener of a manager."""
+    """A listener of a manager that warns of saves that take longer than the time between signal and end."""
 
     def __init__(self, grace: float) -> None:
         self._grace = grace
         self._exceeded = False
 
     def __call__(self, report: SaveReport) -> None:
-        """Look at a save; several long ones in a row are reported once."""
+        """Check a save; several long ones in a row cause one warning."""
         exceeded = report.total_seconds > self._grace
         if exceeded and not self._exceeded:
             logger.warning(
@@ -211,10 +203,10 @@ class GraceCheck:
 class _JaxAgreement:
     """The point at which all processes of a ``jax.distributed`` run stop.
 
-    JAX agrees once for each connection, on "the largest number that a process has passed so far, plus one", and is true
-    only when it is passed that very number. The numbers here therefore count the calls since the connection was made,
-    whichever run makes them: the first number after a resume would otherwise be far beyond the one agreed on, and a
-    second run in the same process would start below it. Once reached, it stays reached, as JAX reports no later signal.
+    JAX agrees once for each connection, on "the largest number that a process has passed so far, plus one", and returns
+    true only for that number. So the numbers count the calls since the connection was made, over all runs: the first
+    step after a resume would be far beyond the agreed number, and that of a second run in the same process below it.
+    Once reached, the point stays reached, as JAX reports no later signal.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""When a run resumes, and how: the rules of ``resume=``, and the newest whole checkpoint."""
+"""The rules of ``resume=``, and the restore of the newest whole checkpoint."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from .states import STATE, LoopArguments, StateAdapter
 
 logger = logging.getLogger("holdfast")
 
-# Parts of a path that each start of a program has for itself: times, as Hydra writes them, and counters of loggers.
+# Parts of a path that differ between starts of a program: times, as Hydra writes them, and counters of loggers.
 _PER_START = re.compile(r"\d{4}-\d\d-\d\d([_T]\d\d-\d\d-\d\d)?|\d\d-\d\d-\d\d|version_\d+")
-_LOOKED_AT = 20  # directories
+_MOST_NEIGHBOURS = 20  # directories that are searched
 
 _CHANGED = (
     "A run resumes with the state that it had, or not at all. To go on with another model or optimizer, begin a run in "
@@ -54,7 +54,7 @@ _CHANGED = (
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where a run goes on: the number of updates done, the state after them, and the restored extras by name."""
+    """A restored run: the number of updates, the state after them, and the extras by name."""
 
     step: int
     state: Any
@@ -67,7 +67,7 @@ def all_steps(directory: Location, prefix: str | None = None) -> list[int]:
 
 
 def unfinished_neighbour(directory: Location) -> str:
-    """Return the end of a sentence that names an unfinished run whose path differs in a time or a counter only, or "".
+    """Return the end of a sentence that names an unfinished run whose path differs only in a time or a counter, or "".
 
     Hydra puts the time of the start into the path, Lightning's loggers a counter: a program that is started again saves
     to another directory, and so starts fresh.
@@ -80,7 +80,7 @@ def unfinished_neighbour(directory: Location) -> str:
     patterns = [re.sub("[0-9]+", "[0-9]*", part) if _PER_START.fullmatch(part) else glob.escape(part) for part in parts]
     with contextlib.suppress(OSError, HoldfastError):
         found = sorted(glob.glob(os.path.join(*patterns)), key=os.path.getmtime, reverse=True)
-        for place in found[:_LOOKED_AT]:
+        for place in found[:_MOST_NEIGHBOURS]:
             newest = newest_step(list_steps(as_location(place)), whole=True)
             if newest is None:
                 continue
@@ -101,18 +101,9 @@ def check_resume(
     option: str = "resume={!r}",
     elsewhere: str = "choose another directory, delete this one",
 ) -> None:
-    """Check that a directory is what ``resume`` expects: the rules of every callback and recipe.
+    """Check that a directory fits ``resume``: ``"must"`` needs a checkpoint, also a damaged one, ``"never"`` none.
 
-    Args:
-        resume: The rule.
-        steps: The steps in the directory, damaged ones among them: they are a run, too.
-        directory: The directory, for messages.
-        option: How the user writes the option.
-        elsewhere: How the user begins another run.
-
-    Raises:
-        CheckpointNotFoundError: ``"must"``, and there is no checkpoint.
-        CheckpointExistsError: ``"never"``, and there are checkpoints.
+    ``option`` and ``elsewhere`` tell, for messages, how the user writes the option and begins another run.
     """
     auto = option.format("auto")
     if resume == "must" and not steps:
@@ -128,16 +119,7 @@ def check_resume(
 
 
 def resume_step(resume: Resume, manager: CheckpointManager, *, option: str = "resume={!r}") -> int | None:
-    """Return the step that ``resume`` names, by its number or as the best one; None for the newest.
-
-    Args:
-        resume: The rule.
-        manager: The manager of the checkpoints.
-        option: How the user writes the option.
-
-    Raises:
-        CheckpointNotFoundError: There is no such step, or no step has the metric that ranks them.
-    """
+    """Return the step that ``resume`` names, by its number or as the best one; None for the newest."""
     if resume != "best" and type(resume) is not int:
         return None
     steps = manager.all_steps()
@@ -162,10 +144,9 @@ def restore(
     extras: Mapping[str, Any],
     options: LoopArguments,
 ) -> Resumed | None:
-    """Restore the newest whole checkpoint, or the step that ``resume`` names; return None when there is none.
+    """Restore the newest whole checkpoint, or without a fallback the step that ``resume`` names; None if there is none.
 
-    Everything is read before anything is changed in place, except in trees of components. A step that is named is
-    restored or the run ends: there is no fallback.
+    Everything is read before anything is changed in place, except in trees of components.
     """
     chosen = resume_step(options.resume, manager)
     template = initial.template()
@@ -203,13 +184,13 @@ def restore(
         announce("resumed from step %d in %s", step, manager.directory, shown=manager.processes.is_primary)
     state = mine.settle(state, extras, options.hyperparameters, shown=manager.processes.is_primary)
     if chosen is not None:
-        manager.note_resume(chosen)  # warns of the later steps
+        manager.note_resume(chosen)  # This warns of the later steps.
     warn_of_misfits(adapter.misfits, f"step {step}", STATE)
     return Resumed(step, state, values)
 
 
 def peek(manager: CheckpointManager, resume: Resume) -> Peek | None:
-    """Read the extras of the checkpoint that :func:`restore` would take, and what is stored with it."""
+    """Read the extras, metrics and metadata of the checkpoint that :func:`restore` would take."""
     if resume == "never":
         return None
     found = manager.peek(["extras", "process"], step=resume_step(resume, manager))
@@ -223,12 +204,12 @@ def peek(manager: CheckpointManager, resume: Resume) -> Peek | None:
 def _decoded(value: Any) -> Any:
     try:
         return decode_state(value)
-    except StateError:  # of a class that the program does not have yet
+    except StateError:  # The program has not defined the class yet.
         return value
 
 
 def warn_of_misfits(misfits: Misfits | None, place: str, what: str) -> None:
-    """List what a checkpoint did not have, if anything."""
+    """Warn of the values that a checkpoint did not have, if any."""
     if misfits is not None and (text := str(misfits)):
         logger.warning("%s does not have all of the %s (partial='initialize'):%s", place, what, text)
 
@@ -236,13 +217,13 @@ def warn_of_misfits(misfits: Misfits | None, place: str, what: str) -> None:
 def _saved_extras(
     manager: CheckpointManager, restored: Restored, extras: Mapping[str, Any], reshard: Reshard | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the saved extras by name, and the names of generators that the checkpoint has of other processes only."""
+    """Return the saved extras by name, and the names of generators that only other processes have saved."""
     common, own = dict(restored.items.get("extras", {})), restored.items.get("process")
     if isinstance(own, SavedShares):
         shares = own.trees
     elif own is not None or manager.processes.alone:
         return {**common, **(own or {})}, []
-    else:  # a process that saves alone has its own extras beside the others
+    else:  # A single process saves its own extras with the others.
         names = [name for name, extra in extras.items() if is_own(extra) and name in common]
         shares = ({name: common.pop(name) for name in names},)
     where = f"step {restored.step} in {manager.directory}"
@@ -322,7 +303,7 @@ def _restore_extras(
     saved: dict[str, Any],
     fresh: Collection[str],
 ) -> dict[str, Any]:
-    """Restore the extras: those with templates are read again, with these; the others are taken as they were saved."""
+    """Restore the extras: those with templates are read again with these, the others as they were saved."""
     kept = {name: extras[name] for name in fresh}
     if adapter.misfits is not None:
         new = {name: extra for name, extra in extras.items() if name not in saved and name not in fresh}

@@ -1,7 +1,7 @@
-"""What a callback knows of the state of a training loop.
+"""The interface between a callback and the state of a training loop.
 
-A :class:`StateAdapter` turns states into what a checkpoint holds and back: ``trees`` has the one for pytrees and nnx
-objects, ``objects`` those for torch modules, graphs and components.
+A :class:`StateAdapter` converts states to the items of a checkpoint and back: ``trees`` has the adapter for pytrees and
+nnx objects, ``objects`` has those for torch modules, graphs and components.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...engine.sources import Misfits, load_weights
 from ...engine.storage import Place
 from ..options import CallbackOptions, ProgramOptions
 
-STATE = "state"  # the item of a checkpoint that holds the state of the loop
+STATE = "state"  # the item with the state of the loop
 _PARAMS = "params"
 
 
@@ -31,14 +31,13 @@ class LoopArguments(ProgramOptions):
 
 
 class StateAdapter:
-    """Knows one kind of states. A callback has its own, which may remember the last state it has seen.
+    """Saves and restores one kind of state. A callback has its own adapter, which may remember the last state.
 
     Attributes:
-        needs: What a state must have to take weights from another checkpoint.
-        is_component_tree: Whether the item is a tree of components, which is the only tree of a checkpoint without
-            extras.
+        needs: The kind of state that can take weights from another checkpoint, for error messages.
+        is_component_tree: Whether the item is a tree of components; such a checkpoint has other items only for extras.
         may_have_gradients: Whether a state may hold gradients that no optimizer has used.
-        misfits: Where a restore that takes what fits notes the rest; None where everything has to match.
+        misfits: The list of mismatches of a partial restore; None if everything has to match.
     """
 
     needs = "a state with params"
@@ -53,43 +52,39 @@ class StateAdapter:
         raise NotImplementedError
 
     def to_tree(self, state: Any) -> Any:
-        """Return what is given to the handler to save a state."""
+        """Return the item that the handler saves for a state."""
         return state
 
     def template(self, state: Any) -> Any:
-        """Return what is given to the handler to restore a state."""
+        """Return the template that the handler restores a state with."""
         return self.to_tree(state)
 
     def begin(self, state: Any) -> None:
-        """Take note of the state, perhaps abstract, that the program begins with, before the first step.
-
-        Raises:
-            UnsupportedLeafError: A leaf cannot be saved; names every such leaf.
-        """
+        """Note the initial state, perhaps abstract; raise UnsupportedLeafError for leaves that cannot be saved."""
 
     def check_savable(self, state: Any) -> None:
         """Raise UnsupportedLeafError if a save of the state would raise it."""
 
     def save_kwargs(self) -> Mapping[str, Any]:
-        """Return the other arguments for the handler when it saves."""
+        """Return further arguments for the handler's save."""
         return {}
 
     def restore_kwargs(self) -> Mapping[str, Any]:
-        """Return the other arguments for the handler when it restores."""
+        """Return further arguments for the handler's restore."""
         return {}
 
     def from_tree(self, state: Any, restored: Any) -> Any:
-        """Return a state with what the handler has restored; live objects are updated in place."""
+        """Return the state from what the handler has restored; live objects are updated in place."""
         return restored
 
     def check_step(self, step: int, state: Any) -> None:
-        """Raise OptionError if the state shows that it is not of this step; must not wait for a device."""
+        """Raise OptionError if the state is evidently not that of this step; does not wait for a device."""
 
     def warn_of_step(self, step: int, state: Any) -> None:
-        """Warn if the state is not the state of this step, at a moment that may wait for a device; never raises."""
+        """Warn if the state is not that of this step; may wait for a device, and never raises."""
 
     def watch(self, state: Any) -> None:
-        """Remember what steps will change, before the first one."""
+        """Begin to watch the state, before the first step."""
 
     def gradients(self, *, certain: bool = False) -> Mapping[str, Any]:
         """Return by name the gradients in the last step's state that no optimizer has used; ``certain``: but will."""
@@ -107,12 +102,7 @@ class StateAdapter:
         return f"a {type(state).__name__} without params"
 
     def with_weights(self, state: Any, place: Place) -> tuple[Any, str]:
-        """Return a state with the weights of a checkpoint, everything else as it was, and what was taken.
-
-        Raises:
-            OptionError: The state has no parameters.
-            TreeMismatchError: The parameters differ from those of the checkpoint; lists every difference.
-        """
+        """Return a state with the weights of a checkpoint and everything else unchanged, and a text that names them."""
         if isinstance(state, dict) and _PARAMS in state:
             weights = load_weights(place, state[_PARAMS], misfits=self.misfits)
             return type(state)({**state, _PARAMS: weights.tree}), str(weights)
@@ -158,7 +148,7 @@ def check_depth(tree: Any) -> None:
 
 
 def is_deleted(tree: Any) -> bool:
-    """Return whether an array of the tree is gone, as its memory was donated to a later step."""
+    """Return whether an array of the tree is deleted, as its memory was donated to a later step."""
     jax = loaded("jax")
     if jax is None:
         return False

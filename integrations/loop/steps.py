@@ -1,4 +1,4 @@
-"""The last step that a loop has reported, and the saving of it."""
+"""The last step that a loop has reported, and how it is saved."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("holdfast")
 
-_SLOW = 1e-3  # seconds a step, above which a warning says what the positions cost
-_SAMPLES = 3  # slow steps in a row
+_SLOW = 1e-3  # seconds a step; more than that for the positions causes a warning
+_SAMPLES = 3  # slow steps in a row before the warning
 
 
 class LastStep:
-    """References to what ``on_step`` was given last, so that leaving the loop can still save it.
+    """References to the last arguments of ``on_step``, so that leaving the loop can still save the step.
 
     Arrays of jax never change, so a reference is enough. Data iterators do change, and a loop may draw one more batch
-    before it ends; so their positions are taken at every step, at any cost.
+    before it ends; so every step takes their positions, at any cost.
     """
 
-    def __init__(self, step: int, adapter: StateAdapter, versions: TensorVersions) -> None:
-        self.step = step
+    def __init__(self, adapter: StateAdapter, versions: TensorVersions) -> None:
+        self.step: int | None = None
         self.metrics: Mapping[str, Any] | None = None
         self.state: Any = None
         self._adapter = adapter
         self._versions = versions  # of extras that are torch modules or optimizers
         self._extras: Mapping[str, Any] = {}
         self._positions: dict[str, Any] = {}
-        self._slow = 0  # how many of the last steps were slow
+        self._slow = 0  # the number of slow steps in a row
         self._passed: list[tuple[str, type]] = []
         self._moving: Mapping[str, Callable[[Any], Any]] = {}
         self._watched: list[str] = []
         self._has_warned = False
 
     def update(self, step: int, state: Any, metrics: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
-        """Replace the step with the one that the loop has just finished."""
+        """Note a step that the loop has finished."""
         self.step = step
         self.metrics = metrics
         self.state = state
@@ -60,10 +60,7 @@ class LastStep:
             self._take_positions()
 
     def items(self, *, alone: bool) -> dict[str, Any]:
-        """Return what a checkpoint of this step holds, by item.
-
-        Where several processes save, each keeps its own extras but for arrays, which all of them hold together.
-        """
+        """Return the items of a checkpoint of this step; each process has its own extras, except arrays."""
         found = {STATE: self._adapter.to_tree(self.state)}
         extras = {name: self._tree_of(name, extra) for name, extra in self._extras.items()}
         if gradients := self._gradients(certain=not alone):
@@ -84,6 +81,8 @@ class LastStep:
 
     def why_lost(self) -> str | None:
         """Return why the step cannot be saved any more, or None when it can."""
+        if self.step is None:
+            return None
         if (lost := self._adapter.why_lost(self.step, self.state)) is not None:
             return lost
         if is_deleted([extra for name, extra in self._extras.items() if name not in self._positions]):
@@ -122,7 +121,7 @@ class LastStep:
         cost = time.perf_counter() - begin
         self._slow = self._slow + 1 if cost > _SLOW or self._slow < 0 else 0
         if self._slow == _SAMPLES:
-            self._slow = -sys.maxsize  # said once
+            self._slow = -sys.maxsize  # Warn only once.
             logger.warning(
                 "taking the state of %s costs %.1f ms at every step: what is saved with a step has to be its state at "
                 "that step, even if the loop draws more before it ends. An object with a smaller state costs less",
@@ -131,7 +130,7 @@ class LastStep:
             )
 
     def _moving_extras(self) -> Mapping[str, Callable[[Any], Any]]:
-        """Return what takes the state of each extra that moves, looked for only when others are passed than before."""
+        """Return the function that takes the state of each extra that moves; computed only when the extras change."""
         passed = [(name, type(extra)) for name, extra in self._extras.items()]
         if passed != self._passed:
             self._passed = passed
@@ -146,9 +145,9 @@ def _is_finite(gradient: Any) -> bool:
 
 
 def _taking(extra: Any) -> Callable[[Any], Any]:
-    """Return what takes the state of an extra that moves."""
+    """Return the function that takes the state of an extra that moves."""
     if isinstance(extra, GlobalGenerators):
-        return lambda _: capture()  # which becomes a tree if the step is saved
+        return lambda _: capture()  # It becomes a tree only if the step is saved.
     return state_of if changes_in_place(extra) else tree_of
 
 
@@ -158,83 +157,72 @@ class StepSaver:
     def __init__(self, manager: CheckpointManager, adapter: StateAdapter) -> None:
         self._manager = manager
         self._adapter = adapter
-        self._last: LastStep | None = None
         self._saved: int | None = None
-        self.fresh_extras: FreshTypes | None = None  # that the run began with
+        self.fresh_extras: FreshTypes | None = None  # the types of the extras at the start of the run
         self._extra_versions = TensorVersions()
+        self._last = LastStep(adapter, self._extra_versions)
 
     @property
     def step(self) -> int | None:
         """The last step that was reported, or None."""
-        return None if self._last is None else self._last.step
+        return self._last.step
 
     @property
     def is_saved(self) -> bool:
         """Whether the last step is saved, or no step was reported."""
-        return self._last is None or self._holds(self._last.step)
+        return self.step is None or self._holds(self.step)
 
     def watch(self, state: Any, extras: Mapping[str, Any]) -> None:
-        """Take note of the state before the first step."""
+        """Begin to watch the state before the first step."""
         self._adapter.watch(state)
         self._extra_versions.watch({name: extra for name, extra in extras.items() if is_versioned(extra)})
 
     def update(self, step: int, state: Any, metrics: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
-        """Take note of a step that the loop has finished."""
-        if self._last is not None:
-            self._last.update(step, state, metrics, extras)
-            return
-        self._last = LastStep(step, self._adapter, self._extra_versions)
+        """Note a step that the loop has finished."""
+        is_first = self.step is None
         self._last.update(step, state, metrics, extras)
-        self._last.check_savable()  # the first save may be an hour away
+        if is_first:
+            self._last.check_savable()  # The first save may be an hour away.
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> bool:
-        """Store metrics with the checkpoint of a step, and return whether there is one.
-
-        Raises:
-            SaveFailedError: Its save has failed in the background.
-        """
+        """Store metrics with the checkpoint of a step, and return whether there is one."""
         if not self._holds(step):
             return False
         try:
             self._manager.record_metrics(step, host_metrics(metrics))
         except CheckpointNotFoundError:
-            self._manager.wait_until_finished()  # raises if its save has failed
+            self._manager.wait_until_finished()  # This raises if the save has failed.
             raise
         return True
 
     def reconsider(self, step: int, metrics: Mapping[str, Any]) -> Decision | None:
-        """Add metrics to the last step, and return whether to save it now; None if it is not the last one."""
-        last = self._last
-        if last is None or last.step != step:
+        """Add metrics to the last step, and return whether to save it now; None if ``step`` is not the last one."""
+        if self.step != step:
             return None
-        last.metrics = {**(last.metrics or {}), **metrics}
-        return self._manager.decide(step, metrics=last.metrics)
+        self._last.metrics = {**(self._last.metrics or {}), **metrics}
+        return self._manager.decide(step, metrics=self._last.metrics)
 
     def why_lost(self) -> str | None:
         """Return why the last step cannot be saved any more, or None when it can."""
-        return None if self._last is None else self._last.why_lost()
+        return self._last.why_lost()
 
     def save(self, reason: str) -> None:
-        """Save the last step in the background.
-
-        Raises:
-            SaveFailedError: The save before this one failed; this one is done nevertheless.
-        """
-        last = self._last
-        assert last is not None
+        """Save the last step in the background, also if the save before it has failed, which then raises an error."""
+        last, step = self._last, self._last.step
+        assert step is not None
         if self._saved is None:
-            self._adapter.warn_of_step(last.step, last.state)
+            self._adapter.warn_of_step(step, last.state)
         metrics = None if last.metrics is None else host_metrics(last.metrics)
         try:
             items = last.items(alone=self._manager.processes.alone)
             arguments: dict[str, Any] = {STATE: self._adapter.save_kwargs()}
             if self.fresh_extras is not None and "extras" in items:
                 arguments["extras"] = {"fresh": self.fresh_extras}
-            self._manager.save(last.step, items, metrics=metrics, force=True, reason=reason, save_kwargs=arguments)
-        except SaveFailedError:  # of the save before; this step is saved nevertheless
-            self._saved = last.step
+            self._manager.save(step, items, metrics=metrics, force=True, reason=reason, save_kwargs=arguments)
+        except SaveFailedError:  # The save before this one has failed.
+            self._saved = step
             raise
-        self._saved = last.step
+        self._saved = step
 
     def save_at_end(self) -> None:
         """Save the last step if that is still possible, and log a warning if it is not."""
@@ -257,13 +245,13 @@ def check_metrics(metrics: object) -> None:
 
 
 def host_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics as Python numbers and lists of them, without what is neither, such as an image or text.
+    """Return metrics as Python numbers and lists of them, without others, such as images or text.
 
-    All copies from a device are started before the first is waited for.
+    All copies from a device are started before the first one is awaited.
     """
 
     def omitted(name: str, error: Exception) -> None:
-        if isinstance(error, RuntimeError):  # the computation failed, or the value was donated
+        if isinstance(error, RuntimeError):  # The computation failed, or the value was donated.
             logger.warning("the metric %s cannot be read, and is not stored: %s", name, error)
 
     _start_copies(metrics)
@@ -275,5 +263,5 @@ def _start_copies(metrics: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             _start_copies(value)
         elif (start := getattr(value, "copy_to_host_async", None)) is not None:
-            with contextlib.suppress(RuntimeError):  # reported when the value is read
+            with contextlib.suppress(RuntimeError):  # It is reported when the value is read.
                 start()

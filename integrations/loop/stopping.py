@@ -1,4 +1,4 @@
-"""Where a run stops that was asked to end: at the next point, or at the first point that all processes agree on."""
+"""Agreement on the step at which to stop: the next point, or the first point on which all processes agree."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from .preemption import PreemptionSignal
 
 logger = logging.getLogger("holdfast")
 
-_INTERVAL = 0.1  # seconds between two looks at the store
-_LOOKS = 1000  # a second that the store gets from all processes together
-_PATIENCE = 60.0  # seconds: all are at most a batch from where they answer
+_INTERVAL = 0.1  # seconds between two requests to the store
+_REQUESTS = 1000  # the most requests a second that all processes together send to the store
+_PATIENCE = 60.0  # seconds to wait for the others, which are at most a batch away from the point where they answer
 
-_Progress = tuple[int, int]  # batches and epochs that were finished, and batches of a validation since then
+_Progress = tuple[int, int]  # finished batches and epochs, and batches of a validation since then
 
 
 class Stop(Protocol):
-    """Decides at each point where a run can leave whether it has to."""
+    """Decides at each point where a run can stop whether it has to."""
 
     def begin(self) -> None:
         """Start when training begins."""
         ...
 
     def after_batch(self) -> bool:
-        """Return whether to leave, after a training batch or an epoch."""
+        """Return whether to stop, after a training batch or an epoch."""
         ...
 
     def in_validation(self) -> bool:
-        """Return whether to leave, after a batch of a validation."""
+        """Return whether to stop, after a batch of a validation."""
         ...
 
     def end(self, *, orderly: bool) -> None:
@@ -44,8 +44,18 @@ class Stop(Protocol):
         ...
 
 
+def stop_of(
+    processes: ProcessGroup, preemption: PreemptionSignal, validation_batches: Callable[[], float] = lambda: 0.0
+) -> Stop:
+    """Return what decides where the run stops; ``validation_batches`` returns the length of a validation."""
+    group = None if preemption.is_agreed else processes.rendezvous("where to stop")
+    if group is None:
+        return OwnStop(preemption)
+    return AgreedStop(group, preemption, validation_batches, processes.timeout)
+
+
 class OwnStop:
-    """Stops a single process at the next point after its signal."""
+    """Stops a process by itself at the next point after its signal; JAX makes its processes agree on the point."""
 
     def __init__(self, preemption: PreemptionSignal) -> None:
         self._preemption = preemption
@@ -54,7 +64,7 @@ class OwnStop:
         pass
 
     def after_batch(self) -> bool:
-        return self._preemption.received
+        return self._preemption.reached()
 
     def in_validation(self) -> bool:
         return self._preemption.received
@@ -66,9 +76,9 @@ class OwnStop:
 class AgreedStop:
     """Stops all processes at the same point, although perhaps only one of them has received the signal.
 
-    A thread of each process checks the store now and then for a signal. If there is one, every process reports how far
-    it is, and all leave at the first point that none has passed; while they exchange this, no process passes a point.
-    Points at which there is nothing to report cost a lock, and no message.
+    A thread of each process polls the store for a signal. If there is one, every process reports its progress, and all
+    stop at the first point that none has passed; while they exchange this, no process passes a point. A point without a
+    signal costs a lock, and no message.
     """
 
     def __init__(
@@ -106,7 +116,7 @@ class AgreedStop:
             return self._is_due()
 
     def end(self, *, orderly: bool) -> None:
-        """Stop the thread. Processes that want to agree later learn that this one passes no more points."""
+        """Stop the thread, and tell processes that want to agree later that this one passes no more points."""
         self._ended.set()
         if not orderly or self._thread is None:
             return
@@ -124,7 +134,7 @@ class AgreedStop:
         return True
 
     def _watch(self) -> None:
-        interval = max(_INTERVAL, self._group.count / _LOOKS)
+        interval = max(_INTERVAL, self._group.count / _REQUESTS)
         announced = False
         try:
             while not self._ended.wait(interval):
@@ -136,7 +146,7 @@ class AgreedStop:
                     self._number = int(alarm) if alarm is not None else self._preemption.number
                     self._agree()
                     return
-        except Exception as error:  # a process is gone: training ends by that
+        except Exception as error:  # A process is gone, which ends training.
             logger.warning("the processes could not agree on where to stop: %s", error)
 
     def _agree(self) -> None:
@@ -161,28 +171,28 @@ class AgreedStop:
                 self._group.broadcast("stop", answer, self._patience)
             else:
                 self._group.gather("passed", answer, self._patience)
-        except Exception as error:  # the others have ended, and do not ask any more
+        except Exception as error:  # The others have ended, and do not ask any more.
             logger.debug("%s: %s", self._group.name, error)
 
 
 def _first_open(answers: list[Any]) -> list[int] | None:
-    """Return the first point that no process has passed; None if one of them passes no more."""
+    """Return the first point that no process has passed; None if one of them passes no more points."""
     if any(answer is None for answer in answers):
         return None
     batches, validated = max((answer[0], answer[1]) for answer in answers)
     validations = {answer[2] for answer in answers}
     if len(validations) == 1 and validations != {float("inf")}:
         return [batches, validated + 1]
-    return [batches + 1, 0]  # some would find it in the middle of a validation, others at its end
+    return [batches + 1, 0]  # Otherwise some would stop in the middle of a validation, and others at its end.
 
 
-def part(processes: ProcessGroup) -> None:
-    """Let process 0, which may keep the store that connects them, wait until the others have ended."""
+def barrier_exit(processes: ProcessGroup) -> None:
+    """Barrier: process 0, which may hold the store that connects them, exits last."""
     group = processes.rendezvous("end")
     if group is None:
         return
     with contextlib.closing(group):
         try:
             group.gather("ended", b"", min(_PATIENCE, processes.timeout))
-        except (BarrierTimeoutError, PeerFailedError) as error:  # nothing of this process is lost by that
+        except (BarrierTimeoutError, PeerFailedError) as error:  # This process has saved everything.
             logger.warning("not all processes have ended the run with this one: %s", error)

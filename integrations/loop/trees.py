@@ -1,7 +1,6 @@
-"""States that are trees: pytrees as they are, nnx objects through their variables.
+"""The adapter for states that are trees: pytrees as they are, nnx objects through their variables.
 
-A loop replaces a pytree and never changes it. flax is never imported here unless a state is made of its objects, and
-has imported it already.
+A loop replaces a pytree and never changes it. This module imports flax only if the state has nnx objects.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ logger = logging.getLogger("holdfast")
 
 
 class TreeAdapter(StateAdapter):
-    """Knows pytrees, ``TrainState`` with its counter, and nnx objects, alone or in dicts, lists and tuples."""
+    """Saves pytrees, ``TrainState`` with its counter, and nnx objects, alone or in dicts, lists and tuples."""
 
     needs = "a state with params, or one module of nnx"
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         super().__init__(misfits)
         self._counter = UpdateCounter()
-        self._fresh: FreshTypes | None = None  # until the program says what it begins with
+        self._fresh: FreshTypes | None = None  # the types at the start of the run, once they are known
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
         return options.tree_handler() if self.misfits is None else FittingHandler(self.misfits, options.compression)
@@ -100,7 +99,7 @@ def _counted(counter: Any) -> int | None:
     try:
         (found,) = set(np.asarray(counter).ravel().tolist())
         return int(found)
-    except (TypeError, ValueError, RuntimeError):  # different counters, or those of other processes
+    except (TypeError, ValueError, RuntimeError):  # The counters differ, or belong to other processes.
         return None
 
 
@@ -117,10 +116,7 @@ def is_train_state(value: object) -> bool:
 
 
 def to_tree(state: Any) -> Any:
-    """Return the state with every nnx object replaced by nested dicts of its variables' values.
-
-    Variables that several objects share appear under the first of them only.
-    """
+    """Return the state with nested dicts of variables for nnx objects; shared ones appear under the first object."""
     objects = _objects(state)
     if not objects:
         return state
@@ -152,8 +148,8 @@ _ITSELF = object()
 class UpdateCounter:
     """Watches the counter of an ``nnx.Optimizer`` within a state, at no cost on the device.
 
-    nnx objects change in place, and jax arrays do not. So the objects were updated in between if the counter's array is
-    another one now. States without an optimizer are never reported as updated.
+    nnx objects change in place, and jax arrays do not. So the objects were updated if the counter has another array
+    now. States without an optimizer are never reported as updated.
     """
 
     def __init__(self) -> None:
@@ -163,12 +159,12 @@ class UpdateCounter:
 
     def note(self, state: Any) -> None:
         """Remember the counter as it is now."""
-        if type(state) is not self._kind:  # the state is searched once, not at every step
+        if type(state) is not self._kind:  # The state is searched once, not at every step.
             self._kind, self._place = type(state), _find(state)
         self._noted = None if self._place is None else self._read(state)
 
     def has_moved(self, state: Any) -> bool:
-        """Return whether the optimizer of the state has done updates since :meth:`note`."""
+        """Return whether the optimizer of the state has made updates since :meth:`note`."""
         if self._noted is None:
             return False
         now = self._read(state)
@@ -231,7 +227,7 @@ def _gather(value: Any, tree: Any, found: list[Any]) -> None:
 
 
 def _merge(value: Any, tree: Any) -> Any:
-    """Put objects into what was read, which may have grown."""
+    """Put the objects of the state into the restored tree, whose containers may have grown."""
     if is_nnx(value):
         return value
     if type(value) is dict and type(tree) is dict:
@@ -250,7 +246,7 @@ def _fill(module: Any, path: str, place: Place, misfits: Misfits | None) -> Weig
     from flax import nnx
 
     parameters = nnx.state(module, nnx.Param)
-    # What the module has beside parameters: statistics, generators, caches. Its checkpoints hold them, too.
+    # Checkpoints of the module may also hold its other variables, such as statistics, generators and caches.
     others = {".".join(split(name)) for name in flatten(nnx.to_pure_dict(nnx.state(module))).names}
     pure: dict[Any, Any] = nnx.to_pure_dict(parameters)
     weights = load_weights(place, pure, ignored=others, containers=[path] if path else (), misfits=misfits)

@@ -338,9 +338,9 @@ def test_a_new_version_of_lightning_is_told_by_what_it_has_moved() -> None:
     trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
     assert missing_names(trainer) == []
     check_version(trainer)
-    del trainer._logger_connector._callback_metrics
+    del trainer._logger_connector._first_loop_iter
     with pytest.raises(
-        hf.errors.StateError, match=r"holdfast supports \(2.5 and 2.6\); it has no .*connector._callback_metrics"
+        hf.errors.StateError, match=r"holdfast supports \(2.5 and 2.6\); it has no .*connector._first_loop_iter"
     ):
         check_version(trainer)
 
