@@ -13,7 +13,6 @@ import torch
 
 from ...engine.clock import Clock, Duration
 from ...engine.errors import HoldfastError, OptionError, StateError
-from ...engine.exit_status import PREEMPTED
 from ...engine.manager import BestFn, BestMode, Mirror, described, refuse_options
 from ...engine.sources import Misfits, Weights, load_weights
 from ...engine.storage import Location, Place
@@ -32,7 +31,7 @@ from ..options import Partial, Reshard, Resume
 from .arguments import CallbackArguments
 from .io import ResumePath, ResumingCallback, install, redirect_resume
 from .saver import FitSaver
-from .stopping import Preempted, Signals, leave, requeue, take_over_requeue
+from .stopping import Preempted, Signals, leave
 from .store import Published, RunStore
 from .strategies import check_strategy, is_sharded
 from .trees import POSITION
@@ -309,7 +308,7 @@ class CheckpointCallback(ResumingCallback):
         install(trainer.strategy, self._store)
         if stage != "fit":
             redirect_resume(trainer, lambda path: None if is_left_alone(trainer, path) else path)
-            self._take_over_signals(trainer)
+            self._signals = Signals(trainer, self._preemption, self._store.processes)
             self._evaluation = self._stop(getattr(trainer, f"{trainer.state.fn.value}_loop"))
             self._evaluation.begin()
             return
@@ -346,18 +345,12 @@ class CheckpointCallback(ResumingCallback):
         if trainer.is_global_zero:
             self._published.update(self._store.manager)  # a process that was killed may not have done it
         self._searches.begin(trainer)
-        self._take_over_signals(trainer)
+        self._signals = Signals(trainer, self._preemption, self._store.processes)
         stop = self._stop(trainer.fit_loop.epoch_loop.val_loop)
         if isinstance(stop, OwnStop):  # Several processes agree as soon as training has begun, after the first batch.
             self._evaluation = stop
         self._saver = FitSaver(
-            trainer,
-            self._store,
-            self._options,
-            self._preemption,
-            stop,
-            self,
-            self._published,
+            trainer, self._store, self._options, self._preemption, stop, callback=self, published=self._published
         )
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -447,22 +440,8 @@ class CheckpointCallback(ResumingCallback):
         found = path or self.ckpt_path
         if found and (decides or path is None) and self._options.resume == "auto":
             check_module(self._store.directory, trainer.lightning_module)
-        return (
-            (found or ResumePath(self._store.directory))
-            if self._store.agree(found is not None, self._options.resume)
-            else None
-        )
-
-    def _take_over_signals(self, trainer: Any) -> None:
-        number = take_over_requeue(trainer)
-        if number is not None:
-            self._preemption.add(number, PREEMPTED)
-
-        def finish() -> None:
-            if number is not None and self._preemption.number == number:
-                requeue(self._store.processes)
-
-        self._signals = Signals(trainer, self._preemption, finish)
+        agreed = self._store.agree(found is not None, self._options.resume)
+        return (found or ResumePath(self._store.directory)) if agreed else None
 
     def _stop(self, evaluation: Any) -> Stop:
         return stop_of(self._store.processes, self._preemption, lambda: sum(evaluation.max_batches))
@@ -495,11 +474,11 @@ class CheckpointCallback(ResumingCallback):
             signals.end(error)
         saver, self._saver = self._saver, None
         evaluation, self._evaluation = self._evaluation, None
-        has_begun = self._store.is_open
         if saver is None:
             if evaluation is not None:
                 evaluation.end(orderly=orderly)
             return
+        has_begun = self._store.is_open
         self._searches.end()
         try:
             self._store.close(orderly=orderly)

@@ -207,9 +207,16 @@ def capture_averages(trainer: Any, before: Mapping[str, int] | None = None) -> d
 
 def restore_averages(trainer: Any, saved: Mapping[str, Any]) -> None:
     """Restore what :func:`capture_averages` returned, before the first batch after a resume."""
-    _restore_metrics(trainer, saved["metrics"])
-    results = running_averages(trainer)
     modules = dict(_metrics(trainer.lightning_module))
+    for name, entry in saved["metrics"].items():
+        if (metric := modules.get(name)) is None:
+            continue
+        for state, value in entry["states"].items():
+            moved = [item.to(metric.device) for item in value] if isinstance(value, list) else value.to(metric.device)
+            setattr(metric, state, moved)
+        metric._update_count = entry["updates"]
+        metric._computed = None
+    results = running_averages(trainer)
     for key, entry in saved["logged"].items():
         attribute = entry["metric_attribute"]
         if attribute is not None and attribute not in modules:
@@ -231,18 +238,6 @@ def restore_averages(trainer: Any, saved: Mapping[str, Any]) -> None:
         metric._computed = None
     if saved["logged"]:
         keep_running_averages(trainer)
-
-
-def _restore_metrics(trainer: Any, saved: Mapping[str, Any]) -> None:
-    present = dict(_metrics(trainer.lightning_module))
-    for name, entry in saved.items():
-        if (metric := present.get(name)) is None:
-            continue
-        for state, value in entry["states"].items():
-            moved = [item.to(metric.device) for item in value] if isinstance(value, list) else value.to(metric.device)
-            setattr(metric, state, moved)
-        metric._update_count = entry["updates"]
-        metric._computed = None
 
 
 def _is_kept(metric: Any) -> bool:

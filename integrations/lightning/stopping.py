@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import HoldfastError
+from ...engine.exit_status import PREEMPTED
 from ..loop import PreemptionSignal
 from .strategies import release_children
 from .wall import LoopHooks, cluster_environment, handler_before_lightnings, is_lightnings_handler, signal_connector
@@ -35,14 +36,17 @@ class Signals:
     """The signals of one call of ``fit``, ``validate``, ``test`` or ``predict``, from ``setup`` to its end.
 
     The handlers replace those of Lightning, which end a run after any batch, also while gradients that no checkpoint
-    holds are being accumulated. ``finish`` is called last, when Lightning has ended a run after a signal.
+    holds are being accumulated.
     """
 
-    def __init__(self, trainer: Any, preemption: PreemptionSignal, finish: Callable[[], None]) -> None:
+    def __init__(self, trainer: Any, preemption: PreemptionSignal, processes: ProcessGroup) -> None:
         self._connector = signal_connector(trainer)
         self._preemption = preemption
-        self._finish = finish
+        self._processes = processes
         self._left = False
+        self._requeue_signal = take_over_requeue(trainer)
+        if self._requeue_signal is not None:
+            preemption.add(self._requeue_signal, PREEMPTED)
         self._hooks = LoopHooks()
         self._hooks.place(self._connector, "register_signal_handlers", self._register)
         self._hooks.place(self._connector, "teardown", self._teardown)
@@ -62,7 +66,8 @@ class Signals:
         original()
         if self._left:
             self._hooks.remove()
-            self._finish()
+            if self._preemption.number == self._requeue_signal:
+                requeue(self._processes)
 
 
 def take_over(connector: Any, preemption: PreemptionSignal) -> None:

@@ -133,13 +133,13 @@ def from_tree(state: Any, tree: Any) -> Any:
         return tree
     from flax import nnx
 
-    found: list[Any] = []
-    _gather(state, tree, found)
+    found: dict[int, Any] = {}
+    merged = _merge(state, tree, found)
     variables = nnx.state(tuple(objects))
-    pure: dict[Any, Any] = {index: value for index, value in enumerate(found) if value}
+    pure: dict[Any, Any] = {index: found.pop(id(one)) for index, one in enumerate(objects) if id(one) in found}
     nnx.replace_by_pure_dict(variables, pure)
     nnx.update(tuple(objects), variables)
-    return _merge(state, tree)
+    return merged
 
 
 _ITSELF = object()
@@ -215,25 +215,19 @@ def _replace(value: Any, values: Any) -> Any:
     return value
 
 
-def _gather(value: Any, tree: Any, found: list[Any]) -> None:
-    if is_nnx(value):
-        found.append(tree)
-    elif type(value) is dict:
-        for key, item in value.items():
-            _gather(item, tree.get(key), found)
-    elif type(value) in (list, tuple):
-        for item, part in zip_longest(value, tree[: len(value)]):
-            _gather(item, part, found)
+def _merge(value: Any, tree: Any, found: dict[int, Any]) -> Any:
+    """Put the objects of the state into the restored tree, whose containers may have grown.
 
-
-def _merge(value: Any, tree: Any) -> Any:
-    """Put the objects of the state into the restored tree, whose containers may have grown."""
+    ``found`` gets the variables of each object; those of an object that is there twice are under the first one.
+    """
     if is_nnx(value):
+        if tree:
+            found.setdefault(id(value), tree)
         return value
     if type(value) is dict and type(tree) is dict:
-        return {key: _merge(value.get(key), item) for key, item in tree.items()}
+        return {key: _merge(value.get(key), item, found) for key, item in tree.items()}
     if type(value) in (list, tuple) and type(tree) is type(value):
-        return type(tree)([_merge(item, part) for item, part in zip_longest(value[: len(tree)], tree)])
+        return type(tree)([_merge(item, part, found) for item, part in zip_longest(value[: len(tree)], tree)])
     return tree
 
 
