@@ -23,12 +23,13 @@ from ...engine.format import ITEM, RECORD, CheckpointRecord
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler, SavedShares
 from ...engine.manager import CheckpointManager, CheckpointManagerOptions, metric_name, metric_value
 from ...engine.observer import process_observer
+from ...engine.pytree import flatten
 from ...engine.steps import list_steps, newest_step, prefix_of, read_record, read_steadily, series_and_step, series_of
 from ...engine.storage import TEMPORARY_PREFIX, Location, Place, as_location
 from ..loop import WITHOUT_GRACE, GraceCheck, all_steps
 from ..options import ProgramOptions, Resume
 from .arguments import CallbackArguments
-from .strategies import SharedState, StateHandler, has_leaves
+from .strategies import SharedState, StateHandler
 from .trees import POSITION, from_tree, plain_weights, to_tree
 
 PROCESS = "process"
@@ -378,7 +379,7 @@ def _entries(step: Location, names: Collection[str]) -> dict[str, Any]:
     record = read_record(step).items[ITEM]
     handler, folder = PyTreeCheckpointHandler(), step / record.folder
     outline = handler.structure(folder, files=record.files)
-    chosen = [f"{name}/**" for name, value in outline.items() if name in names and has_leaves(value)]
+    chosen = [f"{name}/**" for name, value in outline.items() if name in names and flatten(value).values]
     found: dict[str, Any] = handler.restore(folder, files=record.files, select=chosen)
     return found
 

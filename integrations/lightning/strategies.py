@@ -14,6 +14,7 @@ import pickle
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError
 from ...engine.format import FileRecord
 from ...engine.handlers import PyTreeCheckpointHandler
-from ...engine.pytree import unwrapped_name
+from ...engine.pytree import flatten, unwrapped_name
 from ...engine.storage import Location
 from .wall import averages_models, broadcasts_buffers, gathers_in_one_process
 
@@ -151,14 +152,14 @@ class SharedState:
             if processes.is_primary:
                 try:
                     tree = make()
-                    outline = pickle.dumps(self._outline(tree, (), large))
+                    outline = pickle.dumps(_mapped(partial(self._sent, large), tree, None))
                 except BaseException as error:
                     group.fail(error)
                     raise
             received = group.broadcast("outline", outline, processes.timeout)
         try:
             if not processes.is_primary:
-                tree = self._filled(pickle.loads(received), checkpoint, (), large)
+                tree = _mapped(partial(self._filled, large), pickle.loads(received), checkpoint)
         except BaseException as error:
             processes.fail("outline taken", error)
             raise
@@ -174,44 +175,41 @@ class SharedState:
             return len(path) == 2 and unwrapped_name(path[1]) in self._parameters
         return path[0] == "optimizer_states" and len(path) > 1 and path[1] in self._optimizers
 
-    def _outline(self, value: Any, path: Path, large: list[torch.Tensor]) -> Any:
-        """Return process 0's tree, with placeholders for large tensors and for those that the others have."""
-        if isinstance(value, torch.Tensor):
-            if self._is_own(path, value):
-                return _Own()
-            if value.nbytes < _LARGE:
-                return value.cpu().clone()  # Pickle would write the whole storage of a view.
-            large.append(value.detach().to(self._channel).contiguous())
-            return _Sent(tuple(value.shape), value.dtype)
-        if isinstance(value, dict):
-            entries = {key: self._outline(item, (*path, key), large) for key, item in value.items()}
-            return type(value)(entries)
-        if isinstance(value, list | tuple):
-            return type(value)([self._outline(item, (*path, index), large) for index, item in enumerate(value)])
-        return value
+    def _sent(self, large: list[torch.Tensor], value: Any, path: Path, _: Any) -> Any:
+        """Return a leaf of process 0, or a placeholder for a tensor that is large, or that the others have."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if self._is_own(path, value):
+            return _Own()
+        if value.nbytes < _LARGE:
+            return value.cpu().clone()  # Pickle would write the whole storage of a view.
+        large.append(value.detach().to(self._channel).contiguous())
+        return _Sent(tuple(value.shape), value.dtype)
 
-    def _filled(self, outline: Any, own: Any, path: Path, large: list[torch.Tensor]) -> Any:
-        """Return this process's tree from the outline of process 0."""
-        if isinstance(outline, _Own):
-            if not isinstance(own, torch.Tensor):
-                raise StateError(
-                    f"{'/'.join(map(str, path))}: process 0 saves a tensor, and this process has "
-                    f"{type(own).__qualname__} there; under this strategy all processes have to hold the same "
-                    "parameters and optimizer states"
-                )
-            return own.detach()
-        if isinstance(outline, _Sent):
-            large.append(torch.empty(outline.shape, dtype=outline.dtype, device=self._channel))
+    def _filled(self, large: list[torch.Tensor], value: Any, path: Path, own: Any) -> Any:
+        """Return the leaf of this process for one that process 0 has sent."""
+        if isinstance(value, _Sent):
+            large.append(torch.empty(value.shape, dtype=value.dtype, device=self._channel))
             return large[-1]
-        if isinstance(outline, dict):
-            mine = own if isinstance(own, dict) else {}
-            entries = {key: self._filled(item, mine.get(key), (*path, key), large) for key, item in outline.items()}
-            return type(outline)(entries)
-        if isinstance(outline, list | tuple):
-            some = own if isinstance(own, list | tuple) and len(own) == len(outline) else [None] * len(outline)
-            items = [self._filled(item, some[index], (*path, index), large) for index, item in enumerate(outline)]
-            return type(outline)(items)
-        return outline
+        if not isinstance(value, _Own):
+            return value
+        if not isinstance(own, torch.Tensor):
+            raise StateError(
+                f"{'/'.join(map(str, path))}: process 0 saves a tensor, and this process has {type(own).__qualname__} "
+                "there; under this strategy all processes have to hold the same parameters and optimizer states"
+            )
+        return own.detach()
+
+
+def _mapped(function: Callable[[Any, Path, Any], Any], tree: Any, other: Any, path: Path = ()) -> Any:
+    """Return a tree with the results of a function, which gets a leaf, its path, and what another tree has there."""
+    if isinstance(tree, dict):
+        others = other if isinstance(other, dict) else {}
+        return type(tree)({key: _mapped(function, one, others.get(key), (*path, key)) for key, one in tree.items()})
+    if isinstance(tree, list | tuple):
+        parts = other if isinstance(other, list | tuple) and len(other) == len(tree) else [None] * len(tree)
+        return type(tree)([_mapped(function, one, parts[index], (*path, index)) for index, one in enumerate(tree)])
+    return function(tree, path, other)
 
 
 # ---- loading in place
@@ -228,11 +226,12 @@ class StateHandler(PyTreeCheckpointHandler):
             return super().restore(directory, files=files, **kwargs)
         outline = super().structure(directory, files=files)
         rest = {name: value for name, value in outline.items() if name not in item}
-        chosen = _patterns(name for name, value in rest.items() if has_leaves(value))
+        chosen = _patterns(name for name, value in rest.items() if flatten(value).values)
         found = super().restore(directory, files=files, select=chosen)
         wanted = {name: template for name, template in item.items() if template is not None}
         parts = super().restore(directory, wanted, files=files, select=_patterns(wanted))
-        return {**with_containers(rest, found), **parts}
+        # A selection leaves out containers without leaves.
+        return {**_mapped(lambda _one, _path, leaf: leaf, rest, found), **parts}
 
 
 class ShardedState:
@@ -261,23 +260,6 @@ class ShardedState:
         states = checkpoint.get("optimizer_states", []) if self._optimizers else []
         for optimizer, state in zip(self._optimizers, states, strict=True):
             set_optimizer_state_dict(self._module, optimizer, state, options=options)
-
-
-def has_leaves(tree: Any) -> bool:
-    if isinstance(tree, dict):
-        return any(map(has_leaves, tree.values()))
-    return any(map(has_leaves, tree)) if isinstance(tree, list | tuple) else True
-
-
-def with_containers(outline: Any, found: Any) -> Any:
-    """Return a tree read by selected leaves, with the containers that hold no leaves as in ``outline``."""
-    if isinstance(outline, dict):
-        read = found if isinstance(found, dict) else {}
-        return type(outline)((key, with_containers(value, read.get(key))) for key, value in outline.items())
-    if isinstance(outline, list | tuple):
-        parts = found if isinstance(found, list | tuple) else [None] * len(outline)
-        return type(outline)(with_containers(value, part) for value, part in zip(outline, parts, strict=True))
-    return found
 
 
 def _patterns(names: Iterable[str]) -> list[str]:

@@ -260,7 +260,7 @@ def _unsaved_attributes(state: Any) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Gradient:
-    """The gradient of a parameter at an instant; a later backward makes another tensor, or another version of it."""
+    """A gradient of a parameter in its present version; a later backward makes another tensor or version."""
 
     tensor: Callable[[], Any]  # a weak reference
     version: int
@@ -274,11 +274,11 @@ class _Gradient:
 
 
 class UsedGradients:
-    """Remembers for each parameter the gradient that an optimizer has used last.
+    """The last gradient of each parameter that an optimizer has used.
 
     Attributes:
         later: By parameter, gradients of a backward after the optimizer's step, as they were at the last step.
-        are_carried: Whether an optimizer has used one of them, with what came to it later.
+        are_carried: Whether an optimizer has used one of them, after later backwards added to it.
     """
 
     def __init__(self) -> None:
@@ -288,24 +288,24 @@ class UsedGradients:
         self._is_watching = False
 
     def watch(self) -> None:
-        """Take note of every step of an optimizer of torch from now on."""
+        """Note every step of an optimizer of torch from now on."""
         torch: Any = loaded("torch")
         if self._is_watching or torch is None:
             return
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self._is_watching = True
-        me = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def after_step(optimizer: Any, *_: Any) -> None:
-            if not torch.compiler.is_compiling() and (one := me()) is not None:
-                one._note(optimizer)
+            if not torch.compiler.is_compiling() and (watcher := reference()) is not None:
+                watcher._note(optimizer)
 
         hook = register_optimizer_step_post_hook(after_step)
         weakref.finalize(self, hook.remove).atexit = False
 
     def is_older_than(self, parameter: Any, gradient: Any) -> bool:
-        """Return whether an optimizer has used a gradient of the parameter, and this one is of a later backward."""
+        """Return whether a gradient is of a later backward than the one that an optimizer has used."""
         used = self._used.get(id(parameter))
         return used is not None and not used.is_now(gradient)
 
@@ -338,7 +338,7 @@ class TensorVersions:
             self._used.watch()
 
     def note(self, state: Any) -> None:
-        """Remember the versions as they are now."""
+        """Note the present versions."""
         parts = [part for _, part in located(state, _is_watched)]
         self._before = self._noted
         if len(parts) != len(self._parts) or any(map(_differ, parts, self._parts)):
@@ -392,7 +392,7 @@ def _is_set(gradient: Any) -> bool:
 
 
 def local_values(gradient: Any) -> Any:
-    """Return the values of a gradient that this process has."""
+    """Return the values of a gradient in this process."""
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     return local.coalesce().values() if local.is_sparse else local
 
