@@ -111,7 +111,7 @@ class CheckpointCallback(ResumingCallback):
         init_from: Where a fresh start takes its weights from: any checkpoint that ``hf.load`` reads, of holdfast or of
             another library. Names, shapes and dtypes of all weights must agree; everything else starts fresh. A run
             that resumes ignores it.
-        partial: ``"initialize"`` goes on with a state that has changed, such as another layer or one more
+        partial: ``"initialize"`` resumes with a state that has changed, such as another layer or one more
             transformation of an optimizer: values that fit the checkpoint are restored, the others stay as they were
             initialized, and a warning lists them. It holds for a resume and for the weights of ``init_from``. None
             takes all that was saved, or nothing.

@@ -1,4 +1,4 @@
-"""The state of an epoch beside its counters: data loaders, random generators, and running averages.
+"""The state of an epoch apart from its counters: data loaders, random generators, and running averages.
 
 Lightning's own checkpoints lack the running averages: the mean over an epoch that was resumed is that of its remaining
 batches.
@@ -149,7 +149,7 @@ def capture_generators(loaders: Sequence[object]) -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any], device: torch.device, loaders: Sequence[object]) -> None:
-    """Give all generators the state that :func:`capture_generators` took, without those that are gone."""
+    """Restore the states from :func:`capture_generators` of those generators that exist."""
     restore(state)
     restore_loader_generators(state.get("loaders", {}), loaders)
     saved = state.get("device")  # the first version saved the generator of one device

@@ -29,7 +29,7 @@ _CHANGED = (
 )
 # Entries that WeightAveraging adds to a checkpoint, in which ``state_dict`` is the average.
 _WEIGHTS, _AVERAGE = "current_model_state", "averaging_state"
-_COUNTERS = ("last_epoch", "_step_count")  # which every schedule has
+_COUNTERS = ("last_epoch", "_step_count")  # Every schedule has these counters.
 _NO_OPTIONS = ("params", "param_names")  # entries of a group that are no options
 
 _Names = list[list[str | None]]
@@ -87,7 +87,7 @@ class Fitting:
         self.misfits = misfits
         self._trainer = trainer
         self._saved: Description | None = None
-        self._shapes: dict[str, torch.Size] = {}  # of the weights in the checkpoint
+        self._shapes: dict[str, torch.Size] = {}  # the shapes of the weights in the checkpoint
         self._groups: list[tuple[int, list[int | None]]] = []  # by optimizer: saved groups, and the origins of its own
         self._described: tuple[list[int], str] | None = None
         self._schedulers: list[str] = []
@@ -426,7 +426,7 @@ def _derived(kind: type) -> list[type]:
 
 
 def _first_options(live: Sequence[_State], saved: Sequence[_State]) -> tuple[_State, _State]:
-    left_out = (*_NO_OPTIONS, "initial_lr")  # which a schedule adds
+    left_out = (*_NO_OPTIONS, "initial_lr")  # A schedule adds the last one.
     first, other = ({name: one[name] for name in one if name not in left_out} for one in (live[0], saved[0]))
     return first, other
 

@@ -39,7 +39,7 @@ logger = logging.getLogger("holdfast")
 Point = Literal["batch", "validation", "epoch"]
 """After a batch and all that belongs to it, in the validation that follows a batch, or after an epoch."""
 
-# These callbacks of Lightning set the trainer up when an epoch starts, and can do so once more in the middle of it.
+# These callbacks of Lightning set the trainer up when an epoch starts, and can do so again in the middle of it.
 # Other callbacks have seen the epoch start, and are not called again.
 _SET_UP_EPOCHS = ("GradientAccumulationScheduler", "StochasticWeightAveraging")
 
@@ -323,7 +323,7 @@ class Position:
             )
 
     def _rescale(self, saved: dict[str, Any]) -> None:
-        """Count the batches of the epoch anew where the data is divided among another number of processes."""
+        """Correct the count of batches if the data is divided among another number of processes."""
         if (factor := saved.get("rescaled")) is None:
             return
         ahead, steps = saved["fetched"] - saved["consumed"], self._trainer.accumulate_grad_batches
@@ -375,7 +375,7 @@ class Position:
         return {"at_iterator": self._random(), "loaders": states, "new_workers": new}
 
     def _now(self) -> dict[str, Any]:
-        """Return what a validation may change, beside the averages."""
+        """Return the state, apart from the averages, that a validation may change."""
         return {
             "random": self._random(),
             "validation": self._validation_loaders(),

@@ -61,7 +61,7 @@ class RunStore:
         self._has_positions = False
         self._has_fetched = False
         self._reported: set[str] = set()
-        self._events: list[dict[str, Any]] = []  # that :meth:`take_events` has not returned yet
+        self._events: list[dict[str, Any]] = []  # the events since the last :meth:`take_events`
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RunStore, (self.directory, self._arguments)
@@ -133,7 +133,7 @@ class RunStore:
         return str(self.directory / f"{self._series}{step}")
 
     def step_of(self, path: Place) -> int | None:
-        """Return the step that a path stands for, or None when it is not in this directory."""
+        """Return the step with this path, or None if the path is not in this directory."""
         try:
             location = as_location(path)
         except InvalidLocationError:

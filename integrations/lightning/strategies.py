@@ -32,7 +32,7 @@ _OWN_PROCESSES = {"XLAStrategy"}  # It is derived from DDPStrategy, but torch.di
 
 _SHARDED = "ModelParallelStrategy"
 
-# The processes of a trainer that is gone. Python would warn of processes that are collected while they run.
+# The processes of trainers that have ended. Python would warn of processes that are collected while they run.
 _released: list[subprocess.Popen[bytes]] = []
 
 _LARGE = 1 << 20  # bytes, from which on process 0 broadcasts a tensor instead of sending it through the store
@@ -113,12 +113,12 @@ def _kinds(strategy: Any) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """Stands for a tensor that each process takes from its own memory."""
+    """A placeholder for a tensor that each process takes from its own memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Stands for a tensor that process 0 sends after the outline."""
+    """A placeholder for a tensor that process 0 sends after the outline."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -40,7 +40,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class _Left:
-    """Stands for a value that cannot be saved, with the name of its type."""
+    """A placeholder for a value that cannot be saved, with the name of its type."""
 
     def __init__(self, value: object) -> None:
         self.kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
@@ -72,7 +72,7 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def from_tree(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return what was loaded without a template as a checkpoint of Lightning; tensors share the arrays' memory."""
+    """Convert a tree that was loaded without a template to a checkpoint of Lightning; tensors share its memory."""
     types = {tuple(keys): kind for keys, kind in json.loads(tree.get(_TYPES, "[]"))}
     checkpoint: dict[str, Any] = {
         name: _value(value, (name,), types) for name, value in tree.items() if name not in (_VERSIONS, _TYPES)
@@ -88,7 +88,7 @@ def from_tree(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_weights(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of what was loaded as a checkpoint of Lightning that holds tensors and plain data only."""
+    """Convert a part of a loaded tree to a checkpoint of Lightning that holds tensors and plain data only."""
     return from_tree({name: value for name, value in tree.items() if name != _TYPES})
 
 
@@ -99,7 +99,7 @@ def is_plain_tree(value: Any) -> bool:
 
 
 class _Plain:
-    """Turns values into plain data and arrays, and notes what was left out and what was of another type."""
+    """Converts values to plain data and arrays, and notes values of other types and those that are left out."""
 
     def __init__(self) -> None:
         self.left: list[str] = []

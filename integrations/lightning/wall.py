@@ -221,7 +221,7 @@ def forget_unfinished(progress: Any) -> None:
 
 
 FIRST_ITERATOR = "_load_combined_loader_states"  # the method of the fit loop that precedes its first iterator
-BEFORE_FETCH, AFTER_FETCH = "_on_before_fetch", "_on_after_fetch"  # of the loop over an epoch
+BEFORE_FETCH, AFTER_FETCH = "_on_before_fetch", "_on_after_fetch"  # methods of the loop over an epoch
 
 
 def callbacks_of(trainer: Any, *names: str) -> list[Any]:
@@ -361,7 +361,7 @@ def made_from(
     return saving._load_state(kind, checkpoint, strict, **given)
 
 
-# ---- Lightning's searches for a learning rate and a batch size: a run begins with them, a resumed run keeps the result
+# ---- Lightning's searches for a learning rate and a batch size, whose results a resumed run keeps
 #
 # ``LearningRateFinder`` and ``BatchSizeFinder`` search in ``on_fit_start``, after a trainer has loaded the weights of a
 # checkpoint and before it loads the optimizers. They write what they find into attributes that no checkpoint of
@@ -383,7 +383,7 @@ class Searches:
 
     def __init__(self) -> None:
         self._names: set[str] = set()
-        self._hooks: LoopHooks | None = None  # while a run begins
+        self._hooks: LoopHooks | None = None  # not None while a run starts
 
     def begin(self, trainer: Any) -> None:
         """Look for finders among the trainer's callbacks."""

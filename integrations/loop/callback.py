@@ -152,7 +152,7 @@ class CheckpointCallback:
         init_from: Where a fresh start takes its weights from: any checkpoint that ``hf.load`` reads, of holdfast or of
             another library. Names, shapes and dtypes of all weights must agree; everything else starts fresh. A run
             that resumes ignores it.
-        partial: ``"initialize"`` goes on with a state that has changed, such as another layer or one more
+        partial: ``"initialize"`` resumes with a state that has changed, such as another layer or one more
             transformation of an optimizer: values that fit the checkpoint are restored, the others stay as they were
             initialized, and a warning lists them. It holds for a resume and for the weights of ``init_from``. None
             takes all that was saved, or nothing.
@@ -244,11 +244,11 @@ class CheckpointCallback:
         self._manager.events.has_callback = True
         if options.grace_secs is not None:
             self._manager.add_listener(GraceCheck(seconds(options.grace_secs)))
-        self._adapter: StateAdapter = StateAdapter()  # until the first state
+        self._adapter: StateAdapter = StateAdapter()  # It is replaced at the first state.
         self._saver = StepSaver(self._manager, self._adapter)
         self._is_adapted = False
         self._preemption = PreemptionSignal(options.preemption_signals())
-        self._stop: Stop = OwnStop(self._preemption)  # until the processes are connected
+        self._stop: Stop = OwnStop(self._preemption)  # It is replaced when the run begins.
         self._generators = GlobalGenerators() if options.global_generators else None
         self._names: frozenset[str] = frozenset()
         self._begun = False

@@ -1,4 +1,4 @@
-"""The extras beside a state: data positions, random keys, averages, plain data."""
+"""The extras of a checkpoint: positions in the data, random keys, averages, plain data."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class InitialState:
 def _is_function(given: object) -> bool:
     if is_versioned(given) or is_nnx(given):
         return False
-    wrapped = callable(given) and hasattr(given, "__wrapped__")  # such as the result of jax.jit
+    wrapped = callable(given) and hasattr(given, "__wrapped__")  # A result of jax.jit is one.
     return inspect.isroutine(given) or isinstance(given, functools.partial) or wrapped
 
 

@@ -40,7 +40,7 @@ class LastStep:
         self.metrics: Mapping[str, Any] | None = None
         self.state: Any = None
         self._adapter = adapter
-        self._versions = versions  # of extras that are torch modules or optimizers
+        self._versions = versions  # for extras that are torch modules or optimizers
         self._extras: Mapping[str, Any] = {}
         self._positions: dict[str, Any] = {}
         self._slow = 0  # the number of slow steps in a row

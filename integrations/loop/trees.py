@@ -128,7 +128,7 @@ def to_tree(state: Any) -> Any:
 
 
 def from_tree(state: Any, tree: Any) -> Any:
-    """Return a pytree as it was read; nnx objects in dicts, lists and tuples are updated in place."""
+    """Return a restored pytree; nnx objects in dicts, lists and tuples are updated in place."""
     objects = _objects(state)
     if not objects:
         return tree
