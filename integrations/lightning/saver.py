@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from ...engine.clock import seconds
 from ...engine.errors import SaveFailedError, StateError, shortened
 from ...engine.manager import event_scalars, guarded
 from ...engine.sources import Misfits
@@ -362,9 +361,7 @@ class FitSaver:
     def _leave(self) -> NoReturn:
         try:
             self._store.manager.wait_until_finished()
-            grace = self._options.grace_secs
-            left = self._preemption.seconds_left(None if grace is None else seconds(grace))
-            self._store.manager.finish_mirror(left)
+            self._store.manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
         finally:
             barrier_exit(self._store.processes)
         self._say("preempted: stopping after step %d in %s", self._trainer.global_step, self._store.directory)

@@ -596,8 +596,7 @@ class CheckpointCallback:
         if save:
             self._saver.save("preempted")
         self._manager.wait_until_finished()
-        grace = self._options.grace_secs
-        self._manager.finish_mirror(self._preemption.seconds_left(None if grace is None else seconds(grace)))
+        self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
         self._should_stop = True
         self._manager.events.write("preempted", step=self._saver.step)
         self._announce("preempted: step %d is saved in %s; stopping", self._saver.step, self._manager.directory)

@@ -13,6 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from ...engine.checkpoint import SaveReport
+from ...engine.clock import Duration, seconds
 from ...engine.pytree import loaded
 from ..workers import expose_workers, exposed_workers, protect_workers
 
@@ -88,11 +89,11 @@ class PreemptionSignal:
         if self._received is None:
             self._received, self._since = number, time.monotonic()
 
-    def seconds_left(self, grace: float | None) -> float:
+    def seconds_left(self, grace: Duration | None) -> float:
         """Return the seconds left of ``grace`` since the signal, minus a reserve."""
         if grace is None:
             return WITHOUT_GRACE
-        return max(0.0, 0.9 * (grace - (time.monotonic() - self._since)))
+        return max(0.0, 0.9 * (seconds(grace) - (time.monotonic() - self._since)))
 
     def add(self, number: signal.Signals, status: int) -> None:
         """Add a signal with an exit status of its own; to be called before :meth:`install`."""

@@ -216,6 +216,24 @@ def test_a_worker_ends_with_its_parent() -> None:
     assert done.returncode == -signal.SIGKILL
 
 
+_PUT_BACK = """
+import multiprocessing
+from multiprocessing.process import BaseProcess
+start = BaseProcess.start
+from holdfast.integrations.loop import PreemptionSignal
+
+assert BaseProcess.start is start, "changed by the import"
+with PreemptionSignal(), PreemptionSignal():
+    assert BaseProcess.start is not start
+assert BaseProcess.start is start, "changed after the last callback"
+"""
+
+
+def test_multiprocessing_is_changed_only_while_a_signal_is_watched() -> None:
+    done = subprocess.run([sys.executable, "-c", _PUT_BACK], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 _LATE = """
 import logging, multiprocessing
 logging.basicConfig(format="%(levelname)s %(message)s")
