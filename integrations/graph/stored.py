@@ -56,7 +56,8 @@ class CapturedGraph:
 
 def capture(graph: LiveGraph, *, apart: bool = False) -> CapturedGraph:
     """Take the values and the structure of a graph; with ``apart``, each process saves the states of its objects."""
-    numbers = {id(node): number for number, node in enumerate(graph.nodes)}
+    for number, node in enumerate(graph.nodes):
+        node.number = number
     states = [node for node in graph.leaves() if apart and isinstance(node.slot, StateSlot)]
     too_deep = [node for node in graph.leaves() if len(node.path) > MAX_DEPTH]
     if too_deep:
@@ -71,11 +72,11 @@ def capture(graph: LiveGraph, *, apart: bool = False) -> CapturedGraph:
             f"{shortened([format_node_path(node.path) for node in unborn])}: no shape yet, as the lazy module has not "
             "run, and nothing was written; run the module once before the first save"
         )
-    flat = flatten(_nested(graph.root, numbers, {id(node) for node in states}) or {})
-    names = dict(zip(flat.values, flat.names, strict=True))
+    elsewhere = {node.number: PER_PROCESS + escape_key(storage_name(node.path)) for node in states}
+    flat = flatten(_nested(graph.root, elsewhere) or {})
+    names = elsewhere | dict(zip(flat.values, flat.names, strict=True))
     tree = unflatten(flat.structure, [_stored(graph.nodes[number]) for number in flat.values])
-    names.update({numbers[id(node)]: PER_PROCESS + escape_key(storage_name(node.path)) for node in states})
-    nodes = [_node_document(node, numbers, names) for node in graph.nodes]
+    nodes = [_node_document(node, names) for node in graph.nodes]
     per_process = {storage_name(node.path): _stored(node) for node in states} if apart else None
     return CapturedGraph(tree, {"nodes": nodes, OWN_STATES: True}, per_process)
 
@@ -88,20 +89,20 @@ def _stored(node: LiveNode) -> Any:
         raise
 
 
-def _nested(node: LiveNode, numbers: Mapping[int, int], elsewhere: Collection[int]) -> Any:
+def _nested(node: LiveNode, elsewhere: Collection[int]) -> Any:
     """Return the containers below a node, with node numbers in place of values.
 
     A container without values is None, unless it is empty in the program.
     """
     if not isinstance(node.view, Branch):
-        return numbers[id(node)] if node.has_value and id(node) not in elsewhere else None
+        return node.number if node.has_value and node.number not in elsewhere else None
     found: dict[Any, Any] = {}
     complete = True
     keys = {edge.segment: edge.key for edge in node.view.edges}
     for segment, child in node.edges.items():
         if child.path != (*node.path, segment) or len(child.path) > MAX_DEPTH:
             continue  # it is stored under another path, or too deep to hold a value
-        below = _nested(child, numbers, elsewhere)
+        below = _nested(child, elsewhere)
         if below is not None:
             found[keys.get(segment, segment)] = below
         elif isinstance(child.view, Branch):
@@ -110,7 +111,7 @@ def _nested(node: LiveNode, numbers: Mapping[int, int], elsewhere: Collection[in
         branch = found
         for segment in value.path[len(node.path) : -1]:
             branch = branch.setdefault(unescape_key(segment), {})
-        branch[unescape_key(value.path[-1])] = numbers[id(value)]
+        branch[unescape_key(value.path[-1])] = value.number
     sequence: Any = tuple if node.view.label == "tuple" else list
     if isinstance(node.value, deque):
         sequence = partial(deque, maxlen=node.value.maxlen)
@@ -130,24 +131,21 @@ def _is_box(node: LiveNode) -> bool:
     return node.view.in_place and isinstance(node.slot, BoxSlot) and is_python_value(node.slot.get())
 
 
-def _node_document(node: LiveNode, numbers: dict[int, int], names: Mapping[int, str]) -> dict[str, Any]:
+def _node_document(node: LiveNode, names: Mapping[int, str]) -> dict[str, Any]:
     document: dict[str, Any] = {}
-    number = numbers[id(node)]
     if isinstance(node.view, Branch):
         document["type"] = node.view.label
         if is_module(node.value) and not node.value.training:
             document["training"] = False
-        document["edges"] = {segment: numbers[id(child)] for segment, child in node.edges.items()}
+        document["edges"] = {segment: child.number for segment, child in node.edges.items()}
     elif _is_box(node) or isinstance(node.slot, MemberSlot):
         document["type"] = class_name(node.value)
-    if number in names:
-        document["value"] = names[number]
+    if node.number in names:
+        document["value"] = names[node.number]
     if node.optimizer_slots:
-        document[OPTIMIZER_SLOTS] = [
-            [numbers[id(one)], segment, numbers[id(value)]] for one, segment, value in node.optimizer_slots
-        ]
+        document[OPTIMIZER_SLOTS] = [[one.number, name, value.number] for one, name, value in node.optimizer_slots]
     if node.groups:
-        document["groups"] = [[numbers[id(parameter)] for parameter in group] for group in node.groups]
+        document["groups"] = [[parameter.number for parameter in group] for group in node.groups]
     return document
 
 

@@ -23,6 +23,7 @@ class LiveNode:
     edges: dict[str, LiveNode] = field(default_factory=dict)
     optimizer_slots: list[tuple[LiveNode, str, LiveNode]] = field(default_factory=list)  # (parameter, name, value)
     groups: list[list[LiveNode]] = field(default_factory=list)  # the parameters of an optimizer that are in the graph
+    number: int = -1  # in the document of a save
 
     @property
     def has_value(self) -> bool:
