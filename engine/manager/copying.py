@@ -133,12 +133,14 @@ def _copy_one(
         there = found_at(destination)
         if there is not None and there.fingerprint == record.fingerprint:
             follow(destination, there, record)
-            return CopyReport(source=str(source), path=str(destination), step=record.step, bytes=record.nbytes, sent=0)
-        if there is not None and not overwrite:
+        elif there is not None and not overwrite:
             raise CheckpointExistsError(
                 f"{destination}: another checkpoint is there; choose another path, or replace it (overwrite=True)"
             )
-        copy_step(source, destination, record, overwrite=overwrite, throttle=throttle, progress=progress, copied=copied)
+        else:
+            copy_step(
+                source, destination, record, overwrite=overwrite, throttle=throttle, progress=progress, copied=copied
+            )
         return CopyReport(
             source=str(source), path=str(destination), step=record.step, bytes=record.nbytes, sent=progress.sent
         )
@@ -186,10 +188,8 @@ def _copy_run(
                     ownership.check()
                     target = destination / entry.location.name
                     done.append(_copy_one(entry.location, target, overwrite, throttle, portion, copied_files))
-                    copied = found_at(target)
-                    if (
-                        copied is not None and entry.record is not None
-                    ):  # the entry has the metrics of other programs, too
+                    # The record of the entry has the metrics of other programs as well.
+                    if (copied := found_at(target)) is not None and entry.record is not None:
                         follow(target, copied, replace(copied, metrics=entry.record.metrics))
                 except CheckpointNotFoundError:  # the run has deleted the step meanwhile
                     continue

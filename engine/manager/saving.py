@@ -129,9 +129,8 @@ class Saves:
                 facts = check_json("custom_metadata", custom_metadata)
                 numbers = None if metrics is None else plain_metrics(metrics)
                 pending = _PendingSave(step, reason or decision.reason, numbers, facts)
-                if reason is None or not isinstance(
-                    self._options.best_fn, str
-                ):  # a callback has called decide() before
+                # A callback, which gives the reason, has called decide() before.
+                if reason is None or not isinstance(self._options.best_fn, str):
                     self.note_metrics(step, pending.metrics)
                 values = self._items.to_save(items, kwargs, left_out)
                 self._items.save_begins(step, self._run)
