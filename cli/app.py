@@ -2,36 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
 
-from .change import pin, prune, rm, rollback, unpin
-from .convert import cp, export, import_
-from .diff import diff
-from .drill.command import drill
-from .inspect import ls, show, verify
-from .recipes import recipes, run
-from .run_report import report
-from .supervise import supervise
-from .watch import watch
-
-_COMMANDS: tuple[Callable[..., int], ...] = (
-    *(run, supervise, drill, recipes),
-    *(ls, watch, prune, rm, rollback, pin, unpin, show, diff, report, verify),
-    *(cp, import_, export),
-)
-
-app = typer.Typer(
-    add_completion=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help="Run training recipes, and inspect, verify, convert and delete checkpoints.",
+COMMANDS = (
+    *("run", "supervise", "drill", "recipes"),
+    *("ls", "watch", "prune", "rm", "rollback", "pin", "unpin", "show", "diff", "report", "verify"),
+    *("cp", "import", "export"),
 )
 
 
-@app.callback(invoke_without_command=True)
+def make_app(names: Sequence[str] = COMMANDS) -> typer.Typer:
+    """Return the command line with some of the commands; only their modules are imported."""
+    app = typer.Typer(
+        add_completion=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        help="Run training recipes, and inspect, verify, convert and delete checkpoints.",
+    )
+    app.callback(invoke_without_command=True)(_start)
+    for name in names:
+        app.command(name)(_function(name))
+    return app
+
+
+def _function(name: str) -> Callable[..., int]:
+    """Return the function of a command. To import all of their modules takes longer than to list checkpoints."""
+    module: Any
+    if name in ("ls", "show", "verify"):
+        from . import inspect as module
+    elif name in ("prune", "rm", "rollback", "pin", "unpin"):
+        from . import change as module
+    elif name in ("cp", "import", "export"):
+        from . import convert as module
+    elif name in ("run", "recipes"):
+        from . import recipes as module
+    elif name == "supervise":
+        from . import supervise as module
+    elif name == "drill":
+        from .drill import command as module
+    elif name == "watch":
+        from . import watch as module
+    elif name == "diff":
+        from . import diff as module
+    elif name == "report":
+        from . import run_report as module
+    else:
+        raise AssertionError(name)
+    function: Callable[..., int] = module.import_ if name == "import" else getattr(module, name)
+    return function
+
+
 def _start(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
@@ -46,7 +69,3 @@ def _start(
         typer.echo(version_of("holdfast"))
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
-
-
-for _command in _COMMANDS:
-    app.command(_command.__name__.rstrip("_"))(_command)

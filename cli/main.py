@@ -29,9 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with_traceback, as_json = (flag in arguments[:own] for flag in (_TRACEBACK, _JSON))
     arguments = [argument for argument in arguments[:own] if argument != _TRACEBACK] + arguments[own:]
     try:
-        from .app import app
+        from .app import COMMANDS, make_app
 
-        status = app(args=arguments, prog_name="holdfast", standalone_mode=False)
+        named = arguments[:1] if arguments[:1] and arguments[0] in COMMANDS else COMMANDS
+        status = make_app(named)(args=arguments, prog_name="holdfast", standalone_mode=False)
         sys.stdout.flush()
         if status != INTERRUPTED:  # typer's status for Ctrl-C
             return status if isinstance(status, int) else DONE

@@ -149,9 +149,9 @@ def commands_page() -> str:
     """Return the page of the command and its subcommands."""
     import typer
 
-    from holdfast.cli.app import app
+    from holdfast.cli.app import make_app
 
-    group: Any = typer.main.get_command(app)
+    group: Any = typer.main.get_command(make_app())
     context = group.make_context("holdfast", [], resilient_parsing=True)
     parts = [
         "# The command\n",

@@ -298,9 +298,9 @@ def test_every_command_has_json_for_programs() -> None:
 def commands() -> list[tuple[str, Any]]:
     from typer.main import get_command
 
-    from holdfast.cli.app import app
+    from holdfast.cli.app import make_app
 
-    return list(get_command(app).commands.items())  # type: ignore[attr-defined]
+    return list(get_command(make_app()).commands.items())  # type: ignore[attr-defined]
 
 
 def test_unexpected_errors_are_one_line_as_well(

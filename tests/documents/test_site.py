@@ -14,7 +14,7 @@ from docs.tools import drawings, prepare, runtime
 from ruamel.yaml import YAML
 
 import holdfast
-from holdfast.cli.app import app
+from holdfast.cli.app import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 SITE: dict[str, Any] = YAML(typ="safe", pure=True).load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
@@ -63,8 +63,7 @@ def test_a_name_of_an_unknown_module_is_an_error(monkeypatch: pytest.MonkeyPatch
 
 def test_every_command_and_option_is_there(pages: Path) -> None:
     text = (pages / "reference" / "commands.md").read_text()
-    names = {one.name or getattr(one.callback, "__name__", "") for one in app.registered_commands}
-    assert set(re.findall(r"^## holdfast (\w+)$", text, re.MULTILINE)) == names
+    assert set(re.findall(r"^## holdfast (\w+)$", text, re.MULTILINE)) == set(COMMANDS)
     assert {"`--max-to-keep", "`--other-step", "`--hang-timeout", "`--in-place"} <= {
         cell.strip() for cell in re.findall(r"^\| (`--[\w-]+)", text, re.MULTILINE)
     }
