@@ -19,6 +19,7 @@ from .wall import (
     AFTER_FETCH,
     BEFORE_FETCH,
     FIRST_ITERATOR,
+    SANITY_CHECK,
     LoopHooks,
     callbacks_of,
     clear_restart,
@@ -70,6 +71,7 @@ class Position:
         self._has_too_many_draws = False
         self._drawing: Drawing | None = None  # where the dataset may draw random numbers in this process
         epoch_loop = self._fit.epoch_loop
+        hooks.place(trainer, SANITY_CHECK, self._sanity_check)
         hooks.place(self._fit, "run", self._run)
         hooks.place(self._fit, FIRST_ITERATOR, self._first_iterator)
         hooks.place(self._fit, "on_advance_start", self._epoch_starts)
@@ -147,6 +149,11 @@ class Position:
             )
 
     # ---- in the order in which the loops call
+
+    def _sanity_check(self, original: Callable[[], None]) -> None:
+        # Lightning itself does not skip it after an epoch, and its hooks would change the restored state.
+        if self._saved is None:
+            original()
 
     def _run(self, original: Callable[[], None]) -> None:
         original()

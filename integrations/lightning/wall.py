@@ -26,7 +26,10 @@ from ...engine.errors import StateError
 logger = logging.getLogger("holdfast")
 
 NAMES = {  # the undocumented names, by the object of a trainer that has them
-    "": ("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_signal_connector"),
+    "": (
+        *("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_run_sanity_check"),
+        "_signal_connector",
+    ),
     "_checkpoint_connector": (
         *("_hpc_resume_path", "_loaded_checkpoint", "_parse_ckpt_path", "dump_checkpoint"),
         *("restore_loops", "restore_lr_schedulers", "resume_start"),
@@ -220,6 +223,7 @@ def forget_unfinished(progress: Any) -> None:
 # ---- parts of trainers, loops and strategies
 
 
+SANITY_CHECK = "_run_sanity_check"
 FIRST_ITERATOR = "_load_combined_loader_states"  # the method of the fit loop that precedes its first iterator
 BEFORE_FETCH, AFTER_FETCH = "_on_before_fetch", "_on_after_fetch"  # methods of the loop over an epoch
 
