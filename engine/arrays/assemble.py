@@ -152,6 +152,13 @@ class Assembly:
         self._lock = threading.Lock()
         self._threads = threading.local()  # a buffer for each thread: it decompresses into it, and copies out of it
 
+    @property
+    def wants_everything(self) -> bool:
+        """Whether all elements of all arrays are wanted."""
+        return all(
+            any(one.box == whole(self.decoders[array].shape) for one in wanted) for array, wanted in self._boxes.items()
+        )
+
     def is_whole(self, array: int) -> bool:
         return array not in self._boxes
 

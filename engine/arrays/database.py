@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..clock import UNHEARD
+from ..distributed import shares_machine
 from ..errors import DamagedCheckpointError, FormatVersionError, ObjectNotFoundError
 from ..format import (
     ArrayMetadata,
@@ -149,14 +150,14 @@ class ArrayDatabase:
             self.bytes_read += length
             return file.read(offset, length).tobytes()
 
-    def _open(self, path: str) -> DataReader:
+    def _open(self, path: str, *, cached: bool = False) -> DataReader:
         known = None if self._files is None else self._files.get(path)
         if self._files and known is None:
             raise DamagedCheckpointError(
                 f"{self._location / path}: the index names this file, and the commit record does not"
             )
         with required(self._location / path):
-            return (self._location / path).open_data(size=None if known is None else known.size)
+            return (self._location / path).open_data(size=None if known is None else known.size, cached=cached)
 
     def _fetch(
         self, names: Sequence[str], assembly: Assembly, advance: Callable[[int], None] = UNHEARD.advance
@@ -192,12 +193,14 @@ class ArrayDatabase:
             if what:
                 failed(chunks, row, what)
 
+        # Other processes of this machine read whole arrays, too, and the disk reads them once.
+        cached = self._location.is_local and assembly.wants_everything and shares_machine()
         with contextlib.ExitStack() as stack:
             files: dict[str, DataReader] = {}
             for number in np.unique(found.file_ids).tolist():
                 path = found.files[number]
                 try:
-                    files[path] = stack.enter_context(self._open(path))
+                    files[path] = stack.enter_context(self._open(path, cached=cached))
                 except DamagedCheckpointError as error:
                     for row in np.flatnonzero(found.file_ids == number).tolist():
                         failed(found, row, error)

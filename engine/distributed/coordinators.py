@@ -6,6 +6,7 @@ A program is alone, or its processes are connected by ``jax.distributed`` or ``t
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -239,6 +240,11 @@ def current_coordinator() -> Coordinator:
         The coordinator: the same object as long as the connection lasts.
     """
     return _jax.find() or _torch.find() or _ALONE
+
+
+def shares_machine() -> bool:
+    """Return whether other processes of this program may run on this machine; launchers such as torchrun say so."""
+    return current_coordinator().process_count > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1"
 
 
 class _JaxProgram:

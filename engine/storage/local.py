@@ -197,8 +197,8 @@ class LocalBackend:
                     os.unlink(key)
                 raise
 
-    def open_data(self, key: str, size: int | None) -> DataReader:
-        return LocalDataReader(key)
+    def open_data(self, key: str, size: int | None, *, cached: bool) -> DataReader:
+        return LocalDataReader(key, cached=cached)
 
     def can_share(self) -> bool:
         return True
@@ -263,12 +263,12 @@ class LocalDataReader(DataReader):
     requested bytes and returns a view of the middle. An offset that is a multiple of 64 stays one in memory.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, cached: bool = False) -> None:
         self._path = path
         self._descriptor = -1
         self._lock = threading.Lock()
         with os_errors(path, "open"):
-            descriptor = _open_direct(path, os.O_RDONLY)
+            descriptor = _open(path, os.O_RDONLY) if cached else _open_direct(path, os.O_RDONLY)
             self._size = _regular_size(descriptor, path)
         self._descriptor = descriptor
 

@@ -459,17 +459,18 @@ class Location:
             _check_segments(file.size, file.segments)
             self._backend.write_data((self / file.name)._key, file.size, file.segments, awaited)
 
-    def open_data(self, *, size: int | None = None) -> DataReader:
+    def open_data(self, *, size: int | None = None, cached: bool = False) -> DataReader:
         """Open a bulk data file for reading; use it as a context manager, or close it.
 
         Args:
             size: The expected length, if known: an object store is then not asked before the first read, which raises
                 ObjectNotFoundError if there is no such object, and bytes beyond it are never requested.
+            cached: Whether a disk reads through the page cache, for several processes that read the same bytes.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
         """
-        return self._backend.open_data(self._key, size)
+        return self._backend.open_data(self._key, size, cached=cached)
 
     def can_share(self) -> bool:
         """Return whether :meth:`share` can work here: on a disk, and in a store whose service copies objects itself."""

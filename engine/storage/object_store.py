@@ -299,7 +299,7 @@ class ObjectStoreBackend:
         del stream
         self._write(key, content)
 
-    def open_data(self, key: str, size: int | None) -> DataReader:
+    def open_data(self, key: str, size: int | None, *, cached: bool) -> DataReader:
         if size is None and not self.is_there(key):
             raise ObjectNotFoundError(f"cannot open {self.url(key)}: there is no such object")
         return ObjectReader(self, key, size)
