@@ -109,6 +109,26 @@ def test_other_callbacks(program: Any, new_directory: NewDirectory, make: Callab
         assert resumed.final == whole.final, f"interrupted after step {step}"
 
 
+class CountsSanityChecks(Callback):
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.batches += trainer.sanity_checking
+
+
+def test_a_resumed_run_has_no_sanity_check(program: Any, new_directory: NewDirectory) -> None:
+    """Its validation steps would change what was restored, such as a count of batches."""
+    fresh = CountsSanityChecks()
+    program.run(new_directory(), checkpoint=NEVER, callbacks=(fresh,))
+    assert fresh.batches > 0
+    for step in (2, 5, 7):
+        directory, resumed = new_directory(), CountsSanityChecks()
+        interrupt(program, directory, step)
+        program.run(directory, seed=2, checkpoint=NEVER, callbacks=(resumed,))
+        assert resumed.batches == 0, f"interrupted after step {step}"
+
+
 def test_two_optimizers(program: Any, new_directory: NewDirectory) -> None:
     class Adversaries(LightningModule):
         automatic_optimization = False
