@@ -247,7 +247,7 @@ def load_parts(source: CheckpointSource, item: str | None, parts: Mapping[str, A
     filters = [(pattern, PathFilter(pattern), index) for pattern, index in parts.items()]
     for leaf in tree.leaves:
         pattern, _, index = next(one for one in filters if one[1].chooses(leaf.name.split(".")))
-        if index is ... or index == slice(None):
+        if index is ... or (isinstance(index, slice) and index == slice(None)):
             continue
         if not is_array(leaf):
             raise OptionError(

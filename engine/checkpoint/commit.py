@@ -177,9 +177,7 @@ class PendingCheckpoint:
             self.paths = dict(zip(items, folders, strict=True))
         self.folders = {item: location / path for item, path in self.paths.items()}
         self._deleted = DELETED in names
-        self._stale: list[
-            str
-        ] = []  # folders that the old checkpoint had replaced, and that a power failure brought back
+        self._stale: list[str] = []  # folders that the old checkpoint had replaced, and a power failure brought back
         self._marker_size: int | None = None
         self._begun = False
         self._is_new = False  # whether this save has made the directory

@@ -48,6 +48,7 @@ from .stored import (
     StoredPart,
     StoredTree,
     Unreadable,
+    is_contiguous,
     nested,
     nested_tree,
     not_read,

@@ -155,6 +155,17 @@ def without_unreadable(source: TreeSource) -> tuple[TreeSource, list[str]]:
 
 Bytes = NDArray[np.uint8]
 
+
+def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements with these strides, counted in elements, lie in C order without gaps."""
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 _logger = logging.getLogger("holdfast")
 
 _AMPLIFICATION = 16  # views of shared memory may claim at most so many times the bytes of the files
@@ -194,7 +205,7 @@ class StoredPart:
             shape=common.shape,
             offset=self.offset + first * size,
             length=(last - first + 1) * size,
-            strides=None if last - first + 1 == common.size else strides,
+            strides=None if is_contiguous(common.shape, strides) else strides,
         )
 
     def array(self, data: Bytes) -> NDArray[Any]:

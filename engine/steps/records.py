@@ -156,7 +156,7 @@ def read_again(location: Location, look: Callable[[], S], read: Callable[[S], T]
             return read(found)
         except DamagedCheckpointError:
             left -= 1
-            if not (changed(found) or left):
+            if not changed(found) and left <= 0:
                 raise
 
 

@@ -212,6 +212,23 @@ def test_jax_and_torch(tmp_path: Path) -> None:
 # ---- hf.load with what to read of each array
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param(torch.arange(60).reshape(5, 12)[1:4].t(), id="transposed"),
+        pytest.param(torch.arange(60).reshape(5, 3, 4)[1:4].permute(2, 0, 1), id="permuted"),
+        pytest.param(torch.arange(60).reshape(5, 12)[1:4, ::3], id="every third column"),
+        pytest.param(torch.as_strided(torch.arange(8), (2, 2), (3, 0)), id="expanded"),
+        pytest.param(torch.as_strided(torch.arange(9), (3, 3), (1, 3), 0), id="whole storage"),
+    ],
+)
+@pytest.mark.parametrize("index", [np.s_[...], np.s_[1:], np.s_[..., 1:], np.s_[::-1, 0], np.s_[-1]])
+def test_tensors_that_are_views(tensor: torch.Tensor, index: Any, tmp_path: Path) -> None:
+    torch.save({"t": tensor}, tmp_path / "state.pt")
+    with hf.open(tmp_path / "state.pt") as tree:
+        assert np.array_equal(tree["t"][index], tensor.numpy()[index])
+
+
 def test_load_what_an_index_selects(saved: Path) -> None:
     found = hf.load(saved, select={"long": np.s_[8:10, ..., ::2], "step": ..., "tab*": np.s_[-1]})
     assert found["step"] == 7
@@ -228,6 +245,7 @@ def test_load_what_an_index_selects(saved: Path) -> None:
             hf.errors.OptionError,
             r"step, which select='step' names, is no array .* with the index",
         ),
+        ({"long": np.array([1, 2])}, IndexError, "ckpt/state: long: expected integers, slices, .* found ndarray"),
         ({"long": np.s_[99]}, IndexError, "ckpt/state: long: index 99 is out of bounds for axis 0 with size 64"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -160,3 +161,19 @@ def test_damage_stays_damage(place: str, stored: Any) -> None:
             with pytest.raises(hf.DamagedCheckpointError, match=r"tree\.json"):
                 read()
     assert not hf.verify(place).ok
+
+
+def test_a_replacement_that_is_damaged_is_an_error(tmp_path: Path) -> None:
+    class Replaced(hf.handlers.PyTreeCheckpointHandler):
+        attempts = 0
+
+        def restore(self, *_: Any, **__: Any) -> Any:
+            Replaced.attempts += 1
+            assert Replaced.attempts < 10, "reads for ever"
+            if Replaced.attempts == 1:
+                hf.save(tmp_path / "ckpt", tree(2), overwrite=True)
+            raise hf.DamagedCheckpointError(f"attempt {Replaced.attempts}")
+
+    hf.save(tmp_path / "ckpt", tree(1))
+    with pytest.raises(hf.DamagedCheckpointError, match="attempt 2"):
+        hf.Checkpointer(Replaced()).restore(tmp_path / "ckpt")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....engine.errors import DamagedCheckpointError
-from ....engine.sources import StoredArray, StoredPart
+from ....engine.sources import StoredArray, StoredPart, is_contiguous
 from .pickles import Builder, Inert, Name, Stateful, shown
 
 ByteOrder = Literal["<", ">"]
@@ -129,7 +129,7 @@ class Storage:
             offset=self.record.offset + offset * itemsize,
             length=length,
             dtype=elements.dtype.newbyteorder(self.byte_order),
-            strides=None if _is_contiguous(shape, strides) else strides,
+            strides=None if is_contiguous(shape, strides) else strides,
             is_intact=None if crc32 is None else lambda data: zlib.crc32(data.data) == crc32,
             finish=_finish(metadata),
         )
@@ -168,15 +168,6 @@ def _parameter(data: Any, requires_grad: Any, *_: Any) -> Any:
         details = {key: value for key, value in data.details.items() if key != "requires_grad"}
         data.details = {**details, "requires_grad": True} if requires_grad is True else details
     return data
-
-
-def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def sizes(value: Any) -> tuple[int, ...]:
