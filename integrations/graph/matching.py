@@ -127,7 +127,7 @@ class Matching:
         """Follow the edges that both graphs have; plain values need none in the program."""
         number, value, path = visit.number, visit.value, visit.path
         saved = self.graph.nodes[number].edges
-        changes = view.sequence and len(value) != len(saved)
+        changes = view.sequence and len(view.edges) != len(saved)
         takes_arrays = self._final and changes
         slot = _slot_of_elements(visit, arrays=takes_arrays) if self.plain.is_sequence(number) else None
         if slot is not None:

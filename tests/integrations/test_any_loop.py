@@ -119,6 +119,21 @@ class DictMadeEveryStep(DictOfTorch):
         return dict(super().update(state, x))
 
 
+class ListOfTorch(Kind):
+    def make(self, seed: int) -> Any:
+        drawn = Drawn(seed)
+        return [drawn.net, drawn.optimizer, [0.5, seed]]
+
+    def update(self, state: Any, x: Any) -> Any:
+        torch_update(state[0], state[1], x)
+        state[2].append(float(x.sum()))
+        return state
+
+    def values(self, state: Any) -> Any:
+        assert type(state) is list
+        return [*module_values(state[0], state[1]), state[2]]
+
+
 class TupleOfTorch(Kind):
     def make(self, seed: int) -> Any:
         drawn = Drawn(seed)
@@ -242,6 +257,7 @@ class Nnx(Kind):
 KINDS: dict[str, Kind] = {
     "dict of torch": DictOfTorch(),
     "dict made at every step": DictMadeEveryStep(),
+    "list of torch": ListOfTorch(),
     "tuple of torch": TupleOfTorch(),
     "module": Module(),
     "object": PlainObject(),
