@@ -82,12 +82,12 @@ def restore_extras(step: int, state: Any, extras: Mapping[str, Any], saved: Mapp
             values[name], batches = extra, restore_loader(extra, saved[name])
             if batches is not None:
                 counters = _epoch_counters(state, extras, saved)
+                if step in [epochs * batches for epochs in counters.values()]:
+                    counters = {}  # One has counted the epoch; others, such as a limit or the best one, do not matter.
                 uncounted = [counter for counter, epochs in counters.items() if (epochs + 1) * batches == step]
                 if uncounted:
                     restore_loader(extra, saved[name], begins=False)
-                _tell_of_ended_epoch(
-                    name, uncounted, [one for one, epochs in counters.items() if epochs * batches != step]
-                )
+                _tell_of_ended_epoch(name, uncounted, [*counters])
         elif is_stateful(extra) or is_plain(extra):
             values[name] = restore_state(extra, saved[name])
     return values

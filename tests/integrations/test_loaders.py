@@ -366,17 +366,17 @@ def test_a_loop_over_epochs_is_stopped_at_the_end_of_one_and_elsewhere(
 def loop_with_a_counter(
     directory: Path, first: int, counted: bool, options: dict[str, Any], stop: int = 0
 ) -> list[Any]:
-    """Three epochs whose number is an extra: that of the present one, or counted up with the last batch."""
+    """Three epochs whose number is an extra, beside their limit: the present one, or counted up with the last batch."""
     torch.manual_seed(0)
     loader, taken, step = stateful_loader(**options), [], 0
     with CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
-        state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader, epoch=first)
+        state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader, max_epochs=3, epoch=first)
         for epoch in range(checkpoint.extras["epoch"], first + 3):
             for batch in loader:
                 taken.append((batch + torch.rand(())).tolist())
                 step += 1
                 done = counted and step % 4 == 0
-                checkpoint.on_step(step, state, data=loader, epoch=epoch + done)
+                checkpoint.on_step(step, state, data=loader, max_epochs=3, epoch=epoch + done)
                 if step == stop:
                     return taken
     return taken
