@@ -16,7 +16,7 @@ from ...engine.pytree import is_python_value, is_torch_tensor, unescape_key
 from .frameworks import GROUPS, OPTIMIZER_SLOTS, OptimizerSlot, OptionSlot, group_options, is_optimizer
 from .paths import Path, format_node_path
 from .saved import SavedGraph
-from .slots import Assignment, Place, Slot
+from .slots import Assignment, PartSlot, Place, Slot
 from .tracked import Node
 from .values import PlainValues, is_plain
 from .views import Branch, Leaf, View, classify, edge_at, root_view, sequence_slot
@@ -49,6 +49,7 @@ class Matching:
         self.waiting: list[Any] = []  # holders below which values are missing an object
         self.has_unmatched = False  # whether the program has an object that the checkpoint does not have
         self._final = final
+        self._places: dict[int, Slot] = {}  # by the ids of mutable containers: the first place of each in a pass
         self._optimizers = OptimizerMatching(graph, self.bindings, self.unused)
 
     def from_root(self, root: Node) -> Iterator[Assignment]:
@@ -85,6 +86,7 @@ class Matching:
     def _match(self, queue: list[_Visit], *, anew: bool = False, known: _Visit | None = None) -> Iterator[Assignment]:
         """Walk both graphs; unless ``anew``, skip what is below objects that are bound already, except ``known``."""
         seen: set[tuple[int, int]] = set()
+        self._places.clear()
         for visit in queue:  # the queue grows, and keeps all objects alive, so that their ids are unique
             number, value, view = visit.number, visit.value, visit.view
             if isinstance(view, Leaf) and view.opened is not None and self._is_opened(number, view):
@@ -147,8 +149,10 @@ class Matching:
         for segment, child in saved.items():
             below = (*path, segment)
             if segment in edges:
-                edge = edges[segment]
-                queue.append(_Visit(child, edge.value, edge.view(), below, edge.place, within))
+                found, at = edges[segment].value, edges[segment].place
+                if isinstance(found, list | dict | deque) and not isinstance(at, PartSlot):
+                    at = self._places.setdefault(id(found), at)  # One object has one place, whatever leads to it.
+                queue.append(_Visit(child, found, classify(found, at), below, at, within))
             elif place is not None and (covers := self._made(child)) is not None:
                 add = partial(dict.__setitem__, value, self.plain.key(number, segment))
                 yield Assignment(child, Place(place.anchor, (*place.trail, segment), ..., add), below, covers)

@@ -267,6 +267,27 @@ def test_one_object_takes_the_first_of_two_saved_ones(place: str, library: Libra
     assert library.read(leaf) == 1
 
 
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda number: {"w": jnp.full(2, number)}, "/w"),
+        (lambda number: {"w": number}, "/w"),
+        (lambda number: {"inner": [{"w": number}]}, "/inner"),
+        (lambda number: [number + 0.5, 1.5], ""),
+    ],
+    ids=["arrays of jax", "numbers", "nested", "list"],
+)
+def test_one_container_takes_the_values_of_the_first_of_two_saved_ones(
+    make: Callable[[int], Any], path: str, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A target network is often the parameters themselves at first, and a copy of them later."""
+    graph.Checkpoint(params=make(7), target=make(3)).write(f"{place}/checkpoint")
+    one = make(0)
+    graph.Checkpoint(params=one, target=one).restore(f"{place}/checkpoint")
+    assert str(one) == str(make(7))
+    assert f"params{path} and target{path} are one object, and two in the checkpoint" in caplog.text
+
+
 def test_asserts_fail_without_a_checkpoint() -> None:
     status = graph.Checkpoint(v=np.zeros(1)).restore(None)
     for check in (status.assert_consumed, status.assert_existing_objects_matched, status.assert_nontrivial_match):
