@@ -21,7 +21,7 @@ from ...engine.errors import (
 )
 from ...engine.format import ITEM, RECORD, CheckpointRecord, ItemRecord
 from ...engine.manager import Peek
-from ...engine.pytree import Patterns, collection_paused
+from ...engine.pytree import PathFilter, Patterns, collection_paused
 from ...engine.storage import Location, Place, as_location
 from .paths import Path, format_node_path
 from .reader import locate, numbers_of, plain_values, saved_counter
@@ -313,7 +313,8 @@ class CheckpointTemplate:
             report = restoration.report()
             if report.missing:
                 raise TreeMismatchError(f"{describe_no_match(report)}\nIf that is intended, pass partial=True")
-        return PreparedCheckpoint(self, stored, prepared, saved_counter(stored) if self.counts else None)
+        counts = self.counts and PathFilter(self.select, self.exclude).chooses((COUNTER,))
+        return PreparedCheckpoint(self, stored, prepared, saved_counter(stored) if counts else None)
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,21 @@ def test_read_leaves_the_counter_alone_and_restore_takes_it(place: str) -> None:
     assert other.save_counter == 1
 
 
+@pytest.mark.parametrize(
+    ("choice", "number"),
+    [({}, 2), ({"select": "w"}, 0), ({"select": ["w", "save_*"]}, 2), ({"exclude": "save_counter"}, 0)],
+    ids=str,
+)
+def test_the_number_is_restored_like_any_other_value(choice: dict[str, Any], number: int, place: str) -> None:
+    checkpoint = graph.Checkpoint(w=np.ones(2))
+    checkpoint.save(f"{place}/one")
+    path = checkpoint.save(f"{place}/one")
+    other = graph.Checkpoint(w=np.zeros(2))
+    other.restore(path, **choice)
+    assert other.save_counter == number
+    assert other.save(f"{place}/other") == f"{place}/other-{number + 1}"
+
+
 def test_the_newest_three_are_kept(place: str) -> None:
     checkpoint = graph.Checkpoint(step=0)
     with graph.CheckpointManager(checkpoint, place, max_to_keep=3) as manager:
