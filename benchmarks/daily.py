@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from .goals import Goal
-from .results import describe_machine
+from .results import add_table_arguments, describe_machine
 from .runner import tell
 from .table import aligned, goal_rows, markdown
 
@@ -376,11 +376,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--row", choices=ROWS, action="append", help="measure only this row; repeatable")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds of each row; {ROUNDS} unless given")
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the number or the size of leaves")
-    parser.add_argument(
-        "--directory", type=Path, default=Path("runs"), help="a directory on the disk to measure; ./runs unless given"
-    )
-    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
-    parser.add_argument("--check", action="store_true", help="exit with 1 when a goal is missed")
+    add_table_arguments(parser)
     return parser
 
 

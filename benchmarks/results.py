@@ -117,11 +117,18 @@ def _file_system(directory: Path) -> str:
     return kind
 
 
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare where a command measures, and where its numbers go or come from."""
+def add_table_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare where a command measures, how it prints its tables, and whether it checks its goals."""
     parser.add_argument(
         "--directory", type=Path, default=Path("runs"), help="a directory on the disk to measure; ./runs unless given"
     )
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a goal is missed or was not measured")
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the same, and where a command's numbers go or come from."""
+    add_table_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every single number to this file")
     parser.add_argument(
         "--report",
@@ -130,4 +137,3 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="measure nothing, show the contents of this file; may be repeated",
     )
-    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")

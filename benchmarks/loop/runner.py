@@ -94,5 +94,4 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each number; 5 unless given")
     parser.add_argument("--quick", action="store_true", help="a tiny model and one round, to try the harness")
     add_output_arguments(parser)
-    parser.add_argument("--check", action="store_true", help="exit with 1 when a goal is missed")
     return parser
