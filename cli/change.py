@@ -23,6 +23,8 @@ from ..engine.manager import (
     best,
     infos_of,
     reasons,
+    retention_rules,
+    settle_mirror,
     stored_identity,
     stored_rules,
 )
@@ -163,7 +165,7 @@ def prune(
     rules = {name: value for name, value in given.items() if value is not None}
     run = ChangedRun(directory, prefix)
     options = _pruning_options(run, rules, only)
-    applied = [rule for rule in options.rules() if not (rules and isinstance(rule, KeepAll))]
+    applied = [rule for rule in retention_rules(options) if not (rules and isinstance(rule, KeepAll))]
     infos = infos_of(run.entries)
     if isinstance(options.best_fn, str) and best(infos, options.best_fn, options.ranking_mode) is None:
         metrics = sorted({name for info in infos for name in info.metrics or ()})
@@ -271,7 +273,7 @@ def _delete(
             if after is not None:
                 manager.delete_after(after)  # The mirror may have other later steps.
             if in_mirror:
-                manager.settle_mirror()
+                settle_mirror(manager)
     elif anything and not confirmation.dry_run:
         say("nothing was deleted")
         return FAILED
@@ -307,7 +309,7 @@ def _pin(place: str, steps: Sequence[int], prefix: str | None, *, pinned: bool, 
     with run.manager() as manager:
         for step in steps:
             (manager.pin if pinned else manager.unpin)(step)
-        manager.settle_mirror()
+        settle_mirror(manager)
     done = "pinned" if pinned else "unpinned"
     if as_json:
         print_json({"directory": str(run.location), done: list(steps)})

@@ -10,7 +10,7 @@ from typing import Any
 from .arrays import Problem, SavedLeaf, naming
 from .errors import CheckpointNotFoundError, HoldfastError, shortened_text
 from .format import CheckpointRecord, FileRecord
-from .manager import infos_of, reasons, stored_rules
+from .manager import infos_of, reasons, retention_rules, stored_rules
 from .pytree import materialize
 from .sources import JSON, METRICS, TREE, CheckpointSource, find_steps, leaf_path, open_at, read_checkpoint, trees_in
 from .steps import StepEntry, has_changed
@@ -97,7 +97,7 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     options, function = (None, None) if several else stored_rules(location)
     infos = infos_of(steps.entries)
     # Only the run has the function that ranks its steps, and can tell why one is kept.
-    kept = {} if options is None or function is not None else reasons(infos, options.rules())
+    kept = {} if options is None or function is not None else reasons(infos, retention_rules(options))
     seen: set[tuple[int, int]] = set()
     found = [_native_summary(entry, kept.get(entry.step, ()), seen) for entry in steps.entries]
     for entry, one in zip(steps.entries, found, strict=True):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 from ..engine.clock import Clock, Duration, seconds
 from ..engine.errors import InvalidLocationError, OptionError
 from ..engine.handlers import PyTreeCheckpointHandler
-from ..engine.manager import CheckpointManagerOptions, CheckpointOptions, limits
+from ..engine.manager import CheckpointManagerOptions, CheckpointOptions, has_triggers, limits
 from ..engine.storage import Place, as_location
 
 Resume = Literal["auto", "must", "never", "best"] | int
@@ -78,7 +78,7 @@ class CallbackOptions(CheckpointOptions):
         """Return the same options for a :class:`~holdfast.CheckpointManager`."""
         names = {one.name for one in fields(self)} & {one.name for one in fields(CheckpointManagerOptions)}
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return CheckpointManagerOptions(**given, **{} if self.has_triggers else self.DEFAULT_TRIGGER)
+        return CheckpointManagerOptions(**given, **{} if has_triggers(self) else self.DEFAULT_TRIGGER)
 
 
 @dataclass(frozen=True, kw_only=True)

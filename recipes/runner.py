@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..engine.errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError
 from ..engine.format import RECORD
-from ..engine.manager import CheckpointManager
+from ..engine.manager import CheckpointManager, mirror_of
 from ..engine.observer import process_observer
 from ..engine.sources import open_checkpoint
 from ..engine.storage import Location, Place, as_location
@@ -84,7 +84,7 @@ def first_step(configuration: Configuration) -> int:
     Raises:
         HoldfastError: The run would be refused; see :func:`run`.
     """
-    mirror = configuration.config.checkpoint.options().mirror_options()
+    mirror = mirror_of(configuration.config.checkpoint.options())
     places = [places_of(configuration)[1], *([] if mirror is None else [as_location(mirror.url).url])]
     newest = max(places, key=lambda place: max(all_steps(as_location(place)), default=-1))
     return _check_checkpoints(configuration, newest, fetch=False)

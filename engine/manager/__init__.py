@@ -18,7 +18,7 @@ from .events import (
     read_events,
 )
 from .identity import stored_identity, stored_options, stored_rules
-from .manager import CheckpointManager, best_step_in
+from .manager import CheckpointManager, best_step_in, note_resume, settle_mirror
 from .metrics import Metric, Mode, better, metric_name, metric_value, number_of, plain_metrics
 from .mirror import MirrorStatus
 from .options import (
@@ -27,9 +27,15 @@ from .options import (
     CheckpointManagerOptions,
     CheckpointOptions,
     Mirror,
+    has_triggers,
     limits,
+    mirror_of,
     option_texts,
+    options_document,
+    options_from_document,
     refuse_options,
+    retention_rules,
+    save_triggers,
 )
 from .resuming import Peek, Restored
 from .retention import (

@@ -16,7 +16,7 @@ from ..storage import Location, as_location
 from .directory import RunDirectory
 from .events import RunEvents
 from .mirror import MirrorStatus, RunMirror
-from .options import CheckpointManagerOptions
+from .options import CheckpointManagerOptions, mirror_of
 
 _FETCH = 86400.0  # seconds that the other processes wait while process 0 fetches a step
 
@@ -106,7 +106,7 @@ class RunAccess:
         if self._compared:
             return
         options = self.options
-        mirror = options.mirror_options()
+        mirror = mirror_of(options)
         self.processes.compare(
             "the options of the managers",
             {

@@ -63,7 +63,7 @@ from ..storage import Entry, Location, Place, SaveLock, as_location, is_unreadab
 from .events import EVENTS, ROTATED
 from .identity import OPTIONS, Doomed, RunIdentity, new_run, store_identity, stored_identity
 from .metrics import metric_name, plain_metrics
-from .options import CheckpointManagerOptions
+from .options import CheckpointManagerOptions, options_document, retention_rules
 from .ownership import Ownership
 from .retention import KeepAll, KeepBest, StepInfo, info_of, kept_steps, reasons
 
@@ -160,7 +160,7 @@ class RunDirectory:
         self.ownership = Ownership(location, clock, drain)
         self.last_saved: int | None = None  # the step that this run saved last
         self._options = options
-        self._rules = options.rules()
+        self._rules = retention_rules(options)
         self._reads_metrics = options.best_fn is not None or options.keep_checkpoints_without_metrics
         self._series = series_of(options.step_prefix)
         self._writes = writes
@@ -390,7 +390,7 @@ class RunDirectory:
         self._store(identity)
 
     def _store(self, identity: RunIdentity) -> None:
-        store_identity(self.location, self._options.to_document(), identity)
+        store_identity(self.location, options_document(self._options), identity)
         self._identity = identity
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import DamagedCheckpointError, FormatVersionError, HoldfastError, ObjectNotFoundError, shortened_steps
 from ..format import decode_document, encode_document
 from ..storage import Location
-from .options import CheckpointManagerOptions
+from .options import CheckpointManagerOptions, options_document, options_from_document
 
 OPTIONS = "options.json"  # name of the file that holds the retention options of the last run, and its identity
 _LIMIT = 16 << 20  # bytes
@@ -72,7 +72,7 @@ def stored_rules(location: Location) -> tuple[CheckpointManagerOptions | None, s
     """Return the same, and the name of the function by which the run ranked its steps, if it used one."""
     try:
         document = _read(location)["options"]
-        options, function = CheckpointManagerOptions.from_document(document), document.get("best_function")
+        options, function = options_from_document(document), document.get("best_function")
     except (HoldfastError, KeyError, AttributeError):
         return None, None
     return options, function if isinstance(function, str) else None
@@ -112,7 +112,7 @@ def copy_options(source: Location, destination: Location) -> None:
     """Give a copy of a run the retention options of the original; its identity and its mirror stay its own."""
     options = stored_options(source)
     if options is not None:
-        store_identity(destination, options.to_document(), stored_identity(destination))
+        store_identity(destination, options_document(options), stored_identity(destination))
 
 
 def _read(location: Location) -> dict[str, Any]:

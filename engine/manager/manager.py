@@ -25,7 +25,7 @@ from .identity import stored_options
 from .items import ItemSet
 from .metrics import as_given, plain_metrics
 from .mirror import MirrorStatus
-from .options import CheckpointManagerOptions
+from .options import CheckpointManagerOptions, mirror_of, save_triggers
 from .resuming import Peek, Restored, Resume
 from .retention import best, newest_with
 from .saving import Saves
@@ -95,7 +95,7 @@ class CheckpointManager:
         writes = not self.options.read_only
         self.directory: Location = as_location(directory, writes=writes, observer=self.observer)
         reuse = self.options.reuse_unchanged and self.directory.can_share()
-        mirror = self.options.mirror_options()
+        mirror = mirror_of(self.options)
         mirrored = None if mirror is None else as_location(mirror.url)
         uploads = mirrored is not None and not mirrored.is_local
         self._items = ItemSet(checkpointers, self.options.item_intervals, reuse=reuse, uploads=uploads)
@@ -108,7 +108,7 @@ class CheckpointManager:
             self._access.open_mirror(mirrored)
         self._mirror = self._access.mirror
         self.observer.joins(self.processes.index, self.processes.count)
-        triggers = (*self.options.triggers(), Wanted(self.observer))
+        triggers = (*save_triggers(self.options), Wanted(self.observer))
         decisions = SaveDecisions(triggers, self._clock, self.processes, self.latest_step())
         self._rollback = Rollback(self._run, warns=self.processes.is_primary)
         self._resume = Resume(self._access, self._items, decisions, self._rollback)
@@ -350,22 +350,6 @@ class CheckpointManager:
         """The step of the last restore, from which the run resumes; None if nothing was restored."""
         return self._rollback.resumed_from
 
-    def note_resume(self, step: int) -> list[int]:
-        """Note that the run resumes from a step, and warn at once if there are later ones.
-
-        :meth:`restore` notes that by itself, and leaves the warning to the next save, as the caller may only look at
-        the step. A training loop calls this where it takes the state of the step from elsewhere.
-
-        Args:
-            step: The step.
-
-        Returns:
-            The later steps, in ascending order. Each is replaced when the run saves it again.
-        """
-        later = self._resume.resumes_from(valid_step(step))
-        self._rollback.warn(later)
-        return later
-
     # ---- saving
 
     def decide(self, step: int, *, metrics: Any = None) -> Decision:
@@ -467,7 +451,7 @@ class CheckpointManager:
         Args:
             step: The step.
             mirror: Whether to delete it in the mirror, too. A manager without the option ``mirror``, in the directory
-                of a run that had one, notes the step for the next run with it, or for :meth:`settle_mirror`.
+                of a run that had one, notes the step for the next run with it.
 
         Raises:
             CheckpointNotFoundError: There is no such step.
@@ -504,16 +488,6 @@ class CheckpointManager:
                 self._run.add(one, None)
         self._access.delete_in_mirror()
         return deleted
-
-    def settle_mirror(self) -> bool:
-        """Bring deletions and pins to the mirror of the run, for a manager that was made without the option ``mirror``.
-
-        Nothing else is copied. What cannot be done is logged, and the next run with that mirror does it.
-
-        Returns:
-            Whether the mirror has them; True where the run has no mirror.
-        """
-        return self._access.settle_mirror()
 
     # ---- the right to write, and the end
 
@@ -579,6 +553,26 @@ class CheckpointManager:
         if error is not None:
             self.finish_mirror(_AFTER_ERROR)
         self._close(error)
+
+
+def note_resume(manager: CheckpointManager, step: int) -> list[int]:
+    """Note that the run resumes from a step, warn at once of the later ones, and return these in ascending order.
+
+    ``restore`` of a manager notes that by itself, and leaves the warning to the next save, as the caller may only look
+    at the step. A training loop calls this where it takes the state of the step from elsewhere.
+    """
+    later = manager._resume.resumes_from(valid_step(step))
+    manager._rollback.warn(later)
+    return later
+
+
+def settle_mirror(manager: CheckpointManager) -> bool:
+    """Bring deletions and pins to the mirror of a run whose manager was made without the option ``mirror``.
+
+    Nothing else is copied. What cannot be done is logged, and the next run with that mirror does it. Return whether the
+    mirror has them; True where the run has no mirror.
+    """
+    return manager._access.settle_mirror()
 
 
 def best_step_in(directory: Location) -> int:

@@ -38,7 +38,7 @@ from .copying import follow
 from .decisions import Moment, decide
 from .directory import RunDirectory
 from .identity import RunIdentity, stored_options
-from .options import CheckpointManagerOptions
+from .options import CheckpointManagerOptions, Mirror, mirror_of, save_triggers
 
 _logger = logging.getLogger("holdfast")
 
@@ -102,6 +102,20 @@ class _Superseded(Exception):  # noqa: N818 - no error: another step is copied
     """Ends the copy of a step that was deleted or replaced, or that is not the last one of the run."""
 
 
+def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
+    """Return the options of the directory of the mirror, given those of the run."""
+    own = {name: getattr(mirror, name) for name in ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval")}
+    kept = {**own, "keep_steps": ()} if any(value is not None for value in own.values()) else {}
+    return replace(
+        run,
+        mirror=None,
+        save_on_best=False,
+        save_interval_steps=mirror.save_interval_steps,
+        save_interval_secs=mirror.save_interval_secs,
+        **kept,
+    )
+
+
 class RunMirror:
     """The mirror of one run, as process 0 of its program sees it; ``tell`` writes events of the run."""
 
@@ -114,15 +128,15 @@ class RunMirror:
         metadata: Callable[[], Mapping[str, Any] | None],
         tell: Callable[..., None],
     ) -> None:
-        mirror = options.mirror_options()
+        mirror = mirror_of(options)
         assert mirror is not None
         self.location = location
         if self.location.overlaps(run.location):
             raise OptionError(f"mirror={self.location} and the directory {run.location} must not contain each other")
         self.limit = seconds(mirror.wait_secs, name="wait_secs")
         self._run = run
-        self._options = mirror.manager_options(options)
-        self._triggers = self._options.triggers()
+        self._options = _mirror_options(mirror, options)
+        self._triggers = save_triggers(self._options)
         self._clock = clock
         self._metadata = metadata
         self._tell_run = tell

@@ -115,21 +115,6 @@ class Mirror:
             if getattr(self, name) is not None:
                 seconds(getattr(self, name), name=name)
 
-    def manager_options(self, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
-        """Return the options of the directory of the mirror, given those of the run."""
-        own = {
-            name: getattr(self, name) for name in ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval")
-        }
-        kept = {**own, "keep_steps": ()} if any(value is not None for value in own.values()) else {}
-        return replace(
-            run,
-            mirror=None,
-            save_on_best=False,
-            save_interval_steps=self.save_interval_steps,
-            save_interval_secs=self.save_interval_secs,
-            **kept,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
@@ -156,7 +141,7 @@ class CheckpointOptions:
     reuse_unchanged: bool = True
 
     def __post_init__(self) -> None:
-        self.mirror_options()
+        mirror_of(self)
         if self.save_on_best and self.best_fn is None:
             raise OptionError("save_on_best=True needs best_fn: the name of a metric, or a function of the metrics")
         for one in fields(self):
@@ -176,55 +161,17 @@ class CheckpointOptions:
             raise OptionError(f"keep_steps={self.keep_steps!r} must be a collection of steps")
         if not isinstance(self.reuse_unchanged, bool):
             raise OptionError(f"reuse_unchanged={self.reuse_unchanged!r} must be True or False")
-        self.triggers()
-        self.rules()
-
-    def mirror_options(self) -> Mirror | None:
-        """Return the options of the mirror, or None."""
-        return self.mirror if self.mirror is None or isinstance(self.mirror, Mirror) else Mirror(self.mirror)
+        save_triggers(self)
+        retention_rules(self)
 
     @property
     def ranking_mode(self) -> BestMode:
         """Which value of the metric is best: ``best_mode``, or the largest one of a function of the metrics."""
         return self.best_mode or "max"
 
-    @property
-    def has_triggers(self) -> bool:
-        """Whether any option sets when to save; otherwise the default trigger holds."""
-        return self.save_interval_steps is not None or self.save_interval_secs is not None or self.save_on_best
-
-    def triggers(self) -> tuple[Trigger, ...]:
-        """Return what makes a save due."""
-        if not self.has_triggers:
-            return replace(self, **self.DEFAULT_TRIGGER).triggers()
-        found: list[Trigger] = []
-        if self.save_interval_steps is not None:
-            found.append(EverySteps(self.save_interval_steps))
-        if self.save_interval_secs is not None:
-            found.append(EverySeconds(seconds(self.save_interval_secs, name="save_interval_secs")))
-        if self.save_on_best and self.best_fn is not None:
-            found.append(OnBest(self.best_fn, self.ranking_mode))
-        return tuple(found)
-
-    def rules(self) -> tuple[Rule, ...]:
-        """Return what keeps a checkpoint; without ``max_to_keep`` and ``keep_latest``, everything is kept."""
-        found: list[Rule] = []
-        if self.best_fn is not None:
-            found.append(KeepBest(self.max_to_keep or 1, self.best_fn, self.ranking_mode))
-        elif self.max_to_keep is not None:
-            found.append(KeepLatest(self.max_to_keep))
-        if self.keep_latest is not None:
-            found.append(KeepLatest(self.keep_latest))
-        if self.keep_period is not None:
-            found.append(KeepPeriod(self.keep_period))
-        if self.keep_time_interval is not None:
-            found.append(KeepTimeInterval(seconds(self.keep_time_interval, name="keep_time_interval")))
-        if self.keep_steps:
-            found.append(KeepSteps(frozenset(self.keep_steps)))
-        found.append(KeepPinned())
-        if self.max_to_keep is None and self.keep_latest is None:
-            found.append(KeepAll())
-        return tuple(found)
+    def _further_rules(self) -> tuple[Rule, ...]:
+        """Return what options of a subclass keep, for :func:`retention_rules`."""
+        return ()
 
 
 @explains_options
@@ -287,42 +234,91 @@ class CheckpointManagerOptions(CheckpointOptions):
         seconds(self.barrier_timeout_secs, name="barrier_timeout_secs")
         super().__post_init__()
 
-    def rules(self) -> tuple[Rule, ...]:
-        """Return what keeps a checkpoint; without ``max_to_keep`` and ``keep_latest``, everything is kept."""
-        rules = (*super().rules(), *map(KeepItem, self.item_intervals))
-        return (*rules, KeepWithoutMetrics()) if self.keep_checkpoints_without_metrics else rules
+    def _further_rules(self) -> tuple[Rule, ...]:
+        items = tuple(map(KeepItem, self.item_intervals))
+        return (*items, KeepWithoutMetrics()) if self.keep_checkpoints_without_metrics else items
 
-    def to_document(self) -> dict[str, Any]:
-        """Return the retention rules as JSON, for readers of the directory."""
+    def _stored_interval(self) -> float | None:
+        """Return the seconds of ``keep_time_interval`` for readers of the directory."""
         interval = self.keep_time_interval
-        return {
-            "max_to_keep": self.max_to_keep,
-            "keep_latest": self.keep_latest,
-            "keep_period": self.keep_period,
-            "keep_time_interval": None if interval is None else seconds(interval, name="keep_time_interval"),
-            "keep_steps": sorted(self.keep_steps),
-            "best_fn": self.best_fn if isinstance(self.best_fn, str) else None,
-            "best_function": metric_name(self.best_fn)
-            if callable(self.best_fn)
-            else None,  # only the program has the function
-            "best_mode": self.ranking_mode,
-            "keep_checkpoints_without_metrics": self.keep_checkpoints_without_metrics,
-            "item_intervals": dict(self.item_intervals),
-        }
+        return None if interval is None else seconds(interval, name="keep_time_interval")
 
-    @classmethod
-    def from_document(cls, document: Mapping[str, Any]) -> CheckpointManagerOptions:
-        """Read what :meth:`to_document` returned; ignore unknown names.
 
-        Raises:
-            OptionError: A value is invalid.
-        """
-        known = cls().to_document().keys() & cls.__dataclass_fields__.keys()
-        try:
-            found = {name: value for name, value in document.items() if name in known}
-            return cls(read_only=True, **{"best_mode": "max", **found})
-        except (TypeError, AttributeError) as error:
-            raise OptionError(f"these are not options of a checkpoint manager: {error}") from error
+def mirror_of(options: CheckpointOptions) -> Mirror | None:
+    """Return the options of the mirror, or None."""
+    mirror = options.mirror
+    return mirror if mirror is None or isinstance(mirror, Mirror) else Mirror(mirror)
+
+
+def has_triggers(options: CheckpointOptions) -> bool:
+    """Return whether any option sets when to save; otherwise the default trigger holds."""
+    return options.save_interval_steps is not None or options.save_interval_secs is not None or options.save_on_best
+
+
+def save_triggers(options: CheckpointOptions) -> tuple[Trigger, ...]:
+    """Return what makes a save due."""
+    if not has_triggers(options):
+        return save_triggers(replace(options, **options.DEFAULT_TRIGGER))
+    found: list[Trigger] = []
+    if options.save_interval_steps is not None:
+        found.append(EverySteps(options.save_interval_steps))
+    if options.save_interval_secs is not None:
+        found.append(EverySeconds(seconds(options.save_interval_secs, name="save_interval_secs")))
+    if options.save_on_best and options.best_fn is not None:
+        found.append(OnBest(options.best_fn, options.ranking_mode))
+    return tuple(found)
+
+
+def retention_rules(options: CheckpointOptions) -> tuple[Rule, ...]:
+    """Return what keeps a checkpoint; without ``max_to_keep`` and ``keep_latest``, everything is kept."""
+    found: list[Rule] = []
+    if options.best_fn is not None:
+        found.append(KeepBest(options.max_to_keep or 1, options.best_fn, options.ranking_mode))
+    elif options.max_to_keep is not None:
+        found.append(KeepLatest(options.max_to_keep))
+    if options.keep_latest is not None:
+        found.append(KeepLatest(options.keep_latest))
+    if options.keep_period is not None:
+        found.append(KeepPeriod(options.keep_period))
+    if options.keep_time_interval is not None:
+        found.append(KeepTimeInterval(seconds(options.keep_time_interval, name="keep_time_interval")))
+    if options.keep_steps:
+        found.append(KeepSteps(frozenset(options.keep_steps)))
+    found.append(KeepPinned())
+    if options.max_to_keep is None and options.keep_latest is None:
+        found.append(KeepAll())
+    return (*found, *options._further_rules())
+
+
+def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
+    """Return the retention rules as JSON, for readers of the directory."""
+    function = options.best_fn
+    return {
+        "max_to_keep": options.max_to_keep,
+        "keep_latest": options.keep_latest,
+        "keep_period": options.keep_period,
+        "keep_time_interval": options._stored_interval(),
+        "keep_steps": sorted(options.keep_steps),
+        "best_fn": function if isinstance(function, str) else None,
+        "best_function": metric_name(function) if callable(function) else None,  # only the program has the function
+        "best_mode": options.ranking_mode,
+        "keep_checkpoints_without_metrics": options.keep_checkpoints_without_metrics,
+        "item_intervals": dict(options.item_intervals),
+    }
+
+
+def options_from_document(document: Mapping[str, Any]) -> CheckpointManagerOptions:
+    """Read what :func:`options_document` returned; ignore unknown names.
+
+    Raises:
+        OptionError: A value is invalid.
+    """
+    known = options_document(CheckpointManagerOptions()).keys() & CheckpointManagerOptions.__dataclass_fields__.keys()
+    try:
+        found = {name: value for name, value in document.items() if name in known}
+        return CheckpointManagerOptions(read_only=True, **{"best_mode": "max", **found})
+    except (TypeError, AttributeError) as error:
+        raise OptionError(f"these are not options of a checkpoint manager: {error}") from error
 
 
 def _check_limits(option: Field[Any], value: Any) -> None:

@@ -38,7 +38,7 @@ _logger = logging.getLogger("holdfast")
 class RestoreListener(Protocol):
     """An object that has to know what was restored, such as a manager that counts steps from there."""
 
-    def note_restore(self, stored: StoredGraph) -> None: ...
+    def _note_restore(self, stored: StoredGraph) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -342,7 +342,7 @@ class PreparedCheckpoint:
                 other.retire()  # this restore has all values that the other one waits for
         state.restorations = [*(other for other in state.restorations if not other.done), restoration]
         for listener in state.listeners if self.template.counts else ():
-            listener.note_restore(self.stored)
+            listener._note_restore(self.stored)
         return RestoreStatus(restoration, checkpoint)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -226,7 +226,7 @@ class CheckpointManager:
         newest = self.latest_checkpoint
         return None if newest is None else self._checkpoint.peek(newest)
 
-    def note_restore(self, stored: StoredGraph) -> None:
+    def _note_restore(self, stored: StoredGraph) -> None:
         """Count the interval from a checkpoint that was restored, if it is one of this directory."""
         place = stored.checkpoint
         if self._counter is not None and str(place) == str(self._directory / place.name):
@@ -292,15 +292,14 @@ class _Options(CheckpointManagerOptions):
     preserve_secs: float | None = None  # the interval in seconds; None preserves nothing
     preserve_since: float = 0.0  # the beginning of the first interval, in seconds since 1970-01-01 UTC
 
-    def rules(self) -> tuple[Rule, ...]:
-        rules = super().rules()
+    def _further_rules(self) -> tuple[Rule, ...]:
+        rules = super()._further_rules()
         if self.preserve_secs is None or self.max_to_keep is None:
             return rules
         return (*rules, _KeepPreserved(self.preserve_secs, self.preserve_since, self.max_to_keep))
 
-    def to_document(self) -> dict[str, Any]:
-        interval: Mapping[str, Any] = {} if self.preserve_secs is None else {"keep_time_interval": self.preserve_secs}
-        return {**super().to_document(), **interval}
+    def _stored_interval(self) -> float | None:
+        return super()._stored_interval() if self.preserve_secs is None else self.preserve_secs
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field, replace
 
 from ...engine.errors import OptionError
-from ...engine.manager import CheckpointManagerOptions, limits
+from ...engine.manager import CheckpointManagerOptions, has_triggers, limits
 from ...engine.storage import Location, Place, as_location
 from ..options import ProgramOptions
 
@@ -37,11 +37,6 @@ class CallbackArguments(ProgramOptions):
                 raise OptionError(f"export_best={self.export_best!r} must end in {' or '.join(_EXPORTS)}")
 
     @property
-    def has_triggers(self) -> bool:
-        """Whether any option sets when to save; otherwise the default trigger holds."""
-        return self.every_n_epochs is not None or super().has_triggers
-
-    @property
     def export_place(self) -> Location:
         """The file of ``export_best``."""
         assert self.export_best is not None
@@ -52,9 +47,10 @@ class CallbackArguments(ProgramOptions):
     def manager_options(self) -> CheckpointManagerOptions:
         """Return the same options for a manager, which does not count epochs."""
         options = super().manager_options()
-        if super().has_triggers or self.every_n_epochs is None:
+        if has_triggers(self) or self.every_n_epochs is None:
             return options
-        return replace(options, save_interval_steps=sys.maxsize)  # without any trigger, it would save every step
+        # Without any trigger, the manager would save every step.
+        return replace(options, save_interval_steps=sys.maxsize, save_interval_secs=None)
 
     def epoch_reason(self, epochs: int) -> str | None:
         """Return why a save is due after so many epochs, or None."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from ...engine.errors import SaveFailedError, StateError, shortened
-from ...engine.manager import event_scalars, guarded
+from ...engine.manager import event_scalars, guarded, note_resume
 from ...engine.sources import Misfits
 from ..loop import PreemptionSignal, Stop, TensorVersions, announce, barrier_exit, unfinished_neighbour, warn_of_misfits
 from .arguments import CallbackArguments
@@ -164,7 +164,7 @@ class FitSaver:
         self._resumed = True
         self._saved = self._seen = step
         self._recorded = {step: {}} if step in steps else {}
-        self._outdated = set(self._store.manager.note_resume(step))
+        self._outdated = set(note_resume(self._store.manager, step))
         self._fitting.take((saved or {}).get("optimizers"), checkpoint.get("callbacks", {}))
         automatic = saved is not None and saved.get("automatic", False)
         if saved is not None:

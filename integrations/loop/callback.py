@@ -19,7 +19,7 @@ from ...engine.errors import OptionError, StateError
 from ...engine.exit_status import PREEMPTED
 from ...engine.generators import GlobalGenerators
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
-from ...engine.manager import BestFn, BestMode, CheckpointManager, Mirror, Peek, described, refuse_options
+from ...engine.manager import BestFn, BestMode, CheckpointManager, Mirror, Peek, described, has_triggers, refuse_options
 from ...engine.sources import Misfits
 from ...engine.storage import Place
 from ..options import Partial, Reshard, Resume
@@ -544,7 +544,7 @@ class CheckpointCallback:
 
     def _announce_first_save(self) -> None:
         """Announce the time of the first save, if the program has set no trigger."""
-        if self._options.has_triggers:
+        if has_triggers(self._options):
             return
         minutes = seconds(self._options.DEFAULT_TRIGGER["save_interval_secs"]) / 60
         end = " or at the end" if self._options.save_at_end else ""

@@ -25,7 +25,7 @@ from ...engine.errors import (
     shortened_steps,
 )
 from ...engine.handlers import SavedShares
-from ...engine.manager import EVENTS, CheckpointManager, Peek, Restored, has_finished
+from ...engine.manager import EVENTS, CheckpointManager, Peek, Restored, has_finished, note_resume
 from ...engine.pytree import flatten
 from ...engine.sources import Misfits
 from ...engine.stateful import decode_state, encode_state, is_generator, is_stream
@@ -184,7 +184,7 @@ def restore(
         announce("resumed from step %d in %s", step, manager.directory, shown=manager.processes.is_primary)
     state = mine.settle(state, extras, options.hyperparameters, shown=manager.processes.is_primary)
     if chosen is not None:
-        manager.note_resume(chosen)  # This warns of the later steps.
+        note_resume(manager, chosen)  # This warns of the later steps.
     warn_of_misfits(adapter.misfits, f"step {step}", STATE)
     return Resumed(step, state, values)
 

@@ -24,7 +24,10 @@ from holdfast.engine.manager import (
     KeepSteps,
     KeepTimeInterval,
     OnBest,
+    mirror_of,
     option_texts,
+    retention_rules,
+    save_triggers,
 )
 from holdfast.integrations.flax import CheckpointCallback as FlaxCallback
 from holdfast.integrations.lightning import CheckpointCallback as LightningCallback
@@ -123,9 +126,9 @@ def test_an_option_has_the_same_effect_everywhere(place: str, case: str, tmp_pat
     given, triggers, rules = EFFECTS[case]
     options = PLACES[place](tmp_path, **given)
 
-    assert options.triggers() == triggers
-    assert options.rules() == rules
-    assert options.mirror_options() == (hf.Mirror(given["mirror"]) if "mirror" in given else None)
+    assert save_triggers(options) == triggers
+    assert retention_rules(options) == rules
+    assert mirror_of(options) == (hf.Mirror(given["mirror"]) if "mirror" in given else None)
     assert options.reuse_unchanged is given.get("reuse_unchanged", True)
 
 
@@ -140,10 +143,10 @@ def test_what_is_refused_is_refused_everywhere(place: str, case: str, tmp_path: 
 def test_without_a_trigger_each_place_has_its_documented_default(place: str, tmp_path: Path) -> None:
     expected = EverySteps(1) if place == "manager" else EverySeconds(900)
 
-    assert PLACES[place](tmp_path).triggers() == (expected,)
-    assert PLACES[place](tmp_path, max_to_keep=3).triggers() == (expected,)
+    assert save_triggers(PLACES[place](tmp_path)) == (expected,)
+    assert save_triggers(PLACES[place](tmp_path, max_to_keep=3)) == (expected,)
     if place != "recipe":
-        assert PLACES[place](tmp_path, save_interval_steps=None).triggers() == (expected,)
+        assert save_triggers(PLACES[place](tmp_path, save_interval_steps=None)) == (expected,)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 import holdfast as hf
 from holdfast.engine.checkpoint import PendingCheckpoint
-from holdfast.engine.manager import events, read_events
+from holdfast.engine.manager import events, note_resume, read_events
 from holdfast.engine.manager.ownership import Ownership
 
 TREE = {"w": np.arange(3.0)}
@@ -224,9 +224,9 @@ def test_a_step_that_a_run_goes_on_from_is_named_once(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path) as manager:
         manager.save(1, TREE)
         manager.restore(1)
-        manager.note_resume(1)
+        note_resume(manager, 1)
         manager.save(2, TREE)
-        manager.note_resume(1)
+        note_resume(manager, 1)
     assert [event["step"] for event in events_in(tmp_path) if event["event"] == "restored"] == [1, 1]
 
 

@@ -18,6 +18,10 @@ from holdfast.engine.manager import (
     KeepPinned,
     KeepTimeInterval,
     OnBest,
+    options_document,
+    options_from_document,
+    retention_rules,
+    save_triggers,
 )
 
 
@@ -71,19 +75,19 @@ def test_options_are_named_and_frozen() -> None:
 @pytest.mark.parametrize("duration", [900, 900.0, "15m", "900s", timedelta(minutes=15)], ids=str)
 def test_durations(duration: Any) -> None:
     given = hf.CheckpointManagerOptions(save_interval_secs=duration, keep_time_interval=duration, max_to_keep=1)
-    assert EverySeconds(900) in given.triggers()
-    assert KeepTimeInterval(900) in given.rules()
+    assert EverySeconds(900) in save_triggers(given)
+    assert KeepTimeInterval(900) in retention_rules(given)
 
 
 def test_triggers_and_rules() -> None:
     given = hf.CheckpointManagerOptions(save_interval_steps=7, save_on_best=True, best_fn="loss", best_mode="min")
-    assert given.triggers() == (EverySteps(7), OnBest("loss", "min"))
-    assert hf.CheckpointManagerOptions().triggers() == (EverySteps(1),)
-    assert hf.CheckpointManagerOptions(save_interval_steps=None).triggers() == (EverySteps(1),)
-    assert hf.CheckpointManagerOptions(save_interval_secs="1h").triggers() == (EverySeconds(3600),)
-    assert hf.CheckpointManagerOptions(save_on_best=True, best_fn=len).triggers() == (OnBest(len),)
-    assert hf.CheckpointManagerOptions(keep_period=3).rules() == (KeepPeriod(3), KeepPinned(), KeepAll())
-    assert hf.CheckpointManagerOptions(max_to_keep=2).rules() == (KeepLatest(2), KeepPinned())
+    assert save_triggers(given) == (EverySteps(7), OnBest("loss", "min"))
+    assert save_triggers(hf.CheckpointManagerOptions()) == (EverySteps(1),)
+    assert save_triggers(hf.CheckpointManagerOptions(save_interval_steps=None)) == (EverySteps(1),)
+    assert save_triggers(hf.CheckpointManagerOptions(save_interval_secs="1h")) == (EverySeconds(3600),)
+    assert save_triggers(hf.CheckpointManagerOptions(save_on_best=True, best_fn=len)) == (OnBest(len),)
+    assert retention_rules(hf.CheckpointManagerOptions(keep_period=3)) == (KeepPeriod(3), KeepPinned(), KeepAll())
+    assert retention_rules(hf.CheckpointManagerOptions(max_to_keep=2)) == (KeepLatest(2), KeepPinned())
 
 
 def test_retention_is_written_down() -> None:
@@ -91,19 +95,19 @@ def test_retention_is_written_down() -> None:
         max_to_keep=3, keep_latest=2, keep_period=10, keep_time_interval="1h", keep_steps={5, 1}, best_fn="a/b",
         best_mode="min", keep_checkpoints_without_metrics=True,
     )  # fmt: skip
-    document = given.to_document()
+    document = options_document(given)
     assert document["keep_steps"] == [1, 5]
     assert document["keep_time_interval"] == 3600.0
-    read = hf.CheckpointManagerOptions.from_document(document | {"unknown": 1})
-    assert read.rules() == given.rules()
+    read = options_from_document(document | {"unknown": 1})
+    assert retention_rules(read) == retention_rules(given)
     assert read.read_only
     del document["best_mode"]
-    assert hf.CheckpointManagerOptions.from_document(document).ranking_mode == "max", "as it was by default"
-    function = hf.CheckpointManagerOptions(max_to_keep=1, best_fn=len).to_document()
+    assert options_from_document(document).ranking_mode == "max", "as it was by default"
+    function = options_document(hf.CheckpointManagerOptions(max_to_keep=1, best_fn=len))
     assert function["best_fn"] is None
 
 
 @pytest.mark.parametrize("document", [{"max_to_keep": "many"}, {"best_mode": 3}, {"keep_steps": 4}, []])
 def test_documents_that_make_no_sense(document: Any) -> None:
     with pytest.raises(hf.errors.OptionError):
-        hf.CheckpointManagerOptions.from_document(document)
+        options_from_document(document)

@@ -11,6 +11,7 @@ import pytest
 from tests.processes.harness import Process, run_processes
 
 import holdfast as hf
+from holdfast.engine.manager import options_document, options_from_document
 
 
 def manager(directory: Path | str, **options: Any) -> hf.CheckpointManager:
@@ -88,7 +89,7 @@ def test_what_the_caller_says(tmp_path: Path) -> None:
     ):
         with pytest.raises(hf.errors.OptionError, match=message):
             manager(tmp_path, **options)
-    hf.CheckpointManagerOptions.from_document(hf.CheckpointManagerOptions(item_intervals={"replay": 5}).to_document())
+    options_from_document(options_document(hf.CheckpointManagerOptions(item_intervals={"replay": 5})))
 
 
 def test_a_run_that_went_back(tmp_path: Path) -> None:

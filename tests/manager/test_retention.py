@@ -23,6 +23,7 @@ from holdfast.engine.manager import (
     best,
     kept_steps,
     reasons,
+    retention_rules,
 )
 
 if TYPE_CHECKING:
@@ -326,7 +327,11 @@ def test_a_function_ranks_each_step_once() -> None:
 
 
 def test_rules_and_steps_are_values() -> None:
-    assert hf.CheckpointManagerOptions(keep_steps=[2, 1, 1]).rules() == (KeepSteps({1, 2}), KeepPinned(), KeepAll())
+    assert retention_rules(hf.CheckpointManagerOptions(keep_steps=[2, 1, 1])) == (
+        KeepSteps({1, 2}),
+        KeepPinned(),
+        KeepAll(),
+    )
     assert len({KeepLatest(3), KeepLatest(3), KeepSteps(frozenset([1])), KeepSteps(frozenset({1}))}) == 2
     with pytest.raises(AttributeError):
         StepInfo(step=1, time=0.0).pinned = True  # type: ignore[misc]  # frozen, which is the point
