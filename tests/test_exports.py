@@ -111,3 +111,11 @@ def test_errors_are_all_exported() -> None:
     assert all(issubclass(getattr(errors, name), errors.HoldfastError) for name in found)
     drawn = {line.split()[-2 if "(" in line else -1] for line in (errors.__doc__ or "").splitlines() if "──" in line}
     assert {name for name in found if name in (errors.__doc__ or "")} == found, drawn
+
+
+@pytest.mark.parametrize(("name", "meant"), [("CheckpointMangaer", "CheckpointManager"), ("lod", "load")])
+def test_a_traceback_suggests_the_closest_name(name: str, meant: str) -> None:
+    command = [sys.executable, "-c", f"import holdfast\nholdfast.{name}"]
+    last_line = subprocess.run(command, capture_output=True, text=True, check=False).stderr.splitlines()[-1]
+    assert last_line.startswith(f"AttributeError: module 'holdfast' has no attribute '{name}'")
+    assert last_line.endswith(f"Did you mean: '{meant}'?")

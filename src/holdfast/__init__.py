@@ -9,6 +9,7 @@
 """
 
 import importlib
+import sys
 
 import lazy_loader
 
@@ -35,4 +36,6 @@ def __getattr__(name):  # type checkers read __init__.pyi
             if name in importlib.import_module(f"holdfast.{module}").__all__:
                 where = f"holdfast.{module}.{name}"
                 raise AttributeError(f"module 'holdfast' has no attribute {name!r}; it is {where}") from None
-        raise
+        # With name and obj, a traceback suggests the public name that is closest.
+        error = AttributeError(f"module 'holdfast' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        raise error from None
