@@ -68,7 +68,7 @@ class OpenCheckpoint:
         return self._source.complete(item, source, source.tree.build(leaves))
 
     @contextlib.contextmanager
-    def reading(self, leaf: SavedLeaf) -> Iterator[None]:
+    def _reading(self, leaf: SavedLeaf) -> Iterator[None]:
         """Explain why a handle cannot read: the checkpoint is closed, or its run has deleted it."""
         if self._is_closed:
             raise StateError(
@@ -153,7 +153,7 @@ class ArrayHandle:
 
     def __getitem__(self, index: Any) -> Any:
         """Read the elements that integers, slices, ``...`` and ``None`` select, as numpy does."""
-        with self._opened.reading(self._leaf):
+        with self._opened._reading(self._leaf):
             (found,) = selected_values(self._source, [self._leaf], [index])
         return found
 
@@ -190,7 +190,7 @@ class ArrayHandle:
         return self._as("torch")
 
     def _as(self, kind: str, sharding: Any = None) -> Any:
-        with self._opened.reading(self._leaf):
+        with self._opened._reading(self._leaf):
             return leaf_as(self._source, self._leaf, LeafRequest(kind=kind, sharding=sharding))
 
     def _grid(self) -> list[list[slice]]:

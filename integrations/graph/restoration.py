@@ -71,7 +71,7 @@ class RestoreReport:
         """Whether program and checkpoint match exactly."""
         return not (self.missing or self.pending or self.unused or self.conflicts)
 
-    def note(self, misfits: Misfits) -> None:
+    def _note(self, misfits: Misfits) -> None:
         """Add the differences to ``misfits``."""
         misfits.missing(self.missing)
         misfits.surplus((*self.pending, *self.unused))

@@ -78,9 +78,9 @@ def _is_plain_object(value: object) -> bool:
     return hasattr(value, "__dict__")
 
 
-def _imported(room: str) -> Any:
+def _imported(package: str) -> Any:
     """Return the package of graphs or of components, if the program has imported it."""
-    return sys.modules.get(f"{__package__.rpartition('.')[0]}.{room}")
+    return sys.modules.get(f"{__package__.rpartition('.')[0]}.{package}")
 
 
 class LiveAdapter(StateAdapter):
@@ -208,7 +208,7 @@ class _ObjectsTemplate:
         restoration = Restoration(stored, self.root, ignore={("save_counter",)}, final=True)
         prepared = restoration.prepare(self.misfits)
         found = Misfits() if self.misfits is None else self.misfits
-        restoration.report().note(found)
+        restoration.report()._note(found)
         if self.misfits is None:
             found.check(f"{stored.checkpoint}: program and checkpoint differ; nothing was changed:")
         return prepared
