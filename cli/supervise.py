@@ -234,7 +234,7 @@ def in_words(event: str, facts: Mapping[str, Any]) -> str:
         case "hangs":
             said = f"the program hangs: {facts['why']}"
         case "output_lost":
-            said = f"nobody reads {' and '.join(facts['streams'])} any more: what the program prints there is lost"
+            said = f"no process reads {' and '.join(facts['streams'])} any more: what the program prints there is lost"
         case "restarting":
             said = f"starting again in {facts['pause_seconds']:g} s: {facts['why']}"
         case "ended":

@@ -83,7 +83,7 @@ def process_observer() -> Observer:
         make = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise StateError(
-            f"{OBSERVER}={name} names nothing that can be imported here ({error}). Whatever has started this program "
+            f"{OBSERVER}={name} names nothing that can be imported here ({error}). The program that started this one "
             "observes it with another version of holdfast: install the same one for both"
         ) from error
     observer: Observer = make()

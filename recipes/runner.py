@@ -186,7 +186,7 @@ def _write_config(configuration: Configuration, run_dir: Path) -> None:
 def _report(outcome: Outcome, total: int, seconds: float, checkpoints: str) -> None:
     done = outcome.step - outcome.start
     if outcome.preempted:
-        text = "preempted after %d steps in %.1f s; the same command again goes on from step %d of %d in %s"
+        text = "preempted after %d steps in %.1f s; the same command again resumes from step %d of %d in %s"
     else:
         text = "done: %d steps in %.1f s, step %d of %d is saved in %s"
     logger.info(text, done, seconds, outcome.step, total, checkpoints)

@@ -101,7 +101,7 @@ def _alarms(run: RunFacts, now: float) -> Markup:
         at = f" after step {last.last_step}" if last.last_step is not None else ""
         why = f": {last.why}" if last.why else ""
         whole = [one.step for one in run.checkpoints if one.damage is None]
-        saved = f" The newest whole step is {whole[-1]}; the same command again goes on from it." if whole else ""
+        saved = f" The newest whole step is {whole[-1]}; the same command again resumes from it." if whole else ""
         tone = "bad" if last.how in _BAD else "warn"
         found.append((tone, f"The last start {WORDS[last.how or 'lost']}{at}{why}.{saved}"))
     if last is not None and last.how == "open":

@@ -164,7 +164,7 @@ def load() -> Drawing:
 
 
 def commit() -> Drawing:
-    """The commit: what is on the disk at each instant, and what a crash leaves."""
+    """The commit: what is on the disk at each moment, and what a crash leaves."""
     d = Drawing("A commit: the record is written last", 860, 300)
     columns = (
         (20, "1. marker", ("checkpoint.partial",), "gone", "no checkpoint"),

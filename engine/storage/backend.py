@@ -48,7 +48,7 @@ class DataFile:
 
 
 class FileIdentity(NamedTuple):
-    """Facts by which a data file is recognised later, if nobody has written to it."""
+    """Facts by which a data file is recognised later, if no process has written to it since."""
 
     inode: int
     size: int  # bytes

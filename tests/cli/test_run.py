@@ -86,7 +86,7 @@ def test_preempted_killed_and_resumed_by_the_same_command(
         rf"saved step {step} \(preempted\): [\d.]+ kB, blocked [\d.]+ s, [\d.]+ s in all, [\d.]+ GB/s",
         next(line for line in preempted.lines if line.startswith(f"saved step {step} ")),
     )
-    assert preempted.lines[-1].endswith(f"goes on from step {step} of 4000 in runs/flax_digits/checkpoints")
+    assert preempted.lines[-1].endswith(f"resumes from step {step} of 4000 in runs/flax_digits/checkpoints")
 
     killed = Command(tmp_path, "flax_digits", *SMALL)
     killed.send_at(step + 400, signal.SIGKILL)
@@ -131,7 +131,7 @@ def test_lightning_is_preempted_with_the_same_status(
     assert (status, err) == (75, "")
     last = out.splitlines()[-1].split(" ", 1)[1]
     assert last.startswith("preempted after ")
-    assert re.search(r"goes on from step \d+ of 4000 in runs/lightning_digits/checkpoints$", last)
+    assert re.search(r"resumes from step \d+ of 4000 in runs/lightning_digits/checkpoints$", last)
 
 
 def test_a_disk_that_refuses_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Components that share a policy: in every layout, with every library, training goes on from a restore bit for bit."""
+"""Components that share a policy: in every layout, with every library, a restored training continues bit for bit."""
 
 from __future__ import annotations
 

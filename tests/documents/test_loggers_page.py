@@ -126,7 +126,7 @@ def test_tensorboard(examples: Examples, names: dict[str, Any]) -> None:
         found = reader.EventAccumulator("runs/tensorboard/logs").Reload()
         assert [one.step for one in found.Scalars("loss")] == [1, 2, 3, 4]
         assert [one.step for one in found.Scalars("checkpoint/blocked_seconds")] == [2, 4]
-        # A second start goes on from step 2, as the last one is lost: its points replace those of the first.
+        # A second start resumes from step 2, as the last one is lost: its points replace those of the first.
         shutil.rmtree("runs/tensorboard/4")
         examples.run(names)
 

@@ -1,4 +1,4 @@
-"""A mirror: committed steps arrive there in the background, and a run goes on from the newest step of both places."""
+"""A mirror: committed steps arrive there in the background, and a run resumes from the newest step of both places."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def test_what_two_processes_had_parts_of(run_together: Run, finish: Callable[...
     assert layouts["optimizer_states/0/state/head.weight/exp_avg"] is not None
     saved = load_checkpoint(tmp_path)["state_dict"]["head.weight"].tolist()
     assert [report["tested"] for report in reports] == [[str(tmp_path / "4"), saved]] * 2
-    # One process that has all of it goes on from there.
+    # One process that has all of it resumes from there.
     [(status, alone, said)] = run_together(tmp_path, 1, max_steps=5, ckpt_path=str(tmp_path / "4"))
     assert status == 0, said
     assert alone["first_step"] == 4
