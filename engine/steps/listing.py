@@ -115,8 +115,9 @@ def read_entry(folder: StepEntry) -> StepEntry | None:
     try:
         record = read_record(folder.location)
     except CheckpointNotFoundError:
-        # TensorStore takes the answer of a proxy in the place of S3 for a missing object.
-        if folder.location.is_local or not has_record(folder.location):
+        # TensorStore takes the answer of a proxy in the place of S3 for a missing object. The listing of a snapshot
+        # may be older than the deletion of the step.
+        if folder.location.is_local or not has_record(folder.location.live()):
             return None
         return read_entry(folder)
     except (DamagedCheckpointError, FormatVersionError) as error:

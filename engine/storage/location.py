@@ -283,6 +283,10 @@ class Location:
             return Location(ObjectStoreSnapshot(self._backend, self._key), self._key)
         return self
 
+    def live(self) -> Location:
+        """Return this location with the listing of now, also where that of :meth:`snapshot` is fixed."""
+        return Location(self._backend.live, self._key) if isinstance(self._backend, ObjectStoreSnapshot) else self
+
     def exists(self) -> bool:
         """Return whether there is a file, an object or a directory here."""
         return self._backend.is_there(self._key) or self._backend.is_directory(self._key)

@@ -480,6 +480,7 @@ class ObjectStoreSnapshot(ObjectStoreBackend):
 
     def __init__(self, store: ObjectStoreBackend, key: str) -> None:
         super().__init__(store.scheme, store.bucket, store.spec)
+        self.live = store
         self._store = store._store  # type: ignore[method-assign]  # opened once, for both
         self._transfer = store._transfer  # type: ignore[method-assign]
         self._prefix = f"{key}/" if key else ""

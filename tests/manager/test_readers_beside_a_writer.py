@@ -12,6 +12,7 @@ import pytest
 import holdfast as hf
 from holdfast.components import Checkpointable, read_state
 from holdfast.engine.sources.weights import load_weights
+from holdfast.engine.steps import list_steps
 
 Read = Callable[[hf.storage.Location], Any]
 
@@ -177,3 +178,14 @@ def test_a_replacement_that_is_damaged_is_an_error(tmp_path: Path) -> None:
     hf.save(tmp_path / "ckpt", tree(1))
     with pytest.raises(hf.DamagedCheckpointError, match="attempt 2"):
         hf.Checkpointer(Replaced()).restore(tmp_path / "ckpt")
+
+
+def test_a_step_that_is_deleted_after_the_listing_of_an_object_store(tmp_path: Path) -> None:
+    run = hf.storage.as_location(f"memory://{tmp_path.name}/run")
+    with hf.CheckpointManager(run) as manager:
+        manager.save(1, tree(1))
+        manager.save(2, tree(2))
+        manager.wait_until_finished()
+        listed = run.snapshot()
+        manager.delete(2)
+    assert [entry.step for entry in list_steps(listed)] == [1]
