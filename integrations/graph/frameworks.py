@@ -244,14 +244,14 @@ class OptimizerSlot:
         self.trail: Path = (str(id(optimizer)), name)
         self.name = name
         self.group = group
-        self._state = optimizer.state
+        self._optimizer = optimizer  # load_state_dict() of an optimizer around it may replace its state meanwhile
         self._key = slot_key(name)
 
     def get(self) -> Any:
-        return _snapshot(self._state.get(self.anchor, {}).get(self._key, ...))
+        return _snapshot(self._optimizer.state.get(self.anchor, {}).get(self._key, ...))
 
     def set(self, value: Any) -> None:
-        self._state[self.anchor][self._key] = decode_state(value)
+        self._optimizer.state[self.anchor][self._key] = decode_state(value)
 
 
 class OptionSlot:
@@ -261,7 +261,12 @@ class OptionSlot:
         self.anchor = optimizer
         self.trail: Path = (GROUPS, str(number), name)
         self.name = name
-        self.group: dict[str, Any] = optimizer.param_groups[number]
+        self._number = number
+
+    @property
+    def group(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.anchor.param_groups[self._number]
+        return found
 
     @property
     def parameter(self) -> Any:

@@ -126,6 +126,24 @@ def test_claims_and_cut_files_are_refused(tmp_path: Path) -> None:
             hf.load(tmp_path / f"{name}.h5")
 
 
+def test_an_address_that_no_file_has(tmp_path: Path) -> None:
+    content = bytearray(weights_h5(tmp_path / "model.weights.h5").read_bytes())
+    content[48:52] = b"\xff\xff\xff\x7f"  # the address of the information of a driver, in the superblock
+    (tmp_path / "model.weights.h5").write_bytes(content)
+    with pytest.raises(hf.DamagedCheckpointError, match=r"model\.weights\.h5 is damaged"):
+        hf.load(tmp_path / "model.weights.h5")
+
+
+def test_a_header_that_is_no_literal(tmp_path: Path) -> None:
+    np.savez(tmp_path / "weights.npz", w=KERNEL)
+    with zipfile.ZipFile(tmp_path / "weights.npz") as archive:
+        content = archive.read("w.npy")
+    with zipfile.ZipFile(tmp_path / "weights.npz", "w") as archive:
+        archive.writestr("w.npy", content.replace(b"}", b"("))
+    with pytest.raises(hf.DamagedCheckpointError, match=r"weights\.npz is not a whole zip archive: .*EOF"):
+        hf.load(tmp_path / "weights.npz")
+
+
 def test_every_group_is_visited_once(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "m.h5", "w") as file:
         file["a/w"] = KERNEL
