@@ -257,7 +257,7 @@ def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSo
     except CheckpointNotFoundError:
         if step is not None or entry.record is None:
             raise
-    return open_checkpoint(location.live().snapshot())  # the run has deleted the step meanwhile; it may have a new one
+    return open_checkpoint(location.snapshot())  # the run has deleted the step meanwhile; it may have a new one
 
 
 def _find_step(location: Location, step: int | None) -> StepEntry:

@@ -117,7 +117,7 @@ def read_entry(folder: StepEntry) -> StepEntry | None:
     except CheckpointNotFoundError:
         # TensorStore takes the answer of a proxy in the place of S3 for a missing object. The listing of a snapshot
         # may be older than the deletion of the step.
-        if folder.location.is_local or not has_record(folder.location.live()):
+        if folder.location.is_local or not has_record(folder.location.snapshot()):
             return None
         return read_entry(folder)
     except (DamagedCheckpointError, FormatVersionError) as error:

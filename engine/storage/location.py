@@ -279,13 +279,11 @@ class Location:
 
         Reads through it see the current content; objects written through it may not be listed.
         """
+        if isinstance(self._backend, ObjectStoreSnapshot):
+            return Location(ObjectStoreSnapshot(self._backend.live, self._key), self._key)
         if isinstance(self._backend, ObjectStoreBackend):
             return Location(ObjectStoreSnapshot(self._backend, self._key), self._key)
         return self
-
-    def live(self) -> Location:
-        """Return this location with the listing of now, also where that of :meth:`snapshot` is fixed."""
-        return Location(self._backend.live, self._key) if isinstance(self._backend, ObjectStoreSnapshot) else self
 
     def exists(self) -> bool:
         """Return whether there is a file, an object or a directory here."""
