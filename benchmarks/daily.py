@@ -1,4 +1,4 @@
-"""``python -m benchmarks.daily``: what people meet every day, beside the peers and the floor of the same disk.
+"""``python -m benchmarks.daily``: everyday operations, compared with other libraries and the disk itself.
 
 Small saves, a few leaves of many, many small leaves, the start of a program, several processes of one machine, sharded
 loads, a tree of medium size, and parts of arrays. Each row is one program, in which the contenders take turns; a new

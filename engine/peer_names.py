@@ -13,7 +13,7 @@ from .errors import UnknownArgumentError
 T = TypeVar("T")
 
 _PEER_NAMES: Mapping[str, str] = {
-    # of Lightning's ModelCheckpoint
+    # Arguments of Lightning's ModelCheckpoint:
     "every_n_train_steps": "here it is save_interval_steps",
     "every_n_epochs": "use save_interval_steps with the number of updates in an epoch",
     "train_time_interval": 'here it is save_interval_secs: seconds, or "15m"',
@@ -27,7 +27,7 @@ _PEER_NAMES: Mapping[str, str] = {
     "save_weights_only": "a checkpoint always holds everything; hf.export_checkpoint writes the weights alone",
     "save_on_exception": "only a Lightning trainer takes it",
     "verbose": "leave it out: every save is logged by the logger holdfast",
-    # of Orbax's CheckpointManagerOptions
+    # Arguments of Orbax's CheckpointManagerOptions:
     "step_format_fixed_length": "a step is a directory named by its number, without leading zeros",
     "step_name_format": "of the name of a step, only step_prefix of CheckpointManagerOptions can be chosen",
     "save_on_steps": "save such a step with manager.save(step, ..., force=True); keep_steps keeps it",
@@ -41,7 +41,7 @@ _PEER_NAMES: Mapping[str, str] = {
     "todelete_subdir": "leave it out: a step that no rule keeps is deleted at once",
     "todelete_full_path": "leave it out: a step that no rule keeps is deleted at once",
     "single_host_load_and_broadcast": "leave it out: each process reads only what its devices hold",
-    # of Orbax's handlers
+    # Arguments of Orbax's handlers:
     "ocdbt_target_data_file_size": "here it is data_file_bytes of PyTreeCheckpointHandler, or of hf.Layout",
     "save_concurrent_gb": "leave it out: a save writes from its snapshot, with a few threads; pinned_bytes limits "
     "the memory for copies from GPUs",
@@ -50,7 +50,7 @@ _PEER_NAMES: Mapping[str, str] = {
     "use_zarr3": "leave it out: arrays are always stored as zarr v3",
     "use_compression": "here it is compression: the level of zstd",
     "multiprocessing_options": "here it is coordinator=, of checkpointers and managers",
-    # of Ray
+    # Arguments of Ray:
     "filesystem": "leave it out: a URL names the place, such as s3://bucket/run or gs://bucket/run",
 }
 

@@ -34,7 +34,7 @@ from tests.versions import older
 
 pytest_plugins = ["tests.fixtures"]
 
-# Temporary directories are in memory where there is enough: tests sync files thousands of times. The rooms that write
+# Temporary directories are in memory where there is enough: tests sync files thousands of times. Packages that write
 # and read files are tested on a disk, which is stricter (direct I/O); with PYTEST_DEBUG_TEMPROOT=/tmp, everything is.
 MEMORY = "/dev/shm"
 ON_DISK = ("arrays", "checkpoint", "storage")

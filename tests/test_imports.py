@@ -19,7 +19,7 @@ import pytest
 from holdfast.engine.sources import discovery
 
 ROOT = Path(__file__).resolve().parents[1] / "src" / "holdfast"
-ROOMS = ("engine", "integrations", "recipes", "cli")  # each imports itself and those before it
+FOLDERS = ("engine", "integrations", "recipes", "cli")  # each imports itself and those before it
 SHARED = ("errors", "clock", "exit_status", "peer_names", "observer")  # what anything in the engine may import
 PURE = ("storage", "format", "pytree", "distributed")  # these import none of each other
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {  # of modules and folders: each imports those before its own
@@ -51,8 +51,8 @@ POLICIES = ("metrics", "retention", "decisions")  # of the manager: pure functio
 FRAMEWORKS = {"jax", "jaxlib", "torch", "flax", "optax", "lightning", "pytorch_lightning", "tensorstore"}
 
 
-def sources(room: str) -> list[Path]:
-    return sorted(path for path in (ROOT / room).rglob("*.py") if "__pycache__" not in path.parts)
+def sources(folder: str) -> list[Path]:
+    return sorted(path for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts)
 
 
 @cache
@@ -105,16 +105,16 @@ def _nodes(body: list[ast.stmt], everywhere: bool) -> Iterator[ast.AST]:
                 yield from _nodes(handler.body, everywhere)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_rooms_import_downwards(room: str) -> None:
-    allowed = set(ROOMS[: ROOMS.index(room) + 1])
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folders_import_downwards(folder: str) -> None:
+    allowed = set(FOLDERS[: FOLDERS.index(folder) + 1])
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
-        for path in sources(room)
+        for path in sources(folder)
         for name in imports(path)
-        if name.startswith("holdfast.") and name.split(".")[1] in ROOMS and name.split(".")[1] not in allowed
+        if name.startswith("holdfast.") and name.split(".")[1] in FOLDERS and name.split(".")[1] not in allowed
     ]
-    assert sources(room)
+    assert sources(folder)
     assert wrong == []
 
 
@@ -227,8 +227,8 @@ def test_importing_the_package_loads_next_to_nothing() -> None:
     assert "numpy" not in loaded_by("import holdfast")
 
 
-def test_rooms_are_entered_by_the_front() -> None:
-    """What other rooms may import is what ``__init__.py`` of a room imports; ``formats`` is a folder of rooms."""
+def test_packages_are_entered_through_their_init() -> None:
+    """What other packages may import is what ``__init__.py`` imports; ``formats`` is a folder of packages."""
     listed = {
         (house, front.parent.name): {name.rpartition(".")[2] for name in imports(front)}
         for house in LAYERS
@@ -239,8 +239,8 @@ def test_rooms_are_entered_by_the_front() -> None:
     assert ("integrations", "graph") in listed
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
-        for room in ROOMS
-        for path in sources(room)
+        for folder in FOLDERS
+        for path in sources(folder)
         for name in imports(path)
         for house in LAYERS
         if (house, other := unit(name, house)) in listed
@@ -276,10 +276,10 @@ def test_imports_are_found() -> None:
     ("call", "found"),
     [
         ('importlib.import_module("..sources", __package__)', "holdfast.engine.sources"),
-        ('import_module(".listing", package=__package__)', "holdfast.engine.room.listing"),
+        ('import_module(".listing", package=__package__)', "holdfast.engine.folder.listing"),
         ('importlib.import_module(f"..{name}", __package__)', "holdfast.engine."),
         ('importlib.import_module(f"...integrations.formats.{name}", __package__)', "holdfast.integrations.formats."),
     ],
 )
 def test_relative_calls_of_import_module_are_found(call: str, found: str) -> None:
-    assert [*imported(f"def f(name):\n    return {call}\n", ["holdfast", "engine", "room"])] == [found]
+    assert [*imported(f"def f(name):\n    return {call}\n", ["holdfast", "engine", "folder"])] == [found]
