@@ -313,6 +313,50 @@ def test_optimizers_are_restored_as_torch_does(tmp_path: Path, make: Callable[[A
     assert equal(dict(before["model"].state_dict()), dict(after["model"].state_dict()))
 
 
+class Reloading(torch.optim.Optimizer):
+    """Counts the steps of another optimizer; to load the count, it loads the other one, too."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner.param_groups[0]["params"], {})
+        self.inner = inner
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.inner.step(closure)
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+        self.inner.load_state_dict(self.inner.state_dict())
+
+
+def test_an_optimizer_is_restored_although_another_one_loads_it_meanwhile(tmp_path: Path) -> None:
+    def make(steps: int) -> graph.Checkpoint:
+        torch.manual_seed(steps)
+        net = torch.nn.Linear(3, 1)
+        inner = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=2, history_size=3)
+        outer = Reloading(inner)
+
+        def closure() -> Any:
+            inner.zero_grad()
+            loss = net(torch.eye(3)).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(steps):
+            outer.step(closure)
+        return graph.Checkpoint(net=net, outer=outer, inner=inner)
+
+    saved, other = make(3), make(0)
+    other.restore(saved.write(tmp_path / "checkpoint")).assert_consumed()
+    one, two = (sorted(map(str, each.inner.state_dict()["state"][0].items())) for each in (other, saved))
+    assert one == two
+    assert other.outer.count == 3
+
+
 class Rotating(torch.optim.SGD):
     """Keeps a matrix in the order of Fortran, as SOAP does: a product with it rounds otherwise in the order of C."""
 
