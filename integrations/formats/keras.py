@@ -127,7 +127,7 @@ class HDF5Tree(FetchedTree):
                 content = opened(reader, 0, reader.size)
             try:
                 yield stack.enter_context(self._h5py.File(content, "r"))
-            except (OSError, KeyError, RuntimeError, ValueError, TypeError) as error:
+            except (OSError, KeyError, RuntimeError, ValueError, TypeError, OverflowError) as error:
                 if isinstance(error, HoldfastError):
                     raise
                 raise DamagedCheckpointError(f"{self.location} is damaged: {error}") from error

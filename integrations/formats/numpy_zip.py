@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -31,7 +32,10 @@ _HEADERS: dict[tuple[int, int], Callable[[Any], tuple[tuple[int, ...], bool, np.
     (2, 0): npy.read_array_header_2_0,
 }
 _KINDS = "biufcSU"  # kinds of dtypes that are plain data
-DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError)
+DAMAGE = (
+    *(zipfile.BadZipFile, zlib.error, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError),
+    tokenize.TokenError,  # numpy tokenizes the header of an array that is no literal of Python
+)
 
 
 def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
