@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -132,11 +133,11 @@ def _digest(description: str) -> str:
 
 
 def merge_fragments(
-    catalog: Catalog, fragments: Sequence[Fragment], values: Mapping[str, str] | None = None
+    catalog: Catalog, fragments: Iterable[Fragment], processes: int, values: Mapping[str, str] | None = None
 ) -> tuple[ArrayIndex, dict[str, FileRecord]]:
     """Merge the fragments of all processes, in their order, into an index and the data files by path.
 
-    ``values`` are those of process 0, which all processes must have.
+    ``values`` are those of process 0, which all processes must have. No fragment is kept: each describes the whole tree.
     """
     total = int(catalog.starts[-1])
     file_ids = np.full(total, -1, np.int32)
@@ -144,17 +145,19 @@ def merge_fragments(
     checksums = np.zeros(total, np.uint32)
     files: dict[str, FileRecord] = {}
     lines: list[str] = []
-    digest = ""
+    token = digest = ""
+    first_files: list[int] = []  # the number of the first data file of each process
     for process, fragment in enumerate(fragments):
         source = f"the fragment of process {process}"
-        if (fragment.process, fragment.processes) != (process, len(fragments)):
+        if (fragment.process, fragment.processes) != (process, processes):
             raise DamagedCheckpointError(
-                f"{source} of {len(fragments)} was written by process {fragment.process} of {fragment.processes}"
+                f"{source} of {processes} was written by process {fragment.process} of {fragment.processes}"
             )
-        if fragment.token != fragments[0].token:
+        token = token or fragment.token
+        if fragment.token != token:
             raise DamagedCheckpointError(
                 f"{source} belongs to another save: the names of its files begin with {fragment.token}, "
-                f"those of process 0 with {fragments[0].token}"
+                f"those of process 0 with {token}"
             )
         if process:
             if not lines:
@@ -162,7 +165,8 @@ def merge_fragments(
                 digest = _digest("\n".join(lines))
             if fragment.digest != digest:
                 raise _mismatch(process, lines, fragment.description.split("\n"))
-        _check_chunks(catalog, fragment, file_ids, fragments)
+        _check_chunks(catalog, fragment, file_ids, first_files)
+        first_files.append(len(files))
         file_ids[fragment.chunks] = fragment.files + len(files)
         offsets[fragment.chunks] = fragment.offsets
         lengths[fragment.chunks] = fragment.lengths
@@ -173,7 +177,7 @@ def merge_fragments(
         if len(named) < len(records) or not named.keys().isdisjoint(files):
             raise DamagedCheckpointError(f"{source} names a data file twice, or one of another process")
         files |= named
-    _check_complete(catalog, file_ids, lengths, len(fragments))
+    _check_complete(catalog, file_ids, lengths, processes)
     index = ArrayIndex(
         names=catalog.names,
         grids=[encoding.spec.grid for encoding in catalog.encodings],
@@ -188,7 +192,7 @@ def merge_fragments(
 
 
 def _check_chunks(
-    catalog: Catalog, fragment: Fragment, file_ids: NDArray[np.int32], fragments: Sequence[Fragment]
+    catalog: Catalog, fragment: Fragment, file_ids: NDArray[np.int32], first_files: Sequence[int]
 ) -> None:
     chunks, process = fragment.chunks, fragment.process
     if chunks.size and (int(chunks.min()) < 0 or int(chunks.max()) >= len(file_ids)):
@@ -197,9 +201,9 @@ def _check_chunks(
         )
     twice = chunks[file_ids[chunks] >= 0]
     if twice.size:
-        others = [other for other in range(process) if twice[0] in fragments[other].chunks]
+        other = bisect_right(first_files, int(file_ids[twice[0]])) - 1
         raise DamagedCheckpointError(
-            f"{_chunk(catalog, int(twice[0]))} was written twice: by process {others[0]} and by process {process}"
+            f"{_chunk(catalog, int(twice[0]))} was written twice: by process {other} and by process {process}"
         )
     ordered = np.sort(chunks)
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]

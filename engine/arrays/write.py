@@ -234,10 +234,10 @@ class TreeWriter:
     def merge(self, location: Location, fragments: Sequence[bytes]) -> dict[str, FileRecord]:
         """Write the index over the chunks of all processes and the tree's structure, durably; on process 0 only."""
         if self._own is not None:
-            index, written = merge_fragments(self._catalog, [self._own])
+            index, written = merge_fragments(self._catalog, [self._own], 1)
         else:
-            decoded = [Fragment.decode(data, process) for process, data in enumerate(fragments)]
-            index, written = merge_fragments(self._catalog, decoded, _plain_values(self._tree))
+            decoded = (Fragment.decode(data, process) for process, data in enumerate(fragments))
+            index, written = merge_fragments(self._catalog, decoded, len(fragments), _plain_values(self._tree))
         manifest, nodes = index.encode(node_file=INDEX, database_id=uuid.uuid4().bytes, created_ns=time.time_ns())
         try:
             structure = self.plan.document(self._tree, self._catalog.documents(self._tree.leaves))

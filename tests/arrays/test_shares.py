@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -256,6 +257,18 @@ def test_chunks_that_are_missing_or_written_twice(place: str, shares: Any) -> No
     stolen = np.concatenate((Fragment.decode(two, 2).chunks[:1], fragment.chunks[1:]))
     message = merge_error(place, writer, [zero, altered(one, chunks=stolen), two])
     assert re.search(r"chunk \d+ of the leaf \S+ was written twice: by process 1 and by process 2", message)
+
+
+def test_a_merge_holds_one_fragment_at_a_time(place: str) -> None:
+    tree = {f"layer{number}": np.arange(16) for number in range(2000)}
+    peaks = []
+    for processes in (4, 32):
+        writer, fragments = write_shares(place, tree, processes)
+        tracemalloc.start()
+        writer.merge(as_location(place), fragments)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0]
 
 
 def twice_at_new_places(data: bytes) -> bytes:
