@@ -120,8 +120,8 @@ def measure(processes: int, leaves: int) -> Scale:
     told = time.perf_counter()
     fragments += [fragment_of(process) for process in range(1, processes)]
     received = time.perf_counter()
-    decoded = [Fragment.decode(data, process) for process, data in enumerate(fragments)]
-    index, _ = merge_fragments(catalog, decoded)
+    decoded = (Fragment.decode(data, process) for process, data in enumerate(fragments))
+    index, _ = merge_fragments(catalog, decoded, processes)
     put_together = time.perf_counter()
     _, encoded_index = index.encode(node_file="d/index", database_id=bytes(16), created_ns=0)
     encoded = time.perf_counter()

@@ -137,7 +137,7 @@ def merge_fragments(
 ) -> tuple[ArrayIndex, dict[str, FileRecord]]:
     """Merge the fragments of all processes, in their order, into an index and the data files by path.
 
-    ``values`` are those of process 0, which all processes must have. No fragment is kept: each describes the whole tree.
+    ``values`` are those of process 0, which all processes must have. Fragments are not kept: each describes the tree.
     """
     total = int(catalog.starts[-1])
     file_ids = np.full(total, -1, np.int32)
