@@ -36,20 +36,20 @@ STEPS = 8
 SAVE_EVERY = 2
 WIDTH = 16  # features of the model; a multiple of every number of processes
 
-# Where a function that is called at an instant lies, its name, and whether the instant is after the call.
-CALLS: dict[str, tuple[type, str, bool]] = {
-    "taking the directory over": (hf.CheckpointManager, "acquire", False),
-    "asking for the steps": (ProcessGroup, "decide", False),
-    "restoring": (RunDirectory, "read", False),
-    "agreeing on what was restored": (ProcessGroup, "share", False),
-    "snapshot": (TreeWriter, "__init__", False),
-    "writing": (Location, "write_data_files", False),
-    "written": (Location, "write_data_files", True),
-    "at the barrier": (Rendezvous, "gather", False),
-    "after the barrier": (Rendezvous, "gather", True),
-    "merging": (TreeWriter, "merge", False),
-    "at the commit": (PendingCheckpoint, "commit", False),
-    "after the commit": (PendingCheckpoint, "commit", True),
+# The class and the method that is called at an instant, and whether the instant is after the call.
+CALLS: dict[str, tuple[type, Callable[..., Any], bool]] = {
+    "taking the directory over": (hf.CheckpointManager, hf.CheckpointManager.acquire, False),
+    "asking for the steps": (ProcessGroup, ProcessGroup.decide, False),
+    "restoring": (RunDirectory, RunDirectory.read_step, False),
+    "agreeing on what was restored": (ProcessGroup, ProcessGroup.share, False),
+    "snapshot": (TreeWriter, TreeWriter.__init__, False),
+    "writing": (Location, Location.write_data_files, False),
+    "written": (Location, Location.write_data_files, True),
+    "at the barrier": (Rendezvous, Rendezvous.gather, False),
+    "after the barrier": (Rendezvous, Rendezvous.gather, True),
+    "merging": (TreeWriter, TreeWriter.merge, False),
+    "at the commit": (PendingCheckpoint, PendingCheckpoint.commit, False),
+    "after the commit": (PendingCheckpoint, PendingCheckpoint.commit, True),
 }
 LOOP = ("before the callback", "before the restore", "before the first step", "between saves", "before the end")
 RESUMING = ("asking for the steps", "restoring", "agreeing on what was restored")
@@ -108,8 +108,7 @@ class Member:
         if self._order is None or self._order.phase not in CALLS:
             return
         phase = self._order.phase
-        owner, name, after = CALLS[phase]
-        function = getattr(owner, name)
+        owner, function, after = CALLS[phase]
 
         def marked(*arguments: Any, **options: Any) -> Any:
             if not after:
@@ -119,7 +118,7 @@ class Member:
                 self.reached(phase)
             return found
 
-        setattr(owner, name, marked)
+        setattr(owner, function.__name__, marked)
 
     def run(self, train: Callable[[Member], int]) -> int:
         """Train, and return the exit status."""
