@@ -18,9 +18,10 @@ from ..errors import DamagedCheckpointError, InvalidLocationError
 from ..observer import Observer, observed_place
 from .backend import Backend, DataFile, DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE
+from .kvstore import open_backend
 from .local import LocalBackend
 from .object_files import open_object
-from .object_store import ObjectStoreBackend, ObjectStoreSnapshot, open_backend
+from .object_store import ObjectStoreBackend
 from .parallel import REQUESTS, UPLOADS, parallel_map
 from .status import without_secrets
 
@@ -84,6 +85,7 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
         return Location(_local, os.path.abspath(path))
     if scheme == "memory":
         return Location(open_backend("memory", ""), _object_key(shown, path))
+    scheme = "gs" if scheme == "gcs" else scheme
     if scheme in ("s3", "gs"):
         bucket, _, path = path.partition("/")
         if "@" in bucket:
@@ -279,10 +281,8 @@ class Location:
 
         Reads through it see the current content; objects written through it may not be listed.
         """
-        if isinstance(self._backend, ObjectStoreSnapshot):
-            return Location(ObjectStoreSnapshot(self._backend.live, self._key), self._key)
         if isinstance(self._backend, ObjectStoreBackend):
-            return Location(ObjectStoreSnapshot(self._backend, self._key), self._key)
+            return Location(self._backend.snapshot(self._key), self._key)
         return self
 
     def exists(self) -> bool:

@@ -18,7 +18,7 @@ from tests.object_stores.s3_server import KEY_ID, REGION, SECRET, S3Server
 from tests.object_stores.store_server import StoreServer
 
 import holdfast as hf
-from holdfast.engine.storage import object_store
+from holdfast.engine.storage import kvstore
 
 RCLONE_SECRET = "of-a-test-and-of-nothing-else-at-all"
 HURRY = {"max_retries": 3, "initial_delay": "2ms", "max_delay": "5ms"}
@@ -145,5 +145,5 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     The context has a parent because ``memory://`` stores that a test opens first stay open for the tests after it.
     """
     retries = {f"{name}_request_retries": HURRY for name in ("s3", "gcs")}
-    context = tensorstore.Context(retries, parent=object_store.shared_context())
-    monkeypatch.setattr(object_store, "shared_context", lambda: context)
+    context = tensorstore.Context(retries, parent=kvstore.shared_context())
+    monkeypatch.setattr(kvstore, "shared_context", lambda: context)

@@ -12,7 +12,7 @@ from tests.object_stores.test_remote import SCENARIOS
 
 import holdfast as hf
 from holdfast.engine.storage import Segment, as_location, location
-from holdfast.engine.storage.object_store import ObjectStoreBackend
+from holdfast.engine.storage.kvstore import KvStoreBackend
 
 
 @pytest.mark.parametrize("name", ["save_and_load", "manager"])
@@ -28,14 +28,14 @@ def test_data_takes_the_short_way(rclone: str, monkeypatch: pytest.MonkeyPatch) 
         "small": {str(n): np.full(n, n) for n in range(50)},
     }
     slow: list[str] = []
-    for name in ("read_range", "_write"):
-        real = getattr(ObjectStoreBackend, name)
+    for name in ("read_range", "write_object"):
+        real = getattr(KvStoreBackend, name)
 
         def noted(self: Any, key: str, argument: Any, real: Any = real) -> Any:
             slow.append(key)
             return real(self, key, argument)
 
-        monkeypatch.setattr(ObjectStoreBackend, name, noted)
+        monkeypatch.setattr(KvStoreBackend, name, noted)
     layout = hf.Layout(chunk_bytes=1 << 20, segment_bytes=1 << 20, upload_bytes=2 << 20)
     hf.save(f"{rclone}/ckpt", tree, layout=layout)
     found: dict[str, Any] = hf.load(f"{rclone}/ckpt")

@@ -18,7 +18,7 @@ import holdfast as hf
 from holdfast.engine.arrays import extents
 from holdfast.engine.arrays.assemble import Assembly
 from holdfast.engine.errors import DamagedCheckpointError
-from holdfast.engine.storage import Location, Segment, as_location, object_store, store_spec, transfer
+from holdfast.engine.storage import Location, Segment, as_location, kvstore, store_spec, transfer
 from holdfast.engine.storage.gcs_transfer import GcsTransfer
 from holdfast.engine.storage.s3_transfer import S3Transfer
 from holdfast.engine.storage.transfer import Part, Patience, Transfer
@@ -237,8 +237,8 @@ def test_large_files_are_sent_again_before_tensorstore_has_them_in_memory(
     in_memory: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(object_store, "_LARGE", DATA.size - 1)
-    monkeypatch.setattr(object_store, "_AGAIN", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(kvstore, "_LARGE", DATA.size - 1)
+    monkeypatch.setattr(kvstore, "_AGAIN", (0.0, 0.0, 0.0))
     answer = None if status is None else store.server.error(status, "SlowDown")
     store.server.fail("PUT|POST", times=times, answer=answer, how=how)
     place = as_location(f"{store.url}/data")

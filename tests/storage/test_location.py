@@ -38,6 +38,8 @@ from holdfast.engine.storage import Location, as_location
         ("s3://bucket/", "s3://bucket", "", "s3://bucket"),
         ("s3://bucket", "s3://bucket", "", "s3://bucket"),
         ("gs://bucket/x", "gs://bucket/x", "x", "gs://bucket"),
+        ("gcs://bucket/a%20b", "gs://bucket/a%20b", "a b", "gs://bucket"),
+        ("GCS://bucket", "gs://bucket", "", "gs://bucket"),
     ],
 )
 def test_parsing(text: str, url: str, name: str, parent: str) -> None:
@@ -56,7 +58,6 @@ def test_parsing(text: str, url: str, name: str, parent: str) -> None:
         ("a\0b", "not a location"),
         ("memory://a%00b", "NUL"),
         ("http://host/x", "unknown scheme, 'http'"),
-        ("gcs://bucket/x", "unknown scheme"),
         ("file://host/x", "absolute path"),
         ("file://relative", "absolute path"),
         ("s3://", "names no bucket"),

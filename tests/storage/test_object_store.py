@@ -11,7 +11,7 @@ import tensorstore
 
 from holdfast.engine.errors import DamagedCheckpointError, ObjectNotFoundError
 from holdfast.engine.storage import Location, Segment, as_location, shared_context, store_spec
-from holdfast.engine.storage.object_store import ObjectStoreBackend, open_backend
+from holdfast.engine.storage.kvstore import KvStoreBackend, open_backend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,15 +96,15 @@ def test_an_object_may_also_be_a_prefix(root: Location) -> None:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[slice | None]:
     """Records every read, and refuses ranges that do not start at 0, as a server without ranges does."""
     seen: list[slice | None] = []
-    real = ObjectStoreBackend.read_range
+    real = KvStoreBackend.read_range
 
-    def read_range(self: ObjectStoreBackend, key: str, byte_range: slice | None) -> bytes:
+    def read_range(self: KvStoreBackend, key: str, byte_range: slice | None) -> bytes:
         seen.append(byte_range)
         if byte_range is not None and byte_range.start > 0:
             raise DamagedCheckpointError(f"cannot read {key}: OUT_OF_RANGE")
         return real(self, key, byte_range)
 
-    monkeypatch.setattr(ObjectStoreBackend, "read_range", read_range)
+    monkeypatch.setattr(KvStoreBackend, "read_range", read_range)
     return seen
 
 
