@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 
 
 class TickingClock:
@@ -48,15 +48,19 @@ class FakeClock:
 
 
 class Waiting(threading.Condition):
-    """A condition on which waiting moves a clock: to the end of the wait, or to the next time of a notification."""
+    """A condition on which waiting moves a clock, and does what happens at that time.
 
-    def __init__(self, notified: Iterable[float] = ()) -> None:
+    The clock goes to the end of the wait, or to the first time before it at which something happens.
+    """
+
+    def __init__(self, happens: Mapping[float, Callable[[], None]] | None = None) -> None:
         super().__init__()
         self.now = 0.0
-        self._notified = list(notified)
+        self._happens = happens or {}
 
     def wait(self, timeout: float | None = None) -> bool:
         assert timeout is not None
         assert timeout > 0
-        self.now = min([self.now + timeout, *(time for time in self._notified if time > self.now)])
+        self.now = min([self.now + timeout, *(time for time in self._happens if time > self.now)])
+        self._happens.get(self.now, lambda: None)()
         return True

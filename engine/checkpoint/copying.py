@@ -41,9 +41,9 @@ _SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # suffix of folders whose save could not
 
 
 class Throttle:
-    """Limits the bytes a second of all threads to ``rate``, and to ``BESIDE`` while ``gives_way()`` is true.
+    """Limits the bytes a second of all threads of a copy to ``rate``, and to ``BESIDE`` while it gives way.
 
-    When ``ended()`` is true, nothing waits any more. ``changed`` is notified when one of the two may have changed.
+    Other threads let the copy give way, or end it.
     """
 
     def __init__(
@@ -51,17 +51,27 @@ class Throttle:
         rate: float | None,
         *,
         changed: threading.Condition | None = None,
-        gives_way: Callable[[], bool] = lambda: False,
-        ended: Callable[[], bool] = lambda: False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rate = rate
         self._changed = changed or threading.Condition()
-        self._gives_way = gives_way
-        self._ended = ended
         self._now = now
         self._free = 0.0  # the time at which the bytes so far have passed at the rate
         self._late = 0.0  # the time at which the bytes that give way have passed
+        self.gives_way = False
+        self.ended: Exception | None = None  # what the copy ends with
+
+    def give_way(self, yes: bool) -> None:
+        """Let the copy give way from now on, or go on at its own rate."""
+        with self._changed:
+            self.gives_way = yes
+            self._changed.notify_all()
+
+    def end(self, error: Exception) -> None:
+        """Let the copy end with an error at its next piece; nothing waits any more."""
+        with self._changed:
+            self.ended = error
+            self._changed.notify_all()
 
     @property
     def piece(self) -> int:
@@ -69,18 +79,22 @@ class Throttle:
         return _PIECE if self._rate is None else max(_LEAST_PIECE, min(_PIECE, int(self._rate / 4)))
 
     def take(self, count: int, *, sent: bool = True) -> None:
-        """Wait until so many bytes may pass; those that are only read give way, and do not count at the rate."""
+        """Wait until so many bytes may pass; those that are only read give way, and do not count at the rate.
+
+        Raises the error that ends the copy.
+        """
         with self._changed:
             now = self._now()
             if self._rate is not None and sent:
                 self._free = max(self._free, now) + count / self._rate
-            self._late = max(self._late, now) + count / BESIDE if self._gives_way() else now
+            self._late = max(self._late, now) + count / BESIDE if self.gives_way else now
             free, late = self._free if sent else now, self._late
-            while not self._ended():
-                pause = (max(free, late) if self._gives_way() else free) - self._now()
+            while self.ended is None:
+                pause = (max(free, late) if self.gives_way else free) - self._now()
                 if pause <= 0:
                     return
                 self._changed.wait(pause)
+            raise self.ended
 
 
 @dataclass
@@ -147,7 +161,8 @@ class _CopiedFolders(CommitParts):
             )
 
 
-def copy_step(
+@contextlib.contextmanager
+def copied_step(
     source: Location,
     destination: Location,
     record: CheckpointRecord,
@@ -156,14 +171,12 @@ def copy_step(
     throttle: Throttle | None = None,
     progress: CopyProgress | None = None,
     copied: CopiedFiles | None = None,
-    check: Callable[[], None] = lambda: None,
-    last_check: Callable[[], None] = lambda: None,
-) -> CheckpointRecord:
-    """Copy the checkpoint of a record; return the record of the copy.
+) -> Iterator[CheckpointRecord]:
+    """Copy the checkpoint of a record, run a block when all files have arrived, and commit the copy after the block.
 
-    ``copied`` has the files that earlier copies brought to the same place, and gets those of this one. ``check`` is
-    called between pieces, ``last_check`` right before the commit; an error that they raise ends the copy. Damage of the
-    original leaves nothing at the destination; after a StorageError, the next attempt uses what was copied.
+    The block gets the record of the copy; an error in it ends the copy. ``copied`` has the files that earlier copies
+    brought to the same place, and gets those of this one. Damage of the original leaves nothing at the destination;
+    after any other error, the next attempt uses what was copied.
     """
     parts = _CopiedFolders(destination, record)
     pending = PendingCheckpoint(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)
@@ -171,7 +184,7 @@ def copy_step(
     progress.total, progress.done, progress.arrived, progress.sent = record.nbytes, 0, 0, 0
     if copied is None or not (destination.is_remote and destination.can_share()):
         copied = CopiedFiles()
-    copy = _Copy(throttle or Throttle(None), progress, copied, check)
+    copy = _Copy(throttle or Throttle(None), progress, copied)
     try:
         pending.begin()
         checks = file_checks(source, record)
@@ -184,9 +197,9 @@ def copy_step(
         ]
         copy.run(files, continues=pending.continues)
         _sync_folders(files)
-        last_check()
         items = {name: replace(item, folder=pending.paths[name]) for name, item in record.items.items()}
         result = replace(record, items=items, replaced=())
+        yield result
         pending.commit(result)
     except BaseException as error:
         failure = copy.failure or error  # a store may report that its upload ended instead
@@ -198,7 +211,6 @@ def copy_step(
             raise
         raise failure from error
     copied.note(files)
-    return result
 
 
 def file_checks(location: Location, record: CheckpointRecord) -> dict[str, FileCheck]:
@@ -225,15 +237,12 @@ def _tree_checks(location: Location, tree: ItemRecord) -> dict[str, FileCheck]:
 class _Copy:
     """One copy: its files on their way."""
 
-    def __init__(
-        self, throttle: Throttle, progress: CopyProgress, copied: CopiedFiles, check: Callable[[], None]
-    ) -> None:
+    def __init__(self, throttle: Throttle, progress: CopyProgress, copied: CopiedFiles) -> None:
         self._throttle = throttle
         self._progress = progress
         self._copied = copied
-        self._check = check
         self._lock = threading.Lock()
-        self.failure: Exception | None = None  # the error of the original, or of a check
+        self.failure: Exception | None = None  # the error of the original, or the one that ends the copy
 
     def run(self, files: list[_File], *, continues: bool) -> None:
         if not files:
@@ -253,7 +262,7 @@ class _Copy:
         if continues and self._is_there(file):
             self._passed(size, arrived=False, sent=False)
             return
-        self._check()
+        self._throttle.take(0)  # raises what ends the copy
         if self._copied.give(file):
             self._passed(size, sent=False)
             return
@@ -285,7 +294,6 @@ class _Copy:
         try:
             for part in file.check.read_span(file.source, reader, start, stop, self._throttle.piece):
                 self._throttle.take(len(part), sent=sent)
-                self._check()
                 yield part
                 if sent:
                     position += len(part)

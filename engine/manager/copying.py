@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copy_step, write_record
+from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step, write_record
 from ..clock import UNHEARD, Portion, Progress, Rate, SystemClock, bytes_per_second
 from ..distributed import Coordinator, run_on_primary
 from ..errors import (
@@ -138,9 +138,10 @@ def _copy_one(
                 f"{destination}: another checkpoint is there; choose another path, or replace it (overwrite=True)"
             )
         else:
-            copy_step(
+            with copied_step(
                 source, destination, record, overwrite=overwrite, throttle=throttle, progress=progress, copied=copied
-            )
+            ):
+                pass  # nothing is left to check before the commit
         return CopyReport(
             source=str(source), path=str(destination), step=record.step, bytes=record.nbytes, sent=progress.sent
         )

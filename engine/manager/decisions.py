@@ -10,8 +10,8 @@ only at the steps that a :class:`SyncSchedule` names.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ..clock import Clock, format_duration
@@ -265,27 +265,12 @@ class SaveDecisions:
     ) -> Decision:
         """Return whether a save is due, and the reason; the same on all processes."""
         self._starts_at(step)
-
-        def ask(triggers: Sequence[Trigger]) -> Decision:
-            previous, last = self._last
-            return decide(
-                triggers,
-                Moment(
-                    step=step,
-                    previous=previous,
-                    now=self._clock.monotonic(),
-                    last=last,
-                    metrics=metrics,
-                    earlier=earlier,
-                    saved=saved,
-                ),
-            )
-
+        moment = Moment(step=step, metrics=metrics, earlier=earlier, saved=saved)
         if self._processes.alone:
-            return ask(self._triggers)
+            return decide(self._triggers, self._now(moment))
         if self._schedule.asks(step, metrics) or self._schedule.asks_outcome(step, self._last[0]):
-            return self._agree(step, ask)
-        decision = ask(self._schedule.certain)
+            return self._agree(moment)
+        decision = decide(self._schedule.certain, self._now(moment))
         answer = self._schedule.answer(step)  # None if nothing was agreed at this step
         return answer if answer is not None and answer.save and not saved else decision
 
@@ -294,24 +279,30 @@ class SaveDecisions:
         if self._last[0] is None:
             self._last = step - 1, self._last[1]
 
-    def _agree(self, step: int, ask: Callable[[Sequence[Trigger]], Decision]) -> Decision:
+    def _now(self, moment: Moment) -> Moment:
+        """Return a moment with the time, and with the step and the time of the last save."""
+        previous, last = self._last
+        return replace(moment, previous=previous, now=self._clock.monotonic(), last=last)
+
+    def _agree(self, moment: Moment) -> Decision:
         """Decide as process 0 does."""
-
-        def answer() -> list[Any]:
-            failed = self._failed
-            if failed:
-                self._last = self._before
-            decision = ask(self._triggers)
-            now = self._clock.monotonic()
-            since = 0.0 if decision.save else now - self._last[1]
-            return [decision.save, decision.reason, self._schedule.next_step(step, now, since), failed]
-
-        save, reason, following, failed = self._processes.decide(f"decision at step {step}", answer)
+        what = f"decision at step {moment.step}"
+        save, reason, following, failed = self._processes.decide(what, self._decide_for_all, moment)
         if failed:
             self._last = self._before
         decision = Decision(save, reason)
-        self._schedule.agreed(step, decision, following, ended=failed is not None)
+        self._schedule.agreed(moment.step, decision, following, ended=failed is not None)
         return decision
+
+    def _decide_for_all(self, moment: Moment) -> list[Any]:
+        """Return the decision of process 0, the step of the next agreement, and whether the last save has failed."""
+        failed = self._failed
+        if failed:
+            self._last = self._before
+        decision = decide(self._triggers, self._now(moment))
+        now = self._clock.monotonic()
+        since = 0.0 if decision.save else now - self._last[1]
+        return [decision.save, decision.reason, self._schedule.next_step(moment.step, now, since), failed]
 
 
 class Rollback:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copy_step
+from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step
 from ..clock import Clock, bytes_per_second, seconds
 from ..errors import (
     CheckpointNotFoundError,
@@ -70,27 +70,33 @@ class MirrorStatus:
     error: str | None
 
 
-class _Pace:
-    """Measures the rate of a copy while no save makes it wait."""
+class _Copying:
+    """The copy of a step: what steers it, how far it is, and its rate while no save makes it wait."""
 
-    def __init__(self, progress: CopyProgress) -> None:
-        self._progress = progress
+    def __init__(self, step: int, record: CheckpointRecord, rate: float | None) -> None:
+        self.step = step
+        self.record = record
+        self.throttle = Throttle(rate)
+        self.progress = CopyProgress()
         self._since: tuple[float, int] | None = None  # the time, and the bytes that had arrived then
         self._seconds, self._bytes = 0.0, 0
 
-    def go_on(self) -> None:
+    def measure(self) -> None:
+        """Measure the rate from now on."""
         if self._since is None:
-            self._since = time.monotonic(), self._progress.arrived
+            self._since = time.monotonic(), self.progress.arrived
 
-    def stop(self) -> None:
+    def pause(self) -> None:
+        """Measure nothing from now on."""
         if self._since is not None:
             began, arrived = self._since
             self._seconds += time.monotonic() - began
-            self._bytes += self._progress.arrived - arrived
+            self._bytes += self.progress.arrived - arrived
             self._since = None
 
     @property
     def rate(self) -> float | None:
+        """Bytes a second; None if nothing was measured."""
         return self._bytes / max(self._seconds, 1e-3) if self._bytes else None
 
 
@@ -140,7 +146,8 @@ class RunMirror:
         self._clock = clock
         self._metadata = metadata
         self._tell_run = tell
-        rate = None if mirror.max_bandwidth is None else bytes_per_second(mirror.max_bandwidth, name="max_bandwidth")
+        limit = mirror.max_bandwidth
+        self._bandwidth = None if limit is None else bytes_per_second(limit, name="max_bandwidth")
         self._far: RunDirectory | None = None
         self._acquired = False
         self._thread: Helper | None = None
@@ -157,17 +164,9 @@ class RunMirror:
         self._refused: set[str] = set()  # fingerprints of steps that are damaged in the run's directory
         self._warned: set[str] = set()  # kinds of errors that were logged
         self._error: str | None = None
-        self._copying: int | None = None
+        self._copying: _Copying | None = None
         self._copied = CopiedFiles()
-        self._progress = CopyProgress()
-        self._pace = _Pace(self._progress)
-        self._rate: float | None = None  # in bytes a second
-        self._throttle = Throttle(
-            rate,
-            changed=self._wake,
-            gives_way=lambda: self._saving and not self._final,
-            ended=self._ending.is_set,
-        )
+        self._rate: float | None = None  # of the last copy, in bytes a second
 
     # ---- from the mirror to the run
 
@@ -205,13 +204,9 @@ class RunMirror:
             run.make_room(step, replaces=overwrite)
             _logger.info("%s: fetching step %d from the mirror %s", run.location, step, self.location)
             began = time.monotonic()
-            copied = copy_step(
-                far.step_location(step),
-                run.step_location(step),
-                record,
-                overwrite=overwrite,
-                last_check=run.ownership.check,
-            )
+            source, destination = far.step_location(step), run.step_location(step)
+            with copied_step(source, destination, record, overwrite=overwrite) as copied:
+                run.ownership.check()
         except (DamagedCheckpointError, FormatVersionError, CheckpointNotFoundError) as error:
             _logger.warning("%s: step %d cannot be fetched: %s", self.location, step, error)
             return False
@@ -242,21 +237,20 @@ class RunMirror:
         """Look again: a step was committed, or the metrics of one have changed."""
         with self._wake:
             self._due = True
-            self._wake.notify_all()
+            self._changed()
 
     def save_begins(self) -> None:
         """Give way, as the run saves."""
         if self._run.location.is_local:
             with self._wake:
                 self._saving = True
-                self._pace.stop()
+                self._changed()
 
     def save_ended(self) -> None:
         """Go on as fast as before."""
         with self._wake:
             self._saving = False
-            self._pace.go_on()
-            self._wake.notify_all()
+            self._changed()
 
     def delete(self) -> None:
         """Delete the steps that the run has deleted on purpose: otherwise a later run would fetch them."""
@@ -306,7 +300,7 @@ class RunMirror:
         return MirrorStatus(
             path=str(self.location),
             step=steps[-1] if steps else None,
-            copying=self._copying,
+            copying=None if self._copying is None else self._copying.step,
             bytes_left=self._bytes_left(),
             bytes_per_second=self._rate,
             error=self._error,
@@ -322,7 +316,7 @@ class RunMirror:
         deadline = time.monotonic() + timeout
         with self._wake:
             self._final = self._due = True
-            self._wake.notify_all()
+            self._changed()
             while not self._settled and self._thread.is_alive():
                 left = deadline - time.monotonic()
                 needed = self._bytes_left() / self._rate * _MARGIN if must_fit and self._rate else 0.0
@@ -413,12 +407,35 @@ class RunMirror:
 
     def _tell_watchers(self) -> None:
         with self._wake:
-            self._wake.notify_all()
+            self._changed()
 
     def _settle(self) -> None:
-        with self._wake:
-            self._settled = True
-            self._wake.notify_all()
+        self._settled = True
+        self._tell_watchers()
+
+    def _changed(self) -> None:
+        """Wake all that wait, and steer the copy under way: it gives way to a save, and ends if it is of no use."""
+        self._wake.notify_all()
+        copying = self._copying
+        if copying is None:
+            return
+        if self._saving:
+            copying.pause()
+        else:
+            copying.measure()
+        copying.throttle.give_way(self._saving and not self._final)
+        try:
+            self._check_copying(copying)
+        except (_Ended, _Superseded) as end:
+            copying.throttle.end(end)
+
+    def _check_copying(self, copying: _Copying) -> None:
+        """Raise what ends a copy: the end of the run, or that it is to copy another step."""
+        if self._ending.is_set():
+            raise _Ended
+        newest = self._newest()
+        if not self._is_here(copying.step, copying.record) or (self._final and newest and newest[0] != copying.step):
+            raise _Superseded
 
     def _round(self, final: bool) -> None:
         """Bring the mirror up to date."""
@@ -453,38 +470,25 @@ class RunMirror:
     def _copy(self, far: RunDirectory, step: int, record: CheckpointRecord) -> None:
         far.sweep_spared(besides=step)
         began = time.monotonic()
+        copying = _Copying(step, record, self._bandwidth)
         with self._wake:
-            self._progress = progress = CopyProgress()
-            self._pace = pace = _Pace(progress)
-            if not self._saving:
-                pace.go_on()
-            self._copying = step
-            self._wake.notify_all()
-
-        def check() -> None:
-            if self._ending.is_set():
-                raise _Ended
-            newest = self._newest()
-            if not self._is_here(step, record) or (self._final and newest is not None and newest[0] != step):
-                raise _Superseded
-
-        def last_check() -> None:
-            check()
-            far.ownership.check()
-
+            self._copying = copying
+            self._changed()
         try:
-            with self._run.holding(step):
-                copied = copy_step(
+            with (
+                self._run.holding(step),
+                copied_step(
                     self._run.step_location(step),
                     far.step_location(step),
                     record,
                     overwrite=True,
-                    throttle=self._throttle,
-                    progress=progress,
+                    throttle=copying.throttle,
+                    progress=copying.progress,
                     copied=self._copied,
-                    check=check,
-                    last_check=last_check,
-                )
+                ) as copied,
+            ):
+                self._check_copying(copying)
+                far.ownership.check()
         except DamagedCheckpointError as error:
             if not self._is_here(step, record):
                 raise _Superseded from error
@@ -500,11 +504,10 @@ class RunMirror:
             self._copying = None
         far.add(step, copied)
         far.last_saved = step
-        took = time.monotonic() - began
-        with self._wake:
-            pace.stop()
-        self._rate = pace.rate or self._rate
-        self._tell_run("mirrored", step=step, mirror=str(self.location), bytes=progress.sent, seconds=round(took, 6))
+        took, sent = round(time.monotonic() - began, 6), copying.progress.sent
+        copying.pause()
+        self._rate = copying.rate or self._rate
+        self._tell_run("mirrored", step=step, mirror=str(self.location), bytes=sent, seconds=took)
         _logger.info("%s: copied step %d to the mirror", far.step_location(step), step)
         far.collect()
         far.sweep_spared()
@@ -605,8 +608,9 @@ class RunMirror:
         newest = self._newest()
         if newest is None or self._has(newest[1]):
             return 0
-        if self._copying == newest[0] and self._progress.total:
-            return self._progress.total - self._progress.done
+        copying = self._copying
+        if copying is not None and copying.step == newest[0] and copying.progress.total:
+            return copying.progress.total - copying.progress.done
         return newest[1].nbytes
 
     # ---- errors

@@ -16,10 +16,10 @@ from tests.processes.harness import Process, run_outcomes
 import holdfast as hf
 from holdfast.components import Checkpointable
 from holdfast.engine.checkpoint import copying
-from holdfast.engine.checkpoint.copying import BESIDE, CopyProgress, Throttle, copy_step
+from holdfast.engine.checkpoint.copying import BESIDE, CopyProgress, Throttle, copied_step
 from holdfast.engine.clock import bytes_per_second
 from holdfast.engine.steps import read_record
-from holdfast.engine.storage import as_location
+from holdfast.engine.storage import Location, as_location
 
 SMALL = hf.Layout(chunk_bytes=16_384, segment_bytes=65_536, data_file_bytes=1 << 20)
 Same = Callable[[Any, Any], None]
@@ -69,7 +69,7 @@ def several_items(place: str) -> None:
     }
     with hf.CheckpointManager(f"{place}-run", checkpointers) as run:
         run.save(7, {"state": tree(), "facts": {"a": [1]}, "own": {"seed": np.arange(5)}}, metrics={"loss": 0.5})
-    copy_step(as_location(f"{place}-run/7"), as_location(place), read_record(as_location(f"{place}-run/7")))
+    copy(f"{place}-run/7", as_location(place))
 
 
 class Weights(Checkpointable):
@@ -203,24 +203,34 @@ class Interrupted(Exception):  # noqa: N818 - stands for any error that ends a c
     """Ends a copy."""
 
 
-def calls(original: str, target: str) -> int:
-    """Returns how often a copy looks whether it should end."""
-    counter: list[None] = []
-    check = lambda: counter.append(None)  # noqa: E731
-    record = read_record(as_location(original))
-    copy_step(as_location(original), as_location(target), record, check=check, last_check=check)
-    as_location(target).remove_tree()
-    return len(counter)
+class Ending(Throttle):
+    """Ends a copy after so many pieces."""
 
+    def __init__(self, count: int) -> None:
+        super().__init__(None)
+        self._left = iter(range(count))
+        self.pieces = 0
 
-def stop_after(count: int) -> Any:
-    left = iter(range(count))
-
-    def check() -> None:
-        if next(left, None) is None:
+    def take(self, count: int, *, sent: bool = True) -> None:
+        self.pieces += 1
+        if next(self._left, None) is None:
             raise Interrupted
+        super().take(count, sent=sent)
 
-    return {"check": check, "last_check": check}
+
+def copy(original: str, target: Location, throttle: Throttle | None = None, **options: Any) -> None:
+    source = as_location(original)
+    with copied_step(source, target, read_record(source), throttle=throttle, **options):
+        if isinstance(throttle, Ending):
+            throttle.take(0)  # right before the commit
+
+
+def calls(original: str, target: str) -> int:
+    """Returns at how many points a copy may end."""
+    counter = Ending(1 << 30)
+    copy(original, as_location(target), counter)
+    as_location(target).remove_tree()
+    return counter.pieces
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -234,11 +244,11 @@ def test_a_copy_goes_on_where_it_was_interrupted(
     sent = []
     for count in range(0, total, 1 if every else total // 9):
         with pytest.raises(Interrupted):
-            copy_step(as_location(original), target, record, **stop_after(count))
+            copy(original, target, Ending(count))
         with pytest.raises(hf.CheckpointNotFoundError):
             hf.load(target.url)
         progress = CopyProgress()
-        copy_step(as_location(original), target, record, progress=progress)
+        copy(original, target, progress=progress)
         sent.append(progress.sent)
         assert progress.done == progress.total == record.nbytes
         assert hf.verify(target.url).ok
@@ -252,14 +262,13 @@ def test_a_copy_goes_on_where_it_was_interrupted(
 def test_a_file_that_was_torn_is_sent_again(tmp_path: Path, stored: Files) -> None:
     """A crash may leave a file of the right length whose bytes never arrived."""
     original, target = save(f"{tmp_path}/original"), as_location(tmp_path / "copy")
-    record = read_record(as_location(original))
     with pytest.raises(Interrupted):
-        copy_step(as_location(original), target, record, **stop_after(calls(original, f"{tmp_path}/x") - 1))
+        copy(original, target, Ending(calls(original, f"{tmp_path}/x") - 1))
     torn = max((one for one in Path(target.url).rglob("d/*")), key=lambda one: one.stat().st_size)
     torn.write_bytes(bytes(torn.stat().st_size))
 
     progress = CopyProgress()
-    copy_step(as_location(original), target, record, progress=progress)
+    copy(original, target, progress=progress)
 
     assert progress.sent == torn.stat().st_size
     assert contents(target.url, stored) == contents(original, stored)
@@ -272,12 +281,7 @@ def test_the_rest_of_another_checkpoint_is_not_used(
     first, second = save(f"{tmp_path}/first", 1), save(f"{tmp_path}/second", 2)
     target = as_location(f"{place}/copy" if remote else f"{tmp_path}/copy")
     with pytest.raises(Interrupted):
-        copy_step(
-            as_location(first),
-            target,
-            read_record(as_location(first)),
-            **stop_after(calls(first, f"{place}/x") - 1),
-        )
+        copy(first, target, Ending(calls(first, f"{place}/x") - 1))
 
     (report,) = hf.copy_checkpoint(second, target)
 
@@ -291,7 +295,7 @@ def test_the_rest_of_another_checkpoint_is_not_used(
 def test_a_save_over_an_interrupted_copy_removes_it(tmp_path: Path, assert_same: Same) -> None:
     first, target = save(f"{tmp_path}/first", 1), as_location(tmp_path / "copy")
     with pytest.raises(Interrupted):
-        copy_step(as_location(first), target, read_record(as_location(first)), **stop_after(3))
+        copy(first, target, Ending(3))
     save(target.url, 2)
     assert_same(hf.load(target.url), tree(2))
     assert hf.verify(target.url).ok
@@ -413,7 +417,7 @@ def test_the_bandwidth_is_shared_by_all_threads(tmp_path: Path) -> None:
     original = save(f"{tmp_path}/original")
     record = read_record(as_location(original))
     throttle = Throttle(record.nbytes / 100, changed=time, now=lambda: time.now)
-    copy_step(as_location(original), as_location(tmp_path / "copy"), record, throttle=throttle)
+    copy(original, as_location(tmp_path / "copy"), throttle)
     assert time.now >= 99
 
 
@@ -433,24 +437,25 @@ def test_the_bandwidth_is_shared_by_all_threads(tmp_path: Path) -> None:
 def test_what_gives_way_goes_on_at_once_and_never_stops(
     rate: float | None, saves: dict[float, float], takes: float
 ) -> None:
-    time = Waiting(saves.values())
-    throttle = Throttle(
-        rate,
-        changed=time,
-        gives_way=lambda: any(begin <= time.now < end for begin, end in saves.items()),
-        now=lambda: time.now,
-    )
+    throttle: Throttle
+    begins = {at: lambda: throttle.give_way(True) for at in saves}
+    ends = {at: lambda: throttle.give_way(False) for at in saves.values()}
+    time = Waiting({**begins, **ends})
+    throttle = Throttle(rate, changed=time, now=lambda: time.now)
+    throttle.give_way(0 in saves)
     for _ in range(100):
         throttle.take(int(BESIDE))
     assert time.now == pytest.approx(takes)
 
 
 def test_nothing_waits_at_the_end() -> None:
-    time = Waiting()
-    throttle = Throttle(1.0, changed=time, gives_way=lambda: True, ended=lambda: time.now > 0, now=lambda: time.now)
+    throttle: Throttle
+    time = Waiting({5.0: lambda: throttle.end(Interrupted())})
+    throttle = Throttle(1.0, changed=time, now=lambda: time.now)
     for _ in range(3):
-        throttle.take(1000)
-    assert time.now == 1000
+        with pytest.raises(Interrupted):
+            throttle.take(1000)
+    assert time.now == 5
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     take = copying.Throttle.take
 
     def waits(self: copying.Throttle, count: int, *, sent: bool = True) -> None:
-        while not found.wait(0.01) and not self._ended():
+        while not found.wait(0.01) and self.ended is None:
             pass
         take(self, count)
 
@@ -283,9 +283,9 @@ def test_a_copy_gives_way_to_a_save(
         return write(save, *rest)
 
     def takes(throttle: copying.Throttle, count: int, *, sent: bool = True) -> None:
-        while not gate.wait(0.01) and not throttle._ended():
+        while not gate.wait(0.01) and throttle.ended is None:
             pass
-        if throttle._gives_way():
+        if throttle.gives_way:
             given_way.set()
         take(throttle, count)
 
@@ -312,15 +312,15 @@ def test_a_copy_gives_way_to_a_save(
 
 
 def test_the_measured_rate_is_that_of_a_copy_that_does_not_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    progress, now = copying.CopyProgress(), [0.0]
+    now = [0.0]
     monkeypatch.setattr(mirrors, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    pace = mirrors._Pace(progress)
+    copy = mirrors._Copying(1, None, None)  # type: ignore[arg-type]
     rates = []
-    for change, sent in ((pace.go_on, 0), (pace.stop, 500), (pace.go_on, 3), (pace.stop, 100), (pace.stop, 7)):
-        progress.arrived += sent
+    for change, sent in ((copy.measure, 0), (copy.pause, 500), (copy.measure, 3), (copy.pause, 100), (copy.pause, 7)):
+        copy.progress.arrived += sent
         change()
         now[0] += 10
-        rates.append(pace.rate)
+        rates.append(copy.rate)
     assert rates == [None, 50, 50, 30, 30]
 
 

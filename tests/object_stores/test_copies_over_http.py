@@ -13,7 +13,7 @@ from tests.object_stores.conftest import Store
 from tests.processes.harness import Process, run_processes
 
 import holdfast as hf
-from holdfast.engine.checkpoint import Throttle, copy_step, copying
+from holdfast.engine.checkpoint import Throttle, copied_step, copying
 from holdfast.engine.steps import read_record
 
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=16_384)
@@ -65,7 +65,9 @@ def test_the_bandwidth_counts_what_is_sent(store: Store, tmp_path: Path) -> None
     hf.save(tmp_path / "original", {"w": np.arange(1_000_000, dtype=np.float32)})
     original, copy = hf.storage.as_location(tmp_path / "original"), hf.storage.as_location(f"{store.url}/copy")
     record = read_record(original)
-    copy_step(original, copy, record, throttle=Throttle(record.nbytes / 100, changed=time, now=lambda: time.now))
+    throttle = Throttle(record.nbytes / 100, changed=time, now=lambda: time.now)
+    with copied_step(original, copy, record, throttle=throttle):
+        pass
     assert 99 <= time.now <= 101
 
 
