@@ -160,7 +160,7 @@ class Life:
                 self._problem(f"left behind in step {step}: {sorted(unknown)}")
 
     def _save(self, manager: hf.CheckpointManager) -> None:
-        manager.add_listener(self._committed)
+        manager.events.add_listener(self._heard)
         latest = manager.latest_step()
         for step in itertools.count(0 if latest is None else latest + 1):
             for edition in range(2 if step % REPLACED_EVERY == 0 else 1):
@@ -169,10 +169,11 @@ class Life:
                 tree["big"] += 1  # changes after save must not matter
                 tree["model"]["kernel"] *= 2
 
-    def _committed(self, report: hf.reports.SaveReport) -> None:
-        self._say(f"committed {report.step} {report.reason}")
-        if report.shared_bytes:
-            self._say("shared")
+    def _heard(self, event: dict[str, Any]) -> None:
+        if event["event"] == "saved":
+            self._say(f"committed {event['step']} {event['reason']}")
+            if event["shared_bytes"]:
+                self._say("shared")
 
     def _say(self, line: str) -> None:
         os.write(self._pipe, f"{line}\n".encode())

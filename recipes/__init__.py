@@ -15,21 +15,6 @@ Importing this package, reading configurations and listing recipes load neither 
 does.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .context import Outcome, RunContext
-    from .schema import Config, Section
-
-__all__ = ["Config", "Outcome", "RunContext", "Section"]
-
-_MODULES = {"Config": "schema", "Outcome": "context", "RunContext": "context", "Section": "schema"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)  # __init__.pyi lists the names

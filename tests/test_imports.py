@@ -265,7 +265,7 @@ def test_only_tests_of_the_benchmarks_import_them() -> None:
 def test_imports_are_found() -> None:
     found = set(imports(ROOT / "engine" / "manager" / "manager.py"))
     assert {
-        "holdfast.engine.checkpoint.SaveReport",
+        "holdfast.engine.checkpoint.Checkpointer",
         "holdfast.engine.manager.decisions.Decision",
         "dataclasses.replace",
     } <= found

@@ -137,19 +137,17 @@ def leaf_as(source: TreeSource, leaf: SavedLeaf, request: LeafRequest) -> Any:
 
 def selected_values(source: TreeSource, leaves: Sequence[SavedLeaf], indexes: Sequence[Any]) -> list[Any]:
     """Read what an index selects of each array, and only the chunks that it needs."""
-    selections = []
+    selections, dtypes = [], []
     for leaf, index in zip(leaves, indexes, strict=True):
         assert leaf.saved.shape is not None
+        assert leaf.saved.dtype is not None
+        dtypes.append(leaf.saved.dtype)
         try:
             selections.append(Selection(index, leaf.saved.shape, source.chunks(leaf)))
         except IndexError as error:
             raise IndexError(f"{source.location}: {format_path(leaf.name)}: {error}") from None
     found = source.read_boxes(leaves, [one.boxes for one in selections])
-    return [
-        one.combine(parts, leaf.saved.dtype)
-        for one, parts, leaf in zip(selections, found, leaves, strict=True)
-        if leaf.saved.dtype is not None
-    ]
+    return [one.combine(parts, dtype) for one, parts, dtype in zip(selections, found, dtypes, strict=True)]
 
 
 def tree_metadata(source: TreeSource) -> Any:

@@ -18,7 +18,7 @@ from .base import (
 )
 from .json import JsonCheckpointHandler
 from .per_process import PerProcessCheckpointHandler, ProcessShare, SavedShares, own_share
-from .pytree import ArrayCheckpointHandler, PyTreeCheckpointHandler
+from .pytree import ArrayCheckpointHandler, PyTreeCheckpointHandler, check_savable, flat_template, fresh_types
 from .registry import (
     DEFAULT_REGISTRY,
     ParamInfo,

@@ -88,14 +88,6 @@ class RestoreArgs:
             object.__setattr__(self, "dtype", number_dtype(self.dtype))
         _kind(self.restore_type)
 
-    def request(self, name: str | None = None) -> LeafRequest:
-        """Return the request that loading a tree takes.
-
-        Args:
-            name: The leaf's name, for errors.
-        """
-        return LeafRequest(kind=_kind(self.restore_type), dtype=self.dtype)
-
 
 @explains_unknown_names
 @dataclass(frozen=True, kw_only=True)
@@ -136,31 +128,34 @@ class ArrayRestoreArgs(RestoreArgs):
         if not self.strict and shape is None:
             raise OptionError("strict=False pads or truncates to global_shape=, which is missing; give it")
 
-    def request(self, name: str | None = None) -> LeafRequest:
-        """Return the request that loading a tree takes; ``name`` is the leaf's, for errors."""
-        return LeafRequest(
-            kind=_kind(self.restore_type) or "jax",
-            dtype=self.dtype,
-            shape=None if self.global_shape is None else tuple(self.global_shape),
-            resize=not self.strict,
-            sharding=self._sharding(name),
-        )
 
-    def _sharding(self, name: str | None) -> Any:
-        if self.mesh is None:
-            return self.sharding
-        shardings: Any = importlib.import_module("jax").sharding  # jax is loaded, as the mesh is one of jax
-        axes = self.mesh_axes
-        if not isinstance(axes, shardings.PartitionSpec):
-            axes = shardings.PartitionSpec(*((axes,) if isinstance(axes, str) else axes))
-        try:
-            return shardings.NamedSharding(self.mesh, axes)
-        except (ValueError, TypeError) as error:
-            where = "" if name is None else f"{format_path(name)}: "
-            raise OptionError(
-                f"{where}mesh_axes={axes} must name axes of the mesh, each at most once; the mesh has the axes "
-                f"{', '.join(map(str, self.mesh.axis_names))} ({str(error).splitlines()[0]:.200})"
-            ) from error
+def leaf_request(name: str, args: RestoreArgs) -> LeafRequest:
+    """Return what loading a tree takes for the arguments of a leaf."""
+    if not isinstance(args, ArrayRestoreArgs):
+        return LeafRequest(kind=_kind(args.restore_type), dtype=args.dtype)
+    return LeafRequest(
+        kind=_kind(args.restore_type) or "jax",
+        dtype=args.dtype,
+        shape=None if args.global_shape is None else tuple(args.global_shape),
+        resize=not args.strict,
+        sharding=_sharding(name, args),
+    )
+
+
+def _sharding(name: str, args: ArrayRestoreArgs) -> Any:
+    if args.mesh is None:
+        return args.sharding
+    shardings: Any = importlib.import_module("jax").sharding  # jax is loaded, as the mesh is one of jax
+    axes = args.mesh_axes
+    if not isinstance(axes, shardings.PartitionSpec):
+        axes = shardings.PartitionSpec(*((axes,) if isinstance(axes, str) else axes))
+    try:
+        return shardings.NamedSharding(args.mesh, axes)
+    except (ValueError, TypeError) as error:
+        raise OptionError(
+            f"{format_path(name)}: mesh_axes={axes} must name axes of the mesh, each at most once; the mesh has the "
+            f"axes {', '.join(map(str, args.mesh.axis_names))} ({str(error).splitlines()[0]:.200})"
+        ) from error
 
 
 def broadcast_prefix(given: Any, structure: TreeDef | None, kind: type[T], argument: str) -> list[T | None]:

@@ -39,7 +39,7 @@ from ..pytree import (
     LeafRequest,
     Patterns,
     TreeDef,
-    check_savable,
+    check_leaves,
     class_name,
     collection_paused,
     default_pinned_bytes,
@@ -52,7 +52,7 @@ from ..pytree import (
     shared_memory,
 )
 from ..storage import Location
-from .args import Leaf, RestoreArgs, SaveArgs, aggregate, broadcast_prefix, cast
+from .args import Leaf, RestoreArgs, SaveArgs, aggregate, broadcast_prefix, cast, leaf_request
 from .base import Files, PreparedCheckpointHandler, PreparedItem, refuse_arguments
 from .registry import DEFAULT_REGISTRY, ExternalLeaves, TypeHandlerRegistry, restore_external
 
@@ -133,7 +133,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             layout: Sizes of chunks, segments and data files, instead of the handler's own.
             member: The process whose share will be written: the snapshot need not hold what other processes write.
             reuse: The data files of earlier steps: what has not changed is not written again.
-            fresh: The types of the state that the run began with (:meth:`fresh_types`), for ``as_saved`` of
+            fresh: The types of the state that the run began with (:func:`fresh_types`), for ``as_saved`` of
                 :meth:`restore`.
             **kwargs: Must be empty.
 
@@ -260,7 +260,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             kept = {leaf.name: number for number, leaf in enumerate(reader.leaves) if leaf.saved.kind == EXTERNAL}
             if item is not None and item is not ... and transforms is None:
                 item = with_optimizer_states(item, reader)
-            template = None if item is None or item is ... else self._template(item)
+            template = None if item is None or item is ... else flat_template(item, self._registry)
             if template is not None and transforms is None:
                 reader = reader.for_template(template.names)
             saved = [leaf.name for leaf in reader.leaves]
@@ -272,7 +272,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 asked = broadcast_prefix(restore_args, structure, RestoreArgs, "restore_args")
                 args = {name: one for name, one in zip(names, asked, strict=True) if one is not None}
             ordinary = (args.keys() if transforms is not None else set(saved)) - kept.keys() if args else set()
-            requests = {name: one.request(name) for name, one in args.items() if name in ordinary}
+            requests = {name: leaf_request(name, one) for name, one in args.items() if name in ordinary}
             if template is None:
                 requests = {**_libraries(reader, torch_tensors, as_saved), **requests}
             if transforms is not None:
@@ -291,41 +291,34 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         """Return the tree with a description in the place of every leaf; no data is read."""
         return tree_metadata(source or TreeReader(directory, files, aggregate=self._aggregate))
 
-    def fresh_types(self, item: Any, roots: Collection[str] | None = None) -> FreshTypes:
-        """Return the types of the state that a run begins with, for ``fresh`` of :meth:`prepare`.
 
-        Args:
-            item: The state, which may be abstract.
-            roots: The names of its entries, where the item that is saved has others beside them.
+def check_savable(item: Any) -> None:
+    """Raise UnsupportedLeafError where a save of a tree would raise it; abstract leaves are passed."""
+    flat = flatten(item, DEFAULT_REGISTRY.leaf_types)
+    leaves = zip(flat.names, flat.values, strict=True)
+    ours = {name: value for name, value in leaves if DEFAULT_REGISTRY.find(value) is None}
+    check_leaves(list(ours), list(ours.values()))
 
-        Raises:
-            UnsupportedLeafError: A leaf cannot be saved; names every such leaf.
-        """
-        self.check_savable(item)
-        flat = self._template(item)
-        return FreshTypes(describe_template(flat.names, flat.values), roots)
 
-    def check_savable(self, item: Any) -> None:
-        """Raise the error that a save of a tree would raise for its leaves; abstract leaves are passed.
+def fresh_types(item: Any, roots: Collection[str] | None = None) -> FreshTypes:
+    """Return the types of the state that a run begins with, for ``fresh`` of a save; it may be abstract.
 
-        Raises:
-            UnsupportedLeafError: A leaf cannot be saved; names every such leaf.
-        """
-        flat = flatten(item, self._registry.leaf_types)
-        leaves = zip(flat.names, flat.values, strict=True)
-        ours = {name: value for name, value in leaves if self._registry.find(value) is None}
-        check_savable(list(ours), list(ours.values()))
+    ``roots`` has the names of its entries, where the item that is saved has others beside them. Raises
+    UnsupportedLeafError, which names every leaf that cannot be saved.
+    """
+    check_savable(item)
+    flat = flat_template(item, DEFAULT_REGISTRY)
+    return FreshTypes(describe_template(flat.names, flat.values), roots)
 
-    def _template(self, item: Any) -> Flattened:
-        """Flatten a template; ``...`` replaces bare objects and leaves that have a type handler."""
-        registry = self._registry
-        flat = flatten(item, registry.leaf_types)
-        ours = bool(registry.leaf_types)
-        values = [
-            ... if type(value) is object or (ours and registry.find(value) is not None) else value
-            for value in flat.values
-        ]
-        return Flattened(flat.names, values, flat.structure)
+
+def flat_template(item: Any, registry: TypeHandlerRegistry) -> Flattened:
+    """Flatten a template; ``...`` replaces bare objects and leaves that have a type handler."""
+    flat = flatten(item, registry.leaf_types)
+    ours = bool(registry.leaf_types)
+    values = [
+        ... if type(value) is object or (ours and registry.find(value) is not None) else value for value in flat.values
+    ]
+    return Flattened(flat.names, values, flat.structure)
 
 
 class _KnownPlan(NamedTuple):

@@ -9,11 +9,9 @@ import json
 import logging
 import os
 import threading
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from typing import Any, TypeVar
 
 from ..checkpoint import (
@@ -176,7 +174,8 @@ class RunDirectory:
         self._dooms = False  # whether a mirror may have the steps that are deleted here
         self._errors: dict[int, DamagedCheckpointError | FormatVersionError] = {}
         self._condemned: dict[int, tuple[CheckpointRecord, DamagedCheckpointError]] = {}
-        self._infos: tuple[StepInfo, ...] = ()  # the steps as retention rules see them, in ascending order
+        self._known: dict[int, StepInfo] = {}  # the steps as retention rules see them
+        self._infos: tuple[StepInfo, ...] | None = None  # the same in ascending order; None after a change
         names = self.reload()
         if not (options.read_only or self._records or self._errors):
             self._check_unclaimed(names)
@@ -222,7 +221,7 @@ class RunDirectory:
                 if step in records and records[step].identity == condemned.identity:
                     del records[step]
                     errors[step] = error
-            self._infos = tuple(info_of(step, record) for step, record in sorted(records.items()))
+            self._known, self._infos = {step: info_of(step, record) for step, record in records.items()}, None
             self._records, self._errors = records, errors
             self._others = {entry.step: entry.location for entry in others}
         return frozenset(entry.name for entry in content)
@@ -247,14 +246,11 @@ class RunDirectory:
     def _put(self, step: int, record: CheckpointRecord) -> None:
         self._forget(step)
         self._records[step] = record
-        place = bisect_left(self._infos, step, key=attrgetter("step"))
-        self._infos = (*self._infos[:place], info_of(step, record), *self._infos[place:])
+        self._known[step] = info_of(step, record)
 
     def _forget(self, step: int) -> None:
-        if step in self._records:
-            place = bisect_left(self._infos, step, key=attrgetter("step"))
-            self._infos = self._infos[:place] + self._infos[place + 1 :]
-        for known in (self._records, self._errors, self._condemned):
+        self._infos = None
+        for known in (self._records, self._known, self._errors, self._condemned):
             known.pop(step, None)
 
     def add_late_metrics(self) -> None:
@@ -273,6 +269,12 @@ class RunDirectory:
 
     def infos(self) -> tuple[StepInfo, ...]:
         """Return the committed steps as retention rules see them, in ascending order."""
+        with self._lock:
+            return self._ordered()
+
+    def _ordered(self) -> tuple[StepInfo, ...]:
+        if self._infos is None:
+            self._infos = tuple(self._known[step] for step in sorted(self._known))
         return self._infos
 
     def known_record(self, step: int) -> CheckpointRecord | None:
@@ -553,7 +555,7 @@ class RunDirectory:
     def _given_up(self) -> dict[int, CheckpointRecord]:
         """Return the steps that no rule keeps, with the records by which that was decided."""
         with self._lock:
-            infos, records = self._infos, self._records.copy()
+            infos, records = self._ordered(), self._records.copy()
         given_up = records.keys() - kept_steps(infos, self._rules) - {step for step, _ in self._protected()}
         return {step: records[step] for step in sorted(given_up)}
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Never, Self, TypeVar, overload
 
-from ..checkpoint import Checkpointer, SaveReport
+from ..checkpoint import Checkpointer
 from ..clock import Clock, SystemClock, seconds
 from ..distributed import Alone, Coordinator, ProcessGroup
 from ..errors import (
@@ -406,18 +406,6 @@ class CheckpointManager:
         self._access.check_writable()
         kwargs = save_kwargs or {}
         return self._saves.save(valid_step(step), items, metrics, custom_metadata, force, kwargs, reason)
-
-    def add_listener(self, listener: Callable[[SaveReport], None]) -> None:
-        """Call a function after every commit, on the thread that committed; ``events.add_listener`` passes all events.
-
-        An error of the listener is logged, the first one as a warning, and stops nothing.
-
-        Args:
-            listener: Receives the report.
-        """
-        self._saves.add_listener(listener)
-
-    # ---- changing what was saved
 
     def record_metrics(self, step: int, metrics: Any) -> None:
         """Store metrics with a step that was saved or is being saved; new values replace old ones.

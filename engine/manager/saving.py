@@ -6,16 +6,16 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..checkpoint import Save, SaveReport
+from ..checkpoint import Save
 from ..errors import SaveFailedError
 from ..format import CheckpointRecord, ItemRecord
 from .access import RunAccess
 from .decisions import Decision, EverySteps, Rollback, SaveDecisions
 from .directory import check_json
-from .events import described, few, guarded
+from .events import described, few
 from .items import ItemSet
 from .metrics import MetricWatch, named, plain_containers, plain_metrics
 from .retention import StepInfo, newest_with
@@ -37,17 +37,10 @@ class Saves:
         self._items = items
         self._decisions = decisions
         self._rollback = rollback
-        self._listeners: list[Callable[[SaveReport], None]] = []
         self._pending: _PendingSave | None = None  # the save that is under way
         self._watch: MetricWatch | None = None  # None once the metric that ranks checkpoints has come
         if self._options.best_fn is not None and self._processes.is_primary:
             self._watch = MetricWatch(self._options.best_fn, str(self._run.location))
-
-    def add_listener(self, listener: Callable[[SaveReport], None]) -> None:
-        """Call a function after every commit."""
-        self._listeners.append(guarded(listener))
-
-    # ---- whether a save is due
 
     def decide(self, step: int, metrics: Any) -> Decision:
         """Return whether a save is due, and the reason."""
@@ -182,7 +175,7 @@ class Saves:
             return True
 
     def _complete(self, pending: _PendingSave, save: Save, awaited: threading.Event | None = None) -> None:
-        """Write and commit a save, then delete what no rule keeps and call the listeners."""
+        """Write and commit a save, then delete what no rule keeps."""
         step = pending.step
         self._observer.reached("saving", step)
         try:
@@ -221,8 +214,6 @@ class Saves:
                 f"step {step} of {self._run.location} is saved, but best_fn failed then: {error!r}",
                 step,
             ) from error
-        for listener in self._listeners:
-            listener(report)
 
     def _record(self, pending: _PendingSave, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
         """Make the commit record right before the commit, after a last check of the ownership."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .containers import class_name, expand, is_nnx, opens_as
-from .describe import KnownLeaves, check_savable, describe, shared_memory
+from .describe import KnownLeaves, check_leaves, describe, shared_memory
 from .device_arrays import Arrival, Copy, DeviceArray, PinnedMemory, default_pinned_bytes
 from .document import TreeDocument, from_document, to_document
 from .flatten import (

@@ -59,7 +59,7 @@ def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int =
 _PASSED = LeafMetadata | PackedNumbers | StaticLeaf
 
 
-def check_savable(names: Sequence[str], values: Sequence[Any]) -> None:
+def check_leaves(names: Sequence[str], values: Sequence[Any]) -> None:
     """Raise the error that `describe` would raise for these leaves. Nothing is copied; abstract leaves are passed."""
     problems: list[tuple[str, str]] = []
     for name, value in zip(names, values, strict=True):

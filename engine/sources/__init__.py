@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .comparison import LeafDifference, LeafStatistics, compare_checkpoints, leaf_path, leaf_statistics, trees_in
 from .discovery import (
-    FoundSteps,
     check_unclaimed,
     described_steps,
     find_checkpoint,
@@ -35,8 +34,8 @@ from .protocol import (
     METRICS,
     TREE,
     CheckpointSource,
+    FoundSteps,
     SingleTree,
-    StepDirectories,
 )
 from .stored import (
     OPTIONAL,

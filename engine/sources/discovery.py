@@ -12,7 +12,7 @@ defines, for a location and what lies directly inside (nothing for a file):
 
 - ``recognise(location, names)``, which returns the opened :class:`CheckpointSource`; None where there is none of this
   format; and raises DamagedCheckpointError where there is one that is damaged;
-- ``recognise_steps(location, entries)``, if runs have steps, which returns :class:`StepDirectories` or None.
+- ``recognise_steps(location, entries)``, if runs have steps, which returns :class:`FoundSteps`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import contextlib
 import fnmatch
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from operator import methodcaller
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from ..clock import UNHEARD, Portion, Progress
 from ..errors import (
@@ -33,15 +33,13 @@ from ..errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
     HoldfastError,
-    OptionError,
-    shortened,
     shortened_steps,
 )
 from ..format import RECORD, CheckpointRecord, ItemRecord
 from ..steps import StepEntry, has_record, list_steps, newest_step, read_again, step_folders, stored_metadata
 from ..storage import Location, max_concurrency, parallel_map
 from .native import NativeCheckpoint
-from .protocol import CheckpointSource, StepDirectories
+from .protocol import CheckpointSource, FoundSteps
 
 _logger = logging.getLogger("holdfast")
 
@@ -85,15 +83,15 @@ def recognise(location: Location) -> CheckpointSource | None:
     return None
 
 
-def recognise_steps(location: Location) -> StepDirectories | None:
-    """Find the steps in a directory of another library's run; return None where there are none."""
+def _recognise_steps(location: Location) -> FoundSteps:
+    """Find the steps in a directory of another library's run."""
     entries = location.entries() if location.is_directory() else []
     for entry in _FORMATS:
         if _matches((one.name for one in entries), entry.steps):
-            found: StepDirectories | None = _module(entry).recognise_steps(location, entries)
-            if found is not None and found.steps:
+            found: FoundSteps = _module(entry).recognise_steps(location, entries)
+            if found.entries:
                 return found
-    return None
+    return FoundSteps()
 
 
 def _names(location: Location) -> frozenset[str]:
@@ -108,38 +106,6 @@ def _module(entry: _Entry) -> ModuleType:
     return importlib.import_module(f"...integrations.formats.{entry.module}", __package__)
 
 
-@dataclass(frozen=True, slots=True)
-class FoundSteps:
-    """The steps of a directory."""
-
-    format: str = ""  # which library wrote them; ``""`` if there are none
-    entries: tuple[StepEntry, ...] = ()  # all of them, damaged ones included: by series, in ascending order
-    noted: StepEntry | None = None  # the newest one as the writer noted it, or None
-    metadata: Callable[[], Mapping[str, Any] | None] = lambda: None  # reads the facts about the run
-
-    @property
-    def is_native(self) -> bool:
-        return self.format == NativeCheckpoint.format
-
-    def newest(self, *, whole: bool = False) -> StepEntry | None:
-        """Return the newest step; with ``whole``, the newest whose commit record is not damaged."""
-        return self.noted or newest_step(self.entries, whole=whole)
-
-    def step(self, step: int) -> StepEntry | None:
-        """Return one step, or None; refuse a number that several series have."""
-        found = [entry for entry in self.entries if entry.step == step]
-        if len(found) > 1:
-            raise OptionError(
-                f"{found[0].location.parent}: step {step} is there more than once "
-                f"({shortened(entry.location.name for entry in found)}); give the path of one of them"
-            )
-        return found[0] if found else None
-
-    def by_step(self) -> dict[int, StepEntry]:
-        """Return the entries by step, in ascending order; refuse numbers that several series have."""
-        return {step: entry for step in sorted({one.step for one in self.entries}) if (entry := self.step(step))}
-
-
 def find_steps(location: Location) -> FoundSteps:
     """Return the steps of a directory: our own, or else those of another library."""
     if location.exists() and not location.is_directory():
@@ -147,12 +113,7 @@ def find_steps(location: Location) -> FoundSteps:
     entries = list_steps(location)
     if entries:
         return FoundSteps(NativeCheckpoint.format, tuple(entries), metadata=lambda: stored_metadata(location))
-    found = recognise_steps(location)
-    if found is None:
-        return FoundSteps()
-    steps = {step: StepEntry(step, place) for step, place in sorted(found.steps.items())}
-    noted = None if found.newest is None else steps[found.newest]
-    return FoundSteps(found.format, tuple(steps.values()), noted, found.metadata)
+    return _recognise_steps(location)
 
 
 def described_steps(location: Location) -> FoundSteps:

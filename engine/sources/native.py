@@ -28,7 +28,7 @@ from ..handlers import (
 from ..pytree import EXTERNAL, Patterns
 from ..steps import has_changed, read_record
 from ..storage import Location
-from .protocol import JSON, TREE, CheckpointSource
+from .protocol import JSON, NATIVE, TREE, CheckpointSource
 
 GRAPH = "graph.json"  # name of the file, beside the tree's own, with the objects and the edges between them
 KIND = "graph"  # the kind of the document
@@ -83,7 +83,7 @@ class NativeTree(TreeReader):
 class NativeCheckpoint(CheckpointSource):
     """A checkpoint that holdfast committed."""
 
-    format = "holdfast"
+    format = NATIVE
 
     def __init__(self, location: Location) -> None:
         self.location = location

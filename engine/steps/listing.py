@@ -22,6 +22,7 @@ from ..format import RECORD, STEP_FOLDER, CheckpointRecord
 from ..storage import REQUESTS, Entry, Location, max_concurrency, parallel_map
 from .records import LATE, LateMetrics, has_record, read_record, with_late
 
+_ATTEMPTS = 10  # reads of a record that a store lists and does not give
 _MANY = 64  # steps from which on their records are read on several threads
 
 
@@ -110,18 +111,34 @@ def _commit_order(entry: StepEntry) -> tuple[float, str]:
     return math.inf if entry.record is None else entry.record.time, entry.location.name
 
 
+def _listed_record(location: Location) -> CheckpointRecord | None:
+    """Read the commit record in a folder; None if there is none.
+
+    Raises DamagedCheckpointError for a record that a store goes on to list and does not give.
+    """
+    for _ in range(_ATTEMPTS):
+        try:
+            return read_record(location)
+        except CheckpointNotFoundError:
+            # TensorStore takes the answer of a proxy in the place of S3 for a missing object. The listing of a snapshot
+            # may be older than the deletion of the step.
+            if location.is_local or not has_record(location.snapshot()):
+                return None
+    raise DamagedCheckpointError(
+        f"{location / RECORD}: the store lists this commit record, and has answered {_ATTEMPTS} times that there is no "
+        "such object; look whether a proxy answers in the place of the store, or delete the step (holdfast rm)",
+        unreadable=True,
+    )
+
+
 def read_entry(folder: StepEntry) -> StepEntry | None:
     """Add the commit record, or its damage, to the entry of a folder; None if there is no record."""
     try:
-        record = read_record(folder.location)
-    except CheckpointNotFoundError:
-        # TensorStore takes the answer of a proxy in the place of S3 for a missing object. The listing of a snapshot
-        # may be older than the deletion of the step.
-        if folder.location.is_local or not has_record(folder.location.snapshot()):
-            return None
-        return read_entry(folder)
+        record = _listed_record(folder.location)
     except (DamagedCheckpointError, FormatVersionError) as error:
         return replace(folder, error=error)
+    if record is None:
+        return None
     if record.step is None:  # hf.save wrote it: no retention rule may delete it
         return replace(folder, record=replace(record, step=folder.step, pinned=True))
     if record.step != folder.step:

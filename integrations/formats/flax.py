@@ -18,7 +18,7 @@ from ...engine.arrays import MemoryTree, SavedLeaf, naming, read_checked
 from ...engine.errors import DamagedCheckpointError, ObjectNotFoundError
 from ...engine.format import ARRAY_EXTENSION, decode_array, decode_msgpack
 from ...engine.pytree import Saved, encode_value
-from ...engine.sources import Path, SingleTree, StepDirectories, first_bytes, nested_tree, storage_name, total_bytes
+from ...engine.sources import FoundSteps, Path, SingleTree, first_bytes, nested_tree, storage_name, total_bytes
 from ...engine.storage import Entry, Location
 
 _LIMIT = 1 << 36  # bytes of a file; all of it is held in memory
@@ -133,8 +133,8 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
     return SingleTree("Flax", location, open_msgpack(location), total_bytes(location), step)
 
 
-def recognise_steps(location: Location, entries: Sequence[Entry]) -> StepDirectories | None:
+def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
     names = [entry.name for entry in entries if not entry.is_directory]
     found = {int(match[1]): location / name for name in names if (match := _STEP.fullmatch(name)) is not None}
     files = {step: place for step, place in found.items() if looks_like_msgpack(place)}
-    return StepDirectories("Flax", dict(sorted(files.items()))) if files else None
+    return FoundSteps.of("Flax", files)

@@ -27,7 +27,7 @@ from ...engine.arrays import TreeSource, naming, read_checked
 from ...engine.errors import CheckpointNotFoundError, DamagedCheckpointError
 from ...engine.format import ITEM, array_of, decode_msgpack
 from ...engine.pytree import escape_key
-from ...engine.sources import TREE, CheckpointSource, StepDirectories, StoredTree, read_json, total_bytes
+from ...engine.sources import TREE, CheckpointSource, FoundSteps, StoredTree, read_json, total_bytes
 from ...engine.storage import Entry, Location
 from .torch.files import without_objects
 from .torch.objects import BUILDERS as _BUILDERS
@@ -214,7 +214,7 @@ def recognise(location: Location, names: frozenset[str]) -> RLlibCheckpoint | No
     return RLlibCheckpoint(location) if is_one else None
 
 
-def recognise_steps(location: Location, entries: Sequence[Entry]) -> StepDirectories | None:
+def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
     """Find the directories ``checkpoint_000012`` that Ray Tune makes of a trial."""
     steps = {}
     for entry in entries:
@@ -223,4 +223,4 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> StepDirecto
             place = location / entry.name
             if recognise(place, frozenset(one.name for one in place.entries() if not one.is_directory)) is not None:
                 steps[int(match[1])] = place
-    return StepDirectories(RLlibCheckpoint.format, dict(sorted(steps.items()))) if steps else None
+    return FoundSteps.of(RLlibCheckpoint.format, steps)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
 
 from ...engine.arrays import Layout
-from ...engine.checkpoint import AsyncCheckpointer, ItemToSave, Save
-from ...engine.distributed import current_coordinator
+from ...engine.checkpoint import BackgroundSave, ItemToSave, Save
+from ...engine.clock import SystemClock
+from ...engine.distributed import ProcessGroup, current_coordinator
 from ...engine.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -19,7 +22,7 @@ from ...engine.errors import (
     SaveFailedError,
     TreeMismatchError,
 )
-from ...engine.format import ITEM, RECORD, CheckpointRecord, ItemRecord
+from ...engine.format import ITEM, RECORD, CheckpointRecord
 from ...engine.manager import Peek
 from ...engine.pytree import PathFilter, Patterns, collection_paused
 from ...engine.storage import Location, Place, as_location
@@ -33,6 +36,7 @@ from .views import COUNTER, root_view
 from .walk import check, walk
 
 _logger = logging.getLogger("holdfast")
+_TIMEOUT = 600.0  # seconds that a process waits for the others
 
 
 class RestoreListener(Protocol):
@@ -148,11 +152,11 @@ class Checkpoint(Node):
 
     def wait_until_finished(self) -> None:
         """Wait for the save that is under way; raise SaveFailedError if it failed."""
-        self._saving().wait_until_finished()
+        self._saving().background.wait()
 
     def close(self) -> None:
         """Wait for the save that is under way; raise SaveFailedError if it failed."""
-        self._saving().close()
+        self._saving().background.wait()
 
     # ---- restoring
 
@@ -231,7 +235,7 @@ class Checkpoint(Node):
     # ---- internal
 
     def _open(self, path: Place) -> StoredGraph:
-        self._saving().join()
+        self._saving().background.join()
         try:
             with collection_paused():
                 return open_graph(locate(path))
@@ -346,13 +350,18 @@ class PreparedCheckpoint:
         return RestoreStatus(restoration, checkpoint)
 
 
-class _GraphSaver(AsyncCheckpointer):
+class _GraphSaver:
     """Saves graphs, numbered or not, at once or in the background."""
 
     def __init__(self) -> None:
-        super().__init__(GraphCheckpointHandler())
-        self.background = False
-        self._number: int | None = None
+        self._handler = GraphCheckpointHandler()
+        self._clock = SystemClock()
+        self.background = BackgroundSave()
+
+    @functools.cached_property
+    def _processes(self) -> ProcessGroup:
+        # A program may restore a checkpoint before its processes are connected.
+        return ProcessGroup("checkpointer", None, _TIMEOUT)
 
     def put(
         self,
@@ -365,13 +374,17 @@ class _GraphSaver(AsyncCheckpointer):
         layout: Layout | None,
     ) -> str:
         kwargs = {} if layout is None else {"layout": layout}
-        self.join()
-        self.background, self._number = background, number
+        self.background.join()
         try:
-            if background:
-                self.save(location, item, force=overwrite, **kwargs)
-                return str(location)
-            self._complete(self._begin(location, item, overwrite, kwargs))
+            save = Save(
+                location,
+                {ITEM: ItemToSave(self._handler, item, background, kwargs)},
+                overwrite=overwrite,
+                rendezvous=self._processes.rendezvous(location.url),
+                timeout=_TIMEOUT,
+            )
+            if not background:
+                self._complete(save, number)
         except CheckpointExistsError as error:
             if overwrite or not (location / RECORD).exists():
                 raise
@@ -379,7 +392,15 @@ class _GraphSaver(AsyncCheckpointer):
             if number is not None:
                 what = "another program has saved under this number since; save again"
             raise CheckpointExistsError(f"{location}: a checkpoint is there already; {what}") from error
-        self._save.check()
+        earlier = self.background.take_error()
+        if background:
+            try:
+                self.background.start(functools.partial(self._complete, save, number), what=str(location))
+            except BaseException as error:  # an interrupt, or the system has no more threads
+                save.give_up(error)
+                raise
+        if earlier is not None:
+            raise earlier
         return str(location)
 
     def next_number(self, prefix: Location, counter: int) -> int:
@@ -389,21 +410,14 @@ class _GraphSaver(AsyncCheckpointer):
         )
         return number
 
-    def join(self) -> None:
-        """Wait for the save that is under way; its error is kept and raised later."""
-        self._save.join()
-
-    def _begin(self, path: Place, item: Any, force: bool, kwargs: Mapping[str, Any]) -> Save:
-        location = as_location(path, writes=True)
-        return Save(
-            location,
-            {ITEM: ItemToSave(self.handler, item, self.background, kwargs)},
-            overwrite=force,
-            rendezvous=self._processes.rendezvous(location.url),
-            timeout=self._timeout,
-        )
-
-    def _record(self, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
-        found = replace(super()._record(items), step=self._number)
-        # Retention policies are for checkpoints of a manager; these stay until a person removes them.
-        return found if self._number is None else replace(found, pinned=True, reason="saved by Checkpoint.save")
+    def _complete(self, save: Save, number: int | None, awaited: threading.Event | None = None) -> None:
+        """Write and commit a save, unless it was given up before."""
+        with save.completing() as claimed:
+            if not claimed:
+                return
+            items = save.write(awaited)
+            record = None if items is None else CheckpointRecord(items=items, time=self._clock.now())
+            if record is not None and number is not None:
+                # Retention policies are for checkpoints of a manager; these stay until a person removes them.
+                record = replace(record, step=number, pinned=True, reason="saved by Checkpoint.save")
+            save.commit(record)

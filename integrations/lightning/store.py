@@ -85,7 +85,7 @@ class RunStore:
         manager.acquire()
         manager.events.add_listener(self._events.append)
         if self._grace is not None:
-            manager.add_listener(self._grace)
+            manager.events.add_listener(self._grace)
         self._manager, self.is_open = manager, True
 
     def close(self, *, orderly: bool = True) -> None:

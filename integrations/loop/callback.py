@@ -243,7 +243,7 @@ class CheckpointCallback:
         )
         self._manager.events.has_callback = True
         if options.grace_secs is not None:
-            self._manager.add_listener(GraceCheck(seconds(options.grace_secs)))
+            self._manager.events.add_listener(GraceCheck(seconds(options.grace_secs)))
         self._adapter: StateAdapter = StateAdapter()  # It is replaced at the first state.
         self._saver = StepSaver(self._manager, self._adapter)
         self._is_adapted = False

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...engine.distributed import current_coordinator
 from ...engine.errors import OptionError, TreeMismatchError
-from ...engine.handlers import DEFAULT_REGISTRY, PyTreeCheckpointHandler
+from ...engine.handlers import DEFAULT_REGISTRY, fresh_types
 from ...engine.pytree import FreshTypes, flatten, is_nnx
 from ...engine.stateful import (
     begins_epoch,
@@ -69,7 +69,7 @@ def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
 def fresh_extras(extras: Mapping[str, Any]) -> FreshTypes | None:
     """Return the types, at the start of the run, of the extras that are restored into a template."""
     templates = templates_of(extras)
-    return PyTreeCheckpointHandler().fresh_types(templates, list(templates)) if templates else None
+    return fresh_types(templates, list(templates)) if templates else None
 
 
 def restore_extras(step: int, state: Any, extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from ...engine.checkpoint import SaveReport
 from ...engine.clock import Duration, seconds
 from ...engine.pytree import loaded
 from ..workers import expose_workers, exposed_workers, protect_workers
@@ -181,21 +180,23 @@ class PreemptionSignal:
 
 
 class GraceCheck:
-    """A listener of a manager that warns of saves that take longer than the time between signal and end."""
+    """A listener of events that warns of saves that take longer than the time between signal and end."""
 
     def __init__(self, grace: float) -> None:
         self._grace = grace
         self._exceeded = False
 
-    def __call__(self, report: SaveReport) -> None:
+    def __call__(self, event: Mapping[str, Any]) -> None:
         """Check a save; several long ones in a row cause one warning."""
-        exceeded = report.total_seconds > self._grace
+        if event["event"] != "saved":
+            return
+        exceeded = event["total_seconds"] > self._grace
         if exceeded and not self._exceeded:
             logger.warning(
                 "saving step %s took %.1f s, longer than grace_secs=%g: after a preemption the process may be killed "
                 "before its last step is durable. Save more often, ask the scheduler for more time, or save less",
-                report.step,
-                report.total_seconds,
+                event["step"],
+                event["total_seconds"],
                 self._grace,
             )
         self._exceeded = exceeded

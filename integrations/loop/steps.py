@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError, shortened
 from ...engine.generators import GlobalGenerators, capture
-from ...engine.handlers import PyTreeCheckpointHandler
+from ...engine.handlers import check_savable
 from ...engine.manager import CheckpointManager, plain_metrics
 from ...engine.pytree import FreshTypes
 from ...engine.stateful import encode_state, state_of
@@ -77,7 +77,7 @@ class LastStep:
         """Raise UnsupportedLeafError if a save of the step would raise it."""
         self._adapter.check_savable(self.state)
         extras = {name: self._tree_of(name, extra) for name, extra in self._extras.items()}
-        PyTreeCheckpointHandler().check_savable(extras)
+        check_savable(extras)
 
     def why_lost(self) -> str | None:
         """Return why the step cannot be saved any more, or None when it can."""

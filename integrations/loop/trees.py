@@ -15,7 +15,14 @@ import numpy as np
 
 from ...engine.arrays import TreeReader
 from ...engine.errors import OptionError, TreeMismatchError
-from ...engine.handlers import AsyncCheckpointHandler, Files, PyTreeCheckpointHandler
+from ...engine.handlers import (
+    AsyncCheckpointHandler,
+    Files,
+    PyTreeCheckpointHandler,
+    check_savable,
+    flat_template,
+    fresh_types,
+)
 from ...engine.pytree import FreshTypes, TreeDef, collection_paused, flatten, is_nnx, key_segments, loaded, split
 from ...engine.sources import Misfits, Weights, load_fitting, load_weights
 from ...engine.storage import Location, Place
@@ -42,10 +49,10 @@ class TreeAdapter(StateAdapter):
         return to_tree(state)
 
     def begin(self, state: Any) -> None:
-        self._fresh = PyTreeCheckpointHandler().fresh_types(to_tree(state))
+        self._fresh = fresh_types(to_tree(state))
 
     def check_savable(self, state: Any) -> None:
-        PyTreeCheckpointHandler().check_savable(to_tree(state))
+        check_savable(to_tree(state))
 
     def save_kwargs(self) -> Mapping[str, Any]:
         return {} if self._fresh is None else {"fresh": self._fresh}
@@ -271,7 +278,7 @@ class FittingHandler(PyTreeCheckpointHandler):
             if item is None:
                 raise
         with collection_paused():
-            reader, flat = TreeReader(directory, files), self._template(item)
+            reader, flat = TreeReader(directory, files), flat_template(item, self._registry)
             pairs = _pairs(("", reader.tree.structure), ("", flat.structure))
             return load_fitting(reader, flat, pairs, self._misfits)[0]
 

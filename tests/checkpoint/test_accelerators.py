@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from tests.equality import assert_same
+from tests.events import heard
 
 import holdfast as hf
 from holdfast.engine.arrays.snapshot import KnownTree, StagingBuffer
@@ -413,9 +414,8 @@ def test_unchanged_tensors_that_arrive_in_turn(gpu: Any, written: None, tmp_path
     """Each wave shares the files of its own that an earlier step has, once it has arrived."""
     base = {f"base {number}": torch.full((2 * TENSOR,), float(number)) for number in range(5)}  # of 1.6 MB
     tree = {"adapter 0": torch.zeros(TENSOR), **base, "adapter 1": torch.zeros(TENSOR)}
-    shared: list[int] = []
     with hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(max_to_keep=3)) as manager:
-        manager.add_listener(lambda report: shared.append(report.shared_bytes))
+        events = heard(manager)
         for step in range(7):
             for name in ("adapter 0", "adapter 1"):
                 gpu.launch(lambda name=name, step=step: tree[name].fill_(step))
@@ -425,6 +425,7 @@ def test_unchanged_tensors_that_arrive_in_turn(gpu: Any, written: None, tmp_path
                     gpu.launch(lambda name=name: tree[name].fill_(-1))
             manager.wait_until_finished()
         whole = 5 * 8 * TENSOR
+        shared = [event["shared_bytes"] for event in events]
         assert [size >= whole for size in shared] == [False, False, True, True, True, True, True], shared
         for step in manager.all_steps():
             found = manager.restore(step)

@@ -77,12 +77,13 @@ def test_nothing_is_synced_without_need(disk: Disk) -> None:
 def test_done_means_synced(disk: Disk) -> None:
     reported: list[bool] = []
 
-    def listen(report: hf.reports.SaveReport) -> None:
-        last = len(disk.calls) - 1 - disk.calls[::-1].index(("rename", f"{report.step}/checkpoint.json"))
-        reported.append(("fsync", str(report.step)) in disk.calls[last:])
+    def listen(event: dict[str, Any]) -> None:
+        if event["event"] == "saved":
+            last = len(disk.calls) - 1 - disk.calls[::-1].index(("rename", f"{event['step']}/checkpoint.json"))
+            reported.append(("fsync", str(event["step"])) in disk.calls[last:])
 
     with hf.CheckpointManager(disk.root) as manager:
-        manager.add_listener(listen)
+        manager.events.add_listener(listen)
         for step in range(3):
             manager.save(step, tree(step))
     assert reported == [True, True, True]

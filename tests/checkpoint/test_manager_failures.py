@@ -178,17 +178,17 @@ def test_a_failing_sweep_is_done_again(root: Path, fault: Fault) -> None:
 def test_a_listener_that_fails_is_told_and_the_step_stays(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     heard: list[Any] = []
 
-    def listener(report: hf.reports.SaveReport) -> None:
-        heard.append(report.step)
+    def listener(event: dict[str, Any]) -> None:
+        heard.append(event["event"])
         raise ZeroDivisionError("no such luck")
 
     with hf.CheckpointManager(root / "run") as manager:
-        manager.add_listener(listener)
+        manager.events.add_listener(listener)
         for step in (1, 2):
             manager.save(step, tree(step))
             manager.wait_until_finished()
         check_whole(manager, [1, 2])
-    assert heard == [1, 2]
+    assert [event for event in heard if event != "restored"] == ["started", "saved", "saved", "closed"]
     (said,) = [record.message for record in caplog.records if "listener" in record.message]
     assert "ZeroDivisionError: no such luck" in said
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.events import heard
 from tests.processes.threads import together
 
 import holdfast as hf
@@ -501,12 +502,11 @@ def test_each_process_shares_its_own_files(tmp_path: Path) -> None:
     size = sum(array.nbytes for array in frozen.values())
 
     def run(coordinator: Coordinator) -> list[int]:
-        found = []
         with manager(tmp_path, coordinator, max_to_keep=4) as several:
-            several.add_listener(lambda report: found.append(report.shared_bytes))
+            events = heard(several)
             for step in range(6):
                 save_and_wait(several, step, {"frozen": frozen, "adapter": np.full(1000, step)})
-        return found
+        return [event["shared_bytes"] for event in events]
 
     results = unwrap(together(2, run))
 

@@ -14,7 +14,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import holdfast as hf
-from holdfast.engine.handlers.args import broadcast_prefix
+from holdfast.engine.handlers.args import broadcast_prefix, leaf_request
 from holdfast.engine.pytree import LeafRequest, flatten
 
 Spec: Any = PartitionSpec
@@ -143,15 +143,15 @@ def test_invalid_arguments(make: Callable[[], Any], message: str) -> None:
     ],
 )
 def test_requests_of_restore_args(args: hf.RestoreArgs, expected: LeafRequest) -> None:
-    assert args.request() == expected
+    assert leaf_request("x", args) == expected
 
 
 def test_shardings_of_restore_args(mesh: Mesh) -> None:
     expected = NamedSharding(mesh, Spec("x", None))
     for axes in (Spec("x", None), ("x", None), ["x", None]):
-        assert hf.ArrayRestoreArgs(mesh=mesh, mesh_axes=axes).request().sharding == expected
-    assert hf.ArrayRestoreArgs(mesh=mesh, mesh_axes="x").request().sharding == NamedSharding(mesh, Spec("x"))
-    assert hf.ArrayRestoreArgs(sharding=expected).request().sharding is expected
+        assert leaf_request("x", hf.ArrayRestoreArgs(mesh=mesh, mesh_axes=axes)).sharding == expected
+    assert leaf_request("x", hf.ArrayRestoreArgs(mesh=mesh, mesh_axes="x")).sharding == NamedSharding(mesh, Spec("x"))
+    assert leaf_request("x", hf.ArrayRestoreArgs(sharding=expected)).sharding is expected
 
 
 def test_args_for_a_target(mesh: Mesh) -> None:
@@ -169,7 +169,7 @@ def test_args_for_a_target(mesh: Mesh) -> None:
     }
     args = hf.checkpoint_utils.construct_restore_args(target)
     assert list(args) == list(target)
-    assert {name: one.request() for name, one in args.items()} == {
+    assert {name: leaf_request(name, one) for name, one in args.items()} == {
         "w": LeafRequest(kind="jax", dtype=np.dtype(np.float32), shape=(4, 2), sharding=spread_out),
         "abstract": LeafRequest(kind="jax", dtype=np.dtype(ml_dtypes.bfloat16), shape=(3,)),
         "n": LeafRequest(kind="numpy", dtype=np.dtype(np.int16)),
@@ -182,7 +182,7 @@ def test_args_for_a_target(mesh: Mesh) -> None:
     }
     for shardings in (everywhere, {"w": everywhere}):
         other = hf.checkpoint_utils.construct_restore_args(target, shardings, set_global_shape=False)
-        assert other["w"].request().sharding is everywhere
-        assert other["w"].request().shape is None
+        assert leaf_request("w", other["w"]).sharding is everywhere
+        assert leaf_request("w", other["w"]).shape is None
     with pytest.raises(hf.errors.OptionError, match="sharding_tree: the tree has no v"):
         hf.checkpoint_utils.construct_restore_args(target, {"v": everywhere})

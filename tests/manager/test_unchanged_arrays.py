@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.equality import assert_same
+from tests.events import heard
 
 import holdfast as hf
 from holdfast.components import Checkpointable, ComponentCheckpointHandler
@@ -47,13 +48,12 @@ def manager(run: Path, **options: Any) -> hf.CheckpointManager:
     return hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(**options))
 
 
-def save(run: hf.CheckpointManager, step: int, items: Any, **arguments: Any) -> hf.reports.SaveReport:
-    """Save a step, wait, and return the report."""
-    reports: list[hf.reports.SaveReport] = []
-    run.add_listener(reports.append)
+def save(run: hf.CheckpointManager, step: int, items: Any, **arguments: Any) -> dict[str, Any]:
+    """Save a step, wait, and return the event."""
+    events = heard(run)
     run.save(step, items, **arguments)
     run.wait_until_finished()
-    return reports[-1]
+    return events[-1]
 
 
 def data_files(step: Path) -> dict[int, int]:
@@ -100,8 +100,8 @@ def test_ten_saves_of_a_frozen_base_take_two(run: Path, tmp_path: Path, convert:
         for step in range(10):
             report = save(writer, step, saved(step))
             assert on_disk(run) <= 2.2 * 4 * BASE
-            assert (report.shared_bytes > 4 * BASE) is (step > 1)
-            assert report.bytes + report.shared_bytes == hf.list_checkpoints(run)[-1].bytes
+            assert (report["shared_bytes"] > 4 * BASE) is (step > 1)
+            assert report["bytes"] + report["shared_bytes"] == hf.list_checkpoints(run)[-1].bytes
             assert not step or not shares(run / str(step), run / str(step - 1)), "the newest two share a file"
         assert writer.all_steps() == [6, 7, 8, 9]
     assert shares(run / "9", run / "7")
@@ -124,7 +124,7 @@ def test_what_changes_lies_apart_from_what_does_not(run: Path) -> None:
         for step in range(8):
             report = save(writer, step, {**tree(step), "large": np.full(2 * BASE, step, np.float32)})
             if step >= 3:
-                assert report.shared_bytes == pytest.approx(4 * BASE, rel=0.01)
+                assert report["shared_bytes"] == pytest.approx(4 * BASE, rel=0.01)
     assert on_disk(run) <= (2 + 3 * 2.1) * 4 * BASE
 
 
@@ -136,8 +136,10 @@ def test_a_part_that_changes_once(run: Path) -> None:
             if step >= 6:
                 frozen[0] = base() - 1
             report = save(writer, step, dict(enumerate(frozen[: 5 - (step == 11)])))
-            assert report.shared_bytes >= (20 * BASE if step > 1 else 0)
-            assert report.bytes == pytest.approx(20 * BASE if step < 2 else 4 * BASE * (step in (6, 7, 8)), abs=20_000)
+            assert report["shared_bytes"] >= (20 * BASE if step > 1 else 0)
+            assert report["bytes"] == pytest.approx(
+                20 * BASE if step < 2 else 4 * BASE * (step in (6, 7, 8)), abs=20_000
+            )
     for step in range(12):
         found = hf.load(run / str(step))
         expected = [base() + number for number in range(5 - (step == 11))]
@@ -150,7 +152,7 @@ def test_compressed_chunks(run: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 1 << 32, BASE // 2, np.uint32)
     with hf.CheckpointManager(run, hf.AsyncCheckpointer(handler)) as writer:
         reports = [save(writer, step, tree(step, noise)) for step in range(4)]
-    assert [report.shared_bytes > 2 * BASE for report in reports] == [False, False, True, True]
+    assert [report["shared_bytes"] > 2 * BASE for report in reports] == [False, False, True, True]
     for step in range(4):
         assert_same(hf.load(run / str(step)), tree(step, noise))
     assert hf.verify(run).ok
@@ -160,7 +162,7 @@ def test_leaves_that_are_cast(run: Path) -> None:
     with hf.CheckpointManager(run) as writer:
         kwargs = {"save_args": hf.SaveArgs(dtype=np.dtype(np.float64))}
         reports = [save(writer, step, {"frozen": base()}, save_kwargs=kwargs) for step in range(4)]
-    assert [report.shared_bytes > 8 * BASE for report in reports] == [False, False, True, True]
+    assert [report["shared_bytes"] > 8 * BASE for report in reports] == [False, False, True, True]
     assert_same(hf.load(run)["frozen"], base().astype(np.float64))
 
 
@@ -188,7 +190,7 @@ def test_handlers_of_other_kinds(run: Path) -> None:
     with hf.CheckpointManager(run, checkpointers) as writer:
         for agent.count in range(4):
             report = save(writer, agent.count, {"agent": agent, "own": tree(agent.count), "facts": {"a": 1}})
-    assert report.shared_bytes > 8 * BASE
+    assert report["shared_bytes"] > 8 * BASE
     assert hf.verify(run).ok
     with hf.CheckpointManager(run, checkpointers) as reader:
         found: dict[str, Any] = reader.restore(3, {"agent": Agent(), "own": None})
@@ -209,7 +211,7 @@ def test_rare_items_have_lineages_of_their_own(run: Path) -> None:
 
 def test_off(run: Path) -> None:
     with manager(run, reuse_unchanged=False) as writer:
-        assert [save(writer, step, tree(step)).shared_bytes for step in range(4)] == [0] * 4
+        assert [save(writer, step, tree(step))["shared_bytes"] for step in range(4)] == [0] * 4
     assert all(path.stat().st_nlink == 1 for path in run.rglob("d/*"))
 
 
@@ -302,7 +304,7 @@ def test_a_change_of_one_element_is_never_missed(tmp_path_factory: pytest.TempPa
                 memory[at] = value
             state = {"tensor": tensor, "array": array, "aliased": aliased}
             expected.append({name: np.asarray(leaf).copy() for name, leaf in state.items()})
-            shared += save(writer, step, state).shared_bytes
+            shared += save(writer, step, state)["shared_bytes"]
     assert shared or any(what != "nothing" for what, *_ in steps)
     for step, tree in enumerate(expected):
         found = hf.load(run / str(step))
@@ -333,7 +335,7 @@ def test_fused_optimizers_and_running_means(run: Path, optimizer: Callable[[Any]
             state = {"model": model.state_dict(), "optimizer": updates.state_dict()}
             expected.append(json.dumps(_bits(state)))
             report = save(writer, step, state)
-    assert report.shared_bytes >= 4 * 2 * OTHER
+    assert report["shared_bytes"] >= 4 * 2 * OTHER
     for step in range(5):
         assert json.dumps(_bits(hf.load(run / str(step), like=state))) == expected[step]
 
@@ -443,7 +445,7 @@ def test_a_bad_sector_in_a_shared_file(run: Path) -> None:
         damaged = {item.step for item in hf.verify(run).checkpoints if item.problems}
         assert damaged == {3, 5}
         for step in range(5, 9):
-            assert (save(writer, step, tree(step), force=True).shared_bytes > 0) is (step > 6)
+            assert (save(writer, step, tree(step), force=True)["shared_bytes"] > 0) is (step > 6)
     assert [(item.step, not item.problems) for item in hf.verify(run).checkpoints] == [(s, True) for s in range(5, 9)]
 
 
@@ -465,7 +467,7 @@ def test_without_links(run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytes
     monkeypatch.setattr(os, "link", refusing(getattr(errno, name)))
     with caplog.at_level("INFO", "holdfast"), hf.CheckpointManager(run) as writer:
         for step in range(5):
-            assert save(writer, step, tree(step)).shared_bytes == 0
+            assert save(writer, step, tree(step))["shared_bytes"] == 0
     said = [line for line in caplog.messages if os.strerror(getattr(errno, name)) in line]
     assert len(said) == (3 if name in ("EMLINK", "EAGAIN") else 1), said
     for step in range(5):
@@ -482,7 +484,7 @@ def test_clones_where_links_are_refused(run: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fcntl, "ioctl", clone)
     with hf.CheckpointManager(run) as writer:
         reports = [save(writer, step, tree(step)) for step in range(6)]
-    assert [report.shared_bytes > 0 for report in reports] == [False, False, True, True, True, True]
+    assert [report["shared_bytes"] > 0 for report in reports] == [False, False, True, True, True, True]
     for step in range(6):
         assert_same(hf.load(run / str(step)), tree(step))
     names = [{path.name for path in (run / str(step)).rglob("d/*.*.*")} for step in range(6)]
@@ -493,14 +495,14 @@ def test_a_clone_that_is_cut_off(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(os, "link", refusing(errno.EPERM))
     monkeypatch.setattr(fcntl, "ioctl", lambda *_: None)
     with hf.CheckpointManager(run) as writer:
-        assert [save(writer, step, tree(step)).shared_bytes for step in range(4)] == [0] * 4
+        assert [save(writer, step, tree(step))["shared_bytes"] for step in range(4)] == [0] * 4
     assert hf.verify(run).ok
 
 
 def test_a_link_that_is_a_copy(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", lambda source, target, **_: shutil.copyfile(source, target))
     with hf.CheckpointManager(run) as writer:
-        assert [save(writer, step, tree(step)).shared_bytes for step in range(4)] == [0] * 4
+        assert [save(writer, step, tree(step))["shared_bytes"] for step in range(4)] == [0] * 4
     assert hf.verify(run).ok
 
 
@@ -550,7 +552,7 @@ def test_a_file_that_is_not_what_it_was(run: Path, meddle: Callable[[Path], obje
         for step in range(2):
             save(writer, step, tree(step))
         meddle(run / "0")
-        assert save(writer, 2, tree(2)).shared_bytes == 0
+        assert save(writer, 2, tree(2))["shared_bytes"] == 0
     assert hf.verify(run, 2).ok
     assert_same(hf.load(run / "2"), tree(2))
 
@@ -568,7 +570,7 @@ def test_a_file_whose_bytes_are_what_they_were(run: Path, touch: Callable[[Path]
         for step in range(2):
             save(writer, step, tree(step))
         touch(_largest(run / "0"))
-        assert save(writer, 2, tree(2)).shared_bytes
+        assert save(writer, 2, tree(2))["shared_bytes"]
     assert hf.verify(run).ok
 
 
@@ -578,7 +580,7 @@ def test_deletions_of_the_run_itself_make_no_file_suspicious(run: Path, monkeypa
 
     with monkeypatch.context() as patch, manager(run, max_to_keep=3) as writer:
         patch.setattr(hf.storage.Location, "open_data", read)
-        assert [bool(save(writer, step, tree(step)).shared_bytes) for step in range(8)] == [False] * 2 + [True] * 6
+        assert [bool(save(writer, step, tree(step))["shared_bytes"]) for step in range(8)] == [False] * 2 + [True] * 6
     assert hf.verify(run).ok
 
 
@@ -626,9 +628,9 @@ def test_what_changes_is_soon_not_digested_any_more(run: Path, monkeypatch: pyte
 def test_reports_and_lists(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "holdfast"), hf.CheckpointManager(run) as writer:
         for step in range(4):
-            report = save(writer, step, tree(step))
-    assert "unchanged since earlier steps" in str(report)
-    assert str(report) in caplog.text
+            save(writer, step, tree(step))
+    assert "saved step 3 (every step): " in caplog.text
+    assert "unchanged since earlier steps" in caplog.messages[-1]
     listed = {summary.step: summary for summary in hf.list_checkpoints(run)}
     assert [listed[step].shared_bytes > 4 * BASE for step in range(4)] == [True] * 4
     before = on_disk(run)

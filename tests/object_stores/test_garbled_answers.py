@@ -43,3 +43,19 @@ def test_a_wrong_answer_costs_no_step(store: Store, body: bytes, read: Callable[
         headers = {"Content-Range": f"bytes 0-{len(body) - 1}/{len(body)}"} if status == 206 and body else {}
         store.server.fail("GET ", skip=number, answer=Answer(status, body, headers))
         assert read(url) == (2, 10_000.0), store.server.log[before + number].what
+
+
+def test_a_record_that_is_listed_and_never_given_is_a_damaged_step(store: Store) -> None:
+    url = f"{store.url}/run"
+    with hf.CheckpointManager(url) as run:
+        for step in (1, 2):
+            run.save(step, {"w": np.full(5000, step), "step": step})
+    store.server.fail("GET .*2/checkpoint.json", answer=store.server.error(404, "NoSuchKey"), times=1000)
+
+    first, second = hf.list_checkpoints(url)
+
+    assert first.damage is None
+    assert (
+        "2/checkpoint.json: the store lists this commit record, and has answered 10 times that there" in second.damage
+    )
+    assert "holdfast rm" in second.damage

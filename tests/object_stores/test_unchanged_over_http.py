@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.equality import assert_same
+from tests.events import heard
 from tests.object_stores.conftest import Store
 from tests.object_stores.store_server import Answer
 
@@ -38,12 +39,12 @@ def sent(store: Store) -> int:
     return found
 
 
-def save(run: hf.CheckpointManager, step: int, items: Tree) -> hf.reports.SaveReport:
-    reports: list[hf.reports.SaveReport] = []
-    run.add_listener(reports.append)
+def save(run: hf.CheckpointManager, step: int, items: Tree) -> dict[str, Any]:
+    """Save a step, wait, and return the event."""
+    events = heard(run)
     run.save(step, items)
     run.wait_until_finished()
-    return reports[-1]
+    return events[-1]
 
 
 @contextlib.contextmanager
@@ -71,8 +72,8 @@ def test_a_run_in_a_bucket(store: Store) -> None:
         for step in range(STEPS):
             report = save(run, step, tree(step))
             sizes.append(sent(store))
-            shares.append(report.shared_bytes)
-            assert report.bytes + report.shared_bytes > FROZEN.nbytes
+            shares.append(report["shared_bytes"])
+            assert report["bytes"] + report["shared_bytes"] > FROZEN.nbytes
     assert [size < SMALL for size in sizes] == AFTER_TWO
     assert [size >= FROZEN.nbytes for size in shares] == AFTER_TWO
     check(f"{store.url}/run", [2, 3, 4, 5])
@@ -156,16 +157,17 @@ def test_the_mirror_of_a_run_gets_them_once(store: Store, tmp_path: Path, copies
         fail(store, Answer(501, b"<Error><Code>NotImplemented</Code></Error>"))
     mirror = f"{store.url}/mirror"
     with manager(tmp_path / "run", mirror=hf.Mirror(mirror, max_to_keep=STEPS), max_to_keep=2) as run:
-        sizes = []
+        sizes, mirrored = [], heard(run, "mirrored")
         for step in range(STEPS):
             save(run, step, tree(step))
             wait_for_mirror(run, step)
             sizes.append(sent(store))
         # What the store copies counts: the same mix of bytes will take as long at a preemption.
-        assert run._mirror is not None
-        assert run._mirror._progress.arrived > FROZEN.nbytes
-        assert (run._mirror._progress.sent < SMALL) == copies
-        assert run._mirror._rate == run._mirror._pace.rate
+        status = run.mirror_status()
+        assert status is not None
+        assert status.bytes_per_second is not None
+        assert status.bytes_per_second * mirrored[-1]["seconds"] > FROZEN.nbytes
+        assert (mirrored[-1]["bytes"] < SMALL) == copies
     assert [size < SMALL for size in sizes] == (AFTER_TWO if copies else [False] * STEPS)
     check(mirror, list(range(STEPS)))
 

@@ -15,7 +15,7 @@ from ....engine.sources import (
     METRICS,
     TREE,
     CheckpointSource,
-    StepDirectories,
+    FoundSteps,
     read_json,
     read_object,
     read_optional,
@@ -131,7 +131,7 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
     return OrbaxCheckpoint(location, names)
 
 
-def recognise_steps(location: Location, entries: Sequence[Entry]) -> StepDirectories | None:
+def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
     """Find directories ``<step>`` or ``<prefix>_<step>``, perhaps with zeros in front of the number.
 
     Where there are several prefixes, those of the most steps count.
@@ -143,11 +143,8 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> StepDirecto
     for (match, place), is_step in zip(named, are_steps, strict=True):
         if is_step:
             found.setdefault(match[1] or "", {}).setdefault(int(match[2]), place)
-    if not found:
-        return None
-    prefix = max(sorted(found), key=lambda one: len(found[one]))
-    steps = dict(sorted(found[prefix].items()))
-    return StepDirectories(OrbaxCheckpoint.format, steps, metadata=lambda: _run_metadata(location))
+    prefix = max(sorted(found), key=lambda one: len(found[one]), default="")
+    return FoundSteps.of(OrbaxCheckpoint.format, found.get(prefix, {}), metadata=lambda: _run_metadata(location))
 
 
 def _run_metadata(location: Location) -> Mapping[str, Any] | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from ....engine.arrays import TreeSource
 from ....engine.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
 from ....engine.format import ITEM
-from ....engine.sources import TREE, CheckpointSource, StepDirectories, first_bytes, last_bytes
+from ....engine.sources import TREE, CheckpointSource, FoundSteps, first_bytes, last_bytes
 from ....engine.storage import Entry, Location
 from .index import MAGIC
 from .tree import INDEX, BundleTree
@@ -161,18 +161,14 @@ def recognise(location: Location, names: frozenset[str]) -> BundleCheckpoint | N
     return BundleCheckpoint(location / found[0])
 
 
-def recognise_steps(location: Location, entries: Sequence[Entry]) -> StepDirectories | None:
+def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
     names = frozenset(entry.name for entry in entries)
     found = _prefixes(location, names)
     newest = _newest(location, names, found)
     if newest is not None and number_of(newest) is None:
-        return None
+        return FoundSteps()
     steps = {number: location / name for number, name in numbered(found, newest).items()}
-    return (
-        StepDirectories(BundleCheckpoint.format, steps, None if newest is None else number_of(newest))
-        if steps
-        else None
-    )
+    return FoundSteps.of(BundleCheckpoint.format, steps, noted=None if newest is None else number_of(newest))
 
 
 def _recognise_prefix(location: Location) -> BundleCheckpoint | None:

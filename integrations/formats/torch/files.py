@@ -29,8 +29,8 @@ from ....engine.clock import UNHEARD
 from ....engine.errors import DamagedCheckpointError, OptionError, UnsupportedLeafError, shortened
 from ....engine.pytree import MAX_DEPTH, NUMBERS, format_path, tensor_like
 from ....engine.sources import (
+    FoundSteps,
     SingleTree,
-    StepDirectories,
     StoredArray,
     StoredTree,
     Unreadable,
@@ -211,7 +211,7 @@ _STEP_IN_NAME = re.compile(r"(?:^|.*[-_])step=([0-9]{1,18})(?:[-_.].*|)", re.DOT
 _DISTRIBUTED = ".metadata"  # name of the file in the directory that several processes saved as one ``.ckpt``
 
 
-def recognise_steps(location: Location, entries: Sequence[Entry]) -> StepDirectories | None:
+def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
     """Find the ``.ckpt`` files of a Lightning run: by the step in the name, or else by that in the file.
 
     Of several files with one step, a name with the step wins over others such as ``last.ckpt``, and the longest name
@@ -231,9 +231,7 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> StepDirecto
         if step is not None:
             candidate = (match is not None, len(entry.name), entry.name)
             found[step] = max(candidate, found.get(step, candidate))
-    if not found:
-        return None
-    return StepDirectories("Lightning", {step: location / name for step, (_, _, name) in sorted(found.items())})
+    return FoundSteps.of("Lightning", {step: location / name for step, (_, _, name) in found.items()})
 
 
 def _begins_as_archive(place: Location) -> bool:
