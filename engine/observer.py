@@ -45,6 +45,14 @@ class Observer(Protocol):
         """
         return url
 
+    def writes(self, url: str) -> None:
+        """Take note that holdfast is about to write, rename or delete something; an error that is raised prevents it.
+
+        Args:
+            url: A URL, or an absolute path.
+        """
+        return
+
     def options(self, options: T) -> T:
         """Return the options of a manager, ``CheckpointManagerOptions``, as they are to be used."""
         return options
@@ -90,11 +98,11 @@ def process_observer() -> Observer:
     return observer
 
 
-def observed_place(url: str, *, writes: bool, observer: Observer | None = None) -> str:
-    """Return the place that an observer, by default that of this process, has in place of another one."""
-    if writes and not url.startswith("memory://"):
+def check_write(url: str) -> None:
+    """Raise an error if this process must not write to a place."""
+    if not url.startswith("memory://"):
         _check_no_stray()
-    return (observer or process_observer()).place(url, writes=writes)
+        process_observer().writes(url)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import re
 import zlib
 from pathlib import Path
 
+from ...engine.errors import StateError
 from ...engine.storage import append_line
 
 CLAIMS = "claims.jsonl"
@@ -44,7 +45,7 @@ class Redirects:
             url: A URL, or an absolute path.
             writes: Whether the program is about to write there, which claims it.
         """
-        if f"{url}/".startswith(f"{self._folder}/"):
+        if self._stands_in(url):
             return url
         claimed = max((one for one in self._targets if f"{url}/".startswith(f"{one}/")), key=len, default=None)
         if claimed is not None:
@@ -57,3 +58,14 @@ class Redirects:
         self._targets[url] = target
         append_line(os.path.join(self._folder, CLAIMS), json.dumps({"url": url, "target": target}))
         return target
+
+    def check(self, url: str) -> None:
+        """Raise StateError for a place that would be changed, and for which nothing stands in."""
+        if not self._stands_in(url):
+            raise StateError(
+                f"{url}: the program is about to change this place in a rehearsal, and no folder of the rehearsal "
+                "stands in for it, so that nothing was changed; make the location with as_location(place, writes=True)"
+            )
+
+    def _stands_in(self, url: str) -> bool:
+        return f"{url}/".startswith(f"{self._folder}/")

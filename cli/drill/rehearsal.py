@@ -62,6 +62,9 @@ class Rehearsal(Observer):
     def place(self, url: str, *, writes: bool) -> str:
         return self._redirects.target(url, writes=writes)
 
+    def writes(self, url: str) -> None:
+        self._redirects.check(url)
+
     def options(self, options: T) -> T:
         """Everything is kept, and nothing is copied elsewhere."""
         assert isinstance(options, CheckpointManagerOptions)

@@ -185,9 +185,8 @@ class RunAccess:
         url = self.run.identity.mirror
         if self.mirror is not None or url is None or not self.processes.is_primary:
             return True
-        options = replace(self.options, mirror=url)
-        mirror = RunMirror(as_location(url), self.run, options, self.clock, self.metadata, self.events.write)
-        return mirror.settle()
+        place, options = as_location(url, writes=True), replace(self.options, mirror=url)
+        return RunMirror(place, self.run, options, self.clock, self.metadata, self.events.write).settle()
 
     def _start_mirror(self) -> None:
         if self.mirror is not None and self.processes.is_primary:

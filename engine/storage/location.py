@@ -15,7 +15,7 @@ from typing import IO, Any
 from urllib.parse import unquote
 
 from ..errors import DamagedCheckpointError, InvalidLocationError
-from ..observer import Observer, observed_place
+from ..observer import Observer, check_write, process_observer
 from .backend import Backend, DataFile, DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE
 from .kvstore import open_backend
@@ -45,13 +45,12 @@ def as_location(place: Place, *, writes: bool = False, observer: Observer | None
 
     Raises:
         InvalidLocationError: It is neither, or the URL's scheme is not one of these.
-        StateError: This process is about to write, and belongs to a rehearsal without knowing of it.
 
     >>> as_location("memory://runs/x") / "1200"
     Location('memory://runs/x/1200')
     """
     location = place if isinstance(place, Location) else _parsed(place)
-    target = observed_place(location.url, writes=writes, observer=observer)
+    target = (observer or process_observer()).place(location.url, writes=writes)
     return location if target == location.url else _parsed(target)
 
 
@@ -117,6 +116,9 @@ class Location:
     Locations are immutable, can be compared and hashed, and need not exist. All methods raise only errors of
     ``holdfast.engine.errors``, most of them kinds of ``StorageError``, with the path in the message. Those that have
     the names of ``pathlib`` are for handlers that were written for a path, and raise what ``pathlib`` raises.
+
+    In a rehearsal (``holdfast drill``), all methods that change something raise StateError at places that
+    ``as_location(place, writes=True)`` has not returned.
     """
 
     __slots__ = ("_backend", "_key")
@@ -129,6 +131,16 @@ class Location:
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"locations are immutable: cannot set {name!r}")
+
+    def _writing(self) -> Backend:
+        """Return the backend, to change something here."""
+        check_write(self.url)
+        return self._backend
+
+    def _object_store(self) -> ObjectStoreBackend:
+        backend = self._writing()
+        assert isinstance(backend, ObjectStoreBackend)
+        return backend
 
     @property
     def url(self) -> str:
@@ -219,6 +231,7 @@ class Location:
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
         """Create this directory; object stores need none, and nothing happens there."""
         if self.is_local:
+            self._writing()
             self.path.mkdir(mode, parents, exist_ok)
 
     def iterdir(self) -> Iterator[Location]:
@@ -260,6 +273,8 @@ class Location:
         if not self.is_local:
             send, url = self.write_bytes, self.url
             return open_object(mode, read=self.read_bytes, exists=self.is_there, send=send, url=url, **text)
+        if not set(mode) <= set("rbt"):
+            self._writing()
         if "b" not in mode:
             text["encoding"] = encoding or "utf-8"
         return open(self._key, mode, buffering, **text)  # type: ignore[call-overload,no-any-return]
@@ -354,7 +369,7 @@ class Location:
                 durable, too. Without it, writing is cheaper; use it in directories that are not committed yet, whose
                 names are synced together in the end.
         """
-        self._backend.write_bytes(self._key, data, atomic=atomic)
+        self._writing().write_bytes(self._key, data, atomic=atomic)
 
     def honours_conditions(self, data: bytes) -> bool:
         """Return whether ``write_bytes_if`` is atomic here: never on a disk, and where the service of a store says so.
@@ -362,7 +377,9 @@ class Location:
         Args:
             data: The content of this object, which may be written again to find out.
         """
-        return isinstance(self._backend, ObjectStoreBackend) and self._backend.honours_conditions(self._key, data)
+        return isinstance(self._backend, ObjectStoreBackend) and self._object_store().honours_conditions(
+            self._key, data
+        )
 
     def write_bytes_if(self, data: bytes, expected: bytes | None) -> bool:
         """Write a small object, only while its content is ``expected``, or while it is missing if that is None.
@@ -370,13 +387,11 @@ class Location:
         Returns:
             Whether the object has the new content; another process may have written just that.
         """
-        assert isinstance(self._backend, ObjectStoreBackend)
-        return self._backend.write_bytes_if(self._key, data, expected)
+        return self._object_store().write_bytes_if(self._key, data, expected)
 
     def remove_if(self, expected: bytes) -> None:
         """Delete a small object, only while its content is ``expected``; S3 may not check that atomically."""
-        assert isinstance(self._backend, ObjectStoreBackend)
-        self._backend.remove_if(self._key, expected)
+        self._object_store().remove_if(self._key, expected)
 
     def make_directory(self, *, sync: bool = True) -> bool:
         """Create this directory and its parents; one that exists is fine. Object stores need none.
@@ -387,7 +402,7 @@ class Location:
         Returns:
             Whether there was none.
         """
-        return self._backend.make_directory(self._key, sync=sync)
+        return self._writing().make_directory(self._key, sync=sync)
 
     def sync_directory(self) -> None:
         """Make the names inside this directory durable."""
@@ -408,12 +423,12 @@ class Location:
         if "/" in name:
             raise InvalidLocationError(f"{name!r} is not a name beside {self.url}: it holds a slash")
         target = self.parent / name
-        self._backend.rename(self._key, target._key)
+        self._writing().rename(self._key, target._key)
         return target
 
     def remove(self) -> None:
         """Delete this file or object; a missing one is fine."""
-        self._backend.remove(self._key)
+        self._writing().remove(self._key)
 
     def remove_tree(self, last: str | None = None) -> None:
         """Delete this directory and everything below; a missing one is fine. Links are deleted, never followed.
@@ -422,7 +437,7 @@ class Location:
             last: The name of a file directly inside that is deleted last, so that it marks the rest of an interrupted
                 deletion.
         """
-        self._backend.remove_tree(self._key, last)
+        self._writing().remove_tree(self._key, last)
 
     def write_data(self, size: int, segments: Sequence[Segment], awaited: threading.Event | None = None) -> None:
         """Write one bulk data file, replacing an older one; its content is durable on return, its name is not yet.
@@ -438,7 +453,7 @@ class Location:
             ValueError: The segments do not fit, or the parts of one are shorter or longer than its size.
         """
         _check_segments(size, segments)
-        self._backend.write_data(self._key, size, segments, awaited)
+        self._writing().write_data(self._key, size, segments, awaited)
 
     def write_data_files(self, files: Sequence[DataFile], awaited: threading.Event | None = None) -> None:
         """Write bulk data files below this directory, each as :meth:`write_data` does.
@@ -459,7 +474,7 @@ class Location:
             return
         for file in files:
             _check_segments(file.size, file.segments)
-            self._backend.write_data((self / file.name)._key, file.size, file.segments, awaited)
+            self._writing().write_data((self / file.name)._key, file.size, file.segments, awaited)
 
     def open_data(self, *, size: int | None = None, cached: bool = False) -> DataReader:
         """Open a bulk data file for reading; use it as a context manager, or close it.
@@ -502,7 +517,7 @@ class Location:
                 name then.
         """
         assert type(self._backend) is type(target._backend)
-        return self._backend.share(self._key, target._key, known)
+        return target._writing().share(self._key, target._key, known)
 
 
 def _check_segments(size: int, segments: Sequence[Segment]) -> None:

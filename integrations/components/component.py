@@ -133,8 +133,8 @@ class Checkpointable:
             raise OptionError(f"step={step!r} must be a whole number, 0 or more")
 
         def work() -> str:
-            temporary = as_location(tempfile.gettempdir()) / f"holdfast-{uuid.uuid4().hex}"
-            place = temporary if location is None else location
+            temporary = f"{tempfile.gettempdir()}/holdfast-{uuid.uuid4().hex}"
+            place = as_location(temporary, writes=True) if location is None else location
             prepared = prepare(self, state=state, use_msgpack=use_msgpack, layout=layout)
             prepared.commit(place, overwrite=overwrite, step=step, metrics=numbers)
             return place.url

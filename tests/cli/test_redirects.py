@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from holdfast.cli import child
 from holdfast.cli.drill.plan import DrillPlan
 from holdfast.cli.drill.redirects import Redirects
 from holdfast.engine.observer import DRILL, OBSERVER, process_observer
-from holdfast.engine.storage import as_location
+from holdfast.engine.storage import DataFile, Location, as_location
 
 
 @pytest.fixture
@@ -88,3 +89,29 @@ def test_everything_that_saves_says_so(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(hf.CheckpointNotFoundError):
         hf.record_metrics("nine", 1, {"loss": 0.5})
     assert not (tmp_path / "nine").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda place: place.write_bytes(b"x"),
+        lambda place: place.write_data(0, []),
+        lambda place: place.write_data_files([DataFile("a", 0, [])]),
+        lambda place: place.write_text("x"),
+        lambda place: place.open("ab"),
+        lambda place: place.make_directory(),
+        lambda place: place.mkdir(),
+        lambda place: place.rename("other"),
+        lambda place: place.remove(),
+        lambda place: place.remove_tree(),
+        lambda place: as_location("saved").share(place, as_location("saved").identity()),
+    ],
+)
+def test_what_does_not_say_so_changes_nothing(folder: Path, tmp_path: Path, change: Callable[[Location], Any]) -> None:
+    (tmp_path / "saved").write_text("mine")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "kept").write_text("mine")
+    with pytest.raises(hf.errors.StateError, match=r"real.*change this place in a rehearsal"):
+        change(as_location("real/kept"))
+    assert (tmp_path / "real" / "kept").read_text() == "mine"
+    assert [path.name for path in (tmp_path / "real").iterdir()] == ["kept"]

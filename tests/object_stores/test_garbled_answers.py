@@ -55,7 +55,5 @@ def test_a_record_that_is_listed_and_never_given_is_a_damaged_step(store: Store)
     first, second = hf.list_checkpoints(url)
 
     assert first.damage is None
-    assert (
-        "2/checkpoint.json: the store lists this commit record, and has answered 10 times that there" in second.damage
-    )
-    assert "holdfast rm" in second.damage
+    assert "2/checkpoint.json: the store lists this commit record, and has answered 10 times" in str(second.damage)
+    assert "holdfast rm" in str(second.damage)
