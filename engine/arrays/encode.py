@@ -245,7 +245,7 @@ def _lay_out(stored: Sequence[bytes], segment_bytes: int) -> tuple[list[Segment]
         for data in members:
             offsets.append(end)
             end += len(data)
-        segments.append(Segment(start, end - start, partial(_pieces, members)))
+        segments.append(Segment(start, end - start, partial(_pieces, members), lasting=True))
     return segments, offsets, end
 
 

@@ -298,7 +298,8 @@ def _segments(
 ) -> list[Segment]:
     """Return the segments of a data file, which encode their chunks when they are read."""
     return [
-        Segment(one.offset, one.size, partial(segment_parts, one, sources, checksums, digests)) for one in file.segments
+        Segment(one.offset, one.size, partial(segment_parts, one, sources, checksums, digests), lasting=True)
+        for one in file.segments
     ]
 
 

@@ -38,6 +38,7 @@ class Segment:
     parts: Callable[[], Iterator[NDArray[np.uint8]]]
     # Called in place of ``parts``, if given, where the bytes are only hashed before they are sent.
     peek: Callable[[], Iterator[NDArray[np.uint8]]] | None = None
+    lasting: bool = False  # whether parts keep their content until the file is written, so that none needs a copy
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,7 @@ from ..errors import (
 )
 from . import object_store
 from .backend import FileIdentity, Segment
-from .object_store import BY_NAME, UNKNOWN_SIZE, ObjectStoreBackend, file_parts, time_limit
-from .status import GarbledAnswerError, map_status
+from .object_store import BY_NAME, GARBLED, UNKNOWN_SIZE, ObjectStoreBackend, file_parts, time_limit
 
 if TYPE_CHECKING:
     import tensorstore
@@ -45,8 +44,6 @@ _LIST_PAGE = 1000  # names that stores list at a time
 
 _LARGE = 256 << 20  # bytes of a file whose upload is repeated before TensorStore has all of it in memory
 _AGAIN = (1.0, 5.0, 20.0)  # seconds to wait before each repetition
-
-_LISTS = 3  # answers to a list that cannot be parsed, such as pages of a proxy, after which it has failed
 
 _CONFLICTS = 5  # answers that ask to repeat a conditional request, S3's 409, after which it has failed
 
@@ -131,7 +128,7 @@ class KvStoreBackend(ObjectStoreBackend):
         self._bulk: list[Transfer | None] | None = None  # a list of one, once it is known
 
     def has_object(self, key: str) -> bool:
-        answer = self._request(key, "access", lambda: self._store().read(key, byte_range=slice(0, 0)))
+        answer = self.request(key, "access", lambda: self._store().read(key, byte_range=slice(0, 0)))
         return bool(answer.state == "value")
 
     def honours_conditions(self, key: str, data: bytes) -> bool:
@@ -154,7 +151,7 @@ class KvStoreBackend(ObjectStoreBackend):
         return self.scheme != "s3" or _conditional[service]
 
     def read_generation(self, key: str) -> tuple[bytes | None, bytes]:
-        answer = self._request(key, "read", lambda: self._store().read(key), UNKNOWN_SIZE)
+        answer = self.request(key, "read", lambda: self._store().read(key), UNKNOWN_SIZE)
         return answer.value if answer.state == "value" else None, answer.stamp.generation
 
     def write_where(self, key: str, data: bytes | None, generation: bytes | None) -> bool:
@@ -162,7 +159,7 @@ class KvStoreBackend(ObjectStoreBackend):
         nbytes = len(data or b"")
         for attempt in itertools.count(1):
             try:
-                stamp = self._request(key, "write", lambda: self._store().write(key, data, if_equal=known), nbytes)
+                stamp = self.request(key, "write", lambda: self._store().write(key, data, if_equal=known), nbytes)
                 return bool(stamp.generation)  # unknown, which is empty, after a refusal
             except StorageConflictError:
                 if attempt == _CONFLICTS:
@@ -171,7 +168,7 @@ class KvStoreBackend(ObjectStoreBackend):
         raise AssertionError
 
     def remove(self, key: str) -> None:
-        self._request(key, "remove", lambda: self._store().write(key, None))
+        self.request(key, "remove", lambda: self._store().write(key, None))
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
         transfer = self._transfer()
@@ -204,7 +201,7 @@ class KvStoreBackend(ObjectStoreBackend):
 
     def read_range(self, key: str, byte_range: slice | None) -> bytes:
         length = UNKNOWN_SIZE if byte_range is None else byte_range.stop - byte_range.start
-        answer = self._request(key, "read", lambda: self._store().read(key, byte_range=byte_range), length)
+        answer = self.request(key, "read", lambda: self._store().read(key, byte_range=byte_range), length)
         if answer.state != "value":
             raise ObjectNotFoundError(f"cannot read {self.url(key)}: there is no such object")
         value: bytes = answer.value
@@ -225,7 +222,7 @@ class KvStoreBackend(ObjectStoreBackend):
 
     def write_object(self, key: str, content: list[bytes]) -> None:
         # TensorStore copies the bytes, so the list gives its own up.
-        self._request(key, "write", lambda: self._store().write(key, content.pop()), len(content[0]))
+        self.request(key, "write", lambda: self._store().write(key, content.pop()), len(content[0]))
 
     def _store(self) -> tensorstore.KvStore:
         for name in _CREDENTIALS.get(self.scheme, ()):  # TensorStore 0.1.86 ends the process, and prints the header
@@ -266,48 +263,11 @@ class KvStoreBackend(ObjectStoreBackend):
 
         prefix = key if itself or not key else f"{key}/"
         span = tensorstore.KvStore.KeyRange(prefix, f"{key}0" if key else "")  # "0" follows "/"
-        for left in reversed(range(_LISTS)):
-            try:
-                names: list[bytes] = self._request(key, "list", lambda: self._store().list(span))
-                break
-            except GarbledAnswerError:
-                if not left:
-                    raise
+        names: list[bytes] = self.request(key, "list", lambda: self._store().list(span), attempts=GARBLED)
         if self.scheme == "gs" and (not names or len(names) >= _LIST_PAGE):
             # TensorStore 0.1.86 returns an empty list where Google refuses to list, but reports the refusal of a read.
-            self._request(key, "list", lambda: self._store().read(f"{prefix}.", byte_range=slice(0, 0)))
+            self.request(key, "list", lambda: self._store().read(f"{prefix}.", byte_range=slice(0, 0)))
         return sorted(name.decode("utf-8", "surrogateescape") for name in names)
-
-    def _request(self, key: str, action: str, start: Callable[[], tensorstore.Future[Any]], nbytes: int = 0) -> Any:
-        """Start a request and wait for its answer, for as long as ``nbytes`` may take."""
-        began = time.monotonic()
-        timeout = time_limit(nbytes)
-        future = None
-        try:
-            future = start()
-            try:
-                return future.result(timeout=min(object_store.WARN_AFTER, timeout))
-            except TimeoutError:
-                if timeout <= object_store.WARN_AFTER:
-                    raise
-                self.warn(key, action)
-                return future.result(timeout=timeout - object_store.WARN_AFTER)
-        except TimeoutError as error:
-            assert future is not None
-            future.cancel()
-            raise StorageUnavailableError(
-                f"cannot {action} {self.url(key)}: no answer after {time.monotonic() - began:.0f} s; check the "
-                f"connection and try again{self._advice(StorageUnavailableError)}"
-            ) from error
-        except HoldfastError:
-            raise
-        except (ValueError, IndexError, RuntimeError, OSError) as error:
-            # No local variable holds the new error: a cycle with its own frame would keep its callers' objects alive.
-            raise self._advised(map_status(error, self.url(key), action)) from error
-
-    def _advised(self, error: HoldfastError) -> HoldfastError:
-        advice = self._advice(type(error))
-        return type(error)(f"{error}{advice}") if advice else error
 
     def _advice(self, kind: type[HoldfastError]) -> str:
         """Return what may help against an error, in brackets, or ""."""

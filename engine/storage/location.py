@@ -27,7 +27,7 @@ from .status import without_secrets
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _COLLAPSED = re.compile(r"(?:file|memory|s3|gs|gcs|https?|az|abfs|hdfs):/", re.IGNORECASE)
-_KNOWN = "a path, file:///path, memory://name, s3://bucket/name or gs://bucket/name"
+_KNOWN = "a path, file:///path, memory://name, s3://bucket/name, gs://bucket/name or az://container/name"
 
 _local = LocalBackend()
 
@@ -39,7 +39,8 @@ def as_location(place: Place, *, writes: bool = False, observer: Observer | None
     a path are home directories, as in a shell. In URLs, ``%20`` and its like stand for the characters they encode.
 
     Args:
-        place: A path, or a URL that starts with ``file:///``, ``memory://``, ``s3://bucket/`` or ``gs://bucket/``.
+        place: A path, or a URL that starts with ``file:///``, ``memory://``, ``s3://bucket/``,
+            ``gs://bucket/`` or ``az://container/``.
         writes: Whether the caller is about to write there.
         observer: Is told so, and may have another place stand in for this one. None for the observer of the process.
 
@@ -95,6 +96,12 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
         if not bucket:
             raise InvalidLocationError(f"{shown!r} names no bucket: write {scheme}://bucket/name")
         return Location(open_backend(scheme, bucket), _object_key(shown, path))
+    if scheme in ("az", "abfs", "abfss", "https"):
+        from .azure import azure_root, open_azure
+
+        found = azure_root(scheme, *path.partition("/")[::2])
+        if found is not None:
+            return Location(open_azure(found[0]), _object_key(shown, found[1]))
     raise InvalidLocationError(f"{shown!r} has an unknown scheme, {scheme!r}: expected {_KNOWN}")
 
 

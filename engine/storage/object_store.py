@@ -9,10 +9,11 @@ import contextlib
 import copy
 import logging
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Protocol, Self
 from urllib.parse import quote
 
 import numpy as np
@@ -22,7 +23,7 @@ from ..errors import DamagedCheckpointError, HoldfastError, ObjectNotFoundError,
 from .backend import DataReader, Entry, FileIdentity, Segment
 from .buffers import Buffer, aligned_empty
 from .parallel import REQUESTS, parallel_map
-from .status import check_extent
+from .status import GarbledAnswerError, check_extent, map_status, shown_cause
 
 _logger = logging.getLogger("holdfast")
 
@@ -33,6 +34,7 @@ WARN_AFTER = 20.0  # seconds after which the log names a request that is still w
 SLOWEST = 64 << 10  # bytes a second; the time limit grows by what sending or receiving takes at this speed
 # Bytes; no store has objects of that size, so ranges that end beyond it are refused without a request.
 _LONGEST_RANGE = 1 << 50
+GARBLED = 3  # answers to a request for reading that cannot be parsed after which it has failed
 UNKNOWN_SIZE = 32 << 20  # bytes that the time limit allows for an object of unknown length
 
 _TRUSTED = 256 << 20  # bytes that are allocated for a range before the store has shown that it is there
@@ -52,6 +54,14 @@ class _Listing:
     prefix: str
     names: list[str]  # sorted
     others: dict[str, bool] = field(default_factory=dict)  # whether objects elsewhere exist, as far as was asked
+
+
+class _Pending(Protocol):
+    """A request that is under way: a future of TensorStore, or of Python."""
+
+    def result(self, timeout: float) -> Any: ...
+
+    def cancel(self) -> Any: ...
 
 
 class ObjectStoreBackend:
@@ -93,6 +103,10 @@ class ObjectStoreBackend:
     def remove(self, key: str) -> None:
         raise NotImplementedError
 
+    def remove_objects(self, names: Sequence[str]) -> None:
+        """Delete several objects; missing ones are fine."""
+        parallel_map(self.remove, names, REQUESTS)
+
     def list_objects(self, key: str, *, itself: bool) -> list[str]:
         """Return the names of all objects below a key, sorted, and the key if ``itself`` and there is such an object.
 
@@ -129,6 +143,14 @@ class ObjectStoreBackend:
     def write_where(self, key: str, data: bytes | None, generation: Any) -> bool:
         """Write or delete an object that has a generation (None: that is missing); return whether the service did."""
         raise NotImplementedError
+
+    def failures(self) -> tuple[type[Exception], ...]:
+        """Return the errors that requests raise."""
+        return (ValueError, IndexError, RuntimeError, OSError)
+
+    def explained(self, error: Exception, key: str, action: str) -> HoldfastError:
+        """Return the error of holdfast in place of one that a request raised."""
+        return map_status(error, self.url(key), action)
 
     def _advice(self, kind: type[HoldfastError]) -> str:
         """Return what may help against an error, in brackets, or ""."""
@@ -222,12 +244,12 @@ class ObjectStoreBackend:
             raise ObjectNotFoundError(f"cannot rename {self.url(key)}: there is no such object or directory")
         for name in names:
             self.write_object(target + name.removeprefix(key), [self.read_range(name, None)])
-        parallel_map(self.remove, names, REQUESTS)
+        self.remove_objects(names)
 
     def remove_tree(self, key: str, last: str | None) -> None:
         names = self._listed(key, itself=True)
         final = [] if last is None else [f"{key}/{last}" if key else last]
-        parallel_map(self.remove, [name for name in names if name not in final], REQUESTS)
+        self.remove_objects([name for name in names if name not in final])
         for name in final:
             if name in names:
                 self.remove(name)
@@ -239,6 +261,52 @@ class ObjectStoreBackend:
 
     def identity(self, key: str) -> FileIdentity:
         return BY_NAME
+
+    def request(
+        self, key: str, action: str, start: Callable[[], _Pending], nbytes: int = 0, *, attempts: int = 1
+    ) -> Any:
+        """Start a request and wait for its answer, for as long as ``nbytes`` may take.
+
+        It has failed after ``attempts`` answers that cannot be parsed, such as pages of a proxy.
+        """
+        for _ in range(attempts - 1):
+            with contextlib.suppress(GarbledAnswerError):
+                return self._request_once(key, action, start, nbytes)
+        return self._request_once(key, action, start, nbytes)
+
+    def _request_once(self, key: str, action: str, start: Callable[[], _Pending], nbytes: int) -> Any:
+        began = time.monotonic()
+        timeout = time_limit(nbytes)
+        future = None
+        try:
+            future = start()
+            try:
+                return future.result(timeout=min(WARN_AFTER, timeout))
+            except TimeoutError:
+                if timeout <= WARN_AFTER:
+                    raise
+                self.warn(key, action)
+                return future.result(timeout=timeout - WARN_AFTER)
+        except TimeoutError as error:
+            assert future is not None
+            future.cancel()
+            raise StorageUnavailableError(
+                f"cannot {action} {self.url(key)}: no answer after {time.monotonic() - began:.0f} s; check the "
+                f"connection and try again{self._advice(StorageUnavailableError)}"
+            ) from error
+        except KeyboardInterrupt:
+            if future is not None:
+                future.cancel()
+            raise
+        except HoldfastError:
+            raise
+        except self.failures() as error:
+            # No local variable holds the new error: a cycle with its own frame would keep its callers' objects alive.
+            raise self._advised(self.explained(error, key, action)) from shown_cause(error)
+
+    def _advised(self, error: HoldfastError) -> HoldfastError:
+        advice = self._advice(type(error))
+        return type(error)(f"{error}{advice}") if advice else error
 
     def warn(self, key: str, action: str) -> None:
         advice = self._advice(StorageUnavailableError)

@@ -162,6 +162,17 @@ def map_status(error: Exception, path: str, action: str) -> HoldfastError:
     return kind(_message(kind, action, path, _BODY.sub("", text)))
 
 
+def explain_failure(kind: type[HoldfastError], action: str, path: str, reason: str) -> HoldfastError:
+    """Return an error as "cannot ``action`` ``path``: ``reason``", with advice and without secrets."""
+    return kind(_message(kind, action, path, reason))
+
+
+def shown_cause(error: Exception) -> Exception | None:
+    """Return an error as the cause of another one, whose traceback shows it; None if its text holds secrets."""
+    text = str(error)
+    return error if without_secrets(text) == text else None
+
+
 def _message(kind: type[HoldfastError], action: str, path: str, reason: str) -> str:
     advice = next((_ADVICE[one] for one in kind.__mro__ if one in _ADVICE), None)
     return without_secrets(f"cannot {action} {path}: {reason}") + (f"; {advice}" if advice else "")

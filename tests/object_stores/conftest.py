@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import os
 import socket
@@ -13,12 +14,13 @@ from pathlib import Path
 
 import pytest
 import tensorstore
+from tests.object_stores.azure_server import ACCOUNT, KEY, AzureServer
 from tests.object_stores.gcs_server import TOKEN, GcsServer
 from tests.object_stores.s3_server import KEY_ID, REGION, SECRET, S3Server
 from tests.object_stores.store_server import StoreServer
 
 import holdfast as hf
-from holdfast.engine.storage import kvstore
+from holdfast.engine.storage import azure, kvstore
 
 RCLONE_SECRET = "of-a-test-and-of-nothing-else-at-all"
 HURRY = {"max_retries": 3, "initial_delay": "2ms", "max_delay": "5ms"}
@@ -61,8 +63,14 @@ def gcs_server() -> Iterator[GcsServer]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def azure_server() -> Iterator[AzureServer]:
+    with AzureServer() as server:
+        yield server
+
+
 def _store(server: StoreServer, scheme: str, environment: dict[str, str], patch: pytest.MonkeyPatch) -> Store:
-    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "TENSORSTORE_"))]:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE", "GOOGLE_", "TENSORSTORE_"))]:
         patch.delenv(name)
     for name, value in environment.items():
         patch.setenv(name, value)
@@ -98,6 +106,19 @@ def gs(gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store
     gcs_server.reset()
 
 
+@pytest.fixture
+def az(azure_server: AzureServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """An empty container of the fake Azure."""
+    environment = {
+        "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
+        "AZURE_STORAGE_ACCOUNT_KEY": KEY,
+        "AZURE_STORAGE_ENDPOINT": azure_server.url,
+        "AZURE_ALLOW_HTTP": "true",
+    }
+    yield _store(azure_server, "az", environment, monkeypatch)
+    azure_server.reset()
+
+
 @pytest.fixture(scope="session")
 def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of ``rclone serve s3``, a server that is not ours, with the bucket ``bucket``."""
@@ -131,7 +152,16 @@ def rclone(rclone_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"s3://bucket/{next(_numbers)}"
 
 
-@pytest.fixture(params=["s3", "gs"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs tests of ``store`` with each of the fake stores; those of modules with ``AZURE = True`` with Azure, too."""
+    if "store" in metafunc.fixturenames and not any(
+        "store" in str(mark.args[0]).split(",") for mark in metafunc.definition.iter_markers("parametrize")
+    ):
+        azure = ["az"] if getattr(metafunc.module, "AZURE", False) else []
+        metafunc.parametrize("store", ["s3", "gs", *azure], indirect=True)
+
+
+@pytest.fixture
 def store(request: pytest.FixtureRequest) -> Store:
     """An empty bucket of each of the fake stores."""
     found: Store = request.getfixturevalue(request.param)
@@ -147,3 +177,6 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     retries = {f"{name}_request_retries": HURRY for name in ("s3", "gcs")}
     context = tensorstore.Context(retries, parent=kvstore.shared_context())
     monkeypatch.setattr(kvstore, "shared_context", lambda: context)
+    monkeypatch.setattr(
+        azure, "BACKOFF", {name: datetime.timedelta(milliseconds=2) for name in azure.BACKOFF} | {"base": 2}
+    )

@@ -19,3 +19,9 @@ class TestGoogle(BackendConformance):
     @pytest.fixture
     def root(self, gs: Store) -> Location:
         return as_location(f"{gs.url}/a folder/below")
+
+
+class TestAzure(BackendConformance):
+    @pytest.fixture
+    def root(self, az: Store) -> Location:
+        return as_location(f"{az.url}/a folder/below")

@@ -11,6 +11,8 @@ from tests.object_stores.store_server import Answer
 
 import holdfast as hf
 
+AZURE = True
+
 WRONG = {"a page": b"<html><body>busy</body></html>", "nothing": b"", "zeros": bytes(5000)}
 
 

@@ -15,6 +15,8 @@ from tests.processes.harness import Process, run_outcomes, told
 import holdfast as hf
 from holdfast.engine.steps import read_record
 
+AZURE = True
+
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=16_384)
 EVERY = 18
 """The client is killed at one request out of so many; 1 takes two minutes."""

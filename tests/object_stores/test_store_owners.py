@@ -16,6 +16,8 @@ from tests.processes.harness import Process, run_processes
 
 import holdfast as hf
 
+AZURE = True
+
 TREE = {"w": np.arange(1000, dtype=np.float32)}
 
 

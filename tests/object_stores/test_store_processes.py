@@ -11,6 +11,8 @@ from tests.processes.harness import Process, run_processes
 
 import holdfast as hf
 
+AZURE = True
+
 
 def train(process: Process, environment: dict[str, str], url: str, last: int) -> Any:
     """Saves steps of a tree that both processes share and an item that each has alone; restores the last."""

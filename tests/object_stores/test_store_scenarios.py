@@ -15,6 +15,8 @@ from tests.object_stores.test_remote import SCENARIOS
 import holdfast as hf
 from holdfast.cli.main import main
 
+AZURE = True
+
 # Two read the folders of items, which have new names for every save in object stores.
 NAMES = [name for name in SCENARIOS if name not in ("damage", "leftovers")]
 TREE = {"params": {"kernel": np.arange(600, dtype=np.float32)}, "step": 3}

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ....engine.errors import (
     DamagedCheckpointError,
     HoldfastError,
+    InvalidLocationError,
     StorageConflictError,
     StorageFullError,
     StoragePermissionError,
@@ -45,6 +46,11 @@ def directory_spec(location: Location) -> dict[str, Any]:
     if location.is_local:
         return {"driver": "file", "path": f"{location.path}/"}
     scheme, _, rest = location.url.partition("://")
+    if scheme not in ("memory", "s3", "gs"):
+        raise InvalidLocationError(
+            f"{location}: TensorStore, which reads and writes the arrays of Orbax, does not reach {scheme}://; use a "
+            "disk, S3 or Google Cloud Storage, and copy the directory from there or to there"
+        )
     bucket, _, key = ("", "", rest) if scheme == "memory" else rest.partition("/")
     key = unquote(key, errors="surrogateescape")
     return {**store_spec(scheme, bucket), "path": f"{key}/" if key else ""}

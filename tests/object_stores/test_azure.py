@@ -1,0 +1,296 @@
+"""Azure: addresses, errors without secrets, waits that end, forked processes, and uploads without copies."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.object_stores.azure_server import KEY
+from tests.object_stores.conftest import Store
+
+import holdfast as hf
+from holdfast.engine.storage import Segment, as_location, azure, object_store
+
+CANARY = "Y2FuYXJ5LWNhbmFyeS1jYW5hcnk="  # a key, a token or a password, which no message may hold
+TREE: dict[str, Any] = {"w": np.arange(10_000, dtype=np.float32), "step": 3}
+ALWAYS = 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("az://container/a%20b", "az://container/a%20b"),
+        ("abfs://container/run", "az://container/run"),
+        ("abfss://box@account.dfs.core.windows.net/run", "abfs://box@account.dfs.core.windows.net/run"),
+        ("abfs://box@account.blob.core.windows.net/run", "abfs://box@account.dfs.core.windows.net/run"),
+        ("az://box@account/run", "abfs://box@account.dfs.core.windows.net/run"),
+        ("https://account.blob.core.windows.net/box/run/1", "abfs://box@account.dfs.core.windows.net/run/1"),
+        ("https://account.dfs.core.windows.net/box", "abfs://box@account.dfs.core.windows.net"),
+    ],
+)
+def test_addresses(text: str, url: str) -> None:
+    place = as_location(text)
+    assert place.url == url
+    assert as_location(place.url) == place
+    assert place.is_remote
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("az://", "names no container"),
+        ("az:///x", "names no container"),
+        ("https://account.blob.core.windows.net", "names no container"),
+        (f"az://box:{CANARY}@account/run", "does not name an account"),
+        ("https://example.org/x", "unknown scheme, 'https'"),
+        ("az:/box/run", "lost a slash"),
+        ("az://box/a/../b", "'..'"),
+        ("https://account.blob.core.windows.net/box?sig=secret", "%3F"),
+    ],
+)
+def test_what_is_no_address(text: str, message: str) -> None:
+    with pytest.raises(hf.errors.InvalidLocationError, match=message) as caught:
+        as_location(text)
+    assert CANARY not in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(hf.errors.OptionError, match=r"needs obstore: pip install 'holdfast\[azure\]'"):
+        as_location("az://container/run")
+
+
+FAILURES: dict[str, tuple[int, str, type[hf.HoldfastError], str]] = {
+    "bad key": (403, "AuthenticationFailed", hf.errors.StoragePermissionError, "AZURE_STORAGE_ACCOUNT_KEY"),
+    "forbidden": (403, "AuthorizationPermissionMismatch", hf.errors.StoragePermissionError, "allow listing"),
+    "expired": (401, "ExpiredAuthenticationToken", hf.errors.StoragePermissionError, "Expired.*credentials"),
+    "malformed": (400, "InvalidAuthenticationInfo", hf.errors.StoragePermissionError, "credentials"),
+    "busy": (503, "ServerBusy", hf.errors.StorageUnavailableError, "after 2 retries.*try again"),
+    "throttled": (429, "TooManyRequests", hf.errors.StorageUnavailableError, "try again"),
+    "broken": (500, "InternalError", hf.errors.StorageUnavailableError, "try again"),
+    "full": (507, "InsufficientStorage", hf.errors.StorageFullError, "free some space"),
+    "no container": (404, "ContainerNotFound", hf.errors.ObjectNotFoundError, "Create it first"),
+}
+
+
+@pytest.fixture
+def url(az: Store, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a checkpoint that was saved without faults."""
+    monkeypatch.setattr(object_store, "RETRIES", 2)
+    hf.save(f"{az.url}/ckpt", TREE)
+    return f"{az.url}/ckpt"
+
+
+def canary(text: str) -> bool:
+    """Whether a text holds a secret of these tests, as it is or as a header or an address has it."""
+    return any(secret in text for secret in (CANARY, CANARY.rstrip("="), KEY, "hunter2"))
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_failures_are_told_without_secrets(
+    az: Store, url: str, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the service answers, and however it was logged into."""
+    status, code, kind, message = FAILURES[what]
+    ways: list[dict[str, str | None]] = [
+        {},
+        {"AZURE_STORAGE_ACCOUNT_KEY": CANARY},
+        {"AZURE_STORAGE_ACCOUNT_KEY": None, "AZURE_STORAGE_SAS_TOKEN": f"sv=2022-11-02&sig={CANARY}"},
+        {"AZURE_STORAGE_ACCOUNT_KEY": None, "AZURE_STORAGE_TOKEN": CANARY},
+        {"AZURE_STORAGE_ENDPOINT": az.server.url.replace("//", "//user:hunter2@")},
+    ]
+    actions: list[Callable[[], Any]] = [
+        lambda: hf.load(url),
+        lambda: hf.save(f"{az.url}/new", TREE),
+        lambda: hf.CheckpointManager(f"{az.url}/run"),
+        lambda: as_location(url).remove_tree(),
+        lambda: (as_location(url) / "checkpoint.json").write_bytes_if(b"x", b"y"),
+    ]
+    az.server.fail("", times=ALWAYS, answer=az.server.error(status, code))
+    for way in ways:
+        with monkeypatch.context() as patch, caplog.at_level(logging.DEBUG):
+            for name, value in way.items():
+                patch.delenv(name, raising=False) if value is None else patch.setenv(name, value)
+            for action in actions:
+                if what == "no container" and action in (actions[0], actions[-1]):
+                    continue  # what is not there is not found
+                with pytest.raises(kind, match=message) as caught:
+                    action()
+                assert az.url in str(caught.value)
+                assert len(str(caught.value)) < 700
+                assert not canary("".join(traceback.format_exception(caught.value)))
+    assert not canary(caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"AZURE_STORAGE_ACCOUNT_KEY": "not base64, hunter2"}, "Invalid Access Key.*credentials"),
+        ({"AZURE_STORAGE_ACCOUNT_KEY": None, "AZURE_STORAGE_SAS_TOKEN": "hunter2"}, "SAS query.*credentials"),
+        ({"AZURE_STORAGE_ACCOUNT_KEY": None, "AZURE_STORAGE_TOKEN": "hunter2\n"}, "AZURE_STORAGE_TOKEN.*line break"),
+        ({"AZURE_STORAGE_ACCOUNT_NAME": None}, "Account must be specified.*AZURE_STORAGE_ACCOUNT_NAME"),
+        ({"AZURE_STORAGE_ACCOUNT_KEY": CANARY}, "AuthenticationFailed"),
+    ],
+    ids=["key", "sas", "token", "account", "wrong"],
+)
+def test_credentials_that_are_wrong(
+    az: Store, change: dict[str, str | None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in change.items():
+        monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
+    with pytest.raises(hf.errors.StoragePermissionError, match=message) as caught:
+        hf.CheckpointManager(f"{az.url}/run")
+    assert not canary("".join(traceback.format_exception(caught.value)))
+
+
+@pytest.mark.parametrize("how", ["reset", "cut"])
+@pytest.mark.parametrize("pattern", [r"GET .*checkpoint\.json", r"GET .*\.0\.\d+$", "prefix="])
+def test_answers_that_end_half_way_are_asked_for_again(
+    az: Store, url: str, pattern: str, how: Literal["reset", "cut"]
+) -> None:
+    fault = az.server.fail(pattern, times=2, how=how)
+    assert np.array_equal(hf.load(url)["w"], TREE["w"])
+    assert hf.verify(url).ok
+    assert fault.times == 0
+
+
+@pytest.mark.parametrize("status", [200, 201])
+def test_an_error_with_the_status_of_success(az: Store, url: str, status: int) -> None:
+    """Nothing is stored, so nothing is committed."""
+    az.server.fail(r"PUT .*checkpoint\.json", times=ALWAYS, answer=az.server.error(status, "ServerBusy"))
+    with pytest.raises(hf.errors.StorageUnavailableError):
+        hf.save(f"{az.url}/new", TREE)
+    with pytest.raises(hf.CheckpointNotFoundError):
+        hf.load(f"{az.url}/new")
+
+
+@pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
+def test_a_commit_whose_answer_is_lost(az: Store, url: str, old: bool) -> None:
+    """The repeated request is refused, as the record exists, and the record is its own."""
+    place = url if old else f"{az.url}/new"
+    az.server.fail(r"PUT .*checkpoint\.json", how="reset")
+    hf.save(place, {"new": 1}, overwrite=old)
+    assert hf.load(place) == {"new": 1}
+
+
+def test_a_service_that_never_answers(az: Store, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", 0.3)
+    monkeypatch.setattr(object_store, "SLOWEST", 1 << 40)
+    az.server.fail("", times=ALWAYS, how="never")
+    with pytest.raises(hf.errors.StorageUnavailableError, match=r"no answer after \d+ s; check the connection"):
+        hf.load(url)
+
+
+def test_ctrl_c_ends_the_wait(az: Store, url: str) -> None:
+    asked = threading.Event()
+    az.server.fail("GET", times=ALWAYS, how="never", act=asked.set)
+
+    def interrupt() -> None:
+        asked.wait()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        hf.load(url)
+    thread.join()
+    az.server.reset()
+    assert hf.load(url)["step"] == 3
+
+
+FORKED = """
+import os, sys
+import holdfast as hf
+if sys.argv[2] == "used":
+    hf.load(sys.argv[1])
+child = os.fork()
+if not child:
+    try:
+        print("loaded", hf.load(sys.argv[1])["step"], flush=True)
+    except hf.errors.StorageError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+print("parent", hf.load(sys.argv[1])["step"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "message"), [("unused", "loaded 3"), ("used", "was forked from one that had used Azure.*forkserver")]
+)
+def test_forked_processes(az: Store, url: str, before: str, message: str) -> None:
+    """A process that is forked later is told so at once; obstore would wait for ever."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, url, before]
+    found = subprocess.run(command, env={**os.environ, **az.environment}, capture_output=True, text=True, timeout=100)
+    assert re.search(message, found.stdout), found.stderr
+    assert found.stdout.endswith("parent 3\n")
+
+
+def scratch(count: int, size: int) -> Callable[[], Iterator[NDArray[np.uint8]]]:
+    """Returns a function that generates parts in the same memory."""
+
+    def parts() -> Iterator[NDArray[np.uint8]]:
+        memory = np.empty(size, np.uint8)
+        for value in range(count):
+            memory[:] = value
+            yield memory
+
+    return parts
+
+
+@pytest.mark.parametrize("single", [1 << 30, 1 << 20], ids=["one request", "blocks"])
+def test_memory_that_is_used_again(az: Store, single: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore would send the last content several times."""
+    monkeypatch.setattr(azure, "_SINGLE", single)
+    monkeypatch.setattr(azure, "_BLOCK", 5 << 20)
+    place, size = as_location(f"{az.url}/data"), 24 << 20
+    place.write_data(size, [Segment(0, size, scratch(24, 1 << 20))])
+    assert place.read_bytes() == b"".join(bytes([value]) * (1 << 20) for value in range(24))
+    assert any("comp" in request.query for request in az.server.log) == (single < size)
+
+
+def test_a_part_that_fails_in_blocks(az: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(azure, "_SINGLE", 1 << 20)
+
+    def parts() -> Iterator[NDArray[np.uint8]]:
+        yield np.zeros(8 << 20, np.uint8)
+        raise KeyError("the leaf is gone")
+
+    with pytest.raises(KeyError, match="the leaf is gone"):
+        as_location(f"{az.url}/data").write_data(16 << 20, [Segment(0, 16 << 20, parts)])
+    assert az.stored() == []
+
+
+def test_lasting_parts_are_sent_from_where_they_are(az: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    put = azure.AzureBackend._put
+
+    def noted(self: Any, key: str, body: Any, *more: Any, **options: Any) -> None:
+        sent.append(body)
+        put(self, key, body, *more, **options)
+
+    monkeypatch.setattr(azure.AzureBackend, "_put", noted)
+    weights = np.arange(1 << 20, dtype=np.float32)
+    hf.save(f"{az.url}/ckpt", {"w": weights})
+    assert any(np.shares_memory(part, weights) for body in sent if isinstance(body, list) for part in body)
+    assert np.array_equal(hf.load(f"{az.url}/ckpt")["w"], weights)
+
+
+def test_orbax_is_told_to_copy(az: Store) -> None:
+    from holdfast.integrations.formats.orbax.arrays import directory_spec
+
+    with pytest.raises(hf.errors.InvalidLocationError, match="does not reach az://; use a disk"):
+        directory_spec(as_location(f"{az.url}/orbax"))
