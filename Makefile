@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 MINIMUM := .venv-minimum
 PARALLEL := --numprocesses=auto --dist=loadgroup
 
-.PHONY: help demo test test-all test-minimum check docs format bench clean
+.PHONY: help demo test test-all test-minimum check docs format bench gpu gpu-wheels clean
 help:
 	@echo "make demo          train on real data, get preempted half-way, resume, verify, list"
 	@echo "make test          run the tests, in parallel"
@@ -17,6 +17,8 @@ help:
 	@echo "make docs          build the site of the documentation in build/site"
 	@echo "make format        put the code into shape"
 	@echo "make bench         compare with other ways to save checkpoints, on this disk"
+	@echo "make gpu           test and measure on this machine's NVIDIA GPU, in eight minutes, without a network"
+	@echo "make gpu-wheels    load what a machine with a GPU may lack for that into build/gpu-wheels"
 	@echo "make clean         remove everything that make has made"
 
 $(READY): pyproject.toml constraints.txt
@@ -72,6 +74,13 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.compare
+
+# With the Python that has torch and jax for the GPU. GPU_OPTIONS="--device cpu --gigabytes 0.01" tries it without a GPU.
+gpu:
+	$(PYTHON) -m benchmarks.gpu run $(GPU_OPTIONS)
+
+gpu-wheels:
+	$(PYTHON) -m benchmarks.gpu wheels $(GPU_OPTIONS)
 
 clean:
 	rm -rf $(VENV) $(MINIMUM) .venv-demo build dist runs .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -162,6 +162,12 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
     parser.add_argument(
         "--gigabytes", type=float, action="append", help="of arrays on the device: 1, 8 and 20 unless given; repeatable"
     )
+    parser.add_argument(
+        "--seconds", type=float, default=3600.0, help="with --device: for all contenders together; an hour unless given"
+    )
+    parser.add_argument(
+        "--lines", type=Path, metavar="FILE", help="with --device: append each save to this file as a JSON object"
+    )
     options = parser.parse_args(arguments)
     options.directory.mkdir(parents=True, exist_ok=True)
     if options.device is not None:

@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_PLATFORMS"] = os.environ.get("HOLDFAST_TESTS_JAX_PLATFORMS", "cpu")  # others only with `-m gpu`
 # XLA's optimizations cost more than the small programs of the tests take to run.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
 os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"

@@ -23,7 +23,7 @@ from .leaves import WEAK, ArrayLeaf, Box, Details, LeafProblem, Part, Piece, Pin
 
 _logger = logging.getLogger("holdfast")
 
-_PINNED = {"gpu"}  # platforms whose arrays are copied to pinned memory
+_PINNED = {"gpu", "cuda", "rocm"}  # platforms whose arrays are copied to pinned memory
 _FEW = 64  # devices of a mesh that are listed in the facts of its arrays
 _ORIGINS = [(0,) * axes for axes in range(65)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,36 @@ def test_the_command(blocked: Any, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_device(blocked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table for GPUs, on the CPU: every contender saves, steps and saves again."""
+    """The tables for GPUs, on the CPU: every contender saves, steps and saves again, and each save is noted at once."""
     pytest.importorskip("torch")
     pytest.importorskip("jax")
-    monkeypatch.setattr(blocked.devices, "measure_apart", blocked.devices.measure)
+    devices = blocked.devices
+    monkeypatch.setattr(devices, "measure_apart", devices.measure)
+    monkeypatch.setattr(devices, "SETTLED_ON", 1 << 20)
+    noted = tmp_path / "lines"
     lines: list[str] = []
-    common = ["--device", "cpu", "--gigabytes", "0.001", "--rounds", "1", "--directory", str(tmp_path)]
+    common = ["--device", "cpu", "--gigabytes", "0.001", "--gigabytes", "0.002", "--rounds", "2"]
+    common += ["--directory", str(tmp_path / "runs"), "--lines", str(noted)]
     blocked.main(common, lines.append)
-    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in lines[-1].splitlines()]
-    assert [row[:2] for row in rows[2:]] == [[name, "0.001"] for name in blocked.devices.CONTENDERS]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in lines[-2].splitlines()]
+    assert [row[:2] for row in rows[2:]] == [[name, size] for size in ("0.001", "0.002") for name in devices.CONTENDERS]
+    assert {row[-1] for row in rows[2:]} == {"3"}
+    for name in devices.OURS:
+        assert lines[-1].count(name) == 2 * 3, "three goals for each size"
+    assert "not measured" not in lines[-1]
+    found = [json.loads(line) for line in noted.read_text().splitlines()]
+    assert len(found) == 2 * 3 * len(devices.CONTENDERS)
+    assert not list((tmp_path / "runs").iterdir())
     lines.clear()
     blocked.main([*common[:1], "nonsense", *common[2:]], lines.append)
-    assert sum("not measured" in line for line in lines) == len(blocked.devices.CONTENDERS)
+    assert sum("not measured" in line for line in lines) == 2 * (len(devices.CONTENDERS) - 1)
+
+
+@pytest.mark.parametrize(("gigabytes", "message"), [(1e9, "disk of .*GB are needed"), (0.001, "stopped after")])
+def test_a_contender_that_cannot_be_measured(blocked: Any, tmp_path: Path, gigabytes: float, message: str) -> None:
+    """What does not fit is left out, and so is a process whose time is over; the others go on."""
+    found: list[dict[str, Any]] = []
+    measure = blocked.devices.measure if gigabytes > 1 else blocked.devices.measure_apart
+    measure("the disk", "cpu", [gigabytes], 1, tmp_path / "d", 0.01, found.append)
+    assert len(found) == 1
+    assert re.search(message, found[0]["error"])

@@ -78,7 +78,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield gpu
 
 
-GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])
 
 
 @pytest.fixture(params=["host", "fake", GPU])

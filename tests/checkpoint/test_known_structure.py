@@ -422,6 +422,7 @@ def test_under_fake_tensors(tmp_path: Path, known: list[bool]) -> None:
     assert known == [False]
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_tensors_on_a_gpu(tmp_path: Path, known: list[bool]) -> None:
     """The snapshot waits for kernels that were started before it, and those that are started after it wait for it."""

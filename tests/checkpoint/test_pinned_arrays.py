@@ -1,4 +1,4 @@
-"""Snapshots of jax arrays in pinned host memory, as on GPUs; here, devices of the CPU are taken for GPUs."""
+"""Snapshots of jax arrays in pinned host memory, on GPUs where jax has some, or on CPUs that are taken for GPUs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ jax = pytest.importorskip("jax")
 Tree = dict[str, Any]
 
 
-@pytest.fixture
-def put(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the arrays that jax was asked to copy to pinned memory, in a list that grows."""
+    if jax.default_backend() != request.param:
+        pytest.skip(f"jax uses the platform {jax.default_backend()}")
     device = jax.devices()[0]
     if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
         pytest.skip("this jax has no pinned memory on the CPU")
@@ -43,16 +45,20 @@ def forget() -> Any:
     jax_leaves._may_be_pinned.cache_clear()
 
 
+def mesh() -> Any:
+    devices = np.array(jax.devices())
+    return jax.sharding.Mesh(devices.reshape(-1, 2 if len(devices) % 2 == 0 else 1), ("x", "y"))
+
+
 def sharded(array: Any, *axes: str | tuple[str, ...] | None) -> Any:
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
-    return jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
+    return jax.device_put(array, jax.sharding.NamedSharding(mesh(), jax.sharding.PartitionSpec(*axes)))
 
 
 def a_tree(step: int) -> Tree:
     numbers = jax.numpy.arange(4096.0).reshape(64, 64) + step
     return {
         "plain": numbers,
-        "committed": jax.device_put(numbers * 2, jax.devices()[3]),
+        "committed": jax.device_put(numbers * 2, jax.devices()[-1]),
         "half": numbers.astype("bfloat16"),
         "eighth": numbers.astype("float8_e4m3fn"),
         "four bits": (numbers % 7).astype("int4"),
@@ -115,7 +121,7 @@ def test_what_is_pinned(put: list[Any], tmp_path: Path) -> None:
             manager.save(step, tree)
             manager.wait_until_finished()
             whole = {"plain", "committed", "half", "scalar", "key", "keys"}
-            parts = {"divided": 4, "rows": 4, "copied": 1, "partly copied": 2}
+            parts = {"divided": mesh().size, "rows": mesh().size, "copied": 1, "partly copied": mesh().shape["y"]}
             assert len(put) == len(whole) + sum(parts.values()), step
 
 
