@@ -10,24 +10,21 @@ https://cloud.google.com/docs/authentication/application-default-credentials
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import ssl
-import threading
-import time
 import urllib.request
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote, urlencode
 
-from .transfer import Transfer, tls_context
+from .tokens import Renewed, answer_of
+from .transfer import Transfer
 
 _SERVICE = "https://storage.googleapis.com"
 _TOKENS = "https://oauth2.googleapis.com/token"
 _WAIT = 5.0  # seconds for an answer with a token
-_RENEW = 60.0  # seconds before the end of a token at which it is renewed
-_PAUSE = 60.0  # seconds until a token that was not found is looked for again
+_EARLY = 60.0  # seconds before the end of a token at which it is renewed
 
 
 class GcsTransfer(Transfer):
@@ -68,21 +65,12 @@ class GcsTransfer(Transfer):
         return {"host": self._netloc, **kind, **headers, "authorization": f"Bearer {token}"}
 
     def _refused(self, headers: Mapping[str, str]) -> None:
-        forget_token(headers["authorization"].removeprefix("Bearer "))
+        _renewed.forget(headers["authorization"].removeprefix("Bearer "))
 
     def _is_stored(self, answer: bytes, size: int) -> bool:
         with contextlib.suppress(ValueError, AttributeError):
             return bool(json.loads(answer).get("size") == str(size))
         return False
-
-
-class _Token(NamedTuple):
-    text: str | None
-    until: float  # time.monotonic() at which it is asked for again
-
-
-_lock = threading.Lock()
-_known: dict[tuple[str | None, ...], _Token] = {}  # keys are the sources of the credentials
 
 
 def access_token() -> str | None:
@@ -91,27 +79,15 @@ def access_token() -> str | None:
         return os.environ["GOOGLE_AUTH_TOKEN_FOR_TESTING"]
     names = ("GOOGLE_APPLICATION_CREDENTIALS", "CLOUDSDK_CONFIG", "HOME", "GCE_METADATA_ROOT")
     source = tuple(map(os.environ.get, names))
-    with _lock:
-        token = _known.get(source)
-        if token is None or time.monotonic() >= token.until:
-            token = _known[source] = _new_token()
-        return token.text
+    return _renewed.get(source)
 
 
-def forget_token(text: str) -> None:
-    """Drop a token that has ended early: the clock behind its end stands still while a machine sleeps."""
-    with _lock:
-        for source in [source for source, token in _known.items() if token.text == text]:
-            del _known[source]
+def _new_token() -> tuple[str, float]:
+    answer = json.loads(_ask_for_token())
+    return str(answer["access_token"]), float(answer["expires_in"])
 
 
-def _new_token() -> _Token:
-    asked = time.monotonic()
-    try:
-        answer = json.loads(_ask_for_token())
-        return _Token(str(answer["access_token"]), asked + float(answer["expires_in"]) - _RENEW)
-    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
-        return _Token(None, asked + _PAUSE)
+_renewed = Renewed(_new_token, _EARLY)
 
 
 def _ask_for_token() -> bytes:
@@ -120,20 +96,12 @@ def _ask_for_token() -> bytes:
     if credentials is None:
         host = os.environ.get("GCE_METADATA_ROOT", "metadata.google.internal")
         url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/token"
-        return _answer(urllib.request.Request(url, headers={"Metadata-Flavor": "Google"}))
+        return answer_of(urllib.request.Request(url, headers={"Metadata-Flavor": "Google"}), _WAIT)
     # A service account has a key to sign with, which the standard library cannot.
     if credentials["type"] != "authorized_user":
         raise ValueError(credentials["type"])
     body = {name: credentials[name] for name in ("client_id", "client_secret", "refresh_token")}
-    return _answer(urllib.request.Request(_TOKENS, urlencode(body | {"grant_type": "refresh_token"}).encode()))
-
-
-def _answer(request: urllib.request.Request) -> bytes:
-    # Bypass proxies for the metadata server; this client is not used behind a proxy.
-    handlers = [urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls_context())]
-    with urllib.request.build_opener(*handlers).open(request, timeout=_WAIT) as response:
-        content: bytes = response.read()
-    return content
+    return answer_of(urllib.request.Request(_TOKENS, urlencode(body | {"grant_type": "refresh_token"}).encode()), _WAIT)
 
 
 def _credentials() -> dict[str, Any] | None:

@@ -84,23 +84,26 @@ def store_spec(scheme: str, bucket: str) -> dict[str, Any]:
     """Return TensorStore's JSON specification of a store.
 
     For S3 it includes the service (``AWS_ENDPOINT_URL_S3`` or ``AWS_ENDPOINT_URL``), the region (``AWS_REGION`` or
-    ``AWS_DEFAULT_REGION``) and the source of the credentials.
+    ``AWS_DEFAULT_REGION``), both also as ``~/.aws`` has them, and the source of the credentials.
     """
     if scheme == "memory":
         return {"driver": "memory"}
     if scheme == "gs":
         return {"driver": "gcs", "bucket": bucket}
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket}
-    environment = os.environ
-    region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
-    endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
+    from .aws_credentials import aws_endpoint, aws_region, chosen_profile
+
+    region, endpoint = aws_region(), aws_endpoint("s3")
     if endpoint:
         spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
     elif region:
         spec["aws_region"] = region
-    if "AWS_ACCESS_KEY_ID" in environment:
-        # The default chain searches files and the network first, and logs a warning for each that is missing.
-        spec["aws_credentials"] = {"type": "environment"}
+    # The default chain searches files and the network first, and logs a warning for each that is missing. TensorStore
+    # 0.1.86 finds no profile whose name it is not told.
+    given = {"type": "environment"}
+    spec["aws_credentials"] = (
+        given if "AWS_ACCESS_KEY_ID" in os.environ else {"type": "default", "profile": chosen_profile()}
+    )
     return spec
 
 
@@ -125,7 +128,7 @@ class KvStoreBackend(ObjectStoreBackend):
         self.spec = spec
         self._lock = threading.Lock()
         self._opened: tensorstore.KvStore | None = None
-        self._bulk: list[Transfer | None] | None = None  # a list of one, once it is known
+        self._bulk: Transfer | None = None
 
     def has_object(self, key: str) -> bool:
         answer = self.request(key, "access", lambda: self._store().read(key, byte_range=slice(0, 0)))
@@ -232,6 +235,10 @@ class KvStoreBackend(ObjectStoreBackend):
                     f"cannot reach {self._root}: the value of {name} holds a character that no header can have, "
                     "perhaps a line break at its end; set it again without"
                 )
+        if self.scheme == "s3":
+            from .aws_credentials import check_profile
+
+            check_profile()
         with self._lock:
             if self._opened is None:
                 import tensorstore
@@ -250,8 +257,8 @@ class KvStoreBackend(ObjectStoreBackend):
                 from .gcs_transfer import GcsTransfer
                 from .s3_transfer import S3Transfer
 
-                self._bulk = [(S3Transfer if self.scheme == "s3" else GcsTransfer).open(self.spec)]
-            return self._bulk[0]
+                self._bulk = (S3Transfer if self.scheme == "s3" else GcsTransfer).open(self.spec)
+            return self._bulk
 
     def _patience(self, key: str, action: str, nbytes: int) -> Patience:
         from .transfer import Patience
@@ -274,14 +281,12 @@ class KvStoreBackend(ObjectStoreBackend):
         if self.scheme == "memory":
             return ""
         if self.scheme == "s3":
+            from .aws_credentials import described_credentials, described_endpoint
+
             endpoint, region = self.spec.get("endpoint"), self.spec.get("aws_region")
-            asked = f"asked {_without_user(endpoint)}, the value of AWS_ENDPOINT_URL" if endpoint else "asked Amazon"
+            asked = f"asked {_without_user(endpoint)}, {described_endpoint('s3')}" if endpoint else "asked Amazon"
             asked += f", region {region}" if region else ", no AWS_REGION set"
-            source = (
-                "the credentials of AWS_ACCESS_KEY_ID"
-                if "aws_credentials" in self.spec
-                else "the credentials in ~/.aws or of this machine, if any (AWS_ACCESS_KEY_ID is not set)"
-            )
+            source = described_credentials()
         else:
             url = os.environ.get("TENSORSTORE_GCS_HTTP_URL")
             asked = (

@@ -1,22 +1,24 @@
-"""Bulk data to and from S3: where the service is, and the signatures of requests.
+"""Bulk data to and from S3: where the service is, and what its requests look like.
 
-Signatures: https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html
 Copies: https://docs.aws.amazon.com/AmazonS3/latest/API/API_CopyObject.html
 """
 
 from __future__ import annotations
 
-import datetime
+import functools
 import hashlib
-import hmac
-import os
 import ssl
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
+from .aws_credentials import aws_credentials, signed_headers
 from .transfer import Part, Transfer
 
+_LOOKUP = "https://{}.s3.amazonaws.com/"
+_WAIT = 5.0  # seconds for the region of a bucket
 _EMPTY = hashlib.sha256(b"").hexdigest()
 
 
@@ -30,14 +32,13 @@ class S3Transfer(Transfer):
 
     @classmethod
     def open(cls, spec: Mapping[str, Any]) -> S3Transfer | None:
-        """Return the client for TensorStore's specification of a store; None where only TensorStore can decide.
-
-        Credentials have to be in the environment, and the address and the region have to be known without a request.
-        """
-        if "aws_credentials" not in spec or "aws_region" not in spec:
+        """Return the client for TensorStore's specification of a store; None where only TensorStore can decide."""
+        if aws_credentials() is None:
             return None
-        bucket, region = spec["bucket"], spec["aws_region"]
-        endpoint = spec.get("endpoint")
+        bucket, endpoint = spec["bucket"], spec.get("endpoint")
+        region = spec.get("aws_region") or ("." not in bucket and _bucket_region(bucket))
+        if not region:
+            return None
         if endpoint is None:
             if "." in bucket or not region.isascii() or region.startswith("cn-"):
                 return None
@@ -71,27 +72,25 @@ class S3Transfer(Transfer):
         return b"<CopyObjectResult" in answer  # an error may have the status of success
 
     def _authorized(self, method: str, target: str, headers: Mapping[str, str], digest: str) -> dict[str, str] | None:
-        key_id, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
-        if not key_id or not secret:
+        found = aws_credentials()
+        if found is None:
             return None
         digest = digest or _EMPTY
-        now = datetime.datetime.now(datetime.UTC)
-        stamp = now.strftime("%Y%m%dT%H%M%SZ")
-        signed = {"host": self._netloc, "x-amz-content-sha256": digest, "x-amz-date": stamp}
-        signed |= {name: value for name, value in headers.items() if name != "content-length"}
-        token = os.environ.get("AWS_SESSION_TOKEN")
-        if token:
-            signed["x-amz-security-token"] = token
-        names = sorted(signed)
-        canonical = [method, target, "", *(f"{name}:{signed[name]}" for name in names), "", ";".join(names), digest]
-        scope = f"{stamp[:8]}/{self._region}/s3/aws4_request"
-        text = ["AWS4-HMAC-SHA256", stamp, scope, hashlib.sha256("\n".join(canonical).encode()).hexdigest()]
-        derived = f"AWS4{secret}".encode()
-        for part in (stamp[:8], self._region, "s3", "aws4_request", "\n".join(text)):
-            derived = hmac.digest(derived, part.encode(), "sha256")
-        return {
-            **signed,
-            **headers,
-            "authorization": f"AWS4-HMAC-SHA256 Credential={key_id}/{scope}, SignedHeaders={';'.join(names)}, "
-            f"Signature={derived.hex()}",
-        }
+        named = {"host": self._netloc, "x-amz-content-sha256": digest, **headers}
+        return signed_headers(method, target, named, digest, found, self._region, "s3")
+
+
+@functools.cache
+def _bucket_region(bucket: str) -> str | None:
+    """Ask Amazon for the region of a bucket, which it tells everybody."""
+    if urllib.request.getproxies().get("https"):
+        return None
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(_LOOKUP.format(bucket), method="HEAD"), timeout=_WAIT
+        ) as answer:
+            return str(answer.headers["x-amz-bucket-region"])
+    except urllib.error.HTTPError as error:
+        return error.headers["x-amz-bucket-region"]
+    except OSError:
+        return None

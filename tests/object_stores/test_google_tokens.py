@@ -96,7 +96,7 @@ def test_the_account_is_the_one_that_tensorstore_finds(
 
 def test_tokens_are_renewed_before_they_end(service: TokenServer, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("holdfast.engine.storage.gcs_transfer.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("holdfast.engine.storage.tokens.time.monotonic", lambda: now[0])
     seen = []
     for now[0] in (0.0, 539.0, 540.0, 1000.0, 1080.0):
         seen.append(gcs_transfer.access_token())
@@ -144,7 +144,7 @@ def test_without_a_token_tensorstore_goes_on(
     content: object, service: TokenServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("holdfast.engine.storage.gcs_transfer.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("holdfast.engine.storage.tokens.time.monotonic", lambda: now[0])
     service.content = content
     assert [gcs_transfer.access_token() for _ in range(3)] == [None] * 3
     assert len(service.log) == 1, "it is not asked for each request"

@@ -18,7 +18,7 @@ import holdfast as hf
 from holdfast.engine.arrays import extents
 from holdfast.engine.arrays.assemble import Assembly
 from holdfast.engine.errors import DamagedCheckpointError
-from holdfast.engine.storage import Location, Segment, as_location, kvstore, store_spec, transfer
+from holdfast.engine.storage import Location, Segment, as_location, kvstore, s3_transfer, store_spec, transfer
 from holdfast.engine.storage.gcs_transfer import GcsTransfer
 from holdfast.engine.storage.s3_transfer import S3Transfer
 from holdfast.engine.storage.transfer import Part, Patience, Transfer
@@ -69,7 +69,18 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
         ("runs", ENDPOINT | CREDENTIALS | {"http_proxy": "http://127.0.0.1:8", "no_proxy": "127.0.0.1"}, True),
         ("runs", {"AWS_ENDPOINT_URL": "ftp://127.0.0.1"} | CREDENTIALS, False),
     ],
-    ids=["endpoint", "amazon", "~/.aws", "no region", "dot", "dot, endpoint", "china", "proxy", "no proxy", "ftp"],
+    ids=[
+        "endpoint",
+        "amazon",
+        "no credentials",
+        "no region",
+        "dot",
+        "dot, endpoint",
+        "china",
+        "proxy",
+        "no proxy",
+        "ftp",
+    ],
 )
 def test_where_only_tensorstore_can_decide(
     bucket: str, environment: dict[str, str], usable: bool, monkeypatch: pytest.MonkeyPatch
@@ -79,6 +90,9 @@ def test_where_only_tensorstore_can_decide(
     for name in ("http_proxy", "https_proxy", "no_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("HOME", "/nowhere")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setattr(s3_transfer, "_LOOKUP", "http://127.0.0.1:9/{}")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert (S3Transfer.open(store_spec("s3", bucket)) is not None) == usable

@@ -24,24 +24,28 @@ def root() -> Iterator[Location]:
     place.remove_tree()
 
 
+DEFAULT = {"driver": "s3", "bucket": "runs", "aws_credentials": {"type": "default", "profile": "default"}}
+
+
 @pytest.mark.parametrize(
     ("scheme", "bucket", "environment", "expected"),
     [
         ("memory", "", {}, {"driver": "memory"}),
         ("gs", "runs", {}, {"driver": "gcs", "bucket": "runs"}),
-        ("s3", "runs", {}, {"driver": "s3", "bucket": "runs"}),
-        ("s3", "runs", {"AWS_REGION": "eu-1"}, {"driver": "s3", "bucket": "runs", "aws_region": "eu-1"}),
+        ("s3", "runs", {}, DEFAULT),
+        ("s3", "runs", {"AWS_REGION": "eu-1"}, DEFAULT | {"aws_region": "eu-1"}),
+        ("s3", "runs", {"AWS_PROFILE": "lab"}, DEFAULT | {"aws_credentials": {"type": "default", "profile": "lab"}}),
         (
             "s3",
             "runs",
             {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"},
-            {"driver": "s3", "bucket": "runs", "endpoint": "http://127.0.0.1:9", "aws_region": "us-east-1"},
+            DEFAULT | {"endpoint": "http://127.0.0.1:9", "aws_region": "us-east-1"},
         ),
         (
             "s3",
             "runs",
             {"AWS_ENDPOINT_URL": "http://a", "AWS_ENDPOINT_URL_S3": "http://b", "AWS_DEFAULT_REGION": "r"},
-            {"driver": "s3", "bucket": "runs", "endpoint": "http://b", "aws_region": "r"},
+            DEFAULT | {"endpoint": "http://b", "aws_region": "r"},
         ),
         (
             "s3",
@@ -50,13 +54,14 @@ def root() -> Iterator[Location]:
             {"driver": "s3", "bucket": "runs", "aws_credentials": {"type": "environment"}},
         ),
     ],
-    ids=["memory", "gs", "s3", "region", "endpoint", "endpoint-s3", "credentials"],
+    ids=["memory", "gs", "s3", "region", "profile", "endpoint", "endpoint-s3", "credentials"],
 )
 def test_store_spec(
     scheme: str, bucket: str, environment: dict[str, str], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/nowhere")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert store_spec(scheme, bucket) == expected

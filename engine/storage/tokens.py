@@ -1,0 +1,68 @@
+"""Credentials that end, such as access tokens: they are kept, and renewed before that."""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from .transfer import tls_context
+
+T = TypeVar("T")
+
+_PAUSE = 60.0  # seconds until what was not found is looked for again
+
+
+@dataclass
+class _Kept(Generic[T]):
+    value: T | None
+    renewed_at: float  # when it is asked for again, by time.monotonic()
+    ends_at: float
+
+
+class Renewed(Generic[T]):
+    """Credentials by the settings that they come from.
+
+    Args:
+        find: Returns new ones and the seconds until they end; raises any ``Exception`` where there are none.
+        early: Seconds before the end at which they are renewed; at half their time, if that is later.
+    """
+
+    def __init__(self, find: Callable[[], tuple[T, float]], early: float) -> None:
+        self._find = find
+        self._early = early
+        self._lock = threading.Lock()
+        self._known: dict[Hashable, _Kept[T]] = {}
+
+    def get(self, settings: Hashable) -> T | None:
+        """Return the credentials of these settings, None without any; those that have not ended outlast a failure."""
+        with self._lock:
+            kept = self._known.get(settings)
+            now = time.monotonic()
+            if kept is not None and now < kept.renewed_at:
+                return kept.value
+            try:
+                value, seconds = self._find()
+                found = _Kept[T](value, now + max(seconds - self._early, seconds / 2), now + seconds)
+            except Exception:  # what it holds may be secret; TensorStore, which is asked next, explains what is missing
+                lasting = kept is not None and now < kept.ends_at
+                found = _Kept(kept.value if lasting and kept else None, now + _PAUSE, kept.ends_at if kept else now)
+            self._known[settings] = found
+            return found.value
+
+    def forget(self, value: T) -> None:
+        """Drop credentials that have ended early: the clock behind their end stands still while a machine sleeps."""
+        with self._lock:
+            for settings in [settings for settings, kept in self._known.items() if kept.value == value]:
+                del self._known[settings]
+
+
+def answer_of(request: urllib.request.Request, timeout: float) -> bytes:
+    """Return the body of an answer; bypass proxies, as services of the machine are not behind one."""
+    handlers = [urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls_context())]
+    with urllib.request.build_opener(*handlers).open(request, timeout=timeout) as response:
+        content: bytes = response.read()
+    return content
