@@ -61,7 +61,7 @@ def default_sigint() -> Iterator[None]:
 @pytest.fixture
 def fits_are_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets every ``fit`` stand for a process that starts, though one process does all: it knows of none before it."""
-    monkeypatch.setattr("holdfast.integrations.lightning.callback.note_finished", lambda *_: None)
+    monkeypatch.setattr("holdfast.integrations.lightning.store.RunStore.note_finished", lambda *_: None)
 
 
 @pytest.fixture

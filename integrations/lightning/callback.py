@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Never
 
 import torch
 
 from ...engine.clock import Clock, Duration
-from ...engine.errors import HoldfastError, OptionError, StateError
+from ...engine.errors import HoldfastError, OptionError
 from ...engine.manager import BestFn, BestMode, Mirror, described, refuse_options
 from ...engine.sources import Misfits, Weights, load_weights
-from ...engine.storage import Location, Place
+from ...engine.storage import Place
 from ..loop import (
     OwnStop,
     PreemptionSignal,
@@ -439,7 +438,7 @@ class CheckpointCallback(ResumingCallback):
             path = max(filter(None, ours), key=os.path.getmtime, default=None)
         found = path or self.ckpt_path
         if found and (decides or path is None) and self._options.resume == "auto":
-            check_module(self._store.directory, trainer.lightning_module)
+            self._store.check_module(trainer.lightning_module)
         agreed = self._store.agree(found is not None, self._options.resume)
         return (found or ResumePath(self._store.directory)) if agreed else None
 
@@ -492,7 +491,7 @@ class CheckpointCallback(ResumingCallback):
             facts = {"error": described(error)} if ended == "failed" and error is not None else {}
             self._store.manager.events.write(ended, step=trainer.global_step, **facts)
             if ended == "finished":
-                note_finished(self._store.directory, trainer.lightning_module)
+                self._store.note_finished(trainer.lightning_module)
             saver.announce()
 
 
@@ -514,24 +513,3 @@ def take_weights(trainer: Any, module: Any, place: Place, misfits: Misfits | Non
     weights = load_weights(place, state, misfits=misfits)
     module.load_state_dict(weights.tree, strict=True)
     return weights
-
-
-# The modules of the runs that this process has finished, by the URL of the directory. Nothing but the process itself
-# connects the runs of a cross-validation.
-_modules: dict[str, weakref.ref[Any]] = {}
-
-
-def note_finished(directory: Location, module: Any) -> None:
-    """Note that training of a module has finished."""
-    _modules[directory.url] = weakref.ref(module)
-
-
-def check_module(directory: Location, module: Any) -> None:
-    """Refuse to resume a run that this process has finished with another module: it is most likely another run."""
-    finished = _modules.get(directory.url)
-    if finished is not None and finished() is not module:
-        raise StateError(
-            f"{directory} holds a run that this process has finished with another module, which would get the weights "
-            "and the score of that run. Give every fold, trial or phase a directory of its own; to go on with that "
-            "run, pass resume='must' to the callback, or ckpt_path='last' to fit"
-        )

@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -39,6 +40,10 @@ _OF_EVERY = {"every": True}  # This restores the positions of all processes wher
 
 Template = Mapping[str, Any] | None
 """Templates by entry of Lightning's dictionary."""
+
+FINISHED: dict[str, weakref.ref[Any]] = {}
+"""The modules of the runs that this process has finished, by the URL of the directory: nothing but the process connects
+the runs of a cross-validation."""
 
 logger = logging.getLogger("holdfast")
 
@@ -95,6 +100,20 @@ class RunStore:
             if not orderly:
                 self._manager.finish_mirror(WITHOUT_GRACE)
             self._manager.close()
+
+    def note_finished(self, module: Any) -> None:
+        """Note that training of a module has finished."""
+        FINISHED[self.directory.url] = weakref.ref(module)
+
+    def check_module(self, module: Any) -> None:
+        """Refuse to resume a run that this process has finished with another module: most likely, it is another run."""
+        finished = FINISHED.get(self.directory.url)
+        if finished is not None and finished() is not module:
+            raise StateError(
+                f"{self.directory} holds a run that this process has finished with another module, which would get the "
+                "weights and the score of that run. Give every fold, trial or phase a directory of its own; to go on "
+                "with that run, pass resume='must' to the callback, or ckpt_path='last' to fit"
+            )
 
     def take_events(self) -> list[dict[str, Any]]:
         """Return the events since the last call; only process 0 has any."""
@@ -294,13 +313,13 @@ def _checkpoint(found: Any, place: Place) -> dict[str, Any]:
         raise StateError(
             f"{place} was not saved from a Lightning trainer; load it with hf.load, or with the callback that saved it"
         )
-    checkpoint, processes = from_tree(tree), current_coordinator()
+    checkpoint, processes = from_tree(tree, place), current_coordinator()
     if isinstance(own, SavedShares):
-        shares = [from_tree(share)[POSITION] for share in own.trees]
+        shares = [from_tree(share, place)[POSITION] for share in own.trees]
     elif own is None and POSITION in checkpoint and processes.process_count > 1:
         shares = [checkpoint[POSITION]]
     else:
-        return {**checkpoint, **from_tree(own or {})}
+        return {**checkpoint, **from_tree(own or {}, place)}
     of = processes.process_index if processes.process_index < len(shares) else 0
     return {**checkpoint, POSITION: {**shares[of], "shares": shares}}
 
@@ -362,13 +381,13 @@ def export_weights(step: Location, place: Location) -> None:
         _export_safetensors(step, place)
         return
     buffer = io.BytesIO()
-    torch.save(plain_weights(_entries(step, _OF_THE_MODEL)), buffer)
+    torch.save(plain_weights(_entries(step, _OF_THE_MODEL), step), buffer)
     place.parent.make_directory()
     place.write_bytes(buffer.getvalue())
 
 
 _OF_THE_MODEL = {
-    *("state_dict", "state_dict_versions", "epoch", "global_step", "pytorch-lightning_version"),
+    *("state_dict", "state_dict_versions", "tree_version", "epoch", "global_step", "pytorch-lightning_version"),
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
 }

@@ -23,13 +23,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...engine.errors import UnsupportedLeafError
+from ...engine.errors import FormatVersionError, UnsupportedLeafError
 from ...engine.pytree import STRIDES, is_permuted, with_strides
 from ...engine.stateful import instance_of
 
 POSITION = "holdfast"
 """The entry for the state that Lightning's own checkpoints lack: the position in the data, and random generators."""
 
+VERSION = 1
+"""The version of these trees. It is raised where the version of holdfast before could not read what is new."""
+
+_VERSION = "tree_version"  # trees of version 0.1.0 have none
 _VERSIONS = "state_dict_versions"
 _NUMPY = "numpy.ndarray"
 _TYPES = "value_types"  # the types of values that are saved as plain data: pairs of the keys of a value and its type
@@ -68,14 +72,25 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         tree[_VERSIONS] = json.dumps({name: facts.get("version") for name, facts in versions.items()})
     if plain.types:
         tree[_TYPES] = json.dumps(plain.types)
+    tree[_VERSION] = VERSION
     return tree, plain.left
 
 
-def from_tree(tree: dict[str, Any]) -> dict[str, Any]:
-    """Convert a tree that was loaded without a template to a checkpoint of Lightning; tensors share its memory."""
+def from_tree(tree: dict[str, Any], place: object = "this checkpoint") -> dict[str, Any]:
+    """Convert a tree that was loaded without a template to a checkpoint of Lightning; tensors share its memory.
+
+    Raises:
+        FormatVersionError: A newer version of holdfast wrote it at this place.
+    """
+    version = tree.get(_VERSION, 0)
+    if not isinstance(version, int) or version > VERSION:
+        raise FormatVersionError(
+            f"{place}: the state of its Lightning run has version {version!r:.20}, and this version of holdfast reads "
+            f"versions up to {VERSION}; install the one that wrote it, or a newer one"
+        )
     types = {tuple(keys): kind for keys, kind in json.loads(tree.get(_TYPES, "[]"))}
     checkpoint: dict[str, Any] = {
-        name: _value(value, (name,), types) for name, value in tree.items() if name not in (_VERSIONS, _TYPES)
+        name: _value(value, (name,), types) for name, value in tree.items() if name not in (_VERSION, _VERSIONS, _TYPES)
     }
     versions = tree.get(_VERSIONS)
     if versions is not None:
@@ -87,9 +102,9 @@ def from_tree(tree: dict[str, Any]) -> dict[str, Any]:
     return checkpoint
 
 
-def plain_weights(tree: dict[str, Any]) -> dict[str, Any]:
+def plain_weights(tree: dict[str, Any], place: object) -> dict[str, Any]:
     """Convert a part of a loaded tree to a checkpoint of Lightning that holds tensors and plain data only."""
-    return from_tree({name: value for name, value in tree.items() if name != _TYPES})
+    return from_tree({name: value for name, value in tree.items() if name != _TYPES}, place)
 
 
 def is_plain_tree(value: Any) -> bool:

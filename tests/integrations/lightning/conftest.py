@@ -39,9 +39,11 @@ def processes(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def start_again(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def start_again() -> Callable[[], None]:
     """Makes the test's calls of ``fit`` those of one program, which this starts again."""
-    return lambda: monkeypatch.setattr("holdfast.integrations.lightning.callback._modules", {})
+    from holdfast.integrations.lightning.store import FINISHED
+
+    return FINISHED.clear
 
 
 @pytest.fixture
