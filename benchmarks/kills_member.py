@@ -41,7 +41,7 @@ CALLS: dict[str, tuple[type, Callable[..., Any], bool]] = {
     "taking the directory over": (hf.CheckpointManager, hf.CheckpointManager.acquire, False),
     "asking for the steps": (ProcessGroup, ProcessGroup.decide, False),
     "restoring": (RunDirectory, RunDirectory.read_step, False),
-    "agreeing on what was restored": (ProcessGroup, ProcessGroup.share, False),
+    "agreeing on what was restored": (ProcessGroup, ProcessGroup.first, False),
     "snapshot": (TreeWriter, TreeWriter.__init__, False),
     "writing": (Location, Location.write_data_files, False),
     "written": (Location, Location.write_data_files, True),

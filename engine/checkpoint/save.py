@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,12 +33,12 @@ from ..handlers import (
     finish,
     run_coroutine,
 )
-from ..storage import Location
+from ..storage import REQUESTS, Location, parallel_map
 from .commit import PendingCheckpoint
 
 _logger = logging.getLogger("holdfast")
 
-_SHARED = struct.Struct("<Q")  # the number of shared bytes, before the record that process 0 sends to the others
+_SMALL = 16 * 1024  # bytes; smaller fragments are sent to process 0, larger ones are left in a file
 _LAST_WORD = 10.0  # seconds that the others get to stop writing before process 0 removes what they wrote
 
 
@@ -194,17 +193,17 @@ class Save:
         return items
 
     def commit(self, record: CheckpointRecord | None) -> tuple[CheckpointRecord, SaveReport]:
-        """Commit the checkpoint; return the record and the report. Processes other than 0 wait for its record."""
-        record, shared = self._role.commit(record)
+        """Commit the checkpoint; return the record and the report. Processes other than 0 wait for its summary."""
+        committed = self._role.commit(record)
         for written in self._reuse:
             written.commit()
         total = time.perf_counter() - self._began
-        return record, SaveReport(
-            step=record.step,
+        return committed.record, SaveReport(
+            step=committed.record.step,
             path=self._location.url,
-            reason=record.reason,
-            bytes=record.nbytes - shared,
-            shared_bytes=shared,
+            reason=committed.record.reason,
+            bytes=committed.written_bytes,
+            shared_bytes=committed.shared_bytes,
             blocked_seconds=self._blocked if self.in_background else total,
             total_seconds=total,
         )
@@ -239,6 +238,27 @@ class _BegunItem:
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
         return fsync_and_digest(folder) if self._files is None else self._files
+
+
+@dataclass(frozen=True, slots=True)
+class _Committed:
+    """A committed checkpoint: its record, or the summary; the bytes that were written, and those of shared files."""
+
+    record: CheckpointRecord
+    written_bytes: int
+    shared_bytes: int
+
+    def encode(self) -> bytes:
+        """Return what the other processes have to know, whose length does not grow with their number."""
+        summary = self.record.summary()
+        facts = {"identity": summary.summarizes, "written_bytes": self.written_bytes, "shared_bytes": self.shared_bytes}
+        return json.dumps({**facts, "record": summary.to_document()}).encode()
+
+    @classmethod
+    def decode(cls, content: bytes, source: str) -> _Committed:
+        facts = json.loads(content)
+        summary = CheckpointRecord.from_document(facts["record"], source=source)
+        return cls(replace(summary, summarizes=facts["identity"]), facts["written_bytes"], facts["shared_bytes"])
 
 
 class Primary:
@@ -279,26 +299,33 @@ class Primary:
         """Return the fragments of every item, once every process has written its share."""
         gathered = {name: [fragment] for name, fragment in own.items()}
         if self._rendezvous is not None:
-            sizes = [json.loads(one) for one in self._rendezvous.gather("written", b"{}", self._timeout) or []]
-            for process in range(1, self._rendezvous.count):
-                for name, size in sizes[process].items():
-                    gathered[name].append(_take_fragment(self._pending.folders[name], process, size))
+            written = [_decode_fragments(one) for one in self._rendezvous.gather("written", b"", self._timeout) or []]
+            places = [(name, process) for process, sent in enumerate(written) for name in sent]
+
+            def take(place: tuple[str, int]) -> bytes:
+                name, process = place
+                sent = written[process][name]
+                folder = self._pending.folders[name]
+                return sent if isinstance(sent, bytes) else _take_fragment(folder, process, sent)
+
+            for (name, _), fragment in zip(places, parallel_map(take, places, REQUESTS), strict=True):
+                gathered[name].append(fragment)
         return gathered
 
-    def commit(self, record: CheckpointRecord | None) -> tuple[CheckpointRecord, int]:
-        """Make the checkpoint exist; return its record and the bytes that it shares with earlier steps."""
+    def commit(self, record: CheckpointRecord | None) -> _Committed:
+        """Make the checkpoint exist."""
         assert record is not None, "process 0 makes the record"
         self._pending.commit(record)
+        committed = _Committed(record, record.nbytes - record.shared_bytes, record.shared_bytes)
         if self._rendezvous is None:
-            return record, record.shared_bytes
+            return committed
         self._committed = True
         try:
-            done = _SHARED.pack(record.shared_bytes) + record.encode()
-            self._rendezvous.broadcast("committed", done, self._timeout)
+            self._rendezvous.broadcast("committed", committed.encode(), self._timeout)
         except Exception as error:  # the checkpoint exists nevertheless
             _logger.warning("%s: saved, but the other processes could not be told: %s", self._pending.location, error)
         self._rendezvous.close()
-        return record, record.shared_bytes
+        return committed
 
     def give_up(self, error: BaseException) -> None:
         """Remove the files once no process writes any more; otherwise leave them to the next run."""
@@ -362,18 +389,16 @@ class Worker:
     def gather(self, own: Mapping[str, bytes]) -> None:
         folders = self.open()
         for name, fragment in own.items():
-            (folders[name] / _fragment_name(self._rendezvous.index)).write_bytes(fragment, atomic=False)
-        sizes = {name: len(fragment) for name, fragment in own.items()}
-        self._rendezvous.gather("written", json.dumps(sizes).encode(), self._timeout)
+            if len(fragment) > _SMALL:
+                (folders[name] / _fragment_name(self._rendezvous.index)).write_bytes(fragment, atomic=False)
+        self._rendezvous.gather("written", _encode_fragments(own), self._timeout)
 
-    def commit(self, record: CheckpointRecord | None) -> tuple[CheckpointRecord, int]:
-        """Wait for the record of process 0."""
+    def commit(self, record: CheckpointRecord | None) -> _Committed:
+        """Wait for what process 0 tells of its record."""
         # Process 0 may wait as long for another process, and then tells which one it missed.
         content = self._rendezvous.broadcast("committed", None, 2 * self._timeout)
         self._rendezvous.close()
-        source = f"{self._location}: what process 0 has committed"
-        record = CheckpointRecord.decode(content[_SHARED.size :], source=source)
-        return record, int(_SHARED.unpack(content[: _SHARED.size])[0])
+        return _Committed.decode(content, f"{self._location}: what process 0 has committed")
 
     def give_up(self, error: BaseException) -> None:
         """Report the failure, and that this process writes no more."""
@@ -403,6 +428,25 @@ def _fragment_name(process: int) -> str:
 
 def _stopped_key(rendezvous: Rendezvous, process: int) -> str:
     return f"{quote(rendezvous.name, safe='')}/stopped/{process}"
+
+
+def _encode_fragments(fragments: Mapping[str, bytes]) -> bytes:
+    """Return small fragments, and the sizes of those that are left in files: a line of JSON, then the small ones."""
+    sizes = json.dumps({name: len(fragment) for name, fragment in fragments.items()}).encode()
+    return b"\n".join([sizes, b"".join(each for each in fragments.values() if len(each) <= _SMALL)])
+
+
+def _decode_fragments(sent: bytes) -> dict[str, bytes | int]:
+    """Return the small fragments, and the sizes of the others, by the names of the items."""
+    if not sent:
+        return {}
+    head, _, rest = sent.partition(b"\n")
+    found: dict[str, bytes | int] = {}
+    begin = 0
+    for name, size in json.loads(head).items():
+        found[name] = size if size > _SMALL else rest[begin : begin + size]
+        begin += 0 if size > _SMALL else size
+    return found
 
 
 def _take_fragment(folder: Location, process: int, size: int) -> bytes:

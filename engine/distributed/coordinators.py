@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 _SHORTEST_WAIT = 0.001
 _LONGEST_WAIT = 0.25
+_PAUSE_PER_PROCESS = 0.25e-3  # seconds; so all processes that wait ask a store of torch 4,000 times a second at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +66,14 @@ class Coordinator(Protocol):
             value: At most 512 KiB.
         """
 
-    def get(self, key: str, timeout: float) -> bytes:
+    def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
         """Wait for a value.
 
         Args:
             key: The key.
             timeout: How long to wait, in seconds.
+            waited: How long the caller has waited for it before this call, in seconds. A store that cannot be waited
+                for is asked less often the longer that is.
 
         Raises:
             TimeoutError: No process has stored it in that time.
@@ -78,6 +81,13 @@ class Coordinator(Protocol):
 
     def try_get(self, key: str) -> bytes | None:
         """Return a value without waiting, or None if it has not been stored."""
+
+    def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        """Return several values in one request or few, without waiting, or None if one of them has not been stored.
+
+        Args:
+            keys: At least one key, all with the same text before their last slash.
+        """
 
     def delete(self, key: str) -> None:
         """Delete a value; a missing one is fine."""
@@ -96,7 +106,7 @@ class Alone:
         """Store a value."""
         self._values[key] = value
 
-    def get(self, key: str, timeout: float) -> bytes:
+    def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
         """Return a value, or raise TimeoutError at once, as no other process could store it."""
         if key not in self._values:
             raise TimeoutError(f"{key} was not stored, and there is no other process")
@@ -105,6 +115,10 @@ class Alone:
     def try_get(self, key: str) -> bytes | None:
         """Return a value, or None if there is none."""
         return self._values.get(key)
+
+    def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        """Return all values, or None if there is none for one of the keys."""
+        return [self._values[key] for key in keys] if self._values.keys() >= set(keys) else None
 
     def delete(self, key: str) -> None:
         """Delete a value; a missing one is fine."""
@@ -132,7 +146,7 @@ class JaxCoordinator:
         with _jax_error(key):
             self._client.key_value_set_bytes(key, value, allow_overwrite=True)
 
-    def get(self, key: str, timeout: float) -> bytes:
+    def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
         try:
             with _jax_error(key):
                 value: bytes = self._client.blocking_key_value_get_bytes(key, max(1, round(timeout * 1000)))
@@ -150,6 +164,12 @@ class JaxCoordinator:
         except KeyError:
             return None
         return value
+
+    def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        folder = keys[0].rpartition("/")[0]
+        with _jax_error(folder):
+            found: dict[str, bytes] = dict(self._client.key_value_dir_get_bytes(folder))
+        return [found[key] for key in keys] if found.keys() >= set(keys) else None
 
     def delete(self, key: str) -> None:
         with _jax_error(key):  # this also deletes all values whose keys continue after a slash
@@ -197,16 +217,17 @@ class TorchCoordinator:
         with _torch_error():
             self._store.set(key, value)
 
-    def get(self, key: str, timeout: float) -> bytes:
+    def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
         # Polls at intervals that grow with the time waited: Store.wait would block other threads that use the store,
         # and a TCPStore prints a warning for every wait that times out.
         begin = time.monotonic()
+        longest = max(_LONGEST_WAIT, self.process_count * _PAUSE_PER_PROCESS)
         while (value := self.try_get(key)) is None:
-            waited = time.monotonic() - begin
-            if waited >= timeout:
+            here = time.monotonic() - begin
+            if here >= timeout:
                 raise TimeoutError(f"no process stored {key} within {timeout:g} s")
-            pause = min(max(waited / 16, _SHORTEST_WAIT), _LONGEST_WAIT)
-            time.sleep(min(pause, timeout - waited))
+            pause = min(max((waited + here) / 16, _SHORTEST_WAIT), longest)
+            time.sleep(min(pause, timeout - here))
         return value
 
     def try_get(self, key: str) -> bytes | None:
@@ -215,6 +236,15 @@ class TorchCoordinator:
                 return None
             value: bytes = self._store.get(key)
         return value
+
+    def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        with _torch_error():
+            if not self._store.check([*keys]):
+                return None
+            if self._store.has_extended_api():
+                values: list[bytes] = self._store.multi_get([*keys])
+                return values
+            return [self._store.get(key) for key in keys]
 
     def delete(self, key: str) -> None:
         with _torch_error():

@@ -12,6 +12,7 @@ from .coordinators import Coordinator, current_coordinator
 from .rendezvous import Rendezvous, next_rendezvous
 
 _WORK = 7 * 24 * 3600.0  # seconds; the others learn within seconds that process 0 failed or died, so this may be long
+_MOST_LINES = 100  # differences that all processes get
 
 
 class ProcessGroup:
@@ -81,20 +82,13 @@ class ProcessGroup:
         if self.alone:
             return
         with contextlib.closing(self._meet(what)) as rendezvous:
-            found = rendezvous.all_gather("values", json.dumps(mine).encode(), self.timeout)
-        first, *others = [json.loads(one) for one in found]
-        differences = [
-            f"{name}: process 0 has {first.get(name)!r}, and process {process} has {theirs.get(name)!r}"
-            for process, theirs in enumerate(others, 1)
-            for name in first.keys() | theirs.keys()
-            if first.get(name) != theirs.get(name)
-        ]
-        if differences:
+            found = rendezvous.summarize("values", json.dumps(mine).encode(), self.timeout, _differences)
+        if differences := json.loads(found):
             text = (
                 f"{what} differ between the processes; give all of them the same, or let each work alone, with "
                 "coordinator=hf.processes.Alone()"
             )
-            raise StateError(itemized(text, sorted(differences)))
+            raise StateError(itemized(text, differences))
 
     def decide(
         self,
@@ -144,14 +138,35 @@ class ProcessGroup:
                 "processes must ask for the same, or each works alone, with coordinator=hf.processes.Alone()"
             )
 
-    def share(self, what: str, value: Any) -> list[Any]:
-        """Return the values of all processes, in their order."""
+    def barrier(self, what: str) -> None:
+        """Wait until all processes have called this."""
+        self.first(what, None)
+
+    def first(self, what: str, value: Any) -> tuple[int, Any] | None:
+        """Return the first process whose value is not None, with the value, on all processes; None without any."""
         rendezvous = self.rendezvous(what)
         if rendezvous is None:
-            return [value]
+            return None if value is None else (0, value)
         with contextlib.closing(rendezvous):
-            values = rendezvous.all_gather("values", json.dumps(value).encode(), self.timeout)
-            return [json.loads(one) for one in values]
+            found = json.loads(rendezvous.summarize("values", json.dumps(value).encode(), self.timeout, _first))
+        return None if found is None else (found[0], found[1])
+
+
+def _differences(values: Sequence[bytes]) -> bytes:
+    """Return what differs from the values of process 0, as lines of text."""
+    first, *others = [json.loads(one) for one in values]
+    lines = [
+        f"{name}: process 0 has {first.get(name)!r}, and process {process} has {theirs.get(name)!r}"
+        for process, theirs in enumerate(others, 1)
+        for name in first.keys() | theirs.keys()
+        if first.get(name) != theirs.get(name)
+    ]
+    return json.dumps(sorted(lines)[:_MOST_LINES]).encode()
+
+
+def _first(values: Sequence[bytes]) -> bytes:
+    decoded = enumerate(map(json.loads, values))
+    return json.dumps(next(([process, value] for process, value in decoded if value is not None), None)).encode()
 
 
 def run_on_primary(

@@ -1,4 +1,4 @@
-"""Broadcasts, gathers and barriers on a coordinator's store, with a timeout for everything.
+"""Broadcasts, gathers, summaries and barriers on a coordinator's store, with a timeout for everything.
 
 The store takes small values only, so longer ones are stored in parts. Process 0 deletes the keys of a rendezvous once
 all processes have closed it. Every call of a coordinator has a deadline: a frozen process that keeps the store holds up
@@ -49,11 +49,14 @@ class BoundedCoordinator:
     def put(self, key: str, value: bytes) -> None:
         self.run(lambda store: store.put(key, value))
 
-    def get(self, key: str, timeout: float) -> bytes:
-        return self.run(lambda store: store.get(key, timeout), timeout)
+    def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
+        return self.run(lambda store: store.get(key, timeout, waited=waited), timeout)
 
     def try_get(self, key: str) -> bytes | None:
         return self.run(lambda store: store.try_get(key))
+
+    def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        return self.run(lambda store: store.try_get_all(keys))
 
     def delete(self, key: str) -> None:
         self.run(lambda store: store.delete(key))
@@ -95,6 +98,8 @@ _HEADER = struct.Struct("<QI")  # length of the value and its crc32c
 _FIRST_PART = PART_SIZE - _HEADER.size
 _FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether another has failed
 _LONGEST_WAIT = 1.0
+_WAIT_PER_PROCESS = 1e-3  # seconds; so all processes that wait look for failures 1,000 times a second at most
+_MOST_AT_ONCE = 256  # values to ask for in one request
 _SILENCE = 600.0  # seconds in which a store has to answer, where nothing else is said
 _MESSAGE_LIMIT = 4000  # characters of an error that the other processes get
 _MOST_RETIRED = 64  # closed rendezvous to keep in mind; another process that died never closed its own
@@ -123,12 +128,13 @@ class Rendezvous:
     that waits raises
 
     - `BarrierTimeoutError`, which names the missing processes, after ``timeout`` seconds,
-    - `PeerFailedError` within about a second after another process has called `fail`, when the store is gone, and when
-      it has not answered for ``limit`` seconds.
+    - `PeerFailedError` within about a second (four with 4,096 processes) after another one has called `fail`, when the
+      store is gone, and when it has not answered for ``limit`` seconds.
 
     A rendezvous ``within`` another one also ends when a process has called `fail` of that one.
 
-    Process 0 is the hub: `all_gather` costs every other process one message to it and one back.
+    Process 0 is the hub: `summarize` costs every other process one message to it and one back. No process is sent the
+    values of all others, whose bytes would grow with the square of the number of processes.
     """
 
     def __init__(
@@ -168,30 +174,23 @@ class Rendezvous:
             return None
         return [value, *self._collect("gather", topic, timeout, discard=True)]
 
-    def all_gather(self, topic: str, value: bytes, timeout: float) -> list[bytes]:
-        """Return the values of all processes on all of them, in their order."""
+    def summarize(self, topic: str, value: bytes, timeout: float, summary: Callable[[Sequence[bytes]], bytes]) -> bytes:
+        """Return, on all processes, what ``summary`` makes on process 0 of the values of all, in their order."""
         self.check()
-        key = self._key("all_gather", topic, self.index)
-        self._put(key, value)
+        self._put(self._key("summarize", topic, self.index), value)
+        together = self._key("summary", topic, 0)
         if self.index == 0:
-            values = [value, *self._collect("all_gather", topic, timeout, discard=False)]
-            lengths = json.dumps([len(each) for each in values]).encode()
-            self._put(self._key("together", topic, 0), b"\n".join([lengths, b"".join(values)]))
-            return values
+            made = summary([value, *self._collect("summarize", topic, timeout, discard=False)])
+            self._put(together, made)
+            return made
         try:
-            packed = self._get(self._key("together", topic, 0), 0, _deadline(timeout))
+            return self._get(together, 0, _deadline(timeout))
         except TimeoutError:
-            missing = self._missing("all_gather", topic, range(self.count))
+            missing = self._missing("summarize", topic, range(self.count))
             raise self._timeout(topic, timeout, missing or [0]) from None
-        head, _, rest = packed.partition(b"\n")
-        values, begin = [], 0
-        for length in json.loads(head):
-            values.append(rest[begin : begin + length])
-            begin += length
-        return values
 
     def barrier(self, topic: str, timeout: float) -> None:
-        self.all_gather(topic, b"", timeout)
+        self.summarize(topic, b"", timeout, lambda _: b"")
 
     def check(self) -> None:
         """Raise PeerFailedError if another process has failed already."""
@@ -246,7 +245,10 @@ class Rendezvous:
 
     def _get(self, key: str, process: int, deadline: float) -> bytes:
         """Wait for a value; raise TimeoutError at the deadline."""
-        first = self._wait(key, deadline)
+        return self._complete(key, self._wait(key, deadline), process, deadline)
+
+    def _complete(self, key: str, first: bytes, process: int, deadline: float) -> bytes:
+        """Return the value of which ``first`` is the first part."""
         try:
             keys = part_keys(key, value_length(first))
             return join_parts([first, *(self._wait(one, deadline) for one in keys[1:])])
@@ -256,35 +258,46 @@ class Rendezvous:
             ) from error
 
     def _wait(self, key: str, deadline: float) -> bytes:
-        pause = _FIRST_WAIT
+        pause, longest = _FIRST_WAIT, max(_LONGEST_WAIT, self.count * _WAIT_PER_PROCESS)
+        began = time.monotonic()
         while True:
-            remaining = deadline - time.monotonic()
+            now = time.monotonic()
+            remaining = deadline - now
             try:
                 with self._connected():
-                    return self.coordinator.get(key, max(min(pause, remaining), 0.001))
+                    return self.coordinator.get(key, max(min(pause, remaining), 0.001), waited=now - began)
             except TimeoutError:
                 self.check()
                 if remaining <= pause:
                     raise
-            pause = min(2 * pause, _LONGEST_WAIT)
+            pause = min(2 * pause, longest)
 
     def _collect(self, operation: str, topic: str, timeout: float, *, discard: bool) -> list[bytes]:
         """Wait on process 0 for the values of all other processes."""
         deadline = _deadline(timeout)
-        values = []
-        for process in range(1, self.count):
-            key = self._key(operation, topic, process)
+        awaited = [self._key(operation, topic, process) for process in range(1, self.count)]
+        values: list[bytes] = []
+        at_once = 1  # Each request that finds all its values is followed by one for twice as many.
+        while len(values) < len(awaited):
+            keys = awaited[len(values) : len(values) + at_once]
+            process = len(values) + 1
             try:
-                value = self._get(key, process, deadline)
+                with self._connected():
+                    firsts = self.coordinator.try_get_all(keys)
+                at_once = 1 if firsts is None else min(2 * at_once, _MOST_AT_ONCE)
+                if firsts is None:
+                    keys, firsts = keys[:1], [self._wait(keys[0], deadline)]
+                for key, first in zip(keys, firsts, strict=True):
+                    value = self._complete(key, first, process, deadline)
+                    values.append(value)
+                    process += 1
+                    if discard:
+                        self._delete(part_keys(key, len(value)))
+                    else:
+                        self._stored += part_keys(key, len(value))
             except TimeoutError:
                 missing = self._missing(operation, topic, range(process, self.count))
                 raise self._timeout(topic, timeout, missing or [process]) from None
-            values.append(value)
-            keys = part_keys(key, len(value))
-            if discard:
-                self._delete(keys)
-            else:
-                self._stored += keys
         return values
 
     def _delete(self, keys: Sequence[str]) -> None:

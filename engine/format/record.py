@@ -111,6 +111,9 @@ class CheckpointRecord:
     pinned: bool = False  # whether the user asked to keep it for good
     # Folders of the checkpoint that this one replaced; they may be removed.
     replaced: tuple[str, ...] = field(default=())
+    # The identity of the stored record, where this one is its summary: without files, for a process that saved with
+    # others. Not stored.
+    summarizes: str | None = field(default=None, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -141,9 +144,16 @@ class CheckpointRecord:
         """Return this record with more metrics; new values win."""
         return replace(self, metrics={**(self.metrics or {}), **metrics})
 
+    def summary(self) -> CheckpointRecord:
+        """Return this record without its files, whose number grows with that of the processes that saved."""
+        items = {name: replace(item, files={}) for name, item in self.items.items()}
+        return replace(self, items=items, summarizes=self.identity)
+
     @property
     def identity(self) -> str:
         """Identity of the save: new metrics and pins keep it, another save of the same step has another."""
+        if self.summarizes is not None:
+            return self.summarizes
         return f"{crc32c(json.dumps([float(self.time), self._items_document()], sort_keys=True).encode()):08x}"
 
     @property

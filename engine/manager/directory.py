@@ -329,7 +329,21 @@ class RunDirectory:
         return read_entry(StepEntry(step, self.step_location(step), self._series))
 
     def record(self, step: int) -> CheckpointRecord:
-        """Return the commit record of a step; looks again where it was not there, as another process may have saved."""
+        """Return the commit record of a step with its files."""
+        record = self.listed_record(step)
+        if record.summarizes is None:
+            return record
+        found = self._look(step)
+        if found is not None and found.error is not None:
+            raise found.error
+        self.add(step, None if found is None else found.record)  # then listed_record() raises that it is not there
+        return self.listed_record(step)
+
+    def listed_record(self, step: int) -> CheckpointRecord:
+        """Return the commit record of a step, or its summary; looks again where it was not there.
+
+        Another program may have saved since. A process that has saved the step with others knows the summary only.
+        """
         if step not in self._records and step not in self._errors:
             found = self._look(step)
             if found is not None and found.error is not None:
@@ -467,7 +481,7 @@ class RunDirectory:
     def change(self, step: int, *, pinned: bool | None = None, metrics: Mapping[str, Any] | None = None) -> None:
         """Replace the commit record of a step, atomically."""
         with self._changing:
-            record = self.record(step)
+            record = self.record(step) if self._writes else self.listed_record(step)
             if metrics is not None:
                 record = record.with_metrics(metrics)
             if pinned is not None:
@@ -482,7 +496,7 @@ class RunDirectory:
         """Delete a step, whole or damaged, and note it for the mirror if that has to delete it, too."""
         with self._changing:
             if not self.is_damaged(step):
-                self.record(step)
+                self.listed_record(step)
             if mirror:
                 self._doom([step])
             self._delete(step)

@@ -189,7 +189,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: There is no such step.
         """
-        self._run.record(step)
+        self._run.listed_record(step)
         return self._run.why_kept(step)
 
     def metrics(self, step: int) -> Any:
@@ -201,9 +201,9 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: There is no such step.
         """
-        self._run.record(step)
+        self._run.listed_record(step)
         self._run.add_late_metrics()
-        found = self._run.record(step).metrics
+        found = self._run.listed_record(step).metrics
         return None if found is None else as_given(found)
 
     def custom_metadata(self, step: int) -> Mapping[str, Any] | None:
@@ -215,7 +215,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: There is no such step.
         """
-        return self._run.record(step).custom_metadata
+        return self._run.listed_record(step).custom_metadata
 
     def metadata(self) -> Mapping[str, Any] | None:
         """Return the facts about the run that are stored beside the checkpoints, or None."""

@@ -196,8 +196,9 @@ class Resume:
                 self._processes.fail("restored", error)
                 raise
             damage = _Damage("it was deleted meanwhile", deleted=True)
-        shared = self._processes.share("restored", damage)
-        first = next((_Damage(*what)._replace(process=i) for i, what in enumerate(shared) if what is not None), None)
-        if first is not None:
-            self._items.damage_found()
-        return found, first
+        first = self._processes.first("restored", damage)
+        if first is None:
+            return found, None
+        self._items.damage_found()
+        process, what = first
+        return found, _Damage(*what)._replace(process=process)

@@ -163,7 +163,7 @@ class SharedState:
         except BaseException as error:
             processes.fail("outline taken", error)
             raise
-        processes.share("outline taken", None)
+        processes.barrier("outline taken")
         for tensor in large:
             torch.distributed.broadcast(tensor.view(-1).view(torch.uint8), 0)
         return tree

@@ -85,6 +85,65 @@ def test_each_process_copies_only_what_it_writes(tmp_path: Path) -> None:
     np.testing.assert_array_equal(hf.load(tmp_path / "1", item="more"), np.arange(3))
 
 
+class Watching:
+    """A coordinator that notes what its process sends, and which fragments lie in a directory then."""
+
+    def __init__(self, coordinator: Coordinator, directory: Path) -> None:
+        self.coordinator, self.directory = coordinator, directory
+        self.sent: dict[str, int] = {}
+        self.fragments: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.coordinator, name)
+
+    def put(self, key: str, value: bytes) -> None:
+        self.sent[key] = len(value)
+        self.fragments |= {path.name for path in self.directory.rglob("fragment.*")}
+        self.coordinator.put(key, value)
+
+
+def bytes_of_a_save(directory: Path, count: int) -> int:
+    """Return how many bytes process 0 sends while ``count`` processes save once."""
+
+    def run(coordinator: Coordinator) -> int:
+        watching = Watching(coordinator, directory)
+        items = {"state": tree(), "own": {"position": coordinator.process_index}}
+        own = hf.handlers.PerProcessCheckpointHandler(coordinator=coordinator)
+        handlers = {"state": hf.Checkpointer(hf.PyTreeCheckpointHandler()), "own": hf.Checkpointer(own)}
+        with hf.CheckpointManager(directory, handlers, coordinator=watching) as several:
+            several.wait_until_finished()
+            watching.sent.clear()
+            save_and_wait(several, 1, items)
+            sent = sum(watching.sent.values())
+            assert several.metrics(1) is None
+            assert equal(several.restore(1)["state"], tree())
+        return sent
+
+    return int(unwrap(together(count, run))[0])
+
+
+def test_what_process_0_sends_does_not_grow_with_the_number_of_processes(tmp_path: Path) -> None:
+    two, eight = (bytes_of_a_save(tmp_path / str(count), count) for count in (2, 8))
+    assert abs(eight - two) <= 16  # digits of numbers
+    assert len(list((tmp_path / "8").rglob("own/*/tree.json"))) == 8
+
+
+@pytest.mark.parametrize(("chunk_bytes", "files"), [(1 << 20, 0), (4096, 1)])
+def test_only_large_fragments_take_files(tmp_path: Path, chunk_bytes: int, files: int) -> None:
+    values = np.random.default_rng(0).integers(256, size=1 << 26, dtype=np.uint8)
+
+    def run(coordinator: Coordinator) -> set[str]:
+        watching = Watching(coordinator, tmp_path)
+        saves = hf.Checkpointer(hf.PyTreeCheckpointHandler(chunk_bytes=chunk_bytes))
+        with hf.CheckpointManager(tmp_path, saves, coordinator=watching) as several:
+            save_and_wait(several, 1, values)
+        return watching.fragments
+
+    assert len(set.union(*unwrap(together(2, run)))) == files
+    np.testing.assert_array_equal(hf.load(tmp_path), values)
+    assert not list(tmp_path.rglob("fragment.*"))
+
+
 def test_a_single_path_is_saved_together(tmp_path: Path) -> None:
     def run(coordinator: Coordinator) -> Any:
         checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(), coordinator=coordinator, barrier_timeout_secs=10)
@@ -318,9 +377,9 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.coordinator, name)
 
-    def get(self, key: str, timeout: float) -> bytes:
+    def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
         self.waits += 1
-        return self.coordinator.get(key, timeout)
+        return self.coordinator.get(key, timeout, waited=waited)
 
 
 def test_time_is_that_of_process_0(tmp_path: Path) -> None:

@@ -42,6 +42,19 @@ def what_is_not_there_is_not_found(coordinator: Coordinator) -> None:
     assert time.monotonic() - begin < PATIENCE
 
 
+def several_values_come_together_or_not_at_all(coordinator: Coordinator) -> None:
+    index = coordinator.process_index
+    keys = [f"many/{index} %2F/{number}" for number in range(300)]
+    assert coordinator.try_get_all(keys) is None
+    for number, key in enumerate(keys[1:], 1):
+        coordinator.put(key, b"%d of %d" % (number, index))
+    assert coordinator.try_get_all(keys) is None
+    assert coordinator.try_get_all(keys[:1]) is None
+    coordinator.put(keys[0], b"")
+    assert coordinator.try_get_all(keys) == [b"", *(b"%d of %d" % (number, index) for number in range(1, 300))]
+    assert coordinator.try_get_all(keys[2:0:-1]) == [b"2 of %d" % index, b"1 of %d" % index]
+
+
 def deleted_values_are_gone(coordinator: Coordinator) -> None:
     key = f"deleted/é %2F/{coordinator.process_index}"
     coordinator.put(key, b"1")
@@ -76,7 +89,7 @@ def rendezvous_exchange_values(coordinator: Coordinator) -> None:
     for topic, made in make.items():
         value, everything = made(index), [made(process) for process in range(count)]
         assert rendezvous.gather(topic, value, PATIENCE) == (None if index else everything)
-        assert rendezvous.all_gather(topic, value, PATIENCE) == everything
+        assert rendezvous.summarize(topic, value, PATIENCE, b"|".join) == b"|".join(everything)
         assert rendezvous.broadcast(topic, None if index else value, PATIENCE) == everything[0]
         rendezvous.barrier(f"end of {topic}", PATIENCE)
     rendezvous.close()
@@ -153,6 +166,7 @@ def a_topic_serves_once(coordinator: Coordinator) -> None:
 CHECKS: list[Check] = [
     values_are_seen_by_all,
     what_is_not_there_is_not_found,
+    several_values_come_together_or_not_at_all,
     deleted_values_are_gone,
     a_wait_does_not_block_other_threads,
     rendezvous_exchange_values,

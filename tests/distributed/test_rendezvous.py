@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_one_process_waits_for_nothing_and_leaves_nothing() -> None:
     coordinator = Alone()
     rendezvous = next_rendezvous(coordinator, "save")
     assert rendezvous.gather("a", b"1", 0) == [b"1"]
-    assert rendezvous.all_gather("a", b"1", 0) == [b"1"]
+    assert rendezvous.summarize("a", b"1", 0, b"".join) == b"1"
     assert rendezvous.broadcast("a", b"2", 0) == b"2"
     rendezvous.barrier("b", 0)
     rendezvous.close()
@@ -86,13 +87,17 @@ class Broken(MemoryCoordinator):
         self._check()
         super().put(key, value)
 
-    def get(self, key: str, timeout: float) -> bytes:
+    def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
         self._check()
         return super().get(key, timeout)
 
     def try_get(self, key: str) -> bytes | None:
         self._check()
         return super().try_get(key)
+
+    def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        self._check()
+        return super().try_get_all(keys)
 
 
 def broken() -> Broken:
@@ -168,13 +173,17 @@ class Frozen(MemoryCoordinator):
         self.thawed.wait()
         super().put(key, value)
 
-    def get(self, key: str, timeout: float) -> bytes:
+    def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
         self.thawed.wait()
         return super().get(key, timeout)
 
     def try_get(self, key: str) -> bytes | None:
         self.thawed.wait()
         return super().try_get(key)
+
+    def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        self.thawed.wait()
+        return super().try_get_all(keys)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdfast.engine.distributed import Coordinator
@@ -41,7 +41,7 @@ class MemoryCoordinator:
             self._hub.values[key] = value
             self._hub.changed.notify_all()
 
-    def get(self, key: str, timeout: float) -> bytes:
+    def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
         with self._hub.changed:
             if not self._hub.changed.wait_for(lambda: key in self._hub.values, timeout):
                 raise TimeoutError(f"no process stored {key} within {timeout:g} s")
@@ -50,6 +50,11 @@ class MemoryCoordinator:
     def try_get(self, key: str) -> bytes | None:
         with self._hub.changed:
             return self._hub.values.get(key)
+
+    def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        with self._hub.changed:
+            found = [self._hub.values.get(key) for key in keys]
+        return [value for value in found if value is not None] if None not in found else None
 
     def delete(self, key: str) -> None:
         with self._hub.changed:
