@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from ..engine import clock
 from ..engine.errors import InvalidLocationError, OptionError
-from ..engine.manager import Mirror, option_texts
+from ..engine.manager import Mirror, option_texts, save_interval
 from ..integrations.loop import CheckpointCallback
 from ..integrations.options import CallbackOptions
 from .problems import KeyPath, did_you_mean
@@ -52,6 +52,9 @@ PathOrUrl = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path or a URL; ``~`` at its beginning is the home directory, as in a shell, which leaves key=value alone."""
 Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 Duration = Annotated[Any, _checked(clock.seconds, 'seconds above zero, or text such as "15m"')]
+SaveInterval = Annotated[
+    Any, _checked(save_interval, 'seconds above zero, or text such as "15m", "auto" or "auto 1m to 1h"')
+]
 Rate = Annotated[Any, _checked(clock.bytes_per_second, 'bytes a second above zero, or text such as "50 MB/s"')]
 Resume = Annotated[
     Any,
@@ -109,7 +112,7 @@ class CheckpointSection(Section):
     allow_changes: list[str] = []
     """Keys of model, data, optimizer or seed that may differ from the checkpoints' when the run resumes."""
     save_interval_steps: int | None = _option(CallbackOptions, "save_interval_steps")
-    save_interval_secs: Duration | None = _option(CallbackOptions, "save_interval_secs")
+    save_interval_secs: SaveInterval | None = _option(CallbackOptions, "save_interval_secs")
     save_on_best: bool = _option(CallbackOptions, "save_on_best")
     best_fn: str | None = _option(CallbackOptions, "best_fn")
     best_mode: Literal["max", "min"] | None = _option(CallbackOptions, "best_mode")

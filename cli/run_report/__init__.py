@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,7 @@ from ..progress import progress_of
 from ..report import count, print_json
 from ..streams import say
 from .facts import Reading, find_runs, read_run
+from .intervals import advice, choices
 from .page import GENERATOR, draw_page
 
 
@@ -57,9 +59,14 @@ def report(
     content = page.encode("utf-8", "replace")  # File names may hold halves of surrogate pairs.
     _replace(target, content)
     if as_json:
-        print_json({"file": str(target), "runs": [str(location) for location in locations], "bytes": len(content)})
+        places = [str(location) for location in locations]
+        intervals = {run.place: [asdict(one) for one in choices(run.experience)] for run in runs}
+        print_json({"file": str(target), "runs": places, "bytes": len(content), "intervals": intervals})
         return DONE
     say(f"{target}: {count(len(runs), 'run', 'runs')}, {format_size(len(content))}")
+    for run in runs:
+        if (line := advice(run.experience)) is not None:
+            say(f"{run.name}: {line}")
     return DONE
 
 

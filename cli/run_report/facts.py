@@ -12,7 +12,7 @@ from typing import Any
 from ...engine.clock import UNHEARD, Progress, format_size
 from ...engine.errors import HoldfastError
 from ...engine.inspection import CheckpointSummary, LeafSummary, describe, list_checkpoints
-from ...engine.manager import EVENTS, ROTATED, StepInfo, best, read_events, stored_options
+from ...engine.manager import Experience, StepInfo, best, read_run_events, stored_options
 from ...engine.sources import LeafStatistics, find_checkpoint, find_steps, leaf_statistics, open_at
 from ...engine.steps import stored_metadata
 from ...engine.storage import Location, as_location
@@ -57,6 +57,7 @@ class RunFacts:
     place: str
     checkpoints: list[CheckpointSummary]
     history: History
+    experience: Experience = field(default_factory=Experience)  # what the events say about saves and failures
     format: str = "holdfast"
     best: int | None = None
     best_metric: str | None = None
@@ -99,12 +100,12 @@ def read_run(location: Location, reading: Reading) -> RunFacts:
     """Read all that a report shows about a run."""
     one = is_one_checkpoint(location)
     checkpoints = [describe_one(location)] if one else list_checkpoints(location)
-    events = [] if one or not location.is_local else _events(location)
+    events = [] if one else read_run_events(location)
     history = read_history(events)
     for checkpoint in checkpoints:  # Checkpoints also have metrics that other programs recorded.
         add_metrics(history, checkpoint.step, checkpoint.metrics)
     name = location.parent.name if location.name == INSIDE_A_RUN else location.name
-    facts = RunFacts(name, str(location), checkpoints, history, has_events=bool(events))
+    facts = RunFacts(name, str(location), checkpoints, history, Experience(events), has_events=bool(events))
     if not one:
         facts.format = find_steps(location).format or "holdfast"
         with contextlib.suppress(HoldfastError):
@@ -112,10 +113,6 @@ def read_run(location: Location, reading: Reading) -> RunFacts:
         facts.best_metric, facts.best = _best(location, checkpoints)
     _read_newest(facts, location, one, reading)
     return facts
-
-
-def _events(location: Location) -> list[dict[str, Any]]:
-    return [event for name in (ROTATED, EVENTS) for event in read_events(location.path / name)[0]]
 
 
 def _best(location: Location, checkpoints: Sequence[CheckpointSummary]) -> tuple[str | None, int | None]:

@@ -186,6 +186,9 @@ def _take(history: History, attempt: Attempt, event: Mapping[str, Any], when: fl
         add_metrics(history, step, _mapping(event.get("metrics")))
     elif name == "metrics" and step is not None:
         add_metrics(history, step, _mapping(event.get("metrics")))
+    elif name == "interval" and (seconds := _number(event.get("seconds"))) is not None:
+        title = f"Saves every {duration(seconds)} from here on, as learned"
+        history.notes.append(Note(when, "plain", title, str(event.get("why", ""))))
     elif name == "save_failed":
         history.failures += 1
         text = str(event.get("error", ""))

@@ -12,11 +12,13 @@ from string import Template
 from ...engine.clock import format_size
 from ...engine.errors import shortened
 from ...engine.inspection import CheckpointSummary
+from ...engine.manager import DAY
 from ...engine.sources import LeafStatistics
 from ..report import age, count, duration, metrics_text
 from .charts import clock_text, line_chart, number_text, percent, size_chart, sparkline, timeline
 from .facts import RunFacts, Statistics
 from .history import WORDS, Attempt, Note
+from .intervals import Choice, basis, choices
 from .markup import Markup, join, tag
 from .tree import draw_tree
 
@@ -63,6 +65,7 @@ def _run(run: RunFacts, number: int, now: float, *, only: bool) -> Markup:
         _timeline(run),
         _metrics(run),
         _saves(run),
+        _intervals(run),
         _steps(run),
         _statistics(run),
         _tree(run),
@@ -263,6 +266,23 @@ def _cell(cell: Cell) -> Markup:
     kinds = " ".join(filter(None, ["n" if isinstance(cell, Number) else "", cell.tone]))
     order = f"{cell.order:.17g}" if isinstance(cell.order, float) else cell.order
     return tag("td", cell.text, class_=kinds or None, data_v=order)
+
+
+def _intervals(run: RunFacts) -> Markup:
+    rows = [_interval(one) for one in choices(run.experience)]
+    if not rows:
+        return Markup()
+    text = f"What saving at each interval is expected to lose in a day. {basis(run.experience)}"
+    return join(tag("h3", "Other intervals"), tag("p", text), table("Other intervals", rows))
+
+
+def _interval(one: Choice) -> dict[str, Cell]:
+    lost = {"Saving": one.loss.saving, "Failures": one.loss.failing, "Together": one.loss.together}
+    return {
+        "Save every": Number(join(duration(one.seconds), " ", tag("span", one.name, class_="badge")), one.seconds),
+        "Saves a day": Number(f"{DAY / one.seconds:,.0f}", DAY / one.seconds),
+        **{name: Number(duration(seconds), seconds) for name, seconds in lost.items()},
+    }
 
 
 def _steps(run: RunFacts) -> Markup:

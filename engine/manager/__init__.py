@@ -7,7 +7,6 @@ from .decisions import Decision, EverySeconds, EverySteps, Moment, OnBest, Trigg
 from .directory import record_metrics
 from .events import (
     EVENTS,
-    ROTATED,
     Event,
     append_after_death,
     described,
@@ -16,8 +15,10 @@ from .events import (
     guarded,
     has_finished,
     read_events,
+    read_run_events,
 )
 from .identity import stored_identity, stored_options, stored_rules
+from .intervals import DAY, Experience, LearnedInterval, Loss, save_interval
 from .manager import CheckpointManager, best_step_in, note_resume, settle_mirror
 from .metrics import Metric, Mode, better, metric_name, metric_value, number_of, plain_metrics
 from .mirror import MirrorStatus

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ..checkpoint import BackgroundSave
-from ..clock import Clock, seconds
+from ..clock import Clock, format_duration, seconds
 from ..distributed import ProcessGroup
 from ..errors import StateError
 from ..observer import Observer
 from ..storage import Location, as_location
 from .directory import RunDirectory
 from .events import RunEvents
+from .intervals import LearnedInterval
 from .mirror import MirrorStatus, RunMirror
 from .options import CheckpointManagerOptions, mirror_of
+
+_logger = logging.getLogger("holdfast")
 
 _FETCH = 86400.0  # seconds that the other processes wait while process 0 fetches a step
 
@@ -28,6 +32,7 @@ class RunAccess:
         run: The directory.
         mirror: The mirror; None without one, and for a manager that only reads.
         changing: The lock of the thread that begins a save, or takes ownership.
+        learned: The trigger that learns the interval between saves; None without one, and on processes other than 0.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class RunAccess:
         self.run = RunDirectory(directory, options, clock, self._drain, writes=processes.is_primary)
         self.mirror: RunMirror | None = None
         self.changing = threading.RLock()
+        self.learned: LearnedInterval | None = None
         self._metadata = None if metadata is None else dict(metadata)
         self._compared = False  # whether the processes have compared their options
         self._acquired = False
@@ -56,6 +62,22 @@ class RunAccess:
     def metadata(self) -> Mapping[str, Any] | None:
         """Return the facts about the run: those that were given, or those that are stored."""
         return self._metadata if self._metadata is not None else self.run.stored_metadata()
+
+    # ---- the interval between saves
+
+    def learn_interval(self, trigger: LearnedInterval) -> None:
+        """Let a trigger learn from the events of the run, on process 0, which decides about time."""
+        if self.processes.is_primary and not self.options.read_only:
+            trigger.learn(self.events.earlier())
+            self.events.add_listener(lambda event: trigger.learn([event]))
+            self.learned = trigger
+
+    def tell_interval(self) -> None:
+        """Note the interval that was learned in the log and in the events, if it has changed."""
+        if self.learned is not None and (facts := self.learned.news()) is not None:
+            every = format_duration(round(facts["seconds"], 1))
+            _logger.info("%s: saves every %s from now on: %s", self.run.location, every, facts["why"])
+            self.events.write("interval", **facts)
 
     # ---- ownership
 
@@ -80,6 +102,7 @@ class RunAccess:
                 self.run.reload()
             self._acquired = True
             self.events.begin(max(self.run.steps(), default=None))
+            self.tell_interval()
             self._start_mirror()
 
     def change(self, what: str, work: Callable[..., None], *inputs: Any) -> None:

@@ -1,6 +1,6 @@
 """Whether to save a step: triggers, their agreement between processes, and the steps of another branch.
 
-Triggers are pure: they look at one moment of a training loop, and :func:`decide` follows from all of them.
+Triggers look at one moment of a training loop, and :func:`decide` follows from all of them.
 
 Most steps need no communication: each process evaluates the triggers that depend on the step alone. Process 0 decides
 about time and metrics, which may differ from process to process, and knows whether a save has failed. The others ask it
@@ -10,8 +10,10 @@ only at the steps that a :class:`SyncSchedule` names.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ..clock import Clock, format_duration
@@ -69,7 +71,7 @@ class Trigger(Protocol):
 
     @property
     def interval_secs(self) -> float | None:
-        """The seconds between two saves that this trigger asks for; None if it does not depend on time."""
+        """The seconds between two saves that this trigger asks for now; None if it does not depend on time."""
         ...
 
     @property
@@ -175,7 +177,7 @@ class SyncSchedule:
         self.certain = tuple(one for one in triggers if one.interval_secs is None and not one.reads_metrics)
         self._counts_steps = any(not isinstance(one, Wanted) for one in self.certain)
         self.reads_metrics = any(trigger.reads_metrics for trigger in triggers)
-        self._interval = min((one.interval_secs for one in triggers if one.interval_secs is not None), default=None)
+        self._timed = tuple(one for one in triggers if one.interval_secs is not None)
         self._next: int | None = None
         self._outcome: tuple[int, int] | None = None  # the step at which to ask how the save ended, and the next gap
         self._answer: tuple[int, Decision] | None = None
@@ -185,7 +187,7 @@ class SyncSchedule:
         """Whether time or metrics may decide at this step."""
         if self.reads_metrics and metrics is not None:
             return True
-        return self._interval is not None and (self._next is None or step >= self._next)
+        return bool(self._timed) and (self._next is None or step >= self._next)
 
     def asks_outcome(self, step: int, previous: int | None) -> bool:
         """Whether to ask at this step how the last save ended; not if the next save is due anyway."""
@@ -199,13 +201,14 @@ class SyncSchedule:
 
     def next_step(self, step: int, now: float, since: float) -> int | None:
         """Return the step of the next agreement about time; on process 0."""
-        if self._interval is None:
+        interval = min((one.interval_secs for one in self._timed if one.interval_secs is not None), default=None)
+        if interval is None:
             return None
         last, self._last = self._last, (step, now)
         if last is None or step <= last[0]:
             return step + 1
         pace = max(1e-9, (now - last[1]) / (step - last[0]))
-        return step + max(1, int((self._interval - since) / pace / 2))
+        return step + max(1, int((interval - since) / pace / 2))
 
     def agreed(self, step: int, decision: Decision, following: int | None, *, ended: bool) -> None:
         """Note an agreement, and whether the last save has ended."""
@@ -220,6 +223,46 @@ class SyncSchedule:
     def answer(self, step: int) -> Decision | None:
         """Return the agreement at a step, for a second question about it; None if there was none."""
         return self._answer[1] if self._answer is not None and self._answer[0] == step else None
+
+
+class StepPace:
+    """Measures how much longer the steps of a loop take while a save is written in the background."""
+
+    _FEWEST = 8  # steps, of which a share is taken
+
+    def __init__(self) -> None:
+        self._last: tuple[int, float, int | None] | None = None
+        self._without: deque[float] = deque(maxlen=200)  # seconds of the newest steps without a save
+        self._usual: float | None = None  # their median when the save began
+        self._during: list[float] = []  # seconds of the steps of the newest save
+
+    def step(self, step: int, now: float, save: int | None) -> None:
+        """Note the end of a step, and the number of the save that is under way, if one is."""
+        last = self._last
+        if last is not None and step <= last[0]:
+            return
+        self._last = step, now, save
+        if last is not None and last[2] == save:
+            (self._without if save is None else self._during).append((now - last[1]) / (step - last[0]))
+
+    def save_begins(self) -> None:
+        """Begin to measure a save."""
+        self._usual = median(self._without) if len(self._without) >= self._FEWEST else None
+        self._during = []
+
+    def slowed(self, duration: float) -> float | None:
+        """Return how many seconds of a save in the background its steps took longer; None without enough steps.
+
+        Args:
+            duration: The seconds of the save in the background.
+        """
+        during = sorted(self._during)
+        if self._usual is None or len(during) < self._FEWEST:
+            return None
+        # Steps always vary. They count as slower only if three of four take longer than the median step without a save.
+        if during[len(during) // 4] <= self._usual:
+            return 0.0
+        return duration * (1 - self._usual / median(during))
 
 
 class SaveDecisions:
@@ -237,6 +280,8 @@ class SaveDecisions:
         self._clock = clock
         self._processes = processes
         self._schedule = SyncSchedule(triggers)
+        self._pace = StepPace()
+        self._saves = 0  # how many saves have begun
         # The step of the last save or restore, and the monotonic clock at the last save. Pairs are replaced whole: a
         # background save that fails does so on its own thread.
         self._last: tuple[int | None, float] = (previous, clock.monotonic())
@@ -251,6 +296,8 @@ class SaveDecisions:
         """Note that a save begins."""
         self._starts_at(step)
         self._before, self._last = self._last, (step, self._clock.monotonic())
+        self._pace.save_begins()
+        self._saves += 1
         self._failed = None
         self._schedule.save_began(step)
 
@@ -260,11 +307,16 @@ class SaveDecisions:
             self._last = self._before
         self._failed = failed
 
+    def slowed(self, duration: float) -> float | None:
+        """Return how many of the seconds that a save was written steps took longer; None if that was not measured."""
+        return self._pace.slowed(duration)
+
     def decide(
         self, step: int, metrics: Mapping[str, Any] | None, *, saved: bool, earlier: Sequence[StepInfo]
     ) -> Decision:
         """Return whether a save is due, and the reason; the same on all processes."""
         self._starts_at(step)
+        self._pace.step(step, self._clock.monotonic(), self._saves if self._failed is None else None)
         moment = Moment(step=step, metrics=metrics, earlier=earlier, saved=saved)
         if self._processes.alone:
             return decide(self._triggers, self._now(moment))

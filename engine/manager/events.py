@@ -1,7 +1,8 @@
 """The events of a run, in the file ``events.jsonl`` of its directory.
 
-People, reports and supervisors read the events. Nothing that holdfast does depends on them: a file that cannot be
-written or read is no error, readers skip a line that a crash cut off, and object stores have no such file.
+People, reports and supervisors read the events, and the interval between saves is learned from them where a program
+asks for that. Nothing else depends on them: a file that cannot be written or read is no error, readers skip a line that
+a crash cut off, and object stores have no such file.
 """
 
 from __future__ import annotations
@@ -80,6 +81,10 @@ class RunEvents:
         saved 7
         """
         self._listeners.append(guarded(listener))
+
+    def earlier(self) -> list[dict[str, Any]]:
+        """Return the events that are in the file, in their order; none for a run in an object store."""
+        return read_run_events(self._directory)
 
     def begin(self, newest: int | None) -> None:
         """Note that the run has taken its directory, in which ``newest`` is the newest step."""
@@ -219,6 +224,13 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]
             if isinstance(event, dict) and isinstance(event.get("event"), str):
                 found.append(event)
     return found, offset + end
+
+
+def read_run_events(directory: Location) -> list[dict[str, Any]]:
+    """Return all events that are kept in the directory of a run, in their order."""
+    if not directory.is_local:
+        return []
+    return [event for name in (ROTATED, EVENTS) for event in read_events(directory.path / name)[0]]
 
 
 def has_finished(path: Path) -> bool:

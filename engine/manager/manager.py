@@ -22,6 +22,7 @@ from .access import RunAccess
 from .decisions import Decision, Rollback, SaveDecisions, Wanted
 from .directory import record_metrics as add_metrics
 from .identity import stored_options
+from .intervals import LearnedInterval
 from .items import ItemSet
 from .metrics import as_given, plain_metrics
 from .mirror import MirrorStatus
@@ -109,6 +110,9 @@ class CheckpointManager:
         self._mirror = self._access.mirror
         self.observer.joins(self.processes.index, self.processes.count)
         triggers = (*save_triggers(self.options), Wanted(self.observer))
+        for trigger in triggers:
+            if isinstance(trigger, LearnedInterval):
+                self._access.learn_interval(trigger)
         decisions = SaveDecisions(triggers, self._clock, self.processes, self.latest_step())
         self._rollback = Rollback(self._run, warns=self.processes.is_primary)
         self._resume = Resume(self._access, self._items, decisions, self._rollback)

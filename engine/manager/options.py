@@ -18,6 +18,7 @@ from ..errors import InvalidLocationError, OptionError, UnknownArgumentError
 from ..peer_names import explains_unknown_names, instead_of
 from ..storage import Place, as_location
 from .decisions import EverySeconds, EverySteps, OnBest, Trigger
+from .intervals import LearnedInterval, save_interval
 from .metrics import metric_name
 from .retention import (
     KeepAll,
@@ -186,6 +187,8 @@ class CheckpointManagerOptions(CheckpointOptions):
     Attributes:
         save_interval_steps: Save whenever the step passes a multiple of this.
         save_interval_secs: Save when this much time has passed since the last save: seconds, or ``"15m"``, ``"1h"``.
+            ``"auto"``, or ``"auto 1m to 1h"`` with the least and the greatest interval, learns from the run's events
+            which interval loses least.
         save_on_best: Save when the metric is better than at every checkpoint so far; needs ``best_fn``.
         best_fn: The metric that ranks checkpoints: its name, or a function of the metrics.
         best_mode: Whether the largest (``"max"``) or the smallest (``"min"``) value of the metric is best; a name in
@@ -263,7 +266,8 @@ def save_triggers(options: CheckpointOptions) -> tuple[Trigger, ...]:
     if options.save_interval_steps is not None:
         found.append(EverySteps(options.save_interval_steps))
     if options.save_interval_secs is not None:
-        found.append(EverySeconds(seconds(options.save_interval_secs, name="save_interval_secs")))
+        interval = save_interval(options.save_interval_secs)
+        found.append(LearnedInterval(*interval) if isinstance(interval, tuple) else EverySeconds(interval))
     if options.save_on_best and options.best_fn is not None:
         found.append(OnBest(options.best_fn, options.ranking_mode))
     return tuple(found)

@@ -189,6 +189,7 @@ class Saves:
             self._observer.reached("save_failed", step)
             self._events.write("save_failed", step=step, error=described(error))
             raise
+        slowed = self._decisions.slowed(report.total_seconds - report.blocked_seconds)
         self._run.add(step, record)
         self._run.last_saved = step
         self._rollback.saved(step)
@@ -202,8 +203,10 @@ class Saves:
             shared_bytes=report.shared_bytes,
             blocked_seconds=round(report.blocked_seconds, 6),
             total_seconds=round(report.total_seconds, 6),
+            **({} if slowed is None else {"slowed_seconds": round(slowed, 6)}),
             metrics=few(record.metrics),
         )
+        self._access.tell_interval()
         self._observer.reached("committed", step)
         try:
             with self._items.steps_deleted():

@@ -129,6 +129,8 @@ class CheckpointCallback:
         directory: Where the checkpoints go: a path or a URL.
         save_interval_steps: Save whenever the step passes a multiple of this.
         save_interval_secs: Save when this much time has passed since the last save: seconds, or ``"15m"``, ``"1h"``.
+            ``"auto"``, or ``"auto 1m to 1h"`` with the least and the greatest interval, learns from the run's events
+            which interval loses least.
         save_on_best: Save when the metric is better than at every checkpoint so far; needs ``best_fn``.
         best_fn: The metric that ranks checkpoints: its name, or a function of the metrics.
         best_mode: Whether the largest (``"max"``) or the smallest (``"min"``) value of the metric is best; a name in

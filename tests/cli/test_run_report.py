@@ -294,7 +294,60 @@ def test_the_page_of_a_run(capsys: pytest.CaptureFixture[str], run: Path, tmp_pa
     assert {"<b>why</b>", "whole", "newest, best loss (0.166667)", "2nd best loss (0.2)"} <= set(cells)
     assert [name for name in found.texts("summary") if name.strip()] == ["What happened", "Facts about the run"]
     assert found.texts("pre") == [json.dumps({"name": HOSTILE}, indent=2)]
-    assert found.values("div", "aria-label", "table") == ["Kept steps", "Values by leaf", "Starts of the program"]
+    tables = ["Other intervals", "Kept steps", "Values by leaf", "Starts of the program"]
+    assert found.values("div", "aria-label", "table") == tables
+
+
+def test_what_other_intervals_would_have_cost(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A run that saves every minute, whose saves cost a second, and that crashes every twelve hours."""
+    events = []
+    for number in range(10):
+        began, name = 43_210 * number, str(number)
+        events += [event("started", began, name), event("restored", began + 5, name, step=1, seconds=5.0)]
+        events += [saved(began + place, place, name, blocked_seconds=1.0) for place in (43_080, 43_140, 43_200)]
+        events += [event("ended", began + 43_200, name, how="crashed", status=1, step=43_200)]
+    events += [event("started", 432_100, "last"), event("interval", 432_200, "last", seconds=280.0, why="it does")]
+    run = tmp_path / "run"
+    with hf.CheckpointManager(run) as manager:
+        manager.save(1, {"w": np.ones(2, np.float32)})
+    (run / "events.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in events))
+
+    best = math.sqrt(2 * 1.0 * (10 * 43_200 + 100 + 21_600) / 10.25)
+    line = "run: saves every 1 min 00 s are expected to lose 25 min 30 s a day, and every 4 min 58 s 10 min 12 s: "
+    assert duration(best) == "4 min 58 s"
+    target = tmp_path / "report.html"
+    assert output_of(capsys, "report", run, "-o", target).split("\n", 1)[1] == (
+        f'{line}save_interval_secs="auto" chooses by itself\n'
+    )
+    found = Page(target.read_text())
+    place = found.texts("td").index("1,440")
+    assert found.texts("td")[place - 1 : place + 4] == [
+        "1 min 00 s ",
+        "1,440",
+        "24 min 00 s",
+        "1 min 30 s",
+        "25 min 30 s",
+    ]
+    assert found.texts("span", "badge")[:4] == ["half", "used", "double", "loses least"]
+    (text,) = (text for text in found.texts("p") if text.startswith("What saving at each interval"))
+    assert "A save costs 1.0 s of training and is durable after 1.0 s" in text
+    assert "The events show 10 failures in 5 d 0 h" in text
+    assert "one in 12 h 17 min. Each loses half an interval" in text
+    assert text.endswith("and 15.0 s to come back.")
+    assert "Saves every 4 min 40 s from here on, as learned" in found.texts("b")
+    document = json.loads(output_of(capsys, "report", run, "-o", target, "--json"))
+    (choices,) = document["intervals"].values()
+    assert [(one["name"], one["seconds"]) for one in choices[:3]] == [("half", 30), ("used", 60), ("double", 120)]
+    assert choices[3]["seconds"] == pytest.approx(best)
+    assert min(sum(one["loss"].values()) for one in choices) == pytest.approx(sum(choices[3]["loss"].values()))
+
+
+def test_other_intervals_need_two_saves_of_one_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for step in (1, 2):
+        with hf.CheckpointManager(tmp_path / "run") as manager:
+            manager.save(step, {"w": np.ones(2, np.float32)})
+    found = report(capsys, tmp_path / "run", output=tmp_path / "report.html")
+    assert "Other intervals" not in found.texts("h3")
 
 
 def test_text_is_no_markup() -> None:

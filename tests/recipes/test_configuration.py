@@ -97,7 +97,8 @@ ERRORS = {
     ),
     "duration": (
         "checkpoint: {save_interval_secs: soon}",
-        'FILE:2: checkpoint.save_interval_secs: expected seconds above zero, or text such as "15m", '
+        "FILE:2: checkpoint.save_interval_secs: expected seconds above zero, or text such as "
+        '"15m", "auto" or "auto 1m to 1h", '
         'found the text "soon"',
     ),
     "item of a list": (

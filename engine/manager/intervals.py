@@ -1,0 +1,311 @@
+"""The interval between two saves that loses least, learned from the events of a run.
+
+A save that costs ``C`` seconds, every ``T`` seconds, takes ``C / T`` of the time. A failure, one in ``M`` seconds,
+loses half an interval on average, and what does not depend on it: the time until a save is durable, and the time to
+come back. The sum is least for ``T = sqrt(2 * C * M)`` (J. W. Young, A first order approximation to the optimum
+checkpoint interval, CACM 17(9), 1974). J. T. Daly (A higher order estimate of the optimum checkpoint interval for
+restart dumps, FGCS 22(3), 2006) shows that the time to come back does not move the optimum, and that it is within a
+tenth of this as long as a save costs less than a seventh of the time between two failures.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, ClassVar
+
+from ..clock import Duration, format_duration, seconds
+from ..errors import OptionError
+from .decisions import EverySeconds, Moment
+
+DAY = 86400.0
+# Before a run has failed, one failure a day is assumed. It counts as much as this many seconds of the run.
+_ASSUMED_SECONDS = 6 * 3600.0
+_ASSUMED_FAILURES = _ASSUMED_SECONDS / DAY
+_RECENT = 20  # the newest saves and returns, of which medians are taken
+_TOLD_AGAIN = 0.1  # the least relative change of an interval that is told
+_BOUNDS = (60.0, 3600.0)  # of "auto" alone, in seconds
+_AUTO = re.compile(r"\s*auto(?:\s+(?P<least>\S.*?)\s+to\s+(?P<greatest>\S.*?))?\s*")
+
+
+def save_interval(given: Duration, *, name: str = "save_interval_secs") -> float | tuple[float, float]:
+    """Return the seconds between two saves, or the least and the greatest interval where it is learned.
+
+    >>> save_interval("15m"), save_interval("auto"), save_interval("auto 30s to 2h")
+    (900.0, (60.0, 3600.0), (30.0, 7200.0))
+    """
+    if not isinstance(given, str) or not given.lstrip().startswith("auto"):
+        try:
+            return seconds(given, name=name)
+        except OptionError as error:
+            raise OptionError(f"{error}; or 'auto', or 'auto 1m to 1h' with bounds of your own") from None
+    match = _AUTO.fullmatch(given)
+    if match is None:
+        raise OptionError(
+            f"{name}={given!r} must be 'auto', or have the least and the greatest interval, as in 'auto 1m to 1h'"
+        )
+    if match["least"] is None:
+        return _BOUNDS
+    try:
+        least, greatest = seconds(match["least"], name="the least"), seconds(match["greatest"], name="the greatest")
+    except OptionError as error:
+        raise OptionError(f"{name}={given!r}: {error}") from None
+    if least > greatest:
+        raise OptionError(
+            f"{name}={given!r}: the least interval comes first, and {format_duration(least)} is longer than "
+            f"{format_duration(greatest)}"
+        )
+    return least, greatest
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What an interval is expected to lose, in seconds a day."""
+
+    saving: float  # the loop waits for saves, or is slowed down by them
+    failing: float  # work that is done again after failures, and the time to come back
+
+    @property
+    def together(self) -> float:
+        """The sum of both."""
+        return self.saving + self.failing
+
+
+@dataclass(slots=True)
+class _Start:
+    """One start of the program."""
+
+    began: float
+    last: float  # when its last event came
+    word: str = ""  # how it has ended, if it has told
+    restored: int | None = None
+    saved: float | None = None  # when its last save was durable
+    failed_at: float | None = None
+
+
+class Experience:
+    """What the events of a run say about the cost of its saves and about its failures.
+
+    A failure is a start of the program that loses work: it has ended with an exception after a step, has crashed, hung
+    or been killed, or has ended without a word, as when its machine was lost. A preemption before which the run has
+    saved loses nothing, and is none.
+    """
+
+    def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
+        self.failures = 0
+        self.is_stuck = False  # whether the last start was lost before it had saved anything, and this one has not yet
+        self._starts: dict[str, _Start] = {}
+        self._current: _Start | None = None
+        self._lost: _Start | None = None  # the last start that has failed, until another one has come back
+        self._costs: deque[float] = deque(maxlen=_RECENT)
+        self._totals: deque[float] = deque(maxlen=_RECENT)
+        self._gaps: deque[float] = deque(maxlen=_RECENT)
+        self._returns: deque[float] = deque(maxlen=_RECENT)
+        for event in events:
+            self.add(event)
+
+    # ---- what the events say
+
+    @property
+    def cost(self) -> float | None:
+        """The seconds of training that a save costs: the median of the newest saves; None before the first.
+
+        A save costs what the loop waits for it, without the wait for the save before it, and what its steps take
+        longer while it is written.
+        """
+        return median(self._costs) if self._costs else None
+
+    @property
+    def durable(self) -> float:
+        """The seconds from the beginning of a save until it is durable: the median of the newest saves."""
+        return median(self._totals) if self._totals else 0.0
+
+    @property
+    def interval(self) -> float | None:
+        """The seconds from one save to the next: the median of the newest saves; None before the second of a start."""
+        return median(self._gaps) if self._gaps else None
+
+    @property
+    def ran(self) -> float:
+        """The seconds that the program has run, each start until its last event."""
+        return sum(max(0.0, start.last - start.began) for start in self._starts.values())
+
+    @property
+    def between_failures(self) -> float:
+        """The expected seconds from one failure to the next."""
+        return (_ASSUMED_SECONDS + self.ran) / (_ASSUMED_FAILURES + self.failures)
+
+    @property
+    def comeback(self) -> float:
+        """The seconds from a failure until the state is restored, the median; 0 before the first.
+
+        Where no event tells when the program has ended, they count from the next start.
+        """
+        return median(self._returns) if self._returns else 0.0
+
+    # ---- what follows from them
+
+    def best(self, least: float = 0.0, greatest: float = math.inf) -> float:
+        """Return the interval between two bounds that loses least, in seconds; the least before the first save."""
+        if (cost := self.cost) is None:
+            return least
+        # A save that comes earlier only waits until the one before it is durable.
+        return min(max(least, self.durable, math.sqrt(2 * cost * self.between_failures)), greatest)
+
+    def loss(self, interval: float) -> Loss:
+        """Return what saving at an interval, in seconds, is expected to lose."""
+        # A save waits until the one before it is durable.
+        waits = max(0.0, self.durable - interval)
+        between = interval + waits
+        lost = between / 2 + self.durable + self.comeback
+        return Loss(
+            saving=((self.cost or 0.0) + waits) / between * DAY,
+            failing=lost / self.between_failures * DAY,
+        )
+
+    # ---- reading the events
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Learn from an event of the run; they come in their order. What is no event of ours is left out."""
+        when = _number(event.get("time"))
+        if when is None:
+            return
+        start = self._start(str(event.get("run", "")), when)
+        match event.get("event"):
+            case "saved":
+                self._add_save(start, event, when)
+            case "restored":
+                self._add_restore(start, event, when)
+            case "preempted" | "finished" | "closed" as word:
+                start.word = start.word if word == "closed" and start.word else word
+            case "failed":
+                step = _number(event.get("step"))
+                trained = step is not None and step > (start.restored or 0)
+                self._fail(start, when, counts=trained or start.saved is not None)
+                start.word = "failed"
+            case "ended":
+                how = event.get("how")
+                died = how in ("crashed", "hung") and start.word in ("", "closed")
+                if died or (how == "preempted" and not start.word):
+                    self._fail(start, when)
+                start.word = start.word or "ended"
+
+    def _start(self, run: str, when: float) -> _Start:
+        """Return the start of the program that an event belongs to; a new one says that the one before is over."""
+        start = self._starts.get(run)
+        if start is None:
+            before = self._current
+            if before is not None and not before.word:
+                self._fail(before, None)
+                before.word = "lost"
+            start = self._current = self._starts[run] = _Start(when, when)
+        start.began, start.last = min(start.began, when), max(start.last, when)
+        return start
+
+    def _fail(self, start: _Start, when: float | None, *, counts: bool = True) -> None:
+        if counts:
+            self.failures += 1
+            self.is_stuck = start.saved is None
+            start.failed_at = when
+            self._lost = start
+
+    def _add_save(self, start: _Start, event: Mapping[str, Any], when: float) -> None:
+        blocked, total = _number(event.get("blocked_seconds")), _number(event.get("total_seconds"))
+        if blocked is None or total is None:
+            return
+        # Both count from the call, which first waits for the save before it to be durable.
+        waited = 0.0 if start.saved is None else min(blocked, max(0.0, start.saved - (when - total)))
+        self._costs.append(blocked - waited + (_number(event.get("slowed_seconds")) or 0.0))
+        self._totals.append(max(0.0, total - waited))
+        if start.saved is not None and when > start.saved:
+            self._gaps.append(when - start.saved)
+        start.saved = when
+        self.is_stuck = False
+
+    def _add_restore(self, start: _Start, event: Mapping[str, Any], when: float) -> None:
+        step = event.get("step")
+        start.restored = step if isinstance(step, int) else start.restored
+        lost, self._lost = self._lost, None
+        if lost is not None and lost is not start:
+            since = start.began if lost.failed_at is None else lost.failed_at
+            self._returns.append(max(0.0, when - since))
+
+
+@dataclass
+class LearnedInterval:
+    """A trigger that saves at the interval which loses least, as the events of the run tell, within bounds.
+
+    The first save of a run comes after the least interval, because only a save tells what one costs. So does the first
+    one of a start that follows a start which was lost before it had saved anything: otherwise a run that is killed more
+    often than it saves would not get on until it has learned that.
+    """
+
+    least: float
+    greatest: float
+    reads_metrics: ClassVar[bool] = False
+    experience: Experience = field(default_factory=Experience, compare=False, repr=False)
+    # The trigger that holds now. Events come on the thread that saves, and replace it whole.
+    _now: EverySeconds = field(init=False, compare=False, repr=False)
+    _told: float | None = field(default=None, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.learn(())
+
+    @property
+    def interval_secs(self) -> float:
+        return self._now.seconds
+
+    def reason(self, moment: Moment) -> str | None:
+        if self._now.reason(moment) is None:
+            return None
+        return f"every {_short(self.interval_secs)}, learned"
+
+    def learn(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Learn from events of the run, in their order."""
+        for event in events:
+            self.experience.add(event)
+        greatest = self.least if self.experience.is_stuck else self.greatest
+        self._now = EverySeconds(self.experience.best(self.least, greatest))
+
+    def news(self) -> dict[str, Any] | None:
+        """Return the facts of the event ``interval`` if the interval has changed since it was last told."""
+        known, now = self.experience, self.interval_secs
+        if known.cost is None or (self._told is not None and abs(now / self._told - 1) < _TOLD_AGAIN):
+            return None
+        self._told = now
+        failures = "1 failure" if known.failures == 1 else f"{known.failures} failures"
+        why = (
+            f"a save costs {_short(known.cost)} and is durable after {_short(known.durable)}; {failures} in "
+            f"{_short(known.ran)}, so the next one is expected in {_short(known.between_failures)}"
+        )
+        if known.is_stuck:
+            why += "; the last start was lost before it had saved anything, so the first save comes early"
+        elif (unbounded := known.best()) != now:
+            why += f"; {_short(unbounded)} would lose least, without the bounds"
+        return {
+            "seconds": round(now, 3),
+            "least": self.least,
+            "greatest": self.greatest,
+            "cost_seconds": round(known.cost, 6),
+            "failures": known.failures,
+            "between_failures_seconds": round(known.between_failures, 3),
+            "why": why,
+        }
+
+
+def _short(duration: float) -> str:
+    """Return a duration with no more digits than people read.
+
+    >>> _short(151.2), _short(0.0123)
+    ('2m31s', '0.012s')
+    """
+    return format_duration(round(duration) if duration >= 10 else float(f"{duration:.2g}"))
+
+
+def _number(value: Any) -> float | None:
+    """Return a time, a duration or a step; None for what can be none."""
+    return float(value) if isinstance(value, int | float) and type(value) is not bool and 0 <= value < 2**63 else None

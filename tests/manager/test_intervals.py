@@ -1,0 +1,389 @@
+"""The learned interval: what the events of a run say about saves and failures, and which interval follows."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.clocks import FakeClock
+from tests.processes.threads import together
+
+import holdfast as hf
+from holdfast.engine.distributed import Coordinator
+from holdfast.engine.manager import DAY, EverySeconds, Experience, LearnedInterval, save_triggers
+from holdfast.engine.manager.decisions import StepPace, SyncSchedule
+
+HOUR = 3600.0
+
+
+def event(name: str, time: float, run: str = "a", **facts: Any) -> dict[str, Any]:
+    return {"event": name, "time": time, "run": run, **facts}
+
+
+def saved(time: float, run: str = "a", *, blocked: float = 0.1, total: float = 0.1, **facts: Any) -> dict[str, Any]:
+    return event("saved", time, run, step=int(time), blocked_seconds=blocked, total_seconds=total, **facts)
+
+
+# ---- the option
+
+
+@pytest.mark.parametrize(
+    ("value", "trigger"),
+    [
+        ("auto", LearnedInterval(60, HOUR)),
+        (" auto ", LearnedInterval(60, HOUR)),
+        ("auto 30s to 2h", LearnedInterval(30, 2 * HOUR)),
+        ("auto  90 to 1h30m", LearnedInterval(90, 1.5 * HOUR)),
+        ("auto 5m to 5m", LearnedInterval(300, 300)),
+        ("15m", EverySeconds(900)),
+    ],
+)
+def test_the_option(value: str, trigger: object) -> None:
+    assert save_triggers(hf.CheckpointManagerOptions(save_interval_secs=value)) == (trigger,)
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ("auto 1h", "must be 'auto', or have the least and the greatest interval, as in 'auto 1m to 1h'"),
+        ("automatic", "must be 'auto', or have"),
+        ("auto 1m - 1h", "must be 'auto', or have"),
+        ("auto 1h to 1m", "the least interval comes first, and 1h is longer than 1m"),
+        ("auto soon to 1h", "'auto soon to 1h': the least='soon' is not a duration"),
+        ("auto 1m to never", "'auto 1m to never': the greatest='never' is not a duration"),
+        ("auto 0 to 1h", "the least='0' is not a duration: give seconds above zero"),
+        ("soon", "or text such as '90s', '15m', '1h30m'; or 'auto', or 'auto 1m to 1h' with bounds of your own"),
+    ],
+)
+def test_texts_that_are_no_interval(value: str, what: str) -> None:
+    with pytest.raises(hf.errors.OptionError) as caught:
+        hf.CheckpointManagerOptions(save_interval_secs=value)
+    assert str(caught.value).startswith(f"save_interval_secs={value!r}")
+    assert what in str(caught.value)
+
+
+def test_a_mirror_learns_no_interval() -> None:
+    with pytest.raises(hf.errors.OptionError, match="save_interval_secs='auto' is not a duration"):
+        hf.Mirror("memory://tests/auto", save_interval_secs="auto")
+
+
+# ---- what the events say
+
+
+def killed(times: int, every: float, **numbers: float) -> list[dict[str, Any]]:
+    """A run that is killed some times, each ``every`` seconds after a start, and comes back ten seconds later."""
+    found = []
+    for number in range(times + 1):
+        began, run = number * (every + 10), str(number)
+        found += [event("started", began, run), event("restored", began + 4, run, step=number)]
+        found += [saved(began + share * every, run, **numbers) for share in (0.5, 1)]
+    return found
+
+
+DAYS = [event("started", 0), *(saved(day * DAY) for day in range(1, 11))]
+
+
+@pytest.mark.parametrize(
+    ("events", "interval"),
+    [
+        pytest.param([], 60, id="cold start: the least, as only a save tells what one costs"),
+        pytest.param([event("started", 0)], 60, id="nothing is saved"),
+        pytest.param([event("started", 0), saved(60, blocked=0.1)], math.sqrt(2 * 0.1 * (DAY + 240)), id="one save"),
+        pytest.param([event("started", 0), saved(60, blocked=0.001)], 60, id="a cheap save: the least"),
+        pytest.param([event("started", 0), saved(60, blocked=900, total=900)], HOUR, id="a dear save: the greatest"),
+        pytest.param([event("started", 0), saved(60, blocked=0.01, total=200)], 200, id="no save waits for the last"),
+        pytest.param(
+            [event("started", 0), saved(60, blocked=0.1, slowed_seconds=0.3, total=9)],
+            math.sqrt(2 * 0.4 * (DAY + 240)),
+            id="steps that are slowed down count",
+        ),
+        pytest.param(DAYS, math.sqrt(2 * 0.1 * 4 * (10 * DAY + DAY / 4)), id="no failure in ten days"),
+        pytest.param(
+            killed(20, HOUR, blocked=1.0), math.sqrt(2 * 1.0 * (6 + 21) * HOUR / 20.25), id="a failure every hour"
+        ),
+        pytest.param(
+            killed(5, 600, blocked=10.0), math.sqrt(2 * 10 * 7 * HOUR / 5.25), id="a failure every ten minutes"
+        ),
+    ],
+)
+def test_which_interval_is_learned(events: Sequence[dict[str, Any]], interval: float) -> None:
+    learned = LearnedInterval(60, HOUR)
+    learned.learn(events)
+    assert learned.interval_secs == pytest.approx(interval)
+
+
+def test_the_recent_cost_of_a_save_counts() -> None:
+    """A model that has grown makes saves dearer; one slow save changes nothing."""
+    small = [saved(100.0 * number) for number in range(30)]
+    assert Experience([*small, saved(3000, blocked=50, total=50)]).cost == pytest.approx(0.1)
+    assert Experience([*small, *(saved(3000 + 100.0 * n, blocked=5, total=5) for n in range(20))]).cost == 5
+
+
+def test_the_wait_for_the_save_before_is_no_cost_of_a_save() -> None:
+    """Saves at every step wait for each other; a longer interval would not."""
+    events = [saved(10.0 * number, blocked=9.5 if number > 1 else 0.5, total=19.0) for number in range(1, 12)]
+    found = Experience(events)
+    assert (found.cost, found.durable, found.interval) == (0.5, 10, 10)
+    assert found.loss(10).saving == pytest.approx(0.05 * DAY)
+    assert found.loss(5).saving == pytest.approx(0.55 * DAY), "each save waits five seconds for the one before"
+    assert found.loss(5).failing == found.loss(10).failing
+
+
+ENDS: dict[str, tuple[list[dict[str, Any]], int]] = {
+    "it has finished": ([event("finished", 90, step=9)], 0),
+    "it was preempted, and has saved": ([event("preempted", 90, step=9), event("ended", 91, how="preempted")], 0),
+    "it was preempted, and has hung then": ([event("preempted", 90, step=9), event("ended", 91, how="hung")], 0),
+    "the program closed its manager": ([event("closed", 90, step=9)], 0),
+    "closed, and killed": ([event("closed", 90, step=9), event("ended", 91, how="crashed")], 1),
+    "an exception": ([event("failed", 90, step=9), event("ended", 91, how="crashed")], 1),
+    "killed, as a supervisor says": ([event("ended", 91, how="crashed", status=137)], 1),
+    "hung": ([event("ended", 91, how="hung")], 1),
+    "asked to end, and has not saved": ([event("ended", 91, how="preempted")], 1),
+    "no word": ([], 1),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_what_is_a_failure(case: str) -> None:
+    end, failures = ENDS[case]
+    found = Experience([event("started", 0), saved(60), *end, event("started", 100, "b")])
+    assert found.failures == failures
+
+
+def test_a_program_that_fails_before_its_first_step_loses_nothing() -> None:
+    """A mistake in the program, started again and again, is no reason to save more often."""
+    before = [event("started", 0), saved(60), event("finished", 90)]
+    again = [event("started", 100, "b"), event("restored", 101, "b", step=60), event("failed", 102, "b", step=60)]
+    fresh = [event("started", 200, "c"), event("failed", 201, "c", step=None)]
+    assert Experience([*before, *again, *fresh]).failures == 0
+
+
+def test_commands_that_change_a_run_say_that_the_start_before_is_over() -> None:
+    found = Experience([event("started", 0), saved(60), event("started", 70, "pin"), event("closed", 71, "pin")])
+    assert (found.failures, found.ran) == (1, 61)
+
+
+@pytest.mark.parametrize(
+    ("end", "seconds"),
+    [
+        pytest.param([event("ended", 80, how="crashed")], 40, id="the end is known"),
+        pytest.param([event("failed", 85, step=70), event("ended", 86, how="crashed")], 35, id="an exception"),
+        pytest.param([], 20, id="no word: from the next start"),
+    ],
+)
+def test_the_time_to_come_back(end: list[dict[str, Any]], seconds: float) -> None:
+    again = [event("started", 100, "b"), event("restored", 120, "b", step=60, seconds=3.0)]
+    found = Experience([event("started", 0), saved(60, total=2), *end, *again])
+    assert found.comeback == seconds
+    assert found.loss(100).failing == pytest.approx((50 + 2 + seconds) / found.between_failures * DAY)
+
+
+@pytest.mark.parametrize("value", [None, True, -1, 10**400, "x", [], {}, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["started", "saved", "restored", "failed", "ended", "interval", "of the program"])
+def test_any_value_of_any_event(name: str, value: Any) -> None:
+    learned = LearnedInterval(60, HOUR)
+    facts = dict.fromkeys(["step", "blocked_seconds", "total_seconds", "slowed_seconds", "how"], value)
+    learned.learn([{"event": name, "time": value}, {"event": name, "time": 5, "run": value, **facts}, {"event": value}])
+    assert 60 <= learned.interval_secs <= HOUR
+    learned.news()
+
+
+def test_a_start_after_one_that_saved_nothing_saves_early() -> None:
+    """A run that is killed more often than it saves gets on nevertheless."""
+    learned = LearnedInterval(60, HOUR)
+    learned.learn([event("started", 0), saved(60, blocked=10, total=10), event("started", 100, "b")])
+    usual = learned.interval_secs
+    assert usual > 500
+    learned.learn([event("restored", 101, "b", step=60), event("started", 200, "c")])
+    assert learned.interval_secs == 60
+    told = learned.news()
+    assert told is not None
+    assert "the last start was lost before it had saved anything, so the first save comes early" in told["why"]
+    learned.learn([saved(260, "c", blocked=10, total=10)])
+    assert 400 < learned.interval_secs < usual
+
+
+# ---- properties
+
+
+TIMES = st.floats(0.001, 1e5)
+
+
+@given(st.floats(1, 1e4), st.floats(1, 1e4), TIMES, TIMES, st.integers(0, 50), st.floats(1, 1e6))
+def test_the_interval_stays_in_its_bounds(
+    one: float, other: float, blocked: float, total: float, failures: int, every: float
+) -> None:
+    learned = LearnedInterval(min(one, other), max(one, other))
+    for known in killed(failures, every, blocked=blocked, total=total):
+        learned.learn([known])
+        assert learned.least <= learned.interval_secs <= learned.greatest
+
+
+@given(st.floats(1, 1e4), TIMES, TIMES, st.integers(0, 50), st.integers(1, 5))
+def test_more_failures_shorten_it_and_dearer_saves_lengthen_it(
+    every: float, blocked: float, more: float, failures: int, further: int
+) -> None:
+    def interval(failures: int, blocked: float) -> float:
+        known = Experience([event("started", 0), saved(1e6, blocked=blocked, total=blocked)])
+        known.failures = failures
+        return known.best()
+
+    assert interval(failures + further, blocked) <= interval(failures, blocked)
+    assert interval(failures, blocked + more) > interval(failures, blocked)
+    known = Experience(killed(failures, every, blocked=blocked, total=blocked))
+    best = known.loss(known.best()).together
+    assert all(best <= known.loss(known.best() * factor).together * (1 + 1e-9) for factor in (0.5, 0.9, 1.1, 2))
+
+
+# ---- steps that a save slows down
+
+
+@pytest.mark.parametrize(
+    ("without", "during", "share"),
+    [
+        pytest.param([1.0] * 20, [2.0] * 10, 0.5, id="twice as long"),
+        pytest.param([1.0] * 20, [1.0] * 10, 0.0, id="the same"),
+        pytest.param([1.0, 1.2] * 10, [1.2, 1.0] * 5, 0.0, id="steps that vary"),
+        pytest.param([1.0] * 20, [*[1.0] * 9, 60.0], 0.0, id="one validation"),
+        pytest.param([1.0] * 20, [2.0] * 5, None, id="too few steps"),
+        pytest.param([1.0] * 3, [2.0] * 10, None, id="nothing to compare with"),
+    ],
+)
+def test_what_a_save_costs_the_steps_beside_it(
+    without: Sequence[float], during: Sequence[float], share: float | None
+) -> None:
+    pace, now, step = StepPace(), 0.0, 0
+    for save, lengths in ((None, without), (1, during)):
+        if save:
+            pace.save_begins()
+            now += 100  # the loop waits for the copy
+        pace.step(step, now, save)
+        for seconds in lengths:
+            now, step = now + seconds, step + 1
+            pace.step(step, now, save)
+        step += 1
+    pace.step(step, now + 50, None)  # the save has ended within this step
+    assert pace.slowed(30.0) == (None if share is None else pytest.approx(30 * share))
+
+
+# ---- managers
+
+
+def train(directory: Path, clock: FakeClock, steps: int, interval: str, **options: Any) -> list[tuple[int, str]]:
+    """Take a step every ten seconds from the newest one on; return the saved steps, and why."""
+    found: list[tuple[int, str]] = []
+    with hf.CheckpointCallback(
+        directory, save_interval_secs=interval, clock=clock, save_at_end=False, **options
+    ) as checkpoint:
+        state, start = checkpoint.restore_or_initialize({"w": np.zeros(3)})
+        for step in range(start + 1, start + 1 + steps):
+            clock.sleep(10)
+            outcome = checkpoint.on_step(step, state)
+            if outcome.saved:
+                found.append((step, outcome.reason))
+                checkpoint.manager.wait_until_finished()
+    return found
+
+
+def write(directory: Path, events: Sequence[dict[str, Any]]) -> None:
+    directory.mkdir(exist_ok=True)
+    with open(directory / "events.jsonl", "a") as file:
+        file.writelines(f"{json.dumps(one)}\n" for one in events)
+
+
+def test_a_resume_begins_with_what_the_run_has_learned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing of it is in a checkpoint: the events have it."""
+    caplog.set_level(logging.INFO)
+    clock = FakeClock()
+    write(tmp_path, [{**one, "time": clock.wall + one["time"]} for one in killed(20, HOUR, blocked=0.2, total=0.2)])
+    clock.sleep(30 * HOUR)
+    seconds = math.sqrt(2 * 0.2 * (6 + 21) * HOUR / (0.25 + 21))  # the start of this program says that the last is over
+
+    (first, *_) = train(tmp_path, clock, 20, "auto 10s to 1h")
+
+    assert first == (math.ceil(seconds / 10), "every 43s, learned")
+    told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (start, *_) = [one for one in told if one["event"] == "interval"]
+    assert start["seconds"] == pytest.approx(seconds, abs=0.01)
+    assert (start["failures"], start["least"], start["greatest"]) == (21, 10, HOUR)
+    text = "a save costs 0.2s and is durable after 0.2s; 21 failures in 21h, so the next one is expected in 1h16m14s"
+    assert start["why"] == text
+    assert f"{tmp_path}: saves every {seconds:.1f}s from now on: {text}" in caplog.text
+
+
+def test_without_events_it_begins_anew(tmp_path: Path) -> None:
+    clock = FakeClock()
+    train(tmp_path, clock, 10, "auto 20s to 1h")
+    (tmp_path / "events.jsonl").unlink()
+    assert train(tmp_path, clock, 2, "auto 20s to 1h")[0] == (12, "every 20s, learned")
+
+
+@pytest.mark.parametrize("place", ["memory://tests/learned/run", "run"])
+def test_a_run_learns_from_its_own_saves(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in an object store, which has no file of events."""
+    monkeypatch.chdir(tmp_path)
+    heard: list[dict[str, Any]] = []
+    with hf.CheckpointManager(
+        place, options=hf.CheckpointManagerOptions(save_interval_secs="auto 20s to 30s"), clock=FakeClock()
+    ) as manager:
+        manager.events.add_listener(heard.append)
+        manager.save(1, {"w": 1.0}, force=True)
+    assert [one["event"] for one in heard] == ["started", "saved", "interval", "closed"]
+    assert 20 <= heard[2]["seconds"] <= 30
+
+
+def test_a_manager_that_only_reads_learns_nothing(tmp_path: Path) -> None:
+    train(tmp_path, FakeClock(), 5, "auto 10s to 1m")
+    before = (tmp_path / "events.jsonl").read_bytes()
+    readable = hf.CheckpointManagerOptions(save_interval_secs="auto", read_only=True)
+    with hf.CheckpointManager(tmp_path, options=readable) as manager:
+        manager.restore()
+    assert (tmp_path / "events.jsonl").read_bytes() == before
+
+
+# ---- several processes
+
+
+def test_processes_agree_at_steps_that_follow_the_interval() -> None:
+    """Process 0 names the step of the next agreement half-way to the next save, whatever the interval is now."""
+    learned = LearnedInterval(10, HOUR)
+    schedule = SyncSchedule([learned])
+    assert schedule.next_step(1, 1.0, 0.0) == 2
+    assert schedule.next_step(2, 2.0, 0.0) == 2 + 5
+    learned.learn([event("started", 0), saved(60, blocked=0.1), saved(120, blocked=0.1)])
+    assert schedule.next_step(7, 7.0, 0.0) == 7 + int(learned.interval_secs / 2)
+
+
+def test_several_processes_save_at_the_steps_of_process_0(tmp_path: Path) -> None:
+    """Only it knows the history of the run, and the clocks of the others differ."""
+    hours = [saved(HOUR * number, blocked=0.2, total=0.2) for number in range(1, 41)]
+    write(tmp_path, [event("started", 0), *hours, event("finished", 40 * HOUR)])
+
+    def run(coordinator: Coordinator) -> list[tuple[int, str]]:
+        clock = FakeClock(1e9 + 1e6 * coordinator.process_index)
+        options = hf.CheckpointManagerOptions(save_interval_secs="auto 10s to 1h", barrier_timeout_secs=10)
+        found = []
+        with hf.CheckpointManager(tmp_path, options=options, coordinator=coordinator, clock=clock) as manager:
+            manager.acquire()
+            for step in range(1, 301):
+                clock.sleep(10 if coordinator.process_index == 0 else 1000)
+                decision = manager.decide(step)
+                if decision:
+                    manager.save(step, {"w": np.zeros(3)})
+                    manager.wait_until_finished()
+                    found.append((step, decision.reason))
+        return found
+
+    one, *others = together(3, run)
+    assert others == [one, one]
+    seconds = math.sqrt(2 * 0.2 * 4 * 46 * HOUR)
+    assert [step for step, _ in one] == [math.ceil(seconds / 10) * number for number in range(1, 6)]
+    assert one[0][1] == "every 8m35s, learned"
