@@ -52,7 +52,7 @@ def basis(experience: Experience) -> str:
     return (
         f"A save costs {duration(experience.cost or 0.0)} of training and is durable after "
         f"{duration(experience.durable)} (medians of the newest 20). The events show {failures} in "
-        f"{duration(experience.ran)}; with what is assumed of every run, one failure a day for six hours, that is one "
-        f"in {duration(experience.between_failures)}. Each loses half an interval, the time until a save is durable, "
+        f"{duration(experience.ran)}; every run begins with a guess of one a day, so the next one is expected in "
+        f"{duration(experience.between_failures)}. Each loses half an interval, the time until a save is durable, "
         f"and {duration(experience.comeback)} to come back."
     )

@@ -23,9 +23,8 @@ from ..errors import OptionError
 from .decisions import EverySeconds, Moment
 
 DAY = 86400.0
-# Before a run has failed, one failure a day is assumed. It counts as much as this many seconds of the run.
-_ASSUMED_SECONDS = 6 * 3600.0
-_ASSUMED_FAILURES = _ASSUMED_SECONDS / DAY
+_SPREAD = math.log(10)  # the standard deviation of the logarithm of the rate of failures, before anything is known
+_MOST_FREQUENT = 25.0  # the logarithm of the most failures a day
 _RECENT = 20  # the newest saves and returns, of which medians are taken
 _TOLD_AGAIN = 0.1  # the least relative change of an interval that is told
 _BOUNDS = (60.0, 3600.0)  # of "auto" alone, in seconds
@@ -97,7 +96,6 @@ class Experience:
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
         self.failures = 0
-        self.is_stuck = False  # whether the last start was lost before it had saved anything, and this one has not yet
         self._starts: dict[str, _Start] = {}
         self._current: _Start | None = None
         self._lost: _Start | None = None  # the last start that has failed, until another one has come back
@@ -136,8 +134,21 @@ class Experience:
 
     @property
     def between_failures(self) -> float:
-        """The expected seconds from one failure to the next."""
-        return (_ASSUMED_SECONDS + self.ran) / (_ASSUMED_FAILURES + self.failures)
+        """The expected seconds from one failure to the next.
+
+        Failures come at random (a Poisson process). Before anything is known, their rate is one a day, give or take a
+        factor of ten (a log-normal prior). This is the most probable rate for what the run has seen.
+        """
+        days, variance = self.ran / DAY, _SPREAD**2
+        # The logarithm of the rate, where the derivative of the logarithm of its probability is zero.
+        low, high = -variance * days, min(variance * self.failures, _MOST_FREQUENT)
+        for _ in range(100):
+            middle = (low + high) / 2
+            if self.failures - days * math.exp(middle) - middle / variance > 0:
+                low = middle
+            else:
+                high = middle
+        return DAY * math.exp(-high)
 
     @property
     def comeback(self) -> float:
@@ -209,7 +220,6 @@ class Experience:
     def _fail(self, start: _Start, when: float | None, *, counts: bool = True) -> None:
         if counts:
             self.failures += 1
-            self.is_stuck = start.saved is None
             start.failed_at = when
             self._lost = start
 
@@ -224,7 +234,6 @@ class Experience:
         if start.saved is not None and when > start.saved:
             self._gaps.append(when - start.saved)
         start.saved = when
-        self.is_stuck = False
 
     def _add_restore(self, start: _Start, event: Mapping[str, Any], when: float) -> None:
         step = event.get("step")
@@ -239,9 +248,7 @@ class Experience:
 class LearnedInterval:
     """A trigger that saves at the interval which loses least, as the events of the run tell, within bounds.
 
-    The first save of a run comes after the least interval, because only a save tells what one costs. So does the first
-    one of a start that follows a start which was lost before it had saved anything: otherwise a run that is killed more
-    often than it saves would not get on until it has learned that.
+    The first save comes after the least interval, because only a save tells what one costs.
     """
 
     least: float
@@ -268,8 +275,7 @@ class LearnedInterval:
         """Learn from events of the run, in their order."""
         for event in events:
             self.experience.add(event)
-        greatest = self.least if self.experience.is_stuck else self.greatest
-        self._now = EverySeconds(self.experience.best(self.least, greatest))
+        self._now = EverySeconds(self.experience.best(self.least, self.greatest))
 
     def news(self) -> dict[str, Any] | None:
         """Return the facts of the event ``interval`` if the interval has changed since it was last told."""
@@ -282,9 +288,7 @@ class LearnedInterval:
             f"a save costs {_short(known.cost)} and is durable after {_short(known.durable)}; {failures} in "
             f"{_short(known.ran)}, so the next one is expected in {_short(known.between_failures)}"
         )
-        if known.is_stuck:
-            why += "; the last start was lost before it had saved anything, so the first save comes early"
-        elif (unbounded := known.best()) != now:
+        if (unbounded := known.best()) != now:
             why += f"; {_short(unbounded)} would lose least, without the bounds"
         return {
             "seconds": round(now, 3),

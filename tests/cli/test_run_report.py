@@ -20,7 +20,7 @@ from holdfast.cli.report import duration
 from holdfast.cli.run_report import charts, facts, page
 from holdfast.cli.run_report.history import History, read_history
 from holdfast.cli.run_report.markup import tag
-from holdfast.engine.manager import read_events
+from holdfast.engine.manager import Experience, read_events
 
 HOSTILE = "</script><!--<script>"
 LEAF = HOSTILE.replace("/", "%2F")  # as a path shows this key
@@ -312,9 +312,9 @@ def test_what_other_intervals_would_have_cost(capsys: pytest.CaptureFixture[str]
         manager.save(1, {"w": np.ones(2, np.float32)})
     (run / "events.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in events))
 
-    best = math.sqrt(2 * 1.0 * (10 * 43_200 + 100 + 21_600) / 10.25)
-    line = "run: saves every 1 min 00 s are expected to lose 25 min 30 s a day, and every 4 min 58 s 10 min 12 s: "
-    assert duration(best) == "4 min 58 s"
+    best = Experience(events).best()
+    line = "run: saves every 1 min 00 s are expected to lose 25 min 31 s a day, and every 4 min 56 s 10 min 16 s: "
+    assert duration(best) == "4 min 56 s"
     target = tmp_path / "report.html"
     assert output_of(capsys, "report", run, "-o", target).split("\n", 1)[1] == (
         f'{line}save_interval_secs="auto" chooses by itself\n'
@@ -325,8 +325,8 @@ def test_what_other_intervals_would_have_cost(capsys: pytest.CaptureFixture[str]
         "1 min 00 s ",
         "1,440",
         "24 min 00 s",
-        "1 min 30 s",
-        "25 min 30 s",
+        "1 min 31 s",
+        "25 min 31 s",
     ]
     assert found.texts("span", "badge")[:4] == ["half", "used", "double", "loses least"]
     (text,) = (text for text in found.texts("p") if text.startswith("What saving at each interval"))
