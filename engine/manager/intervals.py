@@ -26,7 +26,7 @@ DAY = 86400.0
 _SPREAD = math.log(10)  # the standard deviation of the logarithm of the rate of failures, before anything is known
 _MOST_FREQUENT = 25.0  # the logarithm of the most failures a day
 _RECENT = 20  # the newest saves and returns, of which medians are taken
-_TOLD_AGAIN = 0.1  # the least relative change of an interval that is told
+_NOTABLE = 0.1  # the least relative difference of intervals that is told
 _BOUNDS = (60.0, 3600.0)  # of "auto" alone, in seconds
 _AUTO = re.compile(r"\s*auto(?:\s+(?P<least>\S.*?)\s+to\s+(?P<greatest>\S.*?))?\s*")
 
@@ -280,7 +280,7 @@ class LearnedInterval:
     def news(self) -> dict[str, Any] | None:
         """Return the facts of the event ``interval`` if the interval has changed since it was last told."""
         known, now = self.experience, self.interval_secs
-        if known.cost is None or (self._told is not None and abs(now / self._told - 1) < _TOLD_AGAIN):
+        if known.cost is None or (self._told is not None and abs(now / self._told - 1) < _NOTABLE):
             return None
         self._told = now
         failures = "1 failure" if known.failures == 1 else f"{known.failures} failures"
@@ -288,7 +288,8 @@ class LearnedInterval:
             f"a save costs {_short(known.cost)} and is durable after {_short(known.durable)}; {failures} in "
             f"{_short(known.ran)}, so the next one is expected in {_short(known.between_failures)}"
         )
-        if (unbounded := known.best()) != now:
+        unbounded = known.best()
+        if abs(unbounded / now - 1) >= _NOTABLE:
             why += f"; {_short(unbounded)} would lose least, without the bounds"
         return {
             "seconds": round(now, 3),

@@ -332,7 +332,7 @@ def test_what_other_intervals_would_have_cost(capsys: pytest.CaptureFixture[str]
     (text,) = (text for text in found.texts("p") if text.startswith("What saving at each interval"))
     assert "A save costs 1.0 s of training and is durable after 1.0 s" in text
     assert "The events show 10 failures in 5 d 0 h" in text
-    assert "one in 12 h 17 min. Each loses half an interval" in text
+    assert "the next one is expected in 12 h 09 min. Each loses half an interval" in text
     assert text.endswith("and 15.0 s to come back.")
     assert "Saves every 4 min 40 s from here on, as learned" in found.texts("b")
     document = json.loads(output_of(capsys, "report", run, "-o", target, "--json"))
