@@ -16,7 +16,7 @@ from ..errors import DamagedCheckpointError
 from ..format import ArrayMetadata, checksums_of, crc32c, decompress_exactly
 from ..pytree import Box, whole
 from ..storage import Buffer, aligned_empty
-from .extents import ChunkTable
+from .extents import FOREIGN, ChunkTable
 from .plan import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Bytes, checksum_after
 
 # Bytes; a smaller array is copied out of what was read, so that it does not keep all of that in memory.
@@ -173,11 +173,26 @@ class Assembly:
         return sorted({chunk for wanted in self._boxes[array] for chunk in decoder.chunks_in(wanted.box)})
 
     def keeps(self, array: int, chunk: int) -> bool:
-        """Return whether the memory that a chunk is read into becomes an array of the result."""
-        decoder = self.decoders[array]
-        if not self.keep or decoder.compressed or decoder.data_bytes < COPY:
-            return False
-        return any(self._is_chunk(decoder, chunk, wanted) for wanted in self.output_boxes(array))
+        """Return whether the memory that a chunk is read into becomes arrays of the result."""
+        return not self.decoders[array].compressed and bool(self._adopters(array, chunk))
+
+    def _adopters(self, array: int, chunk: int) -> Sequence[OutputBox]:
+        """Return the boxes that become views of a chunk's memory: runs of it, which together need nearly all of it."""
+        decoder, boxes = self.decoders[array], self.output_boxes(array)
+        if not self.keep or decoder.data_bytes < COPY:
+            return ()
+        if len(boxes) == 1 and self._is_chunk(decoder, chunk, boxes[0]):
+            return boxes
+        part = decoder.chunk_box(chunk)
+        found: list[OutputBox] = []
+        used = reached = 0
+        for wanted in sorted(boxes, key=lambda one: one.box.start):
+            start = _run_start(wanted.box, part)
+            if start is not None and start >= reached:  # another box of the same elements gets its own memory
+                found.append(wanted)
+                used += wanted.box.size
+                reached = start + wanted.box.size
+        return found if (part.size - used) * FOREIGN <= part.size else ()
 
     def give_up(self, array: int) -> None:
         """Mark an array as damaged: its chunks are still verified, but it takes no memory."""
@@ -186,23 +201,28 @@ class Assembly:
     def accept(self, array: int, chunk: int, data: Bytes, *, kept: bool = False, indexed: int = -1) -> str:
         """Verify a chunk and copy it to its place; return what is wrong with it, or ""."""
         decoder, boxes = self.decoders[array], self.output_boxes(array)
-        own = decoder.compressed and self.keep and any(self._is_chunk(decoder, chunk, one) for one in boxes)
+        adopters = self._adopters(array, chunk) if kept or decoder.compressed else ()
+        own = decoder.compressed and bool(adopters)
         values, problem = decoder.content(data, _fresh_memory if own else self._scratch, indexed)
         if problem:
             return f"chunk {chunk} {problem}"
         if not self.keep or array in self._damaged:
             return ""
         view = values.view(decoder.dtype).reshape(decoder.chunk_shape)
-        kept = (kept or own) and view.flags.aligned and view.flags.writeable
+        if not (view.flags.aligned and view.flags.writeable):
+            adopters = ()
+        part = decoder.chunk_box(chunk)
         for wanted in boxes:
-            if self._is_chunk(decoder, chunk, wanted):
-                self._arrays[wanted.output] = view if kept else view.copy()
-                kept = False  # another box of the same elements gets its own memory
+            common = part.common(wanted.box)
+            if common is None:
+                continue
+            piece = view[common.within(part)]
+            if wanted in adopters:
+                self._arrays[wanted.output] = piece
+            elif wanted.box == part:
+                self._arrays[wanted.output] = view.copy()
             else:
-                part = decoder.chunk_box(chunk)
-                common = part.common(wanted.box)
-                if common is not None:
-                    self._array(array, wanted)[common.within(wanted.box)] = view[common.within(part)]
+                self._array(array, wanted)[common.within(wanted.box)] = piece
         return ""
 
     def place(self, array: int, chunk: int, length: int) -> Bytes | None:
@@ -285,6 +305,20 @@ class Assembly:
                 memory = _fresh_memory(wanted.box.size * dtype.itemsize)
                 found = self._arrays[wanted.output] = memory.view(dtype).reshape(wanted.box.shape)
             return found
+
+
+def _run_start(box: Box, part: Box) -> int | None:
+    """Return where a box begins in the memory of another, in elements; None if it is not one run inside of it."""
+    if not box.size or part.common(box) != box:
+        return None
+    lengths, sizes = box.shape, part.shape
+    first = next((axis for axis, length in enumerate(lengths) if length > 1), len(lengths))
+    if lengths[first + 1 :] != sizes[first + 1 :]:
+        return None
+    start = 0
+    for begin, origin, size in zip(box.start, part.start, sizes, strict=True):
+        start = start * size + begin - origin
+    return start
 
 
 def _small_arrays(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError, ObjectNotFoundError, itemized
-from ..format import FileRecord, crc32c, extend
-from ..storage import Buffer, DataReader, Location, unreadable_as_damage
+from ..format import FileRecord, crc32c, extend, unsynced
+from ..storage import Buffer, DataReader, Location, sync_all, unreadable_as_damage
 from .plan import CHECKSUM_BYTES
 
 _STEP = 16 << 20  # bytes read at a time
@@ -41,6 +41,12 @@ def fsync_and_digest(folder: Location, prefix: str = "") -> dict[str, FileRecord
                 os.fsync(written.fileno())
     folder.sync_directory()
     return found
+
+
+def make_durable(folder: Location, files: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+    """Make durable what is not yet of the files in a folder; return them as durable."""
+    sync_all([folder / path if path else folder for path in unsynced(files)])
+    return {path: replace(file, durable=True) for path, file in files.items()}
 
 
 def is_missing(place: Location) -> str:

@@ -91,7 +91,7 @@ _FEW = 32  # extents; one thread would wait longer for more of them than it take
 _SMALL = 16 << 10  # bytes; smaller chunks take longer to handle than to read
 LOCAL_GAP = 4 << 10  # bytes between two chunks that are cheaper to read than to skip: a page of the disk
 REMOTE_GAP = 1 << 20  # the same over a network, where a request waits as long as this many bytes take to arrive
-_FOREIGN = 16  # at most a sixteenth of kept memory is unused: gaps, and chunks that are copied out
+FOREIGN = 16  # at most a sixteenth of kept memory is unused: gaps, and chunks that are copied out
 
 
 class Extent(NamedTuple):
@@ -217,7 +217,7 @@ def plan_extents(chunks: ChunkTable, gap: int) -> Iterator[Extent]:
             length = run.offset + run.length - current.offset
             near = run.file == current.file and 0 <= length - run.length - current.length <= gap
             foreign = length - kept - own
-            shared = kept + own == 0 or foreign * _FOREIGN <= length
+            shared = kept + own == 0 or foreign * FOREIGN <= length
             if near and shared and length <= (_EXTENT if kept + own else _COPIED_EXTENT):
                 current = Extent(run.file, current.offset, length, current.first, run.stop, kept + own > 0)
                 kept += own

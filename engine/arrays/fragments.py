@@ -171,8 +171,9 @@ def merge_fragments(
         offsets[fragment.chunks] = fragment.offsets
         lengths[fragment.chunks] = fragment.lengths
         checksums[fragment.chunks] = fragment.checksums
-        records = [FileRecord(size) for size in fragment.sizes[: len(fragment.sizes) - len(fragment.shared)]]
-        records += [FileRecord(size, shared=True) for size in fragment.sizes[len(records) :]]
+        own, durable = len(fragment.sizes) - len(fragment.shared), processes > 1
+        records = [FileRecord(size, durable=durable) for size in fragment.sizes[:own]]
+        records += [FileRecord(size, shared=True) for size in fragment.sizes[own:]]
         named = dict(zip(fragment.paths, records, strict=True))
         if len(named) < len(records) or not named.keys().isdisjoint(files):
             raise DamagedCheckpointError(f"{source} names a data file twice, or one of another process")

@@ -22,7 +22,7 @@ from ..distributed import ProcessInfo
 from ..errors import OptionError, UnsupportedLeafError
 from ..format import FileRecord, crc32c, encode_document
 from ..pytree import ArrayLeaf, Box, Details, Piece, TreeDef, ValueLeaf, format_path, to_document
-from ..storage import DataFile, Location, Segment, parallel_map
+from ..storage import DataFile, Location, Segment, max_concurrency, parallel_map
 from .assignment import WriteAssignment
 from .encode import ChunkToCompress, Digests, Source, segment_parts, write_compressed
 from .fragments import Fragment, data_path, make_fragment, merge_fragments, short_token
@@ -55,9 +55,9 @@ _NAME_LIMIT = 60_000  # bytes; the index adds the numbers of chunks to a name
 
 
 def write_file(place: Location, content: bytes) -> FileRecord:
-    """Write a small file without making its name durable; return its entry for the commit record."""
-    place.write_bytes(content, atomic=False)
-    return FileRecord(len(content), crc32c(content))
+    """Write a small file, which the commit makes durable; return its entry for the commit record."""
+    place.write_bytes(content, atomic=False, sync=False)
+    return FileRecord(len(content), crc32c(content), durable=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +150,16 @@ class TreeWriter:
         return copies
 
     def write(self, location: Location, member: ProcessInfo) -> bytes:
-        """Write this process's chunks into the item's folder, durably; return its fragment for process 0.
+        """Write this process's chunks into the item's folder; return its fragment for process 0.
 
-        A process that is alone keeps it for :meth:`merge`, and returns nothing.
+        They are durable then. A process that is alone leaves that to the commit, keeps its fragment for :meth:`merge`,
+        and returns nothing.
         """
         if isinstance(self._tree.leaves, Snapshot):
             self._tree.leaves.complete()
         data = location / "d"
-        data.make_directory(sync=False)  # merging syncs the folder around it
+        data.make_directory(sync=False)  # the commit syncs the folder around it
+        sync = member.count > 1
         token = short_token(member.token or os.urandom(16).hex())
         chunks = self._chunks_of(member)
         sources = self._sources(chunks)
@@ -185,13 +187,14 @@ class TreeWriter:
                     for number, file in enumerate(files, first)
                 ],
                 member.awaited,
+                sync=sync,
             )
             table = chunk_table(files, specs, checksums, first)
             sizes += [file.size for file in files]
             for one in packed:
 
                 def write_packed(number: int, size: int, segments: Sequence[Segment]) -> None:
-                    (location / path(number)).write_data(size, segments, member.awaited)
+                    (location / path(number)).write_data(size, segments, member.awaited, sync=sync)
 
                 added, more = write_compressed(
                     one, sources, layout, len(sizes), write_packed, shared.digests, member.awaited
@@ -209,7 +212,7 @@ class TreeWriter:
             tables.append(shares)
             sizes += [file.size for file in linked]
         table = np.concatenate(tables)
-        if member.count > 1:  # a single process merges next, which syncs this directory
+        if sync:
             data.sync_directory()
         if self.when_written is not None:
             self.when_written()
@@ -232,7 +235,7 @@ class TreeWriter:
             start = end
 
     def merge(self, location: Location, fragments: Sequence[bytes]) -> dict[str, FileRecord]:
-        """Write the index over the chunks of all processes and the tree's structure, durably; on process 0 only."""
+        """Write the index over the chunks of all processes and the tree's structure; on process 0 only."""
         if self._own is not None:
             index, written = merge_fragments(self._catalog, [self._own], 1)
         else:
@@ -246,9 +249,8 @@ class TreeWriter:
                 f"{location}: tree.json cannot hold this tree: {error}; put long texts into arrays"
             ) from error
         files = {INDEX: nodes, TREE: structure, MANIFEST: manifest}
-        # A disk makes what is synced at the same time durable in one go, and a store takes the files side by side.
-        records = parallel_map(lambda path: write_file(location / path, files[path]), list(files), len(files))
-        parallel_map(Location.sync_directory, [location / "d", location], 2)
+        at_once = max_concurrency(location)
+        records = parallel_map(lambda path: write_file(location / path, files[path]), list(files), at_once)
         return written | dict(zip(files, records, strict=True))
 
     def _chunks_of(self, member: ProcessInfo) -> ChunkIds:

@@ -34,7 +34,7 @@ from ..errors import (
     StorageError,
     StorageUnavailableError,
 )
-from ..format import DELETED, OWNER, PARTIAL, RECORD, STEP_FOLDER, CheckpointRecord
+from ..format import DELETED, OWNER, PARTIAL, RECORD, STEP_FOLDER, CheckpointRecord, unsynced
 from ..steps import RECORD_LIMIT, has_record, read_record
 from ..storage import (
     TEMPORARY_PREFIX,
@@ -50,11 +50,11 @@ _logger = logging.getLogger("holdfast")
 _UNIQUE = re.compile(r".+\.[0-9a-f]{8}")  # names that saves to object stores give to the folders of items
 
 
-def write_record(location: Location, record: CheckpointRecord) -> None:
-    """Write or replace the commit record, atomically and durably."""
+def write_record(location: Location, record: CheckpointRecord, *, before: Sequence[Location] = ()) -> None:
+    """Write or replace the commit record, atomically and durably; make durable first what is to be ``before``."""
     content = record.encode()
     with _answered(location, content):
-        (location / RECORD).write_bytes(content)
+        (location / RECORD).write_bytes(content, before=before)
 
 
 def write_record_if(location: Location, record: CheckpointRecord, old: bytes | None) -> bool:
@@ -180,7 +180,6 @@ class PendingCheckpoint:
         self._stale: list[str] = []  # folders that the old checkpoint had replaced, and a power failure brought back
         self._marker_size: int | None = None
         self._begun = False
-        self._is_new = False  # whether this save has made the directory
         self._claimed = False
         self._marked = False
         self._stays = False
@@ -197,7 +196,8 @@ class PendingCheckpoint:
         if self._begun:
             return
         self._begun = True
-        self._is_new = self.location.make_directory()
+        self.location.parent.make_directory()
+        self.location.make_directory(sync=False)  # the commit makes its name durable
         if self.location.is_local and not self.continues:
             self._lock.make()
             self._check_unchanged()
@@ -208,7 +208,9 @@ class PendingCheckpoint:
             content["copies"] = self._copies
         marker = json.dumps(content).encode()
         self._marker_size = len(marker)
-        (self.location / PARTIAL).write_bytes(marker, atomic=False)
+        # Of a new checkpoint, its presence says enough after a power cut: everything beside it is removed.
+        sync = self._old_record is not None or self._copies is not None
+        (self.location / PARTIAL).write_bytes(marker, atomic=False, sync=sync)
         self._marked = True
         self._conditional = self.location.is_remote and (self.location / PARTIAL).honours_conditions(marker)
         self.location.sync_directory()  # the marker is durable before anything else
@@ -268,17 +270,16 @@ class PendingCheckpoint:
             )
 
     def commit(self, record: CheckpointRecord) -> None:
-        """Make the checkpoint exist; its items must be durable."""
+        """Make the items durable, and then the checkpoint exist."""
         if not self._owned and not self._is_claimed():
             raise self._lock.conflict()
         if self._old is not None:
             self._parts.withdraw(self._old)
-        self._sync_directories()
         record = dataclasses.replace(record, replaced=tuple(sorted(_folders(self._old) - {*self.paths.values()})))
         self._stays = True  # from here on, its data may be the only copy
         try:
             if not self._conditional:
-                write_record(self.location, record)
+                write_record(self.location, record, before=self._unsynced(record))
             elif not write_record_if(self.location, record, self._old_record):
                 self._stays, self._lost = False, True
                 raise self._lock.conflict()
@@ -317,16 +318,16 @@ class PendingCheckpoint:
             (self.location / PARTIAL).remove()  # the marker goes last: it tells the next run that something may be left
         self._lock.release()
 
-    def _sync_directories(self) -> None:
-        """Make the names of all items, and removals, durable: the deepest directories first."""
-        paths = (*self.paths.values(), *_folders(self._old), *self._stale)
-        inside = {parent for path in paths for parent in _parents(path)}
-        for path in sorted(inside, key=lambda path: path.count("/"), reverse=True):
-            if (self.location / path).is_directory():  # a folder of the old checkpoint may be missing
-                (self.location / path).sync_directory()
-        self.location.sync_directory()
-        if not self._is_new:  # the directory of a save that was interrupted, perhaps before its name was durable
-            self.location.parent.sync_directory()
+    def _unsynced(self, record: CheckpointRecord) -> list[Location]:
+        """Return what may not be durable yet: files, and the directories with names that were made or removed."""
+        if not self.location.is_local:
+            return []
+        items = record.items.values()
+        found = {f"{item.folder}/{path}".rstrip("/") for item in items for path in unsynced(item.files)}
+        folders = {parent for path in (*found, *self.paths.values()) for parent in _parents(path)}
+        old = {parent for path in (*_folders(self._old), *self._stale) for parent in _parents(path)}
+        folders |= {path for path in old if (self.location / path).is_directory()}  # one of them may be missing
+        return [*(self.location / path for path in found | folders), self.location, self.location.parent]
 
     def _is_whole(self, record: CheckpointRecord) -> bool:
         """Whether all files are there; asked only where another save may have removed some."""

@@ -40,6 +40,7 @@ from .record import (
     encode_metrics,
     own_item,
     own_shares,
+    unsynced,
 )
 from .zarr import (
     ArrayMetadata,

@@ -44,6 +44,19 @@ class FileRecord:
     crc32c: int | None = None  # digest of the whole file, or None where the file carries digests of its own
     # Whether the save took it from an earlier step instead of writing it. Not stored: the other step may be gone later.
     shared: bool = field(default=False, compare=False)
+    # Whether its content survives a power cut already; the commit syncs all others together. Not stored.
+    durable: bool = field(default=True, compare=False)
+
+
+def unsynced(files: Mapping[str, FileRecord]) -> set[str]:
+    """Return the files that are not durable yet and the folders with their names, by path; "" is the folder of all."""
+    found = {path for path, file in files.items() if not file.durable}
+    return found.union(*(_folders_of(path) for path in found))
+
+
+def _folders_of(path: str) -> list[str]:
+    names = path.split("/")
+    return ["/".join(names[:length]) for length in range(len(names))]
 
 
 @dataclass(frozen=True, slots=True)

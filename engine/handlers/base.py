@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard, TypeVar
 
-from ..arrays import Layout
+from ..arrays import Layout, make_durable
 from ..distributed import ProcessInfo
 from ..format import FileRecord
 from ..peer_names import keyword_only, refuse_unknown
@@ -39,11 +39,11 @@ class PreparedItem(Protocol):
     """An item whose snapshot is taken: every process writes its share, and process 0 merges the shares."""
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
-        """Write this process's share, durably; return what process 0 needs to know of it."""
+        """Write this process's share, durably where it is one of several; return what process 0 needs to know of it."""
         ...
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
-        """Complete the item from what every process's ``write`` returned; return all of its files."""
+        """Complete the item from what every process's ``write`` returned; return all files, for the commit."""
         ...
 
 
@@ -175,7 +175,8 @@ class _DeferredWrite:
 
 
 def write_alone(prepared: PreparedItem, folder: Location, awaited: threading.Event | None = None) -> Files:
-    return prepared.merge(folder, [prepared.write(folder, ProcessInfo(awaited=awaited))])
+    """Write an item in this process alone, durably, whatever becomes of its folder."""
+    return make_durable(folder, prepared.merge(folder, [prepared.write(folder, ProcessInfo(awaited=awaited))]))
 
 
 def finish(futures: Sequence[SaveFuture] | None) -> Files | None:

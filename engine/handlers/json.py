@@ -62,7 +62,6 @@ class _PreparedFile:
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
         if member.index == 0:
             self._files[self._name] = write_file(folder / self._name, self._content)
-            folder.sync_directory()
         return b""
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:

@@ -381,7 +381,6 @@ class _PreparedTree:
             self._files.update(self._external.write(folder))
             for path, content in self._contents.items():
                 self._files[path] = write_file(folder / path, content)
-            folder.sync_directory()
         return self._tree.write(folder, member)
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:

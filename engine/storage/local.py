@@ -37,6 +37,8 @@ THREADS_BESIDE = max(2, CORES // 2)
 
 BLOCK = 4 << 20  # bytes that a thread gathers before it writes them
 
+_SYNCS = 3  # files and directories that are synced at a time
+
 _AWAY = "move it away"  # advice where something else lies in the place of one of our files
 _FICLONE = 0x40049409  # the request of ioctl_ficlone(2)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -101,7 +103,9 @@ class LocalBackend:
         with os_errors(key, "access"):
             return os.stat(key).st_size == size
 
-    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
+    def write_bytes(
+        self, key: str, data: bytes, *, atomic: bool, sync: bool = True, before: Sequence[str] = ()
+    ) -> None:
         parent = os.path.dirname(key)
         target = os.path.join(parent, f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}") if atomic else key
         with os_errors(key, "write"):
@@ -111,7 +115,10 @@ class LocalBackend:
                     rest = memoryview(data)
                     while rest:
                         rest = rest[file.write(rest) :]
-                    _sync(descriptor, drive=atomic)
+                    if before:
+                        sync_all([*before, target])
+                    if sync and (not before or _FULL_SYNC is not None):
+                        _sync(descriptor, drive=atomic)
                 if atomic:
                     os.replace(target, key)
             except BaseException:
@@ -167,7 +174,15 @@ class LocalBackend:
                 _remove(os.path.join(key, name))
             _remove(key)
 
-    def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
+    def write_data(
+        self,
+        key: str,
+        size: int,
+        segments: Sequence[Segment],
+        awaited: threading.Event | None,
+        *,
+        sync: bool = True,
+    ) -> None:
         stop = threading.Event()
         with os_errors(key, "write"):
             with contextlib.suppress(FileNotFoundError):
@@ -189,7 +204,8 @@ class LocalBackend:
                     )
                     if size % PAGE:
                         os.ftruncate(descriptor, size)
-                    os.fsync(descriptor)
+                    if sync:
+                        os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
             except BaseException:
@@ -327,6 +343,23 @@ def _sync(descriptor: int, *, drive: bool = False) -> None:
             fcntl.fcntl(descriptor, _FULL_SYNC)
             return
     os.fsync(descriptor)
+
+
+def sync_all(paths: Sequence[str]) -> None:
+    """Make files, and the names in directories, durable at the same time: a file system does much of it in one go."""
+    parallel_map(_sync_path, paths, _SYNCS, name="holdfast-sync")
+
+
+def _sync_path(path: str) -> None:
+    if os.path.isdir(path):
+        _sync_directory(path)
+        return
+    with os_errors(path, "sync"):
+        descriptor = _open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _sync_directory(path: str, *, drive: bool = False) -> None:

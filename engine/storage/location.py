@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 from ..errors import DamagedCheckpointError, InvalidLocationError
 from ..observer import Observer, check_write, process_observer
+from . import local
 from .backend import Backend, DataFile, DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE
 from .kvstore import open_backend
@@ -103,6 +104,11 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
         if found is not None:
             return Location(open_azure(found[0]), _object_key(shown, found[1]))
     raise InvalidLocationError(f"{shown!r} has an unknown scheme, {scheme!r}: expected {_KNOWN}")
+
+
+def sync_all(places: Sequence[Location]) -> None:
+    """Make files, and the names in directories, durable on a disk, all at the same time; objects are durable anyway."""
+    local.sync_all([os.fspath(place) for place in places if place.is_local])
 
 
 def max_concurrency(place: Location) -> int:
@@ -367,7 +373,9 @@ class Location:
         """
         return self._backend.has_size(self._key, size)
 
-    def write_bytes(self, data: bytes, *, atomic: bool = True) -> None:
+    def write_bytes(
+        self, data: bytes, *, atomic: bool = True, sync: bool = True, before: Sequence[Location] = ()
+    ) -> None:
         """Write a small file or object, replacing an older one; its content is durable on return.
 
         Args:
@@ -375,8 +383,16 @@ class Location:
             atomic: Whether readers, and a crash at any point, see either the old content or the new, and the name is
                 durable, too. Without it, writing is cheaper; use it in directories that are not committed yet, whose
                 names are synced together in the end.
+            sync: False, without ``atomic``, leaves it to :func:`sync_all` to make the content durable on a disk.
+            before: Files and directories of the same disk that are made durable before the content gets its name, all
+                at the same time as the content.
         """
-        self._writing().write_bytes(self._key, data, atomic=atomic)
+        backend = self._writing()
+        if isinstance(backend, LocalBackend):
+            places = [place._key for place in before]
+            backend.write_bytes(self._key, data, atomic=atomic, sync=sync, before=places)
+        else:
+            backend.write_bytes(self._key, data, atomic=atomic)
 
     def honours_conditions(self, data: bytes) -> bool:
         """Return whether ``write_bytes_if`` is atomic here: never on a disk, and where the service of a store says so.
@@ -446,7 +462,9 @@ class Location:
         """
         self._writing().remove_tree(self._key, last)
 
-    def write_data(self, size: int, segments: Sequence[Segment], awaited: threading.Event | None = None) -> None:
+    def write_data(
+        self, size: int, segments: Sequence[Segment], awaited: threading.Event | None = None, *, sync: bool = True
+    ) -> None:
         """Write one bulk data file, replacing an older one; its content is durable on return, its name is not yet.
 
         Args:
@@ -454,15 +472,22 @@ class Location:
             segments: Its content, in ascending order; gaps are zero. Several threads may produce the segments.
             awaited: Is set when a training loop that runs beside this call begins to wait for it; until then, a disk
                 is written by fewer threads. None: no loop runs beside it.
+            sync: False leaves it to :func:`sync_all` to make the content durable on a disk.
 
         Raises:
             StorageError: The system refused; no file is left behind.
             ValueError: The segments do not fit, or the parts of one are shorter or longer than its size.
         """
         _check_segments(size, segments)
-        self._writing().write_data(self._key, size, segments, awaited)
+        backend = self._writing()
+        if isinstance(backend, LocalBackend):
+            backend.write_data(self._key, size, segments, awaited, sync=sync)
+        else:
+            backend.write_data(self._key, size, segments, awaited)
 
-    def write_data_files(self, files: Sequence[DataFile], awaited: threading.Event | None = None) -> None:
+    def write_data_files(
+        self, files: Sequence[DataFile], awaited: threading.Event | None = None, *, sync: bool = True
+    ) -> None:
         """Write bulk data files below this directory, each as :meth:`write_data` does.
 
         On a disk, several threads write one file after the other; an object store gets several files at a time.
@@ -470,6 +495,7 @@ class Location:
         Args:
             files: The files to write.
             awaited: As for :meth:`write_data`.
+            sync: As for :meth:`write_data`.
         """
         if not self.is_local:
             parallel_map(
@@ -480,8 +506,7 @@ class Location:
             )
             return
         for file in files:
-            _check_segments(file.size, file.segments)
-            self._writing().write_data((self / file.name)._key, file.size, file.segments, awaited)
+            (self / file.name).write_data(file.size, file.segments, awaited, sync=sync)
 
     def open_data(self, *, size: int | None = None, cached: bool = False) -> DataReader:
         """Open a bulk data file for reading; use it as a context manager, or close it.

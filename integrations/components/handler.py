@@ -193,9 +193,6 @@ class _PreparedTree:
         for path, record in part_records(CheckpointRecord(items=items, time=SystemClock().now())).items():
             for name, content in {RECORD: record.encode(), METADATA: self._prepared.descriptions[path]}.items():
                 self._files["/".join((*path, name))] = write_file(below(folder, path) / name, content)
-        directories = {path[:length] for path in folders for length in range(len(path) + 1)}
-        for path in sorted(directories, key=len, reverse=True):
-            below(folder, path).sync_directory()
         return b""
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:

@@ -23,10 +23,10 @@ from typing import Any
 from ...engine.arrays import Layout, WrittenSteps, write_file
 from ...engine.checkpoint import PendingCheckpoint
 from ...engine.clock import SystemClock
-from ...engine.distributed import current_coordinator
+from ...engine.distributed import ProcessInfo, current_coordinator
 from ...engine.errors import OptionError, UnsupportedLeafError, shortened
 from ...engine.format import COMPONENT, CheckpointRecord, ItemRecord
-from ...engine.handlers import PreparedItem, PyTreeCheckpointHandler, SaveArgs, write_alone
+from ...engine.handlers import PreparedItem, PyTreeCheckpointHandler, SaveArgs
 from ...engine.pytree import collection_paused, flatten, format_path, is_jax_array, is_torch_tensor
 from ...engine.storage import Location
 from ..graph import Path
@@ -66,9 +66,10 @@ class PreparedComponents:
         found = {}
         for path, folder in folders.items():
             (folder / DATA).make_directory(sync=False)
-            # The description is first, as writing the state makes all names in the folder durable.
             described = write_file(folder / COMPONENT, self.descriptions[path])
-            files = {**write_alone(self.states[path], folder, awaited), COMPONENT: described}
+            state = self.states[path]
+            written = state.merge(folder, [state.write(folder, ProcessInfo(awaited=awaited))])
+            files = {**written, COMPONENT: described}
             found[item_name(path)] = ItemRecord("/".join((*path, folder.name)), KIND, files)
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,43 @@ def test_boxes_are_put_together_from_blocks() -> None:
         np.testing.assert_array_equal(array, whole[start[0] : stop[0], start[1] : stop[1]], strict=True)
         assert array.flags.writeable
     assert not any(np.shares_memory(one, other) for one in found for other in found if one is not other)
+
+
+def rows(*bounds: int) -> list[Box]:
+    return [Box((low, 0), (high, 1024)) for low, high in pairwise(bounds)]
+
+
+@pytest.mark.parametrize(
+    ("boxes", "adopted"),
+    [
+        pytest.param(rows(0, 96, 192), [True, True], id="each a chunk"),
+        pytest.param(rows(0, 24, 48, 72, 96), [True] * 4, id="runs of one chunk"),
+        pytest.param(rows(0, 96, 144, 192), [True] * 3, id="a chunk, and halves of one"),
+        pytest.param(rows(0, 90), [True], id="nearly all of a chunk"),
+        pytest.param(rows(0, 48), [False], id="half of a chunk, which would keep the other half"),
+        pytest.param(rows(0, 48, 144, 192), [False, False, False], id="one that lies in both chunks"),
+        pytest.param([*rows(0, 96), *rows(0, 96)], [True, False], id="the same elements twice"),
+        pytest.param([*rows(0, 60), *rows(30, 96)], [False, False], id="boxes that overlap"),
+        pytest.param([Box((0, 0), (96, 512)), Box((0, 512), (96, 1024))], [False, False], id="columns"),
+        pytest.param([Box((row, 0), (row + 1, 1024)) for row in range(96)], [True] * 96, id="single rows"),
+    ],
+)
+def test_boxes_that_become_views_of_what_was_read(boxes: list[Box], adopted: list[bool]) -> None:
+    """The memory of a chunk is kept where nearly all of it is needed in runs; no two boxes share an element."""
+    whole = np.arange(192 * 1024, dtype=np.float32).reshape(192, 1024)
+    assembly = Assembly([ArrayMetadata((192, 1024), "float32", (96, 1024))], [boxes], keep=True)
+    read = []
+    for number in assembly.wanted_chunks(0):
+        content = whole[number * 96 : (number + 1) * 96]
+        read.append(np.frombuffer(bytearray(with_checksum(content.tobytes()).tobytes()), np.uint8))
+        assert assembly.accept(0, number, read[-1], kept=assembly.keeps(0, number)) == ""
+    found = assembly.finish()
+    assert [any(np.shares_memory(array, data) for data in read) for array in found] == adopted
+    for (start, stop), array in zip(boxes, found, strict=True):
+        assert array is not None
+        np.testing.assert_array_equal(array, whole[start[0] : stop[0], start[1] : stop[1]], strict=True)
+        assert array.flags.writeable
+    assert not any(np.shares_memory(one, other) for one, other in combinations(found, 2))
 
 
 def table(*rows: tuple[int, int, int, bool]) -> ChunkTable:

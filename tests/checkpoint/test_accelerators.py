@@ -362,9 +362,9 @@ def written(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_arrays, "_FIRST", 1 << 18)
     write_data_files = Location.write_data_files
 
-    def noted(self: Location, files: Sequence[DataFile], *rest: Any) -> None:
+    def noted(self: Location, files: Sequence[DataFile], *rest: Any, **options: Any) -> None:
         gpu.log.append(f"write {sum(file.size for file in files) // TENSOR}")
-        write_data_files(self, files, *rest)
+        write_data_files(self, files, *rest, **options)
 
     monkeypatch.setattr(Location, "write_data_files", noted)
 
@@ -398,9 +398,9 @@ def test_tensors_are_not_held_while_others_are_written(
     arrival, held = prepared._tree.leaves.arrival, []
     write_data_files = Location.write_data_files
 
-    def slowly(self: Location, files: Sequence[DataFile], *rest: Any) -> None:
+    def slowly(self: Location, files: Sequence[DataFile], *rest: Any, **options: Any) -> None:
         held.append(len(arrival.held))
-        write_data_files(self, files, *rest)
+        write_data_files(self, files, *rest, **options)
         gpu.streams[0].run(gpu.streams[0].started)
 
     monkeypatch.setattr(Location, "write_data_files", slowly)
@@ -440,8 +440,8 @@ def test_a_device_that_fails_between_two_waves(gpu: Any, written: None, tmp_path
     tree = {str(number): torch.zeros(TENSOR // 4) for number in range(7)}
     write_data_files = Location.write_data_files
 
-    def failing(self: Location, files: Sequence[DataFile], *rest: Any) -> None:
-        write_data_files(self, files, *rest)
+    def failing(self: Location, files: Sequence[DataFile], *rest: Any, **options: Any) -> None:
+        write_data_files(self, files, *rest, **options)
         gpu.failure = "an illegal memory access was encountered"
 
     with hf.CheckpointManager(tmp_path) as manager, pytest.MonkeyPatch.context() as patched:

@@ -133,11 +133,11 @@ def test_killed_between_the_record_and_those_of_parts(
     written: list[Location] = []
     real = commit.write_record
 
-    def dies(location: Location, record: Any) -> None:
+    def dies(location: Location, record: Any, **options: Any) -> None:
         written.extend([location] if written or location == root else [])
         if len(written) == limit:
             raise Killed
-        real(location, record)
+        real(location, record, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(PendingCheckpoint, "abort", lambda self, error=None: self.leave())
@@ -311,11 +311,11 @@ def test_a_save_that_begins_meanwhile(
     for backend in (LocalBackend, KvStoreBackend):
         real = backend.write_data
 
-        def interrupted(self: Any, *args: Any, real: Any = real) -> None:
+        def interrupted(self: Any, *args: Any, real: Any = real, **options: Any) -> None:
             if not outcome:
                 outcome.append("begun")
                 outcome.append(_conflict_of(intruder, kind.path(place), 4))
-            real(self, *args)
+            real(self, *args, **options)
 
         monkeypatch.setattr(backend, "write_data", interrupted)
     conflict = _conflict_of(kind, place, 2)
@@ -355,14 +355,14 @@ def test_overtaken_around_the_record(
     for module in (commit, layout):
         real = module.write_record
 
-        def overtaken(location: Location, record: Any, real: Any = real) -> None:
+        def overtaken(location: Location, record: Any, real: Any = real, **options: Any) -> None:
             if moment == "after":
-                real(location, record)
+                real(location, record, **options)
             if location == root and not later:
                 later.append(PendingCheckpoint(root, ["item"], overwrite=True))
                 later[0].begin()
             if moment == "before":
-                real(location, record)
+                real(location, record, **options)
 
         monkeypatch.setattr(module, "write_record", overtaken)
     conflict = _conflict_of(kind, place, 2)

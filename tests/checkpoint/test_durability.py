@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.checkpoint.disk import Crash, Disk
+from tests.checkpoint.kinds import KINDS
 
 import holdfast as hf
 from holdfast.engine.arrays import reuse
@@ -48,7 +49,11 @@ def test_order_of_one_save(disk: Disk) -> None:
     written = [path for name, path in before if name in ("create", "truncate") and path.startswith("new/run/7/")]
     names = {re.sub("^[0-9a-f]{8}", "*", Path(path).name) for path in written}
     assert names > {"*.0.0", "index", "tree.json", "manifest.ocdbt"}
-    for path in written:
+    marker = "new/run/7/checkpoint.partial"
+    marked = calls.index(("create", marker))
+    first = min(i for i, call in enumerate(calls) if call[1].startswith("new/run/7/") and call[1] != marker)
+    assert ("fsync", "new/run/7") in calls[marked:first], "the marker is not durable before what it marks"
+    for path in set(written) - {marker}:
         last_change = max(i for i, call in enumerate(before) if call[1] == path and call[0] != "fsync")
         assert ("fsync", path) in before[last_change:], f"{path} is not synced before the record"
     named = {path for name, path in before if name in ("create", "mkdir")} - set(written[-1:])
@@ -57,10 +62,9 @@ def test_order_of_one_save(disk: Disk) -> None:
         assert ("fsync", str(Path(path).parent)) in before[first:], f"the name of {path} is not synced"
     record = written[-1]
     assert ".holdfast-" in record
-    assert before[-1] == ("fsync", record)
-    synced_before_record = before[: next(i for i, call in enumerate(before) if call[1] == record)]
-    assert ("fsync", "new/run/7") in synced_before_record
-    assert ("fsync", "new/run") in synced_before_record
+    synced = before[before.index(("create", record)) + 1 :]
+    assert {name for name, _ in synced} == {"fsync"}, "something changes between the last write and the record's name"
+    assert {record, "new/run/7", "new/run"} < {path for _, path in synced}
     assert after[0] == ("fsync", "new/run/7"), "the record's own name is synced before anything else happens"
     assert ("unlink", "new/run/7/checkpoint.partial") in after
 
@@ -69,7 +73,7 @@ def test_nothing_is_synced_without_need(disk: Disk) -> None:
     """Each file and directory once; the checkpoint's directory for its marker, for its items and for its record."""
     hf.save(disk.root / "new", tree(7))
     synced = [re.sub("[0-9a-f]{8,}", "*", path) for name, path in disk.calls if name == "fsync"]
-    once = [".", "new/.holdfast-*", "new/checkpoint.partial", "new/state", "new/state/d", "new/state/d/*.0.0"]
+    once = [".", "new/.holdfast-*", "new/state", "new/state/d", "new/state/d/*.0.0"]
     once += ["new/state/d/index", "new/state/manifest.ocdbt", "new/state/tree.json"]
     assert sorted(synced) == sorted([*once, "new", "new", "new"])
 
@@ -109,6 +113,49 @@ def test_one_checkpoint_survives_a_power_cut(disk: Disk, save: Callable[..., obj
             checkpointer.save(place, tree(1))
     disk.cut_power(None)
     assert hf.load(place)["note"] == "1 0"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_survives_a_power_cut(disk: Disk, name: str) -> None:
+    """So does what replaces it."""
+    kind, place = KINDS[name], str(disk.root / "place")
+    for edition in (1, 2):
+        kind.save(place, edition)
+        disk.cut_power(None)
+        assert kind.find(place) == edition
+
+
+@pytest.mark.parametrize(
+    ("handler", "item"),
+    [
+        (hf.JsonCheckpointHandler(), {"step": 3}),
+        (hf.PyTreeCheckpointHandler(), {"w": np.arange(3000.0)}),
+        (hf.handlers.PerProcessCheckpointHandler(hf.PyTreeCheckpointHandler()), {"w": np.arange(3000.0)}),
+    ],
+    ids=["json", "tree", "per process"],
+)
+def test_what_a_handler_says_to_be_durable_is(disk: Disk, handler: hf.handlers.CheckpointHandler, item: Any) -> None:
+    """A handler that calls it may hand the files on as they are."""
+    folder = hf.storage.as_location(disk.root / "item")
+    folder.make_directory()
+    files = handler.save(folder, item)
+    assert files
+    disk.cut_power(None)
+    assert repr(handler.restore(folder, files=files)) == repr(item)
+
+
+@pytest.mark.parametrize("save_args", [None, hf.SaveArgs(aggregate=True)], ids=["arrays", "aggregate"])
+def test_items_of_several_kinds_survive_a_power_cut(disk: Disk, save_args: hf.SaveArgs | None) -> None:
+    handlers = {
+        "state": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()),
+        "facts": hf.Checkpointer(hf.JsonCheckpointHandler()),
+    }
+    items = {"state": {"w": np.arange(3000.0)}, "facts": {"a": 1}}
+    with hf.CheckpointManager(disk.root / "run", handlers) as manager:
+        manager.save(1, items, save_kwargs={"state": {"save_args": save_args}})
+    disk.cut_power(None)
+    with hf.CheckpointManager(disk.root / "run", handlers) as manager:
+        assert repr(manager.restore(1)) == repr(items)
 
 
 class Files(hf.handlers.CheckpointHandler):

@@ -550,7 +550,7 @@ def test_a_failed_save_leaves_the_old_one_whole(tmp_path: Path, monkeypatch: pyt
     for target in ("write_record", "write_file"):
         module = "engine.checkpoint.commit" if target == "write_record" else "integrations.components.saving"
 
-        def fail(*_: Any) -> None:
+        def fail(*_: Any, **options: Any) -> None:
             raise hf.errors.StorageFullError("no space")
 
         with monkeypatch.context() as patch:

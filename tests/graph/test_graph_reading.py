@@ -241,9 +241,9 @@ def test_the_newest_checkpoint_is_the_newest_committed_one(place: str, monkeypat
     gate = threading.Event()
     write_record = commit.write_record
 
-    def waiting(location: Any, record: Any) -> None:
+    def waiting(location: Any, record: Any, **options: Any) -> None:
         gate.wait(10)
-        write_record(location, record)
+        write_record(location, record, **options)
 
     with graph.CheckpointManager(graph.Checkpoint(w=1), place, 3, background=True) as manager:
         first = manager.save()

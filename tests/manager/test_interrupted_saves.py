@@ -55,10 +55,10 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Inter
     found = Interrupt()
     real, write = threading.Thread.start, hf.storage.Location.write_data_files
 
-    def write_data_files(self: hf.storage.Location, *args: Any) -> None:
+    def write_data_files(self: hf.storage.Location, *args: Any, **options: Any) -> None:
         found.writes.set()
         assert found.go.wait(30)
-        write(self, *args)
+        write(self, *args, **options)
 
     def at(instant: str) -> Interrupt:
         def start(thread: threading.Thread) -> None:
