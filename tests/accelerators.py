@@ -154,7 +154,7 @@ class FakeGpu(TorchFunctionMode):
             stream.start(lambda: function(*args, **kwargs))
             return args[0]
         if name == "cpu" or (name == "to" and args[1:2] == ("cpu",)):
-            self.log.append("block")
+            self.log.append("pin" if kwargs.get("non_blocking") else "block")  # torch's own pinned memory
             stream.run(stream.started)
             return args[0].clone()
         return function(*args, **kwargs)

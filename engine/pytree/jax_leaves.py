@@ -182,6 +182,11 @@ class HostCopies:
         self.pinned_bytes = pinned_bytes
         if not arrays or (jax.default_backend() == "cpu" and "cpu" not in _PINNED):
             return
+        with jax.transfer_guard("allow"):  # a guard is against copies that nobody asked for
+            self._start()
+
+    def _start(self) -> None:
+        arrays = self._arrays
         chosen: list[int] = []
         for number, array in enumerate(arrays):
             if 0 < array.nbytes <= self.pinned_bytes and _is_plain(array.dtype) and _may_be_pinned(array.sharding):
@@ -192,7 +197,7 @@ class HostCopies:
         try:
             sources = [arrays[number] for number in chosen]
             shardings = [array.sharding.with_memory_kind("pinned_host") for array in sources]
-            self._pinned = dict(zip(chosen, jax.device_put(sources, shardings), strict=True))
+            self._pinned = dict(zip(chosen, self._jax.device_put(sources, shardings), strict=True))
         except RuntimeError as error:
             self._go_without(error)
 
@@ -204,17 +209,23 @@ class HostCopies:
             except RuntimeError as error:
                 self._go_without(error)
         pinned = self._pinned
-        if not pinned:
-            return list(map(np.asarray, self._arrays))
-        return [pinned[number] if number in pinned else np.asarray(each) for number, each in enumerate(self._arrays)]
+        if not self._arrays:  # jax may not be loaded
+            return []
+        with self._jax.transfer_guard("allow"):
+            if not pinned:
+                return list(map(np.asarray, self._arrays))
+            return [
+                pinned[number] if number in pinned else np.asarray(each) for number, each in enumerate(self._arrays)
+            ]
 
     def _go_without(self, error: RuntimeError) -> None:
         if any(array.is_deleted() for array in self._arrays):
             raise error
         _logger.warning("this save blocks for longer, as jax could not copy to pinned memory: %s", error)
         self._pinned = {}
-        for array in self._arrays:
-            array.copy_to_host_async()
+        with self._jax.transfer_guard("allow"):
+            for array in self._arrays:
+                array.copy_to_host_async()
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:

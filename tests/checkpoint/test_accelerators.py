@@ -567,6 +567,16 @@ def test_the_limit_of_pinned_memory(
     assert gpu.pinned == pinned
 
 
+def test_a_save_that_waits_pins_little(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps what it pins for a copy that is not waited for: only so much is copied like that."""
+    monkeypatch.setattr(torch_leaves, "_ASYNCHRONOUS", {"cpu"})
+    monkeypatch.setattr(torch_leaves, "_AT_ONCE", 3 * TENSOR)
+    hf.save(tmp_path / "1", {str(number): torch.full((TENSOR // 4,), float(number)) for number in range(5)})
+    assert gpu.log == ["pin", "pin", "pin", "block", "block"]
+    for number, found in enumerate(hf.load(tmp_path / "1").values()):
+        assert set(found.tolist()) == {number}
+
+
 def test_a_number_of_bytes() -> None:
     assert default_pinned_bytes() > 1 << 20
     assert pickle.loads(pickle.dumps(StagingBuffer(5))).pinned_bytes == 5

@@ -125,6 +125,22 @@ def test_what_is_pinned(put: list[Any], tmp_path: Path) -> None:
             assert len(put) == len(whole) + sum(parts.values()), step
 
 
+@pytest.mark.parametrize("level", ["disallow", "disallow_explicit"])
+def test_a_transfer_guard(put: list[Any], tmp_path: Path, level: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A program that forbids copies between devices still saves: those of a save were asked for."""
+    tree = a_tree(1)
+    expected = on_host(tree)
+    with hf.CheckpointManager(tmp_path) as manager:
+        for step in range(2):
+            put.clear()
+            with jax.transfer_guard(level):
+                manager.save(step, tree)
+            assert put
+        manager.wait_until_finished()
+        assert_same(on_host(manager.restore(1, a_tree(9))), expected)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("function", ["device_put", "block_until_ready"])
 def test_memory_that_jax_refuses(
     put: list[Any],
