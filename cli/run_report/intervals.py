@@ -33,9 +33,9 @@ def choices(experience: Experience) -> list[Choice]:
 
 
 def advice(experience: Experience) -> str | None:
-    """Return a line about the interval that loses least, if it is worth a change."""
+    """Return a line about the interval that loses least, if it is worth a change; none for a run that learns it."""
     found = {one.name: one for one in choices(experience)}
-    if not {"used", "loses least"} <= found.keys():
+    if experience.bounds is not None or not {"used", "loses least"} <= found.keys():
         return None
     used, least = found["used"], found["loses least"]
     if used.loss.together - least.loss.together < _WORTH:
@@ -54,5 +54,12 @@ def basis(experience: Experience) -> str:
         f"{duration(experience.durable)} (medians of the newest 20). The events show {failures} in "
         f"{duration(experience.ran)}; every run begins with a guess of one a day, so the next one is expected in "
         f"{duration(experience.between_failures)}. Each loses half an interval, the time until a save is durable, "
-        f"and {duration(experience.comeback)} to come back."
+        f"and {duration(experience.comeback)} to come back.{_learns(experience)}"
     )
+
+
+def _learns(experience: Experience) -> str:
+    if experience.bounds is None:
+        return ""
+    least, greatest = map(duration, experience.bounds)
+    return f" The run learns its interval, between {least} and {greatest}."

@@ -96,6 +96,7 @@ class Experience:
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
         self.failures = 0
+        self.bounds: tuple[float, float] | None = None  # of a learned interval, which the run has told last
         self._starts: dict[str, _Start] = {}
         self._current: _Start | None = None
         self._lost: _Start | None = None  # the last start that has failed, until another one has come back
@@ -198,6 +199,9 @@ class Experience:
                 trained = step is not None and step > (start.restored or 0)
                 self._fail(start, when, counts=trained or start.saved is not None)
                 start.word = "failed"
+            case "interval":
+                least, greatest = _number(event.get("least")), _number(event.get("greatest"))
+                self.bounds = None if least is None or greatest is None else (least, greatest)
             case "ended":
                 how = event.get("how")
                 died = how in ("crashed", "hung") and start.word in ("", "closed")

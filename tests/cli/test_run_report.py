@@ -306,7 +306,7 @@ def test_what_other_intervals_would_have_cost(capsys: pytest.CaptureFixture[str]
         events += [event("started", began, name), event("restored", began + 5, name, step=1, seconds=5.0)]
         events += [saved(began + place, place, name, blocked_seconds=1.0) for place in (43_080, 43_140, 43_200)]
         events += [event("ended", began + 43_200, name, how="crashed", status=1, step=43_200)]
-    events += [event("started", 432_100, "last"), event("interval", 432_200, "last", seconds=280.0, why="it does")]
+    events += [event("started", 432_100, "last"), event("of the program", 432_200, "last")]
     run = tmp_path / "run"
     with hf.CheckpointManager(run) as manager:
         manager.save(1, {"w": np.ones(2, np.float32)})
@@ -334,12 +334,28 @@ def test_what_other_intervals_would_have_cost(capsys: pytest.CaptureFixture[str]
     assert "The events show 10 failures in 5 d 0 h" in text
     assert "the next one is expected in 12 h 09 min. Each loses half an interval" in text
     assert text.endswith("and 15.0 s to come back.")
-    assert "Saves every 4 min 40 s from here on, as learned" in found.texts("b")
     document = json.loads(output_of(capsys, "report", run, "-o", target, "--json"))
     (choices,) = document["intervals"].values()
     assert [(one["name"], one["seconds"]) for one in choices[:3]] == [("half", 30), ("used", 60), ("double", 120)]
     assert choices[3]["seconds"] == pytest.approx(best)
     assert min(sum(one["loss"].values()) for one in choices) == pytest.approx(sum(choices[3]["loss"].values()))
+
+
+def test_a_run_that_learns_its_interval(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The command gives no advice, and the page says in which bounds it learns."""
+    run = tmp_path / "run"
+    with hf.CheckpointManager(run) as manager:
+        manager.save(1, {"w": np.ones(2, np.float32)})
+    told = event("interval", 250, seconds=280.0, least=60.0, greatest=3600.0, why="a save costs 1s")
+    events = [event("started", 1), saved(100, 1), told, saved(200, 2), saved(300, 3)]
+    (run / "events.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in events))
+    target = tmp_path / "report.html"
+    assert output_of(capsys, "report", run, "-o", target).count("\n") == 1
+    found = Page(target.read_text())
+    (text,) = (text for text in found.texts("p") if text.startswith("What saving at each interval"))
+    assert text.endswith("The run learns its interval, between 1 min 00 s and 1 h 00 min.")
+    assert "Saves every 4 min 40 s from here on, as learned" in found.texts("b")
+    assert "a save costs 1s" in found.texts("span")
 
 
 def test_other_intervals_need_two_saves_of_one_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from holdfast.engine.manager import (
     KeepPinned,
     KeepSteps,
     KeepTimeInterval,
+    LearnedInterval,
     OnBest,
     mirror_of,
     option_texts,
@@ -56,6 +57,12 @@ LOSS = {"best_fn": "loss", "best_mode": "max"}
 EFFECTS: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]] = {
     "steps": ({"save_interval_steps": 7}, (EverySteps(7),), (KeepPinned(), KeepAll())),
     "seconds": ({"save_interval_secs": "1h"}, (EverySeconds(3600),), (KeepPinned(), KeepAll())),
+    "learned": ({"save_interval_secs": "auto"}, (LearnedInterval(60, 3600),), (KeepPinned(), KeepAll())),
+    "learned in bounds": (
+        {"save_interval_secs": "auto 30s to 2h"},
+        (LearnedInterval(30, 7200),),
+        (KeepPinned(), KeepAll()),
+    ),
     "both": (
         {"save_interval_steps": 7, "save_interval_secs": 60},
         (EverySteps(7), EverySeconds(60)),
