@@ -256,8 +256,6 @@ def shared_prefixes(keys: list[bytes]) -> NDArray[np.int64]:
 
 Grid = tuple[int, ...]
 
-_BATCH = 1 << 20  # keys that are laid out in memory at a time, unless a single array has more
-
 
 def key_order(names: Sequence[str]) -> list[int]:
     """Return the positions of arrays in the order of their keys."""
@@ -289,20 +287,27 @@ class ArrayIndex:
             raise ValueError(f"the arrays have {starts[-1]} chunks, but the columns have other lengths")
 
     def encode(
-        self, *, node_file: str, database_id: bytes, created_ns: int, node_limit: int = 1 << 20
+        self, *, node_file: str, database_id: bytes, created_ns: int, node_limit: int = 1 << 20, batch: int = 1 << 20
     ) -> tuple[bytes, bytes]:
-        """Encode the index as an OCDBT database; return its manifest and its node file."""
+        """Encode the index as an OCDBT database; return its manifest and its node file.
+
+        ``batch`` is the number of keys that are laid out in memory at a time, unless a single array has more.
+        """
         return encode_database(
-            self._batches(), node_file=node_file, database_id=database_id, created_ns=created_ns, node_limit=node_limit
+            self._batches(batch),
+            node_file=node_file,
+            database_id=database_id,
+            created_ns=created_ns,
+            node_limit=node_limit,
         )
 
-    def _batches(self) -> Iterator[Rows]:
+    def _batches(self, size: int) -> Iterator[Rows]:
         templates: dict[Grid, _Template] = {}
         first = 0
         while first < len(self.names):
             # A batch has at least one array. An array has one key more than it has chunks.
             ends = self.starts[first + 1 :] - self.starts[first] + np.arange(1, len(self.names) - first + 1)
-            last = first + max(1, int(np.searchsorted(ends, _BATCH, "right")))
+            last = first + max(1, int(np.searchsorted(ends, size, "right")))
             grids = set(self.grids[first:last])
             templates = {grid: templates.get(grid) or _Template(grid) for grid in grids}
             yield self._rows(first, last, templates)

@@ -148,7 +148,7 @@ class RunAccess:
 
     def open_mirror(self, location: Location) -> None:
         """Fetch the newest step of the mirror, if it is newer than all that are here."""
-        self.mirror = RunMirror(location, self.run, self.options, self.clock, self.metadata, self.events.write)
+        self.mirror = RunMirror(location, self.run, self.options, self.clock, self.events)
         self.mirror.fetches = True
         self.compare_options()
         for step in self.processes.decide("the newest step of the mirror", self.mirror.newer_steps):
@@ -209,7 +209,7 @@ class RunAccess:
         if self.mirror is not None or url is None or not self.processes.is_primary:
             return True
         place, options = as_location(url, writes=True), replace(self.options, mirror=url)
-        return RunMirror(place, self.run, options, self.clock, self.metadata, self.events.write).settle()
+        return RunMirror(place, self.run, options, self.clock, self.events).settle()
 
     def _start_mirror(self) -> None:
         if self.mirror is not None and self.processes.is_primary:

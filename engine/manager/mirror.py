@@ -17,9 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step
 from ..clock import Clock, bytes_per_second, seconds
@@ -37,6 +35,7 @@ from ..storage import Helper, Location
 from .copying import follow
 from .decisions import Moment, decide
 from .directory import RunDirectory
+from .events import RunEvents
 from .identity import RunIdentity, stored_options
 from .options import CheckpointManagerOptions, Mirror, mirror_of, save_triggers
 
@@ -123,7 +122,7 @@ def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> Checkpoint
 
 
 class RunMirror:
-    """The mirror of one run, as process 0 of its program sees it; ``tell`` writes events of the run."""
+    """The mirror of one run, as process 0 of its program sees it."""
 
     def __init__(
         self,
@@ -131,8 +130,7 @@ class RunMirror:
         run: RunDirectory,
         options: CheckpointManagerOptions,
         clock: Clock,
-        metadata: Callable[[], Mapping[str, Any] | None],
-        tell: Callable[..., None],
+        events: RunEvents,
     ) -> None:
         mirror = mirror_of(options)
         assert mirror is not None
@@ -144,8 +142,7 @@ class RunMirror:
         self._options = _mirror_options(mirror, options)
         self._triggers = save_triggers(self._options)
         self._clock = clock
-        self._metadata = metadata
-        self._tell_run = tell
+        self._events = events
         limit = mirror.max_bandwidth
         self._bandwidth = None if limit is None else bytes_per_second(limit, name="max_bandwidth")
         self._far: RunDirectory | None = None
@@ -217,7 +214,7 @@ class RunMirror:
             return False
         run.add(step, copied)
         took = round(time.monotonic() - began, 6)
-        self._tell_run("fetched", step=step, mirror=str(self.location), bytes=copied.nbytes, seconds=took)
+        self._events.write("fetched", step=step, mirror=str(self.location), bytes=copied.nbytes, seconds=took)
         if stored_metadata(run.location) is None:
             store_metadata(run.location, stored_metadata(self.location))
         return True
@@ -507,7 +504,7 @@ class RunMirror:
         took, sent = round(time.monotonic() - began, 6), copying.progress.sent
         copying.pause()
         self._rate = copying.rate or self._rate
-        self._tell_run("mirrored", step=step, mirror=str(self.location), bytes=sent, seconds=took)
+        self._events.write("mirrored", step=step, mirror=str(self.location), bytes=sent, seconds=took)
         _logger.info("%s: copied step %d to the mirror", far.step_location(step), step)
         far.collect()
         far.sweep_spared()
@@ -577,7 +574,7 @@ class RunMirror:
             self._check_same_run(far)
             newest = self._newest()
             belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
-            far.acquire(self._metadata(), belongs, spare=None if newest is None else newest[1])
+            far.acquire(self._run.stored_metadata(), belongs, spare=None if newest is None else newest[1])
             self._acquired = True
         far.ownership.check()
         return far
@@ -627,7 +624,7 @@ class RunMirror:
             _logger.debug("%s: the mirror still fails: %s", self.location, error)
             return
         self._warned.add(kind)
-        self._tell_run("mirror_failed", mirror=str(self.location), error=self._error)
+        self._events.write("mirror_failed", mirror=str(self.location), error=self._error)
         _logger.warning(
             "%s: the mirror failed, and %s; training goes on, and its steps are in %s: %s%s",
             self.location,

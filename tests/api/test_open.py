@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
 
 import holdfast as hf
-from holdfast.engine.arrays.selection import Selection
+from holdfast.engine.arrays.load import Selection
 
 TABLE = np.arange(40 * 30, dtype=np.float32).reshape(40, 30)
 SMALL_CHUNKS = hf.Layout(chunk_bytes=4096, segment_bytes=4096)  # 8 rows of LONG each

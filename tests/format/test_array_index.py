@@ -19,7 +19,6 @@ from holdfast.engine.format import (
     encode_array_metadata,
     key_order,
     metadata_key,
-    ocdbt_write,
 )
 
 Grid = tuple[int, ...]
@@ -63,8 +62,10 @@ def as_dict(entries: Entries) -> dict[bytes, tuple[bytes | None, str, int, int]]
     }
 
 
-def check(index: ArrayIndex, node_limit: int) -> bytes:
-    manifest, nodes = index.encode(node_file="d/index", database_id=bytes(16), created_ns=1, node_limit=node_limit)
+def check(index: ArrayIndex, node_limit: int, **options: int) -> bytes:
+    manifest, nodes = index.encode(
+        node_file="d/index", database_id=bytes(16), created_ns=1, node_limit=node_limit, **options
+    )
     found = decode_database(manifest, lambda _, offset, length: nodes[offset : offset + length])
     assert found.keys == sorted(found.keys)
     assert as_dict(found) == expected_entries(index)
@@ -93,9 +94,8 @@ def test_every_key_has_its_value(name: str, node_limit: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 50, 400])
-def test_a_stretch_at_a_time(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ocdbt_write, "_BATCH", batch)
-    check(make_index(ARRAYS["many_alike"] | ARRAYS["grids"]), 2000)
+def test_a_stretch_at_a_time(batch: int) -> None:
+    check(make_index(ARRAYS["many_alike"] | ARRAYS["grids"]), 2000, batch=batch)
 
 
 @settings(deadline=None, max_examples=60)

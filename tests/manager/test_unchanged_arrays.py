@@ -34,6 +34,7 @@ Tree = dict[str, Any]
 
 BASE = 1 << 20  # elements of the array that does not change, of four bytes
 OTHER = 30_000
+SHARED = 300_000  # elements of an array whose file is large enough to be shared
 
 
 def base() -> NDArray[np.float32]:
@@ -75,12 +76,6 @@ def shares(one: Path, other: Path) -> bool:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
-
-
-@pytest.fixture
-def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have files of any size shared, so that small arrays will do."""
-    monkeypatch.setattr(reuse, "_SMALLEST_FILE", 1)
 
 
 # ---- what is shared
@@ -273,7 +268,7 @@ changes = st.lists(
         st.sampled_from(["tensor", "array", "aliased", "nothing"]),
         st.sampled_from(sorted(TORCH_CHANGES)),
         st.sampled_from(sorted(NUMPY_CHANGES)),
-        st.integers(0, OTHER - 10),
+        st.integers(0, SHARED - 10),
         st.integers(1, 200),
     ),
     min_size=3,
@@ -286,15 +281,14 @@ changes = st.lists(
 def test_a_change_of_one_element_is_never_missed(tmp_path_factory: pytest.TempPathFactory, steps: list[Any]) -> None:
     """Every step holds the bits of its moment, in any way that they were changed, or not at all."""
     run = tmp_path_factory.mktemp("run")
-    tensor, array = torch.zeros(OTHER), np.zeros(OTHER, np.float32)
-    memory = np.zeros(OTHER + 16, np.float32)
+    tensor, array = torch.zeros(SHARED), np.zeros(SHARED, np.float32)
+    memory = np.zeros(SHARED + 16, np.float32)
     start = -memory.ctypes.data % 64 // 4
-    memory = memory[start : start + OTHER]
+    memory = memory[start : start + SHARED]
     aliased = jax.device_put(memory)  # on the CPU, it is the memory of numpy
     expected: list[Tree] = []
     shared = 0
-    with pytest.MonkeyPatch.context() as patch, manager(run) as writer:
-        patch.setattr(reuse, "_SMALLEST_FILE", 1)
+    with manager(run) as writer:
         for step, (what, torch_change, numpy_change, at, value) in enumerate(steps):
             if what == "tensor":
                 TORCH_CHANGES[torch_change](tensor, at, float(value))
@@ -320,22 +314,21 @@ def test_a_change_of_one_element_is_never_missed(tmp_path_factory: pytest.TempPa
         pytest.param(lambda p: torch.optim.Adagrad(p, 0.1, fused=True), id="Adagrad"),
     ],
 )
-@pytest.mark.usefixtures("small_files")
 def test_fused_optimizers_and_running_means(run: Path, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
     """Neither moves the version counters of the tensors that it changes."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(20, OTHER), torch.nn.BatchNorm1d(OTHER), torch.nn.Linear(OTHER, 2))
+    model = torch.nn.Sequential(torch.nn.Linear(2, SHARED), torch.nn.BatchNorm1d(SHARED), torch.nn.Linear(SHARED, 2))
     model[2].requires_grad_(False)
     updates = optimizer([p for p in model.parameters() if p.requires_grad])
     expected = []
     with hf.CheckpointManager(run) as writer:
         for step in range(5):
-            model(torch.randn(4, 20)).sum().backward()
+            model(torch.randn(4, 2)).sum().backward()
             updates.step()
             state = {"model": model.state_dict(), "optimizer": updates.state_dict()}
             expected.append(json.dumps(_bits(state)))
             report = save(writer, step, state)
-    assert report["shared_bytes"] >= 4 * 2 * OTHER
+    assert report["shared_bytes"] >= 4 * 2 * SHARED
     for step in range(5):
         assert json.dumps(_bits(hf.load(run / str(step), like=state))) == expected[step]
 
@@ -348,7 +341,6 @@ def _bits(tree: Any) -> Any:
     return [_bits(value) for value in tree] if isinstance(tree, list | tuple) else repr(tree)
 
 
-@pytest.mark.usefixtures("small_files")
 @pytest.mark.parametrize(
     "changed",
     [
@@ -359,7 +351,7 @@ def _bits(tree: Any) -> Any:
     ],
 )
 def test_another_array_of_the_same_name(run: Path, changed: Callable[[Any], Any]) -> None:
-    first = np.arange(OTHER, dtype=np.float32)
+    first = np.arange(SHARED, dtype=np.float32)
     arrays = [first, first, first, changed(first), changed(first), first]
     with hf.CheckpointManager(run) as writer:
         for step, array in enumerate(arrays):
@@ -375,16 +367,14 @@ def records(run: Path) -> Iterator[int]:
     yield from sorted(int(path.parent.name) for path in run.glob("*/checkpoint.json"))
 
 
-@pytest.mark.usefixtures("small_files")
 @settings(max_examples=12, deadline=None)
 @given(st.lists(st.sampled_from(["save", "save", "save", "replace", "back", "delete", "fail"]), max_size=14))
 def test_the_newest_step_shares_nothing_with_the_one_to_fall_back_to(
     tmp_path_factory: pytest.TempPathFactory, history: list[str]
 ) -> None:
     run = tmp_path_factory.mktemp("run")
-    frozen = np.arange(OTHER, dtype=np.float32)
+    frozen = np.arange(SHARED, dtype=np.float32)
     with pytest.MonkeyPatch.context() as patch, manager(run, max_to_keep=5) as writer:
-        patch.setattr(reuse, "_SMALLEST_FILE", 1)
         saved = 0
         for what in ["save", *history, "save", "save"]:
             steps = writer.all_steps()
