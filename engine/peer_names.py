@@ -51,7 +51,7 @@ _PEER_NAMES: Mapping[str, str] = {
     "use_compression": "here it is compression: the level of zstd",
     "multiprocessing_options": "here it is coordinator=, of checkpointers and managers",
     # Arguments of Ray:
-    "filesystem": "leave it out: a URL names the place, such as s3://bucket/run or gs://bucket/run",
+    "filesystem": "pass holdfast.storage.as_location(path, filesystem=...) as the path, or a URL such as s3://bucket/run",
 }
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import os
 import pathlib
 import re
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any
 from urllib.parse import unquote
 
-from ..errors import DamagedCheckpointError, InvalidLocationError
+from ..errors import DamagedCheckpointError, InvalidLocationError, OptionError
 from ..observer import Observer, check_write, process_observer
 from . import local
 from .backend import Backend, DataFile, DataReader, Entry, FileIdentity, Segment
@@ -24,36 +25,53 @@ from .local import LocalBackend
 from .object_files import open_object
 from .object_store import ObjectStoreBackend
 from .parallel import REQUESTS, UPLOADS, parallel_map
-from .status import without_secrets
+from .status import UnknownSchemeError, without_secrets
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_COLLAPSED = re.compile(r"(?:file|memory|s3|gs|gcs|https?|az|abfs|hdfs):/", re.IGNORECASE)
+_COLLAPSED = re.compile(r"(?:file|memory|s3|gs|gcs|https?|az|abfss?|hdfs|sftp|ssh|ftp):/", re.IGNORECASE)
 _KNOWN = "a path, file:///path, memory://name, s3://bucket/name, gs://bucket/name or az://container/name"
 
 _local = LocalBackend()
 
 
-def as_location(place: Place, *, writes: bool = False, observer: Observer | None = None) -> Location:
+def as_location(
+    place: Place, *, filesystem: Any = None, writes: bool = False, observer: Observer | None = None
+) -> Location:
     """Return the location that a path or URL stands for.
 
     A relative path counts from the current directory at the time of this call. ``~`` and ``~name`` at the beginning of
     a path are home directories, as in a shell. In URLs, ``%20`` and its like stand for the characters they encode.
 
     Args:
-        place: A path, or a URL that starts with ``file:///``, ``memory://``, ``s3://bucket/``,
-            ``gs://bucket/`` or ``az://container/``.
+        place: A path, or a URL that starts with ``file:///``, ``memory://``, ``s3://bucket/``, ``gs://bucket/`` or
+            ``az://container/``, or with another scheme that fsspec knows, such as ``sftp://host/`` or ``hdfs://host/``.
+        filesystem: The file system of fsspec or pyarrow in which ``place`` is a path. The URL of the location then
+            stands for it in this process alone.
         writes: Whether the caller is about to write there.
         observer: Is told so, and may have another place stand in for this one. None for the observer of the process.
 
     Raises:
         InvalidLocationError: It is neither, or the URL's scheme is not one of these.
+        OptionError: The place needs a package that is not installed, or ``filesystem`` is something else.
 
     >>> as_location("memory://runs/x") / "1200"
     Location('memory://runs/x/1200')
     """
+    if filesystem is not None:
+        place = _within(filesystem, place)
     location = place if isinstance(place, Location) else _parsed(place)
     target = (observer or process_observer()).place(location.url, writes=writes)
     return location if target == location.url else _parsed(target)
+
+
+def _within(filesystem: Any, place: Place) -> Place:
+    """Return the place of a path in a file system of fsspec or pyarrow."""
+    from .fsspec_store import open_filesystem
+
+    if isinstance(place, Location) and not place.is_local:
+        raise OptionError(f"{place} is not a path in filesystem={filesystem!r}; leave filesystem= out")
+    found = open_filesystem(filesystem, os.fspath(place))
+    return found if isinstance(found, str) else Location(*found)
 
 
 def _parsed(place: str | os.PathLike[str]) -> Location:
@@ -103,7 +121,13 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
         found = azure_root(scheme, *path.partition("/")[::2])
         if found is not None:
             return Location(open_azure(found[0]), _object_key(shown, found[1]))
-    raise InvalidLocationError(f"{shown!r} has an unknown scheme, {scheme!r}: expected {_KNOWN}")
+    from .fsspec_store import open_fsspec
+
+    try:
+        authority, _, path = ("", "", path) if "+" in scheme else path.partition("/")
+        return Location(open_fsspec(scheme, authority, shown), _object_key(shown, path))
+    except UnknownSchemeError as error:
+        raise InvalidLocationError(f"{error}: expected {_KNOWN}") from None
 
 
 def sync_all(places: Sequence[Location]) -> None:
@@ -222,6 +246,8 @@ class Location:
         return f"Location({self.url!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if isinstance(self._backend, ObjectStoreBackend) and self._backend.given is not None:
+            return functools.partial(as_location, filesystem=self._backend.given), (self._backend.prefix + self._key,)
         return as_location, (self.url,)
 
     # ---- as pathlib has them
@@ -565,5 +591,6 @@ def _check_segments(size: int, segments: Sequence[Segment]) -> None:
         raise ValueError(f"the last segment ends at {end}, after the end of the file ({size})")
 
 
-# A path, a URL (``file://``, ``memory://``, ``s3://``, ``gs://``) or a :class:`~holdfast.storage.Location`.
+# A path, a URL (``file://``, ``memory://``, ``s3://``, ``gs://``, ``az://``, ...), or a
+# :class:`~holdfast.storage.Location`.
 Place = str | os.PathLike[str] | Location

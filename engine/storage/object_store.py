@@ -23,7 +23,7 @@ from ..errors import DamagedCheckpointError, HoldfastError, ObjectNotFoundError,
 from .backend import DataReader, Entry, FileIdentity, Segment
 from .buffers import Buffer, aligned_empty
 from .parallel import REQUESTS, parallel_map
-from .status import GarbledAnswerError, check_extent, map_status, shown_cause
+from .status import GarbledAnswerError, check_extent, map_status, without_secrets
 
 _logger = logging.getLogger("holdfast")
 
@@ -72,6 +72,8 @@ class ObjectStoreBackend:
     """
 
     is_local = False
+    given: Any = None  # the file system object that was passed for it, if one was
+    prefix = ""  # what the paths in that begin with
 
     def __init__(self, root: str, *, is_remote: bool) -> None:
         self.is_remote = is_remote
@@ -151,6 +153,11 @@ class ObjectStoreBackend:
     def explained(self, error: Exception, key: str, action: str) -> HoldfastError:
         """Return the error of holdfast in place of one that a request raised."""
         return map_status(error, self.url(key), action)
+
+    def shown_cause(self, error: Exception) -> Exception | None:
+        """Return the error as the cause that a traceback shows; None if its text holds secrets."""
+        text = str(error)
+        return error if without_secrets(text) == text else None
 
     def _advice(self, kind: type[HoldfastError]) -> str:
         """Return what may help against an error, in brackets, or ""."""
@@ -302,7 +309,7 @@ class ObjectStoreBackend:
             raise
         except self.failures() as error:
             # No local variable holds the new error: a cycle with its own frame would keep its callers' objects alive.
-            raise self._advised(self.explained(error, key, action)) from shown_cause(error)
+            raise self._advised(self.explained(error, key, action)) from self.shown_cause(error)
 
     def _advised(self, error: HoldfastError) -> HoldfastError:
         advice = self._advice(type(error))

@@ -54,6 +54,10 @@ _UNREADABLE = frozenset(
 """Error numbers of reads from a broken file or disk, as opposed to one that is not allowed or not available now."""
 
 
+class UnknownSchemeError(InvalidLocationError):
+    """The scheme of a URL is none that is known; the message is without the list of those that are."""
+
+
 class GarbledAnswerError(StorageUnavailableError):
     """An answer of a store could not be parsed: something between may have answered in its place."""
 
@@ -165,12 +169,6 @@ def map_status(error: Exception, path: str, action: str) -> HoldfastError:
 def explain_failure(kind: type[HoldfastError], action: str, path: str, reason: str) -> HoldfastError:
     """Return an error as "cannot ``action`` ``path``: ``reason``", with advice and without secrets."""
     return kind(_message(kind, action, path, reason))
-
-
-def shown_cause(error: Exception) -> Exception | None:
-    """Return an error as the cause of another one, whose traceback shows it; None if its text holds secrets."""
-    text = str(error)
-    return error if without_secrets(text) == text else None
 
 
 def _message(kind: type[HoldfastError], action: str, path: str, reason: str) -> str:

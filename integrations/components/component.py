@@ -97,6 +97,7 @@ class Checkpointable:
         step: int | None = None,
         metrics: Mapping[str, Any] | None = None,
         coordinator: Coordinator | None = None,
+        filesystem: Any = None,
         **unknown: Never,
     ) -> str:
         """Save this component and all below it, each into a directory of its own; one atomic checkpoint.
@@ -105,7 +106,8 @@ class Checkpointable:
         until process 0 is done.
 
         Args:
-            path: Where: a path or a URL (``memory://``, ``s3://``, ``gs://``); None makes a new temporary directory.
+            path: Where: a path or a URL (``memory://``, ``s3://``, ``gs://``, ``az://``, ...); None makes a new
+                temporary directory.
             state: The state to save in the place of ``get_state()``; without components that are not in it.
             overwrite: Replace an existing tree of components; a crash leaves the old one or the new one, whole.
             layout: Sizes of chunks and data files, and how chunks are compressed: ``hf.Layout(compression=3)``.
@@ -114,6 +116,8 @@ class Checkpointable:
             metrics: Metrics to keep with it: numbers by name.
             coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of
                 them is initialized; ``hf.processes.Alone()`` saves the components of this process.
+            filesystem: The file system of fsspec or pyarrow in which ``path`` is; the URL that is returned then stands
+                for it in this process alone.
 
         Returns:
             The path or URL, for all methods that restore.
@@ -126,7 +130,7 @@ class Checkpointable:
             PeerFailedError: Process 0 of several could not save.
         """
         refuse_unknown("save_to_path", unknown, keyword_only(Checkpointable.save_to_path))
-        location = None if path is None else as_location(path, writes=True)
+        location = None if path is None else as_location(path, filesystem=filesystem, writes=True)
         where = "a temporary directory" if location is None else location.url
         numbers = None if metrics is None else plain_metrics(metrics)
         if step is not None and (type(step) is not int or step < 0):
@@ -155,6 +159,7 @@ class Checkpointable:
         component: str | None = None,
         keep: Patterns | None = None,
         strict: bool = False,
+        filesystem: Any = None,
         **unknown: Never,
     ) -> ComponentReport:
         """Restore this component and all below it, in place: objects keep their identity.
@@ -167,6 +172,7 @@ class Checkpointable:
                 component and that of the value within it: ``learner/optimizer/groups/0/lr``. A pattern that matches
                 nothing is an error.
             strict: Whether components and values that only the program or only the checkpoint has are errors.
+            filesystem: The file system of fsspec or pyarrow in which ``path`` is.
 
         Returns:
             The report: the restored components and values, and the others.
@@ -181,7 +187,7 @@ class Checkpointable:
         live = live_tree(self)
         target = live if component is None else locate(live, component)
         kept = None if keep is None else KeepPatterns(keep)
-        saved = open_component(path)
+        saved = open_component(as_location(path, filesystem=filesystem))
         if component is not None:
             _refuse_tree_above(target, saved)
         return restore_saved(target, saved, strict=strict, keep=kept)
@@ -196,6 +202,7 @@ class Checkpointable:
         renamed: Mapping[str, Any] | None = None,
         fallback: bool = False,
         strict: bool = False,
+        filesystem: Any = None,
         **overrides: Any,
     ) -> Self:
         """Make a component from its directory: with the class, the arguments and the state that were saved.
@@ -213,6 +220,7 @@ class Checkpointable:
             renamed: For import paths in the checkpoint the classes, or their import paths, that they stand for now.
             fallback: Make one of this class, with the overrides alone, where the saved class no longer exists.
             strict: Whether components and values that only one side has are errors.
+            filesystem: The file system of fsspec or pyarrow in which ``path`` is.
             **overrides: Constructor arguments by name, in the place of the saved ones. They also win over plain values
                 of the same name in the state: attributes, and options of optimizers.
 
@@ -226,7 +234,7 @@ class Checkpointable:
             DamagedCheckpointError: The component there does not verify.
         """
         permissions = Permissions(trust=trust, allowed=allowed, renamed=renamed, base=Checkpointable)
-        saved = open_component(path)
+        saved = open_component(as_location(path, filesystem=filesystem))
         found = build(cls, saved, permissions=permissions, fallback=fallback, strict=strict, overrides=overrides)
         assert isinstance(found, cls)
         return found

@@ -239,7 +239,7 @@ BAD_USAGE = {
     "nothing to verify": (["verify", "RUN/.."], "no checkpoint here"),
     "step that is no number": (["verify", "RUN", "x"], "Invalid value for '[STEP]'"),
     "negative step": (["show", "RUN", "--", "-1"], "Invalid value for '[STEP]'"),
-    "unknown scheme": (["ls", "ftp://x"], "has an unknown scheme, 'ftp'"),
+    "unknown scheme": (["ls", "what://x"], "has an unknown scheme, 'what'"),
     "unknown command": (["list"], "No such command 'list'."),
     "unknown option": (["ls", "RUN", "--xml"], "No such option: --xml"),
     "missing argument": (["run"], "Missing argument 'CONFIG'."),

@@ -1,0 +1,426 @@
+"""Any other place, through fsspec: the extra ``fsspec`` of the package; also file systems of pyarrow.
+
+What such a place cannot promise is logged when it is opened: docs/object_stores.md has the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import logging
+import os
+import re
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from ..errors import (
+    HoldfastError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+    OptionError,
+    StorageError,
+    StoragePermissionError,
+    StorageUnavailableError,
+)
+from .backend import Segment
+from .local import TEMPORARY_PREFIX
+from .object_store import UNKNOWN_SIZE, ObjectStoreBackend, file_parts
+from .status import UnknownSchemeError, explain_failure, map_os_error, truncated, without_secrets
+
+_logger = logging.getLogger("holdfast")
+
+# fsspec keeps no listings and no connections of earlier calls: others write there, too.
+_UNCACHED = {"use_listings_cache": False, "skip_instance_cache": True}
+
+_WRAPPERS = re.compile(r"https?|file|local|data|dir|zip|tar|libarchive|generic|async_wrapper|reference|\w*cache\w*")
+"""Schemes that stand for what lies at another address, and those that cannot be written."""
+
+_WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2", "memory"})
+"""Object stores, which replace an object as a whole."""
+
+_REPLACING = frozenset({"sftp", "ssh"})
+"""Systems whose rename replaces a file in one step."""
+
+_RENAMING = frozenset({"hdfs", "arrow_hdfs", "webhdfs", "viewfs", "smb"})
+"""Systems that rename in one step, but onto no file that is there."""
+
+_NOT_ALONE = "two saves to one path at the same time are not kept apart"
+_NOT_DURABLE = "what was written may be lost if the machines that keep it lose power"
+_NOT_REPLACED = "a crash while a checkpoint is replaced may leave neither the old nor the new one"
+_NOT_ATOMIC = "a crash may leave half of a commit record, and readers may see one"
+
+_SECRET = re.compile(r"pass|pwd|secret|key|token|cred|sas|connection_string", re.IGNORECASE)  # options with secrets
+
+_CLASSES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (
+    (re.compile("NotFound|NoSuch"), ObjectNotFoundError),
+    (re.compile("Auth|Permission|Credential|Forbidden|BadHostKey"), StoragePermissionError),
+    (re.compile("Time|Connect|SSHException|EOFError|Unavailable|socket"), StorageUnavailableError),
+)
+"""Errors of the libraries below, by the names of their classes."""
+
+
+class _TimedOutError(Exception):
+    """A library below has waited for too long."""
+
+
+_given: dict[str, FsspecBackend] = {}  # the backends of file systems that were passed, by the schemes of their URLs
+_given_lock = threading.Lock()
+
+
+def open_fsspec(scheme: str, authority: str, shown: str) -> FsspecBackend:
+    """Return the backend for a URL: the same object for the same settings.
+
+    Raises:
+        UnknownSchemeError: fsspec does not know the scheme.
+        InvalidLocationError: The URL holds a password, or belongs to another process.
+        OptionError: A package is missing.
+    """
+    if "+" in scheme:
+        if scheme in _given:
+            return _given[scheme]
+        raise InvalidLocationError(
+            f"{shown!r} names a file system object of another process: pass it again, as "
+            "as_location(path, filesystem=...)"
+        )
+    unknown = f"{shown!r} has an unknown scheme, {scheme!r}"
+    if _WRAPPERS.fullmatch(scheme):
+        raise UnknownSchemeError(unknown)
+    if importlib.util.find_spec("fsspec") is None:
+        raise UnknownSchemeError(f"{unknown}, for which fsspec is needed (pip install 'holdfast[fsspec]')")
+    import fsspec
+
+    if ":" in authority.rpartition("@")[0]:
+        raise InvalidLocationError(
+            f"{shown!r} holds a password; write it into a file of fsspec's configuration, ~/.config/fsspec/*.json, or "
+            "pass a file system: as_location(path, filesystem=...)"
+        )
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ValueError:
+        raise UnknownSchemeError(unknown) from None
+    except ImportError as error:
+        raise OptionError(f"{shown!r} needs another package for fsspec: {error}") from error
+    settings = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith("FSSPEC_")))
+    return _open_fsspec(scheme, authority, settings)
+
+
+@functools.lru_cache(maxsize=64)
+def _open_fsspec(scheme: str, authority: str, settings: object) -> FsspecBackend:  # noqa: ARG001 - in the key
+    root = f"{scheme}://{authority or '/'}"
+
+    def connect() -> tuple[Any, str]:
+        import fsspec
+
+        made, path = fsspec.core.url_to_fs(f"{scheme}://{authority}/x", **_UNCACHED)
+        return made, path.removesuffix("x")
+
+    return FsspecBackend(root, scheme, connect)
+
+
+def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | str:
+    """Return the backend and key for a path in a file system of fsspec or pyarrow; a path if that is a local one.
+
+    Raises:
+        OptionError: It is neither, or fsspec is missing.
+    """
+    if importlib.util.find_spec("fsspec") is None:
+        raise OptionError("filesystem= needs fsspec: pip install 'holdfast[fsspec]'")
+    import fsspec
+    from fsspec.implementations.arrow import ArrowFSWrapper
+    from fsspec.implementations.local import LocalFileSystem
+
+    kind = type(filesystem)
+    if kind.__module__.split(".")[0] == "pyarrow" and hasattr(filesystem, "type_name"):
+        while filesystem.type_name == "subtree":
+            path, filesystem = f"{filesystem.base_path.rstrip('/')}/{path.lstrip('/')}", filesystem.base_fs
+        if filesystem.type_name == "local":
+            return path
+        wrapped, protocol = ArrowFSWrapper(filesystem, **_UNCACHED), str(filesystem.type_name).split("::")[-1]
+    elif isinstance(filesystem, fsspec.AbstractFileSystem):
+        if type(filesystem) is LocalFileSystem:
+            return str(filesystem._strip_protocol(path))
+        names = filesystem.protocol
+        wrapped, protocol = filesystem, names if isinstance(names, str) else names[0]
+    else:
+        raise OptionError(
+            f"filesystem={kind.__module__}.{kind.__qualname__} is neither a file system of fsspec nor one of pyarrow"
+        )
+    inner = str(wrapped._strip_protocol(path))
+    key = "/".join(part for part in inner.split("/") if part)
+    if any(part in (".", "..") for part in key.split("/")):
+        raise InvalidLocationError(f"{without_secrets(path)!r} holds '.' or '..', which is not resolved there")
+    prefix = "/" if inner.startswith("/") else ""
+    with _given_lock:
+        for found in _given.values():
+            if found.given == filesystem and found.prefix == prefix:
+                return found, key
+        scheme = f"{re.sub('[^a-z0-9]', '', protocol.lower())}+{uuid.uuid4().hex[:8]}"
+        _given[scheme] = FsspecBackend(
+            f"{scheme}://", protocol, lambda: (_of_this_process(wrapped), prefix), given=filesystem, prefix=prefix
+        )
+        return _given[scheme], key
+
+
+def _of_this_process(filesystem: Any) -> Any:
+    """Return a file system as fsspec makes it anew in a process that was forked."""
+    if getattr(filesystem, "_pid", os.getpid()) == os.getpid():
+        return filesystem
+    if type(filesystem).__name__ == "ArrowFSWrapper":
+        raise StorageError(
+            "this process was forked from one that had used a file system of pyarrow, which does not work in both; "
+            "start processes with the method 'spawn' or 'forkserver' of multiprocessing"
+        )
+    return type(filesystem)(*filesystem.storage_args, **{**filesystem.storage_options, **_UNCACHED})
+
+
+class FsspecBackend(ObjectStoreBackend):
+    """A file system of fsspec.
+
+    Args:
+        root: What all URLs begin with.
+        protocol: What kind of system it is.
+        connect: Returns the file system, and what its paths begin with before the key.
+        given: The object that was passed, if one was.
+        prefix: For such an object, what its paths begin with.
+    """
+
+    def __init__(
+        self, root: str, protocol: str, connect: Callable[[], tuple[Any, str]], *, given: Any = None, prefix: str = ""
+    ) -> None:
+        super().__init__(root, is_remote=True)
+        self.given = given
+        self.prefix = prefix
+        self._connect = connect
+        self._whole = protocol in _WHOLE
+        self._replaces = protocol in _REPLACING
+        self._renames = protocol in _RENAMING or self._replaces
+        self._connected: tuple[int, Any, str, Any] | None = None  # process, file system, prefix, lock
+        self._connecting = threading.Lock()
+        missing = [_NOT_ALONE]
+        if not self._whole:
+            missing.append(_NOT_DURABLE)
+            if not self._renames:
+                missing.append(_NOT_ATOMIC)
+            if not self._replaces:
+                missing.append(_NOT_REPLACED)
+        _logger.warning("%s is reached through fsspec (%s). Not promised there: %s", root, protocol, "; ".join(missing))
+
+    def has_object(self, key: str) -> bool:
+        try:
+            return bool(self._info(key)["type"] == "file")
+        except ObjectNotFoundError:
+            return False
+
+    def object_size(self, key: str) -> int | None:
+        found = self._info(key)
+        if found["type"] != "file":
+            raise ObjectNotFoundError(f"cannot access {self.url(key)}: there is no such file")
+        size = found.get("size")
+        return None if size is None else int(size)
+
+    def _info(self, key: str) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._do(key, "access", lambda fs, path: fs.info(path))
+        return found
+
+    def read_range(self, key: str, byte_range: slice | None) -> bytes:
+        if byte_range is None:
+            return bytes(self._do(key, "read", lambda fs, path: fs.cat_file(path), UNKNOWN_SIZE))
+        start, stop = byte_range.start, byte_range.stop
+        size = self.object_size(key)  # systems differ in what they say of a range that the file does not have
+        if size is not None and start >= size and stop > start:
+            raise truncated(self.url(key), size, start, stop - start)
+        if start == stop:
+            return b""
+        stop = stop if size is None else min(stop, size)
+        return bytes(self._do(key, "read", lambda fs, path: fs.cat_file(path, start=start, end=stop), stop - start))
+
+    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
+        self._write(key, bytes(data), atomic=atomic)
+
+    def write_object(self, key: str, content: list[bytes]) -> None:
+        self._write(key, content.pop(), atomic=True)
+
+    def _write(self, key: str, data: bytes, *, atomic: bool) -> None:
+        def write(fs: Any, path: str) -> None:
+            if self._whole:
+                fs.pipe_file(path, data)
+                return
+            folder, _, name = path.rpartition("/")
+            fs.makedirs(folder or "/", exist_ok=True)
+            if not atomic or not self._renames:
+                fs.pipe_file(path, data)
+                return
+            temporary = f"{folder}/{TEMPORARY_PREFIX}{name}.{uuid.uuid4().hex[:8]}"
+            try:
+                fs.pipe_file(temporary, data)
+                if not self._replaces and fs.exists(path):
+                    fs.rm_file(path)
+                fs.mv(temporary, path)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    fs.rm_file(temporary)
+                raise
+
+        self._do(key, "write", write, len(data))
+
+    def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
+        failed: list[BaseException] = []
+
+        def parts() -> Iterator[Any]:
+            try:
+                yield from file_parts(size, segments, sent=True)
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+        def write(fs: Any, path: str) -> None:
+            if not self._whole:
+                fs.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
+            try:
+                with fs.open(path, "wb") as file:
+                    for part in parts():
+                        file.write(part.data)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    fs.rm_file(path)
+                raise
+
+        try:
+            self._do(key, "write", write, size)
+        except HoldfastError:
+            if failed:
+                raise failed[0] from None
+            raise
+        found = self.object_size(key)
+        if found is not None and found != size:
+            self.remove(key)
+            raise StorageError(
+                f"cannot write {self.url(key)}: {size} bytes were sent, and {found} are there; try again"
+            )
+
+    def remove(self, key: str) -> None:
+        try:
+            self._do(key, "remove", lambda fs, path: fs.rm_file(path))
+        except StorageError:
+            if self.has_object(key):
+                raise
+
+    def remove_tree(self, key: str, last: str | None) -> None:
+        super().remove_tree(key, last)
+
+        def remove_folders(fs: Any, path: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                if key and not self._whole and fs.isdir(path):
+                    fs.rm(path, recursive=True)
+
+        self._do(key, "remove", remove_folders)
+
+    def is_directory(self, key: str) -> bool:
+        if self._listing is not None:
+            return super().is_directory(key)
+        return not key or next((True for name in self._walk(key) if name != key), False)
+
+    def list_objects(self, key: str, *, itself: bool) -> list[str]:
+        return sorted(self._walk(key))
+
+    def _walk(self, key: str) -> Iterator[str]:
+        """Generate the keys of all files at and below a key; an error is not taken for an empty directory."""
+        folders = [key]
+        while folders:
+            folder = folders.pop()
+            try:
+                found = self._do(folder, "list", self._entries)
+            except ObjectNotFoundError:
+                continue
+            for name, is_directory in found:
+                if is_directory:
+                    if name != folder:
+                        folders.append(name)
+                else:
+                    yield name
+
+    def _entries(self, fs: Any, path: str) -> list[tuple[str, bool]]:
+        prefix = self._prefix_of(fs)
+        found = []
+        for entry in fs.ls(path or prefix, detail=True):
+            name = str(fs._strip_protocol(entry["name"]))
+            if prefix.startswith("/") != name.startswith("/"):
+                name = f"/{name}" if prefix.startswith("/") else name.lstrip("/")
+            found.append((name.removeprefix(prefix).rstrip("/"), entry["type"] == "directory"))
+        return found
+
+    # ---- calls
+
+    def _do(self, key: str, action: str, call: Callable[[Any, str], Any], nbytes: int = 0) -> Any:
+        """Make a call in a thread of its own, so that Ctrl-C and the time limit end the wait for it."""
+
+        def begin() -> Future[Any]:
+            answer: Future[Any] = Future()
+
+            def run() -> None:
+                try:
+                    fs, prefix, lock = self._filesystem()
+                    with lock:
+                        answer.set_result(call(fs, (prefix + key).rstrip("/") or prefix))
+                except TimeoutError as error:  # not to be taken for the time limit of the wait
+                    answer.set_exception(_TimedOutError(str(error)))
+                except BaseException as error:
+                    answer.set_exception(error)
+
+            threading.Thread(target=run, name="fsspec-request", daemon=True).start()
+            return answer
+
+        return self.request(key, action, begin, nbytes)
+
+    def _filesystem(self) -> tuple[Any, str, Any]:
+        with self._connecting:
+            # Neither connections nor threads of fsspec work on both sides of a fork.
+            if self._connected is None or self._connected[0] != os.getpid():
+                fs, prefix = self._connect()
+                # Connections of synchronous file systems are not for several threads at a time; those of pyarrow are.
+                together = getattr(fs, "async_impl", False) or type(fs).__name__ == "ArrowFSWrapper"
+                lock: Any = contextlib.nullcontext() if together else threading.Lock()
+                self._connected = (os.getpid(), fs, prefix, lock)
+            return self._connected[1:]
+
+    def _prefix_of(self, fs: Any) -> str:
+        assert self._connected is not None
+        return self._connected[2]
+
+    def failures(self) -> tuple[type[Exception], ...]:
+        return (Exception,)  # every library below has its own
+
+    def explained(self, error: Exception, key: str, action: str) -> HoldfastError:
+        text = self._hidden(" ".join(str(error).split()))
+        if type(error).__module__ == "builtins" and isinstance(error, OSError) and error.errno is not None:
+            mapped = map_os_error(error, self.url(key), action)
+            return type(mapped)(self._hidden(str(mapped)))
+        names = " ".join(kind.__name__ for kind in type(error).__mro__ if kind not in (OSError, Exception))
+        kind = next((kind for pattern, kind in _CLASSES if pattern.search(names)), StorageError)
+        if isinstance(error, EOFError | ConnectionError):
+            kind = StorageUnavailableError
+        return explain_failure(kind, action, self.url(key), f"{type(error).__name__}: {text}" if text else names)
+
+    def shown_cause(self, error: Exception) -> Exception | None:
+        return None if self._hidden(str(error)) != str(error) else super().shown_cause(error)
+
+    def _hidden(self, text: str) -> str:
+        """Return a text without the secrets among the options of the file system."""
+        options = getattr(self.given, "storage_options", None) or {}
+        if self._connected is not None:
+            options = {**options, **(getattr(self._connected[1], "storage_options", None) or {})}
+        for secret in _secrets(options):
+            text = text.replace(secret, "***")
+        return text
+
+
+def _secrets(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _secrets(value)
+        elif isinstance(value, str) and value and _SECRET.search(str(name)):
+            yield value

@@ -1,0 +1,282 @@
+"""Places that fsspec reaches, and file systems that are passed: promises, errors, secrets, forked processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+import traceback
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from tests.storage.test_storage_conformance import BackendConformance
+
+import holdfast as hf
+from holdfast.engine.storage import Location, Segment, as_location, fsspec_store
+
+CANARY = "canary"
+
+
+class Renames(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A file system on the disk whose rename refuses a target that is there, as that of HDFS does."""
+
+    protocol = "hdfs"
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        if os.path.exists(path2):
+            raise FileExistsError(17, "File exists", path2)
+        os.rename(path1, path2)
+
+
+class Replaces(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A file system on the disk whose rename replaces a target, as that of SFTP does."""
+
+    protocol = "sftp"
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        os.rename(path1, path2)
+
+
+class Plain(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A file system on the disk of which nothing is known."""
+
+    protocol = "plain"
+
+
+KINDS = {"memory": MemoryFileSystem, "renames": Renames, "replaces": Replaces, "plain": Plain}
+
+
+@pytest.fixture(autouse=True)
+def _known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    fsspec.register_implementation("plain", Plain, clobber=True)
+    yield
+    fsspec_store._open_fsspec.cache_clear()
+
+
+@pytest.fixture(params=KINDS)
+def filesystem(request: pytest.FixtureRequest) -> Any:
+    """A file system of each kind."""
+    return KINDS[request.param](skip_instance_cache=True, auto_mkdir=False)
+
+
+@pytest.fixture
+def place(filesystem: Any, tmp_path: pathlib.Path) -> Location:
+    """A folder in a file system of each kind."""
+    return as_location(f"{tmp_path}/some where/{uuid.uuid4().hex}", filesystem=filesystem)
+
+
+class TestFsspec(BackendConformance):
+    @pytest.fixture
+    def root(self, place: Location) -> Location:
+        return place
+
+
+def test_a_url(tmp_path: pathlib.Path) -> None:
+    place = as_location(f"plain://{tmp_path}/a%20b/run")
+    hf.save(place, {"w": np.arange(5)})
+    assert (tmp_path / "a b" / "run" / "checkpoint.json").is_file()
+    assert hf.load(f"plain://{tmp_path}/a%20b/run")["w"].tolist() == [0, 1, 2, 3, 4]
+    assert as_location(place.url) == place
+
+
+def test_a_run(place: Location) -> None:
+    options = hf.CheckpointManagerOptions(max_to_keep=2)
+    for first in (1, 4):
+        with hf.CheckpointManager(place, options=options) as run:
+            assert run.latest_step() == (first - 1 or None)
+            for step in range(first, first + 3):
+                run.save(step, {"w": np.full(1000, step), "step": step})
+    assert [one.step for one in hf.list_checkpoints(place)] == [5, 6]
+    assert hf.load(place)["step"] == 6
+    assert hf.verify(place).ok
+    hf.save(place / "other", {"x": 1})
+    hf.save(place / "other", {"x": 2}, overwrite=True)
+    assert hf.load(place / "other") == {"x": 2}
+
+
+MISSING = {
+    "memory": "two saves to one path at the same time are not kept apart$",
+    "replaces": "two saves .*; what was written may be lost if the machines that keep it lose power$",
+    "renames": "two saves .*lose power; a crash while a checkpoint is replaced may leave neither",
+    "plain": "two saves .*lose power; a crash may leave half of a commit record.*; a crash while",
+}
+
+
+def test_what_is_not_promised_is_said_once(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    for kind, missing in MISSING.items():
+        caplog.clear()
+        filesystem = KINDS[kind](skip_instance_cache=True)
+        for name in ("a", "b"):
+            as_location(f"{tmp_path}/{name}", filesystem=filesystem)
+        [record] = caplog.records
+        assert record.levelno == logging.WARNING
+        protocol = filesystem.protocol if isinstance(filesystem.protocol, str) else filesystem.protocol[0]
+        assert record.getMessage().startswith(f"{protocol}+")
+        assert re.search(missing, record.getMessage())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("what://x", "unknown scheme, 'what': expected a path"),
+        ("http://host/x", "unknown scheme, 'http'"),
+        ("simplecache://x", "unknown scheme"),
+        ("zip://x", "unknown scheme"),
+        (f"ftp://user:{CANARY}@host/x", "holds a password.*filesystem="),
+        ("sftp:/host/x", "lost a slash"),
+        ("plain:///a/../b", "'..'"),
+        ("memory+1234abcd://x", "of another process: pass it again"),
+    ],
+)
+def test_what_is_no_place(text: str, message: str) -> None:
+    with pytest.raises(hf.errors.InvalidLocationError, match=message) as caught:
+        as_location(text)
+    assert CANARY not in str(caught.value)
+
+
+def test_without_fsspec(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(hf.errors.InvalidLocationError, match=r"fsspec is needed \(pip install 'holdfast\[fsspec\]'\)"):
+        as_location("hdfs://host/run")
+    with pytest.raises(hf.errors.OptionError, match="needs fsspec"):
+        as_location("run", filesystem=object())
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(scheme: str) -> Any:
+        raise ImportError('SFTPFileSystem requires "paramiko" to be installed')
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+    with pytest.raises(hf.errors.OptionError, match=r'sftp://host/x.* needs another package.*"paramiko"'):
+        as_location("sftp://host/x")
+
+
+def test_file_systems_that_are_passed(tmp_path: pathlib.Path) -> None:
+    assert as_location(str(tmp_path / "x"), filesystem=LocalFileSystem()).path == tmp_path / "x"
+    with pytest.raises(hf.errors.OptionError, match=r"filesystem=builtins\.int is neither a file system of fsspec"):
+        as_location("x", filesystem=3)
+    filesystem = MemoryFileSystem()
+    place = as_location("/runs/x", filesystem=filesystem)
+    assert as_location("runs/y", filesystem=filesystem).parent == place.parent
+    assert pickle.loads(pickle.dumps(place)).name == "x"
+    with pytest.raises(hf.errors.InvalidLocationError, match=r"'\.\.'"):
+        as_location("/runs/../x", filesystem=filesystem)
+    with pytest.raises(hf.errors.OptionError, match="leave filesystem= out"):
+        as_location(place, filesystem=filesystem)
+
+
+def test_components_take_the_file_system_of_rllib(filesystem: Any, tmp_path: pathlib.Path) -> None:
+    class Policy(hf.components.Checkpointable):
+        def __init__(self, size: int = 3) -> None:
+            self.weights = np.zeros(size)
+
+    policy = Policy()
+    policy.weights += 1
+    path = policy.save_to_path(f"{tmp_path}/policy", filesystem=filesystem)
+    other = Policy()
+    other.restore_from_path(f"{tmp_path}/policy", filesystem=filesystem)
+    assert other.weights.tolist() == [1, 1, 1]
+    assert Policy.from_checkpoint(f"{tmp_path}/policy", filesystem=filesystem).weights.tolist() == [1, 1, 1]
+    assert Policy.from_checkpoint(path).weights.tolist() == [1, 1, 1]
+
+
+class Fails(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Raises an error with a secret from every call."""
+
+    protocol = "fails"
+
+    def __init__(self, error: Exception, **options: Any) -> None:
+        super().__init__(**options)
+        self.error = error
+
+    def info(self, path: str, **kwargs: Any) -> Any:
+        raise self.error
+
+    ls = cat_file = pipe_file = open = rm_file = makedirs = info
+
+
+class AuthenticationFailedError(Exception):
+    """As the libraries below name theirs."""
+
+
+class ConnectTimeoutError(Exception):
+    """As the libraries below name theirs."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (PermissionError(13, "Permission denied"), hf.errors.StoragePermissionError),
+        (AuthenticationFailedError(f"no such password: {CANARY}"), hf.errors.StoragePermissionError),
+        (OSError(28, "No space left on device"), hf.errors.StorageFullError),
+        (ConnectTimeoutError("https://user:canary@host timed out"), hf.errors.StorageUnavailableError),
+        (ConnectionResetError(104, "reset"), hf.errors.StorageUnavailableError),
+        (TimeoutError(f"login {CANARY}"), hf.errors.StorageUnavailableError),
+        (EOFError(), hf.errors.StorageUnavailableError),
+        (RuntimeError(f"token {CANARY} is wrong"), hf.errors.StorageError),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_errors_without_secrets(error: Exception, kind: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
+    """A list that fails is not an empty directory either."""
+    place = as_location("/run", filesystem=Fails(error, password=CANARY, nested={"api_key": CANARY}))
+    data = Segment(0, 10, lambda: iter([np.zeros(10, np.uint8)]))
+    with caplog.at_level(logging.DEBUG):
+        for action in (
+            lambda: hf.load(place),
+            lambda: hf.save(place, {"x": 1}),
+            lambda: hf.CheckpointManager(place),
+            place.entries,
+            place.remove_tree,
+            lambda: place.write_bytes(b"x"),
+            lambda: place.write_data(10, [data]),
+        ):
+            with pytest.raises(kind, match=r"cannot .*fails") as caught:
+                action()
+            assert CANARY not in "".join(traceback.format_exception(caught.value))
+    assert CANARY not in caplog.text
+
+
+FORKED = """
+import logging, os, sys
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+import holdfast as hf
+
+class Plain(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    protocol = "plain"
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.process = os.getpid()
+
+    def info(self, path, **options):
+        assert self.process == os.getpid(), "made by the parent"
+        return super().info(path, **options)
+
+fsspec.register_implementation("plain", Plain)
+hf.save(f"plain://{sys.argv[1]}/run", {"step": 3})
+child = os.fork()
+print("child" if not child else "parent", hf.load(f"plain://{sys.argv[1]}/run"), flush=True)
+if not child:
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def test_forked_processes_connect_again(tmp_path: pathlib.Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED, str(tmp_path)], capture_output=True, text=True, timeout=100
+    )
+    assert sorted(found.stdout.splitlines()) == ["child {'step': 3}", "parent {'step': 3}"], found.stderr
