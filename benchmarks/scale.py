@@ -1,8 +1,11 @@
-"""How planning and merging grow with the number of processes: ``python -m benchmarks.scale``.
+"""How a save grows with the number of processes: ``python -m benchmarks.scale``.
 
-Nothing is saved and there are no arrays. A tree of many leaves, each of them divided among all processes, is planned
-as every process would; process 0 then merges the fragments of all and encodes the index. What is measured is what
-process 0 does and the memory that it takes, fragments included.
+First, planning and merging, without a save and without arrays: a tree of many leaves, each of them divided among all
+processes, is planned as every process would; process 0 then merges the fragments of all and encodes the index. What is
+measured is what process 0 does and the memory that it takes, fragments included.
+
+Then, the commit: a small tree is saved by the real code, with a thread for each process, to a store in memory whose
+requests take 30 ms (`benchmarks.protocol`). At the end, one of 16 processes dies at each point of a save.
 """
 
 from __future__ import annotations
@@ -25,9 +28,13 @@ from holdfast.engine.arrays.plan import Catalog, Layout, chunk_table, plan_files
 from holdfast.engine.distributed import ProcessInfo
 from holdfast.engine.pytree import ArrayLeaf, Part
 
+from .protocol import POINTS, Protocol, simulate
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+CHUNKS = 10 << 20
+"""Chunks of a tree in all; as many as 1,024 processes have of 10,000 leaves."""
 
 SHAPES = 40
 """Different shapes of leaves, as a model has them."""
@@ -149,6 +156,7 @@ def table(results: Sequence[Scale]) -> str:
     """Return the measurements, one line for each number of processes."""
     head = (
         "processes",
+        "leaves",
         "chunks",
         "plan",
         "fragment",
@@ -162,6 +170,7 @@ def table(results: Sequence[Scale]) -> str:
     rows = [
         (
             f"{r.processes:,}",
+            f"{r.leaves:,}",
             f"{r.chunks:,}",
             *(f"{s:.2f} s" for s in (r.plan_seconds, r.fragment_seconds, r.merge_seconds, r.index_seconds, r.seconds)),
             f"{r.fragments_bytes / 1e6:.1f} MB",
@@ -170,9 +179,32 @@ def table(results: Sequence[Scale]) -> str:
         )
         for r in results
     ]
+    return aligned(head, rows)
+
+
+def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as text, its columns aligned to the right."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in (head, *rows)]
     return "\n".join("  ".join(line) for line in lines)
+
+
+def commit_table(results: Sequence[Protocol]) -> str:
+    """Return the simulated commits, one line for each number of processes."""
+    head = ("processes", "commit", "bytes out of process 0", "requests to it", "to the store", "files", "record")
+    rows = [
+        (
+            f"{r.processes:,}",
+            f"{r.commit_seconds:.2f} s",
+            f"{r.primary_bytes_out / 1e6:.2f} MB",
+            f"{r.coordinator_requests:,}",
+            f"{r.store_requests:,}",
+            f"{r.files:,}",
+            f"{r.record_bytes / 1e3:.0f} kB",
+        )
+        for r in results
+    ]
+    return aligned(head, rows)
 
 
 def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] = print) -> None:
@@ -184,17 +216,28 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--processes", type=int, action="append", help="the number of processes; may be repeated")
-    parser.add_argument("--leaves", type=int, default=10_000, help="the number of leaves of the tree")
+    parser.add_argument(
+        "--leaves", type=int, default=10_000, help=f"leaves of the tree, at most {CHUNKS:,} chunks in all"
+    )
+    parser.add_argument("--patience", type=float, default=2.0, help="seconds that processes wait for one that died")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each number of processes")
     options = parser.parse_args(arguments)
-    results = []
-    for processes in options.processes or [256, 1024]:
-        results.append(measure_apart(processes, options.leaves))
+    plans, commits = [], []
+    for count in options.processes or [64, 256, 1024, 4096]:
+        plans.append(measure_apart(count, min(options.leaves, CHUNKS // count)))
+        commits.append(simulate(count))
         if options.json:
-            write(json.dumps(asdict(results[-1])))
-    if not options.json:
-        write(f"{options.leaves:,} leaves, each divided among all processes; the work of process 0")
-        write(table(results))
+            write(json.dumps(asdict(plans[-1]) | asdict(commits[-1])))
+    if options.json:
+        return
+    write("The work of process 0 for a tree whose leaves are each divided among all processes")
+    write(table(plans))
+    write("\nThe commit of a small tree with a generator of each process; the store takes 30 ms for a request")
+    write(commit_table(commits))
+    write(f"\nOne of 16 processes dies; the others wait for {options.patience:g} s at most")
+    for point in POINTS:
+        found = simulate(16, dies_at=point, timeout=options.patience)
+        write(f"{point}: {found.told or 'committed'}, {found.commit_seconds:.1f} s after the last share was written")
 
 
 if __name__ == "__main__":
