@@ -150,7 +150,7 @@ class ArrayDatabase:
             self.bytes_read += length
             return file.read(offset, length).tobytes()
 
-    def _open(self, path: str, *, cached: bool = False) -> DataReader:
+    def _open(self, path: str, *, cached: bool | None = False) -> DataReader:
         known = None if self._files is None else self._files.get(path)
         if self._files and known is None:
             raise DamagedCheckpointError(
@@ -193,8 +193,9 @@ class ArrayDatabase:
             if what:
                 failed(chunks, row, what)
 
-        # Other processes of this machine read whole arrays, too, and the disk reads them once.
-        cached = self._location.is_local and assembly.wants_everything and shares_machine()
+        # Other processes of this machine read whole arrays, too, and the disk reads them once. Processes that are not
+        # connected find each other while they read.
+        cached = (shares_machine() or None) if assembly.wants_everything else False
         with contextlib.ExitStack() as stack:
             files: dict[str, DataReader] = {}
             for number in np.unique(found.file_ids).tolist():

@@ -534,13 +534,14 @@ class Location:
         for file in files:
             (self / file.name).write_data(file.size, file.segments, awaited, sync=sync)
 
-    def open_data(self, *, size: int | None = None, cached: bool = False) -> DataReader:
+    def open_data(self, *, size: int | None = None, cached: bool | None = False) -> DataReader:
         """Open a bulk data file for reading; use it as a context manager, or close it.
 
         Args:
             size: The expected length, if known: an object store is then not asked before the first read, which raises
                 ObjectNotFoundError if there is no such object, and bytes beyond it are never requested.
-            cached: Whether a disk reads through the page cache, for several processes that read the same bytes.
+            cached: Whether a disk reads through the page cache, for several processes that read the same bytes. None:
+                as soon as another reader of the file, which was opened with None as well, is seen.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.

@@ -261,7 +261,7 @@ class ObjectStoreBackend:
             if name in names:
                 self.remove(name)
 
-    def open_data(self, key: str, size: int | None, *, cached: bool) -> DataReader:
+    def open_data(self, key: str, size: int | None, *, cached: bool | None) -> DataReader:
         if size is None and not self.is_there(key):
             raise ObjectNotFoundError(f"cannot open {self.url(key)}: there is no such object")
         return ObjectReader(self, key, size)

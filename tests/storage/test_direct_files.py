@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from holdfast.engine.errors import DamagedCheckpointError, StorageError, StorageFullError
-from holdfast.engine.storage import Location, Segment, as_location
+from holdfast.engine.storage import DataReader, Location, Segment, as_location
 from holdfast.engine.storage import local as local_storage
 
 if TYPE_CHECKING:
@@ -81,6 +81,38 @@ def test_a_disk_is_written_and_read_directly(place: Location, monkeypatch: pytes
     assert_whole(place)
     assert len(modes) > 6
     assert all(modes)
+
+
+def test_readers_that_see_each_other_read_through_the_page_cache(
+    place: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the moment on at which there are two; a reader that does not take part neither sees nor is seen."""
+    try:
+        os.close(real_open(place.parent / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system has no direct I/O")
+    place.write_data(SIZE, segments())
+    modes: list[bool] = []
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        modes.append(is_direct(descriptor))
+        return real_preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+
+    def read(reader: DataReader) -> bool:
+        modes.clear()
+        assert np.array_equal(reader.read(MIB + 1, MIB), DATA[MIB + 1 : 2 * MIB + 1])
+        assert len(set(modes)) == 1
+        return modes[0]
+
+    with place.open_data(cached=None) as first, place.open_data() as other:
+        assert [read(first), read(other)] == [True, True]
+        with place.open_data(cached=None) as second:
+            assert [read(first), read(other), read(second)] == [False, True, False]
+        assert read(first) is False
+    with place.open_data(cached=None) as last:
+        assert read(last) is True
 
 
 @pytest.mark.parametrize("creates", [False, True], ids=["refused", "refused-after-creating"])
