@@ -2,7 +2,8 @@
 
 Small saves, a few leaves of many, many small leaves, the start of a program, several processes of one machine, sharded
 loads, a tree of medium size, and parts of arrays. Each row is one program, in which the contenders take turns; a new
-process runs it, so that nothing of other rows is in memory.
+process runs it, so that nothing of other rows is in memory. Saves are fsynced, and what is said to be loaded cold is
+dropped from the page cache before. A row that fails is named, and the others go on.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,10 +23,12 @@ from statistics import median
 from .goals import Goal
 from .results import add_table_arguments, describe_machine
 from .runner import tell
-from .table import aligned, goal_rows, markdown
+from .table import MISSING, aligned, markdown
 
 OURS = "holdfast"
+OWN = ("holdfast", "on_step", "bytes")  # how the names of our own numbers begin
 ROUNDS = 9
+ROW_SECONDS = 180  # the longest that a row may take; all together take less than ten minutes
 # Programs start from compiled modules, as installed ones do.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
@@ -311,64 +316,109 @@ ROWS = {
     "parts": Row(title="an eighth of every array of 1 GB, cold", program=PARTS, goals=((OURS, "all of it", 1.3 / 8),)),
 }
 
+Values = dict[str, list[float]]
+"""The numbers of each contender, one for each round."""
+
 Medians = dict[str, float]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, and print the tables; return 1 where ``--check`` was given and a goal was missed."""
+    """Measure, and print the table; return 1 where ``--check`` was given and a goal was missed."""
     options = _parser().parse_args(arguments)
     options.directory.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Medians] = {}
+    values: dict[str, Values] = {}
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=options.directory.resolve()) as temporary:
         machine = describe_machine(Path(temporary))
         for name in options.row or ROWS:
-            found[name] = measure(ROWS[name], Path(temporary) / name, options.rounds, options.scale)
-            tell(f"{ROWS[name].title}: {', '.join(f'{key} {_text(value)}' for key, value in found[name].items())}")
+            try:
+                values[name] = measure(ROWS[name], Path(temporary) / name, options.rounds, options.scale)
+            except subprocess.SubprocessError as error:
+                tell(f"{ROWS[name].title}: not measured: {_cause(error)}")
+                values[name] = {}
+            numbers = ", ".join(f"{key} {_text(value)}" for key, value in _medians(values[name]).items())
+            tell(f"{ROWS[name].title}: {numbers}")
+            if options.json is not None:  # after each row: a run that is cut leaves what it has measured
+                document = {"rounds": options.rounds, "scale": options.scale, "machine": machine, "values": values}
+                options.json.write_text(f"{json.dumps(document, indent=1)}\n", encoding="utf-8")
+    found = {name: _medians(each) for name, each in values.items()}
     print(report(found, options.rounds, machine, as_markdown=options.markdown))
     return int(options.check and not all(goal.met for goal in goals(found)))
 
 
-def measure(row: Row, directory: Path, rounds: int, scale: float = 1.0) -> Medians:
-    """Run the program of a row; return the median of each of its numbers."""
+def measure(row: Row, directory: Path, rounds: int, scale: float = 1.0) -> Values:
+    """Run the program of a row; return its numbers.
+
+    Raises:
+        subprocess.SubprocessError: The program failed, for example as a peer is not installed, or took too long.
+    """
     directory.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", f"{COMMON}{row.program}\nprint(json.dumps(values))", directory, str(rounds), str(scale)],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-    )
-    subprocess.run(["rm", "-r", directory], check=True)
-    values: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
-    return {name: median(found) for name, found in values.items()}
+    program = f"{COMMON}{row.program}\nprint(json.dumps(values))"
+    command = [sys.executable, "-c", program, str(directory), str(rounds), str(scale)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT, start_new_session=True)
+    try:
+        printed, said = process.communicate(timeout=ROW_SECONDS)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
+        process.communicate()
+        raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command[:2], printed, said)
+    shutil.rmtree(directory)
+    values: Values = json.loads(printed.splitlines()[-1])
+    return values
+
+
+def _cause(error: subprocess.SubprocessError) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        return [f"status {error.returncode}", *str(error.stderr).strip().splitlines()][-1]
+    return f"stopped after {ROW_SECONDS} s"
+
+
+def _medians(values: Values) -> Medians:
+    return {name: median(found) for name, found in values.items() if found}
 
 
 def goals(found: dict[str, Medians]) -> list[Goal]:
-    """Return what must be reached, by the rows that were measured."""
-    return [
-        Goal(
-            name=f"{ROWS[row].title}: {number}{f' / {other}' if other else ''}",
-            value=medians[number] / (medians[other] if other else 1.0),
-            limit=limit,
-            unit="x" if other or number.startswith("bytes") else " s",
-        )
-        for row, medians in found.items()
-        for number, other, limit in ROWS[row].goals
-    ]
+    """Return what must be reached, by the rows that were measured or should have been."""
+    return [_goal(found[row], row, *goal) for row in found for goal in ROWS[row].goals]
+
+
+def _goal(medians: Medians, row: str, number: str, other: str | None, limit: float) -> Goal:
+    own, base = medians.get(number), medians.get(other) if other else 1.0
+    return Goal(
+        name=f"{ROWS[row].title}: {number}{f' / {other}' if other else ''}",
+        value=None if own is None or not base else own / base,
+        limit=limit,
+        unit="x" if other or number.startswith("bytes") else " s",
+    )
 
 
 def report(found: dict[str, Medians], rounds: int, machine: dict[str, str], *, as_markdown: bool) -> str:
-    """Return the tables."""
-    lay_out = markdown if as_markdown else aligned
-    rows = [["operation", "contender", "median"]]
+    """Return the table: a line for each goal, with the number that it is compared with, or the best peer's."""
+    rows = [["row", "ours", "floor or best peer", "ratio", "goal", "met"]]
     for row, medians in found.items():
-        rows += [[ROWS[row].title, name, _text(value)] for name, value in medians.items()]
+        for number, other, limit in ROWS[row].goals:
+            goal = _goal(medians, row, number, other, limit)
+            peers = [name for name in medians if not name.startswith(OWN)]
+            peer = other or (min(peers, key=medians.__getitem__) if peers and goal.unit != "x" else None)
+            own, base = medians.get(number), medians.get(peer or "")
+            rows.append(
+                [
+                    ROWS[row].title if number == OURS else f"{ROWS[row].title}: {number}",
+                    "not measured" if own is None else _text(own) if goal.unit != "x" or other else f"{own:.2f}x",
+                    MISSING if peer is None or base is None else f"{peer} {_text(base)}",
+                    MISSING if own is None or not base else f"{own / base:.2f}x",
+                    goal.bound,
+                    "yes" if goal.met else "NO",
+                ]
+            )
     facts = ", ".join(f"{key} {value}" for key, value in machine.items())
-    return "\n\n".join([lay_out(rows), f"Medians of {rounds}. {facts}", lay_out(goal_rows(goals(found)))])
+    return "\n\n".join([(markdown if as_markdown else aligned)(rows), f"Medians of {rounds}. {facts}"])
 
 
 def _text(value: float) -> str:
-    return f"{value * 1000:.1f} ms" if value < 0.9 else f"{value:.2f}"
+    return f"{value * 1000:.1f} ms" if value < 0.9 else f"{value:.2f} s"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -376,6 +426,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--row", choices=ROWS, action="append", help="measure only this row; repeatable")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds of each row; {ROUNDS} unless given")
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the number or the size of leaves")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every single number to this file")
     add_table_arguments(parser)
     return parser
 

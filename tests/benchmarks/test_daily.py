@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,33 @@ def daily(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_small_run(daily: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [argument for name in ("managed", "few", "parts") for argument in ("--row", name)]
-    options = ["--rounds", "1", "--scale", "0.01", "--directory", str(tmp_path), "--markdown"]
-    assert daily.main([*rows, *options]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("|")[2].strip() for line in lines[2:11]] == [
-        *("one file", "holdfast", "on_step and wait", "on_step blocks"),
-        *("safetensors", "holdfast"),
-        *("all of it", "safetensors", "holdfast"),
+    options = ["--rounds", "1", "--scale", "0.01", "--directory", str(tmp_path / "runs"), "--markdown"]
+    assert daily.main([*rows, *options, "--json", str(tmp_path / "all.json")]) == 0
+    cells = [[each.strip() for each in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:6]]
+    assert [(row[0].partition(": ")[2], row[2].rpartition(" ")[0].rpartition(" ")[0], row[4]) for row in cells] == [
+        ("", "one file", "<= 2x"),
+        ("on_step blocks", "one file", "<= 0.001 s"),
+        ("", "safetensors", "<= 0.015 s"),
+        ("", "all of it", "<= 0.1625x"),
     ]
-    assert sum(" | met" in line or "MISSED" in line for line in lines) == 4
-    assert not any(tmp_path.iterdir())
+    assert {row[5] for row in cells} <= {"yes", "NO"}
+    values = json.loads((tmp_path / "all.json").read_text())["values"]
+    assert list(values["few"]) == ["safetensors", "holdfast"]
+    assert {len(each) for each in values["parts"].values()} == {1}
+    assert not any((tmp_path / "runs").iterdir())
+
+
+def test_a_row_that_fails(daily: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is named, with the last line of its traceback, and the others are measured."""
+    broken = daily.Row(title="broken", program="import no_such_package", goals=(("holdfast", "peer", 2.0),))
+    fine = daily.Row(title="fine", program="values['holdfast'] = [0.5]", goals=(("holdfast", None, 1.0),))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(daily, "ROWS", {"broken": broken, "fine": fine})
+        assert daily.main(["--directory", str(tmp_path), "--check"]) == 1
+    said = capsys.readouterr()
+    assert "broken: not measured: ModuleNotFoundError: No module named 'no_such_package'" in said.err + said.out
+    table = [line.split() for line in said.out.splitlines() if line.startswith(("broken", "fine"))]
+    assert [line[-1] for line in table[-2:]] == ["NO", "yes"]
 
 
 @pytest.mark.parametrize(("ours", "met"), [(2.0, True), (2.1, False)])
