@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .copying import CopyReport, copy_checkpoint
-from .decisions import Decision, EverySeconds, EverySteps, Moment, OnBest, Trigger, decide
+from .decisions import Decision, decide
 from .directory import record_metrics
 from .events import (
     EVENTS,
@@ -20,7 +20,7 @@ from .events import (
 from .identity import stored_identity, stored_options, stored_rules
 from .intervals import DAY, Experience, LearnedInterval, Loss, save_interval
 from .manager import CheckpointManager, best_step_in, note_resume, settle_mirror
-from .metrics import Metric, Mode, better, metric_name, metric_value, number_of, plain_metrics
+from .metrics import Metric, better, metric_name, metric_value, number_of, plain_metrics
 from .mirror import MirrorStatus
 from .options import (
     BestFn,
@@ -32,26 +32,8 @@ from .options import (
     limits,
     mirror_of,
     option_texts,
-    options_document,
-    options_from_document,
     refuse_options,
     retention_rules,
-    save_triggers,
 )
 from .resuming import Peek, Restored
-from .retention import (
-    KeepAll,
-    KeepBest,
-    KeepLatest,
-    KeepPeriod,
-    KeepPinned,
-    KeepSteps,
-    KeepTimeInterval,
-    KeepWithoutMetrics,
-    Rule,
-    StepInfo,
-    best,
-    infos_of,
-    kept_steps,
-    reasons,
-)
+from .retention import KeepAll, Rule, StepInfo, best, infos_of, reasons

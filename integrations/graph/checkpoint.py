@@ -350,6 +350,10 @@ class PreparedCheckpoint:
         return RestoreStatus(restoration, checkpoint)
 
 
+def _following(prefix: Location, counter: int) -> int:
+    return max([counter, *numbers_of(prefix.parent, prefix.name)]) + 1
+
+
 class _GraphSaver:
     """Saves graphs, numbered or not, at once or in the background."""
 
@@ -405,9 +409,7 @@ class _GraphSaver:
 
     def next_number(self, prefix: Location, counter: int) -> int:
         """Return the next free number, the same on all processes."""
-        number: int = self._processes.decide(
-            f"number {prefix.url}", lambda: max([counter, *numbers_of(prefix.parent, prefix.name)]) + 1
-        )
+        number: int = self._processes.decide(f"number {prefix.url}", _following, prefix, counter)
         return number
 
     def _complete(self, save: Save, number: int | None, awaited: threading.Event | None = None) -> None:

@@ -180,7 +180,7 @@ class CheckpointManager:
             return None
         wanted = None if checkpoint_number is None else _number(checkpoint_number)
         # Process 0 decides for all: another process may see an older listing of the directory.
-        counter, number, protected = self._processes.decide("number", lambda: self._next(wanted))
+        counter, number, protected = self._processes.decide("number", self._next, wanted)
         for one in protected:
             self._steps.pin(one)
         self._protected.clear()

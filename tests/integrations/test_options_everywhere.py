@@ -14,22 +14,15 @@ import pytest
 import holdfast as hf
 from holdfast.engine.manager import (
     CheckpointOptions,
-    EverySeconds,
-    EverySteps,
     KeepAll,
-    KeepBest,
-    KeepLatest,
-    KeepPeriod,
-    KeepPinned,
-    KeepSteps,
-    KeepTimeInterval,
     LearnedInterval,
-    OnBest,
     mirror_of,
     option_texts,
     retention_rules,
-    save_triggers,
 )
+from holdfast.engine.manager.decisions import EverySeconds, EverySteps, OnBest
+from holdfast.engine.manager.options import save_triggers
+from holdfast.engine.manager.retention import KeepBest, KeepLatest, KeepPeriod, KeepPinned, KeepSteps, KeepTimeInterval
 from holdfast.integrations.flax import CheckpointCallback as FlaxCallback
 from holdfast.integrations.lightning import CheckpointCallback as LightningCallback
 from holdfast.integrations.lightning.arguments import CallbackArguments as LightningArguments

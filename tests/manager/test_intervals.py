@@ -18,8 +18,9 @@ from tests.processes.threads import together
 
 import holdfast as hf
 from holdfast.engine.distributed import Coordinator
-from holdfast.engine.manager import DAY, EverySeconds, Experience, LearnedInterval, save_triggers
-from holdfast.engine.manager.decisions import StepPace, SyncSchedule
+from holdfast.engine.manager import DAY, Experience, LearnedInterval
+from holdfast.engine.manager.decisions import EverySeconds, StepPace, SyncSchedule
+from holdfast.engine.manager.options import save_triggers
 
 HOUR = 3600.0
 

@@ -10,7 +10,8 @@ import pytest
 from tests.ids import plain_id
 
 from holdfast.engine.errors import OptionError
-from holdfast.engine.manager import Metric, Mode, better, metric_name, metric_value, plain_metrics
+from holdfast.engine.manager import Metric, better, metric_name, metric_value, plain_metrics
+from holdfast.engine.manager.metrics import Mode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

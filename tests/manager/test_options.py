@@ -9,20 +9,10 @@ from typing import Any
 import pytest
 
 import holdfast as hf
-from holdfast.engine.manager import (
-    EverySeconds,
-    EverySteps,
-    KeepAll,
-    KeepLatest,
-    KeepPeriod,
-    KeepPinned,
-    KeepTimeInterval,
-    OnBest,
-    options_document,
-    options_from_document,
-    retention_rules,
-    save_triggers,
-)
+from holdfast.engine.manager import KeepAll, retention_rules
+from holdfast.engine.manager.decisions import EverySeconds, EverySteps, OnBest
+from holdfast.engine.manager.options import options_document, options_from_document, save_triggers
+from holdfast.engine.manager.retention import KeepLatest, KeepPeriod, KeepPinned, KeepTimeInterval
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from tests.processes.harness import Process, run_processes
 
 import holdfast as hf
-from holdfast.engine.manager import options_document, options_from_document
+from holdfast.engine.manager.options import options_document, options_from_document
 
 
 def manager(directory: Path | str, **options: Any) -> hf.CheckpointManager:

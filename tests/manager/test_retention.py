@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast.engine.manager import (
-    KeepAll,
+from holdfast.engine.manager import KeepAll, Rule, StepInfo, best, reasons, retention_rules
+from holdfast.engine.manager.metrics import Mode
+from holdfast.engine.manager.retention import (
     KeepBest,
     KeepLatest,
     KeepPeriod,
@@ -17,13 +18,7 @@ from holdfast.engine.manager import (
     KeepSteps,
     KeepTimeInterval,
     KeepWithoutMetrics,
-    Mode,
-    Rule,
-    StepInfo,
-    best,
     kept_steps,
-    reasons,
-    retention_rules,
 )
 
 if TYPE_CHECKING:

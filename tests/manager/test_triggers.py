@@ -6,18 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from holdfast.engine.manager import (
-    Decision,
-    EverySeconds,
-    EverySteps,
-    Mode,
-    Moment,
-    OnBest,
-    StepInfo,
-    Trigger,
-    decide,
-)
-from holdfast.engine.manager.decisions import SyncSchedule
+from holdfast.engine.manager import Decision, StepInfo, decide
+from holdfast.engine.manager.decisions import EverySeconds, EverySteps, Moment, OnBest, SyncSchedule, Trigger
+from holdfast.engine.manager.metrics import Mode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

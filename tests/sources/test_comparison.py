@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.engine.sources import LeafDifference, compare_checkpoints, comparison, open_at
+from holdfast.engine.sources import LeafDifference, compare_checkpoints, open_at
 from holdfast.engine.storage import as_location
 
 NAN = float("nan")
@@ -92,14 +92,13 @@ def test_tolerances(
     assert (found == []) is same
 
 
-def test_large_arrays_are_compared_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "_BYTES", 4096)
-    one = np.arange(5000.0).reshape(1000, 5)
+def test_large_arrays_are_compared_in_parts(tmp_path: Path) -> None:
+    one = np.arange(10_000_000.0).reshape(-1, 5)  # 80 MB, of which 64 MiB are compared at a time
     other = one.copy()
-    other[[3, 900, 999], [1, 4, 0]] += [1, -7, 3]
+    other[[3, 1_900_000, 1_999_999], [1, 4, 0]] += [1, -7, 3]
     whole = compare(tmp_path, {"w": one}, {"w": other})
     assert [(found.differing, found.first, found.greatest) for found in whole] == [(3, (3, 1), 7.0)]
-    assert math.isclose(whole[0].relative, 7 / 4999, rel_tol=1e-2)
+    assert math.isclose(whole[0].relative, 7 / 9_999_999, rel_tol=1e-2)
 
 
 def test_items(tmp_path: Path) -> None:
