@@ -44,7 +44,7 @@ def cp(
 ) -> int:
     """Copy a checkpoint, or a run with all its steps, between disks and object stores.
 
-    Every byte is verified on the way. The same command again goes on with a copy that was interrupted.
+    Every byte is verified on the way. The same command again continues with a copy that was interrupted.
     """
     configure_logging("warning")
     with _command_options_in_errors(), progress_of("copy", shown=not as_json) as progress:
@@ -57,7 +57,7 @@ def cp(
                 progress=progress,
             )
         except KeyboardInterrupt:
-            say(f"holdfast: {destination}: what was copied stays; the same command goes on with it", file=sys.stderr)
+            say(f"holdfast: {destination}: what was copied stays; the same command continues with it", file=sys.stderr)
             raise
     if as_json:
         print_json({"checkpoints": [dataclasses.asdict(one) for one in copies]})

@@ -70,7 +70,7 @@ class Signals:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the signal only has to interrupt a sleep."""
+    """Do nothing: the signal only interrupts a sleep."""
 
 
 class Program:

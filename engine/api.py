@@ -136,7 +136,7 @@ def load_transformed(
         path: A checkpoint, or a directory of steps, of which the newest is loaded; also of another library.
         transformations: :class:`Transform` objects by their keys. ``value_fn`` is given a numpy array or a Python
             value. ``multi_value_fn`` is given the saved tree as mappings and sequences that read a leaf when it is
-            indexed. Functions get read-only arrays; their results have to fit the new tree.
+            indexed. Functions get read-only arrays; their results must fit the new tree.
         new_tree: The template: its containers, array libraries and shardings decide what is returned, and its dtypes
             and shapes are checked. ``...`` takes the saved leaf. Leaves that are kept need values; all others may be
             abstract, such as ``jax.ShapeDtypeStruct``.

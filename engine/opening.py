@@ -82,7 +82,7 @@ class OpenCheckpoint:
                 raise
             raise CheckpointNotFoundError(
                 f"{self._source.location}: its run has deleted or replaced this checkpoint since it was opened; open "
-                "it again, and pin a step that has to stay (holdfast pin)"
+                "it again, and pin a step that must stay (holdfast pin)"
             ) from error
 
 

@@ -430,7 +430,7 @@ def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
     ended = state.get("_iterator_finished") or _yielded(state) in (0, _length(loader))
     if loader.num_workers and (not ended or loader.persistent_workers):
         _logger.warning(
-            "a %s goes on with new worker processes, whose random generators cannot be saved: each sample comes when "
+            "a %s continues with new worker processes, whose random generators cannot be saved: each sample comes when "
             "it would have come, but where the dataset draws random numbers in the workers, as augmentation does, it "
             "draws others",
             type(loader).__qualname__,

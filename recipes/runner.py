@@ -64,7 +64,7 @@ def run(configuration: Configuration) -> Outcome:
     outcome = program(config, context)
     if not isinstance(outcome, Outcome):
         raise OptionError(
-            f"the recipe {configuration.recipe.name} returned {type(outcome).__name__}; it has to return an Outcome of "
+            f"the recipe {configuration.recipe.name} returned {type(outcome).__name__}; it must return an Outcome of "
             "holdfast.recipes, which says how the run ended"
         )
     _report(outcome, config.train.steps, time.monotonic() - began, checkpoints)
@@ -155,7 +155,7 @@ def _check_identity(configuration: Configuration, stored: dict[str, Any], checkp
                 [
                     f"{checkpoints} belongs to a run with another configuration than {configuration.source}:",
                     *(f"  {change}" for change in blocking),
-                    "begin another run with name=... or run_dir=..., or go on with the new values: "
+                    "begin another run with name=... or run_dir=..., or continue with the new values: "
                     f"checkpoint.allow_changes=[{keys}]",
                 ]
             )

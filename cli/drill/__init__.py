@@ -4,7 +4,7 @@
 ``command``        the runs: an undisturbed one, an interrupted one, and what is compared
 ``interruptions``  which preemptions are rehearsed
 ``findings``       what was found: differences, their causes in words, the report
-``plan``           what a start of the program has to do: the interface between command and program
+``plan``           what a start of the program must do: the interface between command and program
 ``rehearsal``      inside of the program: the observer that interrupts it and reports
 ``fingerprints``   inside of the program: what its next step depends on
 ``redirects``      inside of the program: the folders that stand in for its directories

@@ -31,7 +31,7 @@ class DrillOptions:
     ignore: tuple[str, ...] = ()  # patterns of leaves that are not compared
     hang: float = 1800.0  # seconds without a sign of progress after the first step
     first_step: float = 3600.0  # seconds until the first step, which compiles
-    grace: float = 60.0  # seconds that the program has to end after the signal
+    grace: float = 60.0  # seconds within which the program must end after the signal
 
 
 def named_kinds(text: str | None, default: Sequence[Kind]) -> tuple[Kind, ...]:

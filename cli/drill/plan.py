@@ -28,7 +28,7 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillPlan:
-    """What one start of the program has to do; places of steps count from 1.
+    """What one start of the program must do; places of steps count from 1.
 
     Attributes:
         name: The name of this start; its traces are in the folder of this name.

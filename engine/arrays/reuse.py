@@ -172,7 +172,7 @@ class WrittenSteps:
     ) -> SharedFiles:
         """Link the files of an earlier step that hold what has not changed; return them, and what is left to write.
 
-        ``chunks`` are those that this process has to write: the number of the array, and that in the array.
+        ``chunks`` are those that this process must write: the number of the array, and that in the array.
         """
         if self._pending is None:  # the first of its groups
             self._pending = _WrittenStep(self._step, folder)

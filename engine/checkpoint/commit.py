@@ -132,7 +132,7 @@ class PendingCheckpoint:
         # Whether the caller alone may write here, and checks that right before the commit. In an object store, the
         # marker of another save then belongs to a superseded run, which will not commit.
         self._owned = owned and location.is_remote
-        self.continues = False  # whether an interrupted copy of the same checkpoint goes on, with the files it has
+        self.continues = False  # whether an interrupted copy of the same checkpoint continues, with the files it has
         self._copies = copies  # the fingerprint of the original of this copy
         self._parts = parts or CommitParts(location)
         self._old_record: bytes | None = None
@@ -292,7 +292,7 @@ class PendingCheckpoint:
             if self._lost:
                 raise
             if isinstance(error, StorageUnavailableError) and not self.location.is_local:
-                # A request without an answer may still arrive, even after others: then its data has to be there.
+                # A request without an answer may still arrive, even after others: then its data must be there.
                 error.add_note(
                     f"{self.location}: the next run removes what was written, or finds it committed and whole"
                 )

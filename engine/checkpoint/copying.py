@@ -62,7 +62,7 @@ class Throttle:
         self.ended: Exception | None = None  # what the copy ends with
 
     def give_way(self, yes: bool) -> None:
-        """Let the copy give way from now on, or go on at its own rate."""
+        """Let the copy give way from now on, or continue at its own rate."""
         with self._changed:
             self.gives_way = yes
             self._changed.notify_all()

@@ -33,7 +33,7 @@ def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout
     on accelerators to the host), at some gigabytes a second. Statistics that each process keeps for itself, as
     BatchNorm does under DDP, differ by design; this names them like all others.
 
-    All processes have to call it. In a program of one process it returns at once.
+    All processes must call it. In a program of one process it returns at once.
 
     Args:
         tree: The tree.

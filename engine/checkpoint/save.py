@@ -374,12 +374,12 @@ class Worker:
             if plan["path"] != self._location.url:
                 raise StateError(
                     f"process {self._rendezvous.index} saves to {self._location.url}, and process 0 to {plan['path']}; "
-                    "all processes have to save to the same path, or each alone, with coordinator=hf.processes.Alone()"
+                    "all processes must save to the same path, or each alone, with coordinator=hf.processes.Alone()"
                 )
             if sorted(plan["folders"]) != self._items:
                 raise StateError(
                     f"process {self._rendezvous.index} saves the items {self._items} of {self._location.url}, and "
-                    f"process 0 {sorted(plan['folders'])}; all processes have to save the same ones: give each "
+                    f"process 0 {sorted(plan['folders'])}; all processes must save the same ones: give each "
                     "the same items, and the same kinds of extras"
                 )
             self._token = plan["token"]

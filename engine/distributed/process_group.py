@@ -107,7 +107,7 @@ class ProcessGroup:
             what: The name of the work, for messages.
             work: Called on process 0 only.
             *inputs: What ``work`` is called with.
-            arguments: What the processes have to ask for alike. If given, process 0 announces it before it begins, and
+            arguments: What the processes must ask for alike. If given, process 0 announces it before it begins, and
                 a process with other arguments raises StateError.
             work_timeout: How long the others wait for the result after that, in seconds; None is ``self.timeout``.
         """

@@ -71,8 +71,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             ``register_type_handler`` adds.
         aggregate_handler: Handler that stores leaves saved with ``SaveArgs(aggregate=True)``; None is msgpack.
         pinned_bytes: Bytes of pinned host memory, at most, for the snapshots of arrays on GPUs: it is kept, and the GPU
-            copies into it while the program goes on. What does not fit blocks the save until it is copied. None is half
-            of the machine's memory, divided by the number of its processes; 0 pins nothing.
+            copies into it while the program continues. What does not fit blocks the save until it is copied. None is
+            half of the machine's memory, divided by the number of its processes; 0 pins nothing.
         use_ocdbt: Must be true: arrays are always stored in an OCDBT database. The argument exists for programs written
             for Orbax.
     """

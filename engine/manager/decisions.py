@@ -268,9 +268,9 @@ class StepPace:
 class SaveDecisions:
     """Decides for one run, step by step.
 
-    A save counts from its beginning, as the loop may go on while it is written. One that failed does not count: steps
-    and time go on from the save before it, so that the next step is due. Several processes take that from process 0
-    when they agree, as they may notice a failure at different steps.
+    A save counts from its beginning, because the loop may continue while it is written. A failed save does not count:
+    steps and time count from the save before it, so that the next step is due. Several processes take that from
+    process 0 when they agree, because they may notice a failure at different steps.
     """
 
     def __init__(
@@ -415,7 +415,7 @@ class Rollback:
         if self._warns:
             _logger.warning(
                 "%s: %s. Until then they count as the newest, for retention and for the next resume. Delete them with "
-                "delete_after(%s) before the run goes on, or use another directory to keep both",
+                "delete_after(%s) before the run continues, or use another directory to keep both",
                 self._run.location,
                 what,
                 origin,

@@ -427,7 +427,7 @@ class RunDirectory:
                 self._store(self._identity.with_doomed(self._series, self.doomed.minus(done)))
 
     def _doom(self, steps: Collection[int], after: int | None = None) -> None:
-        """Note, before a deletion, that the mirror has to delete the steps: otherwise the next run would fetch them."""
+        """Note, before a deletion, that the mirror must delete the steps: otherwise the next run would fetch them."""
         if self._writes and self._dooms and self._identity is not None:
             self.ownership.check()
             self._store(self._identity.with_doomed(self._series, self.doomed.plus(steps, after)))
@@ -493,7 +493,7 @@ class RunDirectory:
             self.add(step, record)
 
     def delete(self, step: int, mirror: bool = False) -> None:
-        """Delete a step, whole or damaged, and note it for the mirror if that has to delete it, too."""
+        """Delete a step, whole or damaged, and note it for the mirror if that must delete it, too."""
         with self._changing:
             if not self.is_damaged(step):
                 self.listed_record(step)
@@ -543,7 +543,7 @@ class RunDirectory:
                 raise StorageError(
                     f"{place}: this step cannot be read ({error}), so it is not replaced but moved aside before it is "
                     f"saved again, and that failed: {refusal}. Repair the file system or remove the folder by hand, or "
-                    "let the run go on in another directory"
+                    "let the run continue in another directory"
                 ) from refusal
             _logger.warning("%s: cannot be read, and is saved again: what was there is now %s", place, moved.name)
         self.add(step, None)

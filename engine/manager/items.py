@@ -39,7 +39,7 @@ class ItemSet:
             checkpointers = {ITEM: checkpointers}
         if not isinstance(checkpointers, Mapping):
             raise OptionError(
-                f"checkpointers has to be a Checkpointer, or a dictionary of them by item, not "
+                f"checkpointers must be a Checkpointer, or a dictionary of them by item, not "
                 f"{type(checkpointers).__name__}; options go by name: CheckpointManager(directory, options=...)"
             )
         if not checkpointers:

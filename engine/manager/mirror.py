@@ -168,7 +168,7 @@ class RunMirror:
     # ---- from the mirror to the run
 
     def newer_steps(self) -> list[int]:
-        """Return the steps newer than all of the run, the newest first; a run without any has to read the mirror."""
+        """Return the steps newer than all of the run, the newest first; a run without any must read the mirror."""
         here = self._run.steps_and_damaged()
         newest = max(self._run.steps(), default=-1)
         return [step for step in reversed(self.steps(required=not here)) if step > newest]
@@ -183,7 +183,7 @@ class RunMirror:
             if required:
                 error.add_note(
                     f"The mirror {self.location} cannot be read, and {self._run.location} has no checkpoint: whether "
-                    "there is one to go on from is unknown, so the run does not start. Try again, or take the option "
+                    "there is one to resume from is unknown, so the run does not start. Try again, or take the option "
                     "mirror away to start from the beginning"
                 )
                 raise
@@ -626,7 +626,7 @@ class RunMirror:
         self._warned.add(kind)
         self._events.write("mirror_failed", mirror=str(self.location), error=self._error)
         _logger.warning(
-            "%s: the mirror failed, and %s; training goes on, and its steps are in %s: %s%s",
+            "%s: the mirror failed, and %s; training continues, and its steps are in %s: %s%s",
             self.location,
             then,
             self._run.location,

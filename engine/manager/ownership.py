@@ -76,8 +76,8 @@ class Ownership:
             gone = f"its {OWNER}" if self._directory.exists() else "the directory"
             raise OwnershipError(
                 f"{self._directory}: {gone} was moved or deleted while this run was writing here, so another run could "
-                "take the directory unnoticed; nothing was written. Move it back, and this run goes on; or start the "
-                "run again in the directory where it is to go on"
+                "take the directory unnoticed; nothing was written. Move it back, and this run continues; or start the "
+                "run again in the directory where it is to continue"
             )
         self._lost = True
         self.check_not_lost()

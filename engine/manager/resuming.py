@@ -103,7 +103,7 @@ class Resume:
                 if step in missing:
                     raise CheckpointNotFoundError(
                         f"{self._directory}: process 0 sees step {step}, and process {damage.process} does not, also "
-                        "when it looks again; all processes have to see the same directory: is it a disk that they "
+                        "when it looks again; all processes must see the same directory: is it a disk that they "
                         "share, mounted at the same path?"
                     )
                 missing.add(step)

@@ -80,7 +80,7 @@ class Saves:
         return [name for name in self._options.item_intervals if not self.item_due(name, step)]
 
     def _earlier(self) -> Sequence[StepInfo]:
-        """Return the steps that a new best has to beat, the one that is being saved among them."""
+        """Return the steps that a new best must beat, the one that is being saved among them."""
         pending = self._pending
         if pending is None or not self._options.save_on_best:
             return self._run.infos()

@@ -9,7 +9,7 @@ The copies run on the device beside the program. Their rules:
 - The host reads a copy only after `Arrival.wait`. Until then the tensor is held, and its memory is not given away.
 
 Where no more memory can be pinned, and where copies cannot be started, they are done before the call returns. Work that
-the program starts in streams other than its current and the default one has to wait for one of these, as always in
+the program starts in streams other than its current and the default one must wait for one of these, as always in
 torch.
 """
 

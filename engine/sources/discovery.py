@@ -168,7 +168,7 @@ def check_unclaimed(location: Location, series: str, *, begun: bool) -> None:
         _logger.warning("%s, and none of this run, which does not resume from them", what)
         return
     raise CheckpointExistsError(
-        f"{what}; a run here would not resume from them, and start from 0 beside them. To go on from them, convert "
+        f"{what}; a run here would not resume from them, and start from 0 beside them. To resume from them, convert "
         f"them with `holdfast import {location} NEW` (hf.import_checkpoint) and give NEW as the directory; to begin "
         f"another run, choose another directory (init_from={str(location)!r} of a callback takes their weights)"
     )

@@ -114,7 +114,7 @@ def _commit_order(entry: StepEntry) -> tuple[float, str]:
 def _listed_record(location: Location) -> CheckpointRecord | None:
     """Read the commit record in a folder; None if there is none.
 
-    Raises DamagedCheckpointError for a record that a store goes on to list and does not give.
+    Raises DamagedCheckpointError for a record that a store still lists but does not return.
     """
     for _ in range(_ATTEMPTS):
         try:

@@ -71,7 +71,7 @@ def rename(old: str, new: Any) -> None:
 
     Args:
         old: The import path in the checkpoints, such as ``"game.policies:Net"``.
-        new: The class or function itself, or its import path, which has to be allowed.
+        new: The class or function itself, or its import path, which must be allowed.
     """
     _renamed[_checked(old)] = new
 

@@ -222,7 +222,7 @@ def full_state(component: SavedComponent, own: Callable[[Any], Any] = lambda one
 
 # ---- named tuples and dataclasses in a state: they come back as objects of the program's own classes
 
-# A checkpoint names their classes, and nothing is imported or called because of that. A class has to be one that the
+# A checkpoint names their classes, and nothing is imported or called because of that. A class must be one that the
 # component shows: in its state as it is now, in the module or the class that defines it, or allowed by the program.
 _KINDS = ("namedtuple", "dataclass", "node")  # Dataclasses that are registered with jax are nodes.
 _Record = tuple[str, tuple[str, ...], bool]  # the name of its class, the names of its fields, and whether some may lack

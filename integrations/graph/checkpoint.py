@@ -40,7 +40,7 @@ _TIMEOUT = 600.0  # seconds that a process waits for the others
 
 
 class RestoreListener(Protocol):
-    """An object that has to know what was restored, such as a manager that counts steps from there."""
+    """An object that needs to know what was restored, such as a manager that counts steps from there."""
 
     def _note_restore(self, stored: StoredGraph) -> None: ...
 
@@ -217,7 +217,7 @@ class Checkpoint(Node):
     def peek(self, path: Place) -> Peek:
         """Look at what a restore would take: the step, and the numbers and texts of the program.
 
-        For programs that have to build objects for the step that they resume from. Nothing changes.
+        For programs that must build objects for the step that they resume from. Nothing changes.
 
         Args:
             path: A checkpoint, or a directory of numbered ones, whose newest is taken.

@@ -67,7 +67,7 @@ class PlainValues:
         for number, node in graph.values():
             name = str(node.value)
             leaf = stored.leaves.get(name)
-            # A node with a type is a box for a number, which the program has to make, as it does objects with a state.
+            # A node with a type is a box for a number, which the program must make, as it does objects with a state.
             if leaf is None or node.type or node.transform is not None or name.startswith(PER_PROCESS):
                 continue
             if leaf.saved.kind in PLAIN_KINDS:
@@ -97,7 +97,7 @@ class PlainValues:
         return self._graph.nodes[number].type in _SEQUENCES
 
     def shares(self, number: int) -> bool:
-        """Whether other edges lead to containers in this one, too; `below` has to be called first."""
+        """Whether other edges lead to containers in this one, too; `below` must be called first."""
         return number in self._sharing
 
     def build(self, number: int, values: Mapping[int, Any]) -> Any:

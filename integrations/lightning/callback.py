@@ -61,7 +61,7 @@ class CheckpointCallback(ResumingCallback):
 
     Step N means ``trainer.global_step == N``: N optimizer updates are in the checkpoint. A run that is interrupted
     anywhere and resumed ends bit for bit where the uninterrupted run does. In the middle of an epoch, data loaders
-    with ``state_dict`` and ``load_state_dict`` go on where they were; others draw the earlier batches again.
+    with ``state_dict`` and ``load_state_dict`` continue where they were; others draw the earlier batches again.
 
     A ``ckpt_path`` given to ``fit`` wins over the newest checkpoint; it may name a step of this or another directory,
     or one of Lightning's own files. Without one, only this directory decides: the files of a ``ModelCheckpoint`` beside

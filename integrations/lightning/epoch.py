@@ -65,7 +65,7 @@ def end_loader_epoch(loaders: Sequence[Any], saved: Sequence[Any]) -> None:
 
 
 def all_stateful(loaders: Sequence[object]) -> bool:
-    """Return whether every loader saves its own position, so that no batch has to be drawn again."""
+    """Return whether every loader saves its own position, so that no batch need be drawn again."""
     return all(map(_is_stateful, loaders))
 
 

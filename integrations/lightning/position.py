@@ -141,7 +141,7 @@ class Position:
             order = "; a loader that shuffles has another order in one process than in several"
             logger.warning(
                 "saved by %d processes that had a share of the data each, and resumed by %d: weights, optimizers and "
-                "schedules are as they were, and the epoch goes on after as many samples%s. %s",
+                "schedules are as they were, and the epoch continues after as many samples%s. %s",
                 before,
                 now,
                 order if 1 in (before, now) else "",
@@ -272,7 +272,7 @@ class Position:
         self._set_up_epoch()
         epoch.set_sampler_epoch(parts, self._fit.epoch_progress.current.processed)
         if epoch.all_stateful(parts):
-            # Loaders apply a state with the next batch; where none is left, the epoch has to be ended.
+            # Loaders apply a state with the next batch; where none is left, the epoch must be ended.
             is_last = saved["point"] == "validation" and has_done_all_batches(self._fit)
             load = epoch.end_loader_epoch if is_last else epoch.load_loader_states
             load(parts, saved["loaders"])
@@ -409,16 +409,16 @@ def _reshard(
         return
     if shares is None or reshard is None:
         way = (
-            "go on with as many shares as before"
+            "continue with as many shares as before"
             if shares is None
             else "give CheckpointCallback reshard=, a function of (name, states, process_index, process_count) that "
             "returns the state of one process"
         )
         raise StateError(
             f"the checkpoint was saved with the training data divided among {saved.get('replicas', 1)} processes, and "
-            f"another number is to go on: the states of its data loaders ({', '.join(names)}) are places in the data "
-            "of one process each, and nothing says which belong to other processes. Use data loaders without a state, "
-            f"whose batches are counted, from the start of a run; or {way}"
+            f"another number is to continue: the states of its data loaders ({', '.join(names)}) are places in the "
+            "data of one process each, and nothing says which belong to other processes. Use data loaders without a "
+            f"state, whose batches are counted, from the start of a run; or {way}"
         )
     for prefix, index in places:
         states = [(share["epoch"] if prefix else share)["loaders"][index] for share in shares]

@@ -122,7 +122,7 @@ class FitSaver:
             return
         self._warn_of_misfits()
         step = self._trainer.global_step
-        why = "; it was asked to stop there, and goes on with fit(ckpt_path=...)" if self._trainer.should_stop else ""
+        why = "; it was asked to stop there, and continues with fit(ckpt_path=...)" if self._trainer.should_stop else ""
         self._say("nothing left to do after step %d in %s%s", step, self._store.directory, why)
         late = self._store.manager.metrics(step) if step in self._store.manager.all_steps() else None
         found = {name: torch.tensor(value) for name, value in (late or {}).items() if isinstance(value, int | float)}
@@ -237,7 +237,7 @@ class FitSaver:
         if step != self._saved:
             if is_accumulating(self._fit):
                 return
-            # All processes are at this batch, and have to decide alike.
+            # All processes are at this batch, and must decide alike.
             if not self._trainer.strategy.reduce_boolean_decision(before.is_intact(), all=True):
                 if not self._has_waited:
                     self._has_waited = True
@@ -344,8 +344,8 @@ class FitSaver:
             self._has_warned_of_gradients = True
             logger.warning(
                 "step %d is saved without the gradients of %s, which no optimizer has used yet: no checkpoint of "
-                "Lightning has gradients, so that a run that resumes from one goes on without them. Let the optimizer "
-                "use them in the batch that they are of",
+                "Lightning has gradients, so that a run that resumes from one continues without them. Let the "
+                "optimizer use them in the batch that they are of",
                 self._trainer.global_step,
                 shortened(list(carried)),
             )
@@ -354,7 +354,7 @@ class FitSaver:
         try:
             self._save(step, point, "preempted", checkpoint)
         except SaveFailedError:
-            # The save before this one failed. The process is about to end, so the log has to report it.
+            # The save before this one failed. The process is about to end, so the log must report it.
             logger.exception("an earlier save failed; step %d is being saved", step)
         self._leave()
 

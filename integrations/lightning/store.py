@@ -133,7 +133,7 @@ class RunStore:
             self._has_fetched = True
 
     def agree(self, found: bool, resume: Resume) -> bool:
-        """Return whether process 0 has found a checkpoint to resume from; ``resume`` has to be the same on all."""
+        """Return whether process 0 has found a checkpoint to resume from; ``resume`` must be the same on all."""
         mine = {"directory": self.directory.url, "resume": resume}
         self.processes.compare("the options of the callbacks", mine)
         return bool(self.processes.decide("what to begin from", lambda: found))

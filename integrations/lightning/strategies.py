@@ -196,7 +196,7 @@ class SharedState:
         if not isinstance(own, torch.Tensor):
             raise StateError(
                 f"{'/'.join(map(str, path))}: process 0 saves a tensor, and this process has {type(own).__qualname__} "
-                "there; under this strategy all processes have to hold the same parameters and optimizer states"
+                "there; under this strategy all processes must hold the same parameters and optimizer states"
             )
         return own.detach()
 

@@ -446,7 +446,7 @@ def _set_instead(trainer: Any, finder: Any, found: Mapping[str, Any], *_: Any, *
         if name not in found:
             logger.warning(
                 "the checkpoint does not hold the %s that %s found when the run began, and a resumed run does not "
-                "search again: it goes on with the program's own",
+                "search again: it continues with the program's own",
                 name,
                 kind,
             )

@@ -114,7 +114,7 @@ def _tell_of_ended_epoch(name: str, uncounted: Sequence[str], unknown: Sequence[
     announce("%s= had come to the end of an epoch: the next loop over it begins a new one", name, shown=shown)
     if unknown:
         logger.warning(
-            "%s= begins a new epoch, as it had given the last batch of one: %s has to have counted that one before "
+            "%s= begins a new epoch, as it had given the last batch of one: %s must have counted that one before "
             "on_step of its last batch, or the run has an epoch too many",
             name,
             unknown[0],

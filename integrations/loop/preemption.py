@@ -103,7 +103,7 @@ class PreemptionSignal:
     def reached(self) -> bool:
         """Return whether to save and stop now, the same on every process of a ``jax.distributed`` run.
 
-        In such a run, every process has to call this after every step.
+        In such a run, every process must call this after every step.
         """
         if not self.received and _jax_is_distributed() and _jax_agreement.reached():
             self.request()

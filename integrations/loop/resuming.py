@@ -46,8 +46,8 @@ _PER_START = re.compile(r"\d{4}-\d\d-\d\d([_T]\d\d-\d\d-\d\d)?|\d\d-\d\d-\d\d|ve
 _MOST_NEIGHBOURS = 20  # directories that are searched
 
 _CHANGED = (
-    "A run resumes with the state that it had, or not at all. To go on with another model or optimizer, begin a run in "
-    "another directory: init_from= takes weights. partial='initialize' restores what fits, also of the weights of "
+    "A run resumes with the state that it had, or not at all. To continue with another model or optimizer, begin a run "
+    "in another directory: init_from= takes weights. partial='initialize' restores what fits, also of the weights of "
     "init_from, and keeps the rest as it was initialized."
 )
 
@@ -114,7 +114,7 @@ def check_resume(
     if resume == "never" and steps:
         raise CheckpointExistsError(
             f"{option.format(resume)}, but {directory} holds {len(steps)} checkpoint(s), the newest of step "
-            f"{steps[-1]}; {elsewhere}, or set {auto} to go on from there"
+            f"{steps[-1]}; {elsewhere}, or set {auto} to resume from there"
         )
 
 
@@ -133,7 +133,7 @@ def resume_step(resume: Resume, manager: CheckpointManager, *, option: str = "re
     what = "no step has the metric that ranks them" if resume == "best" and steps else there
     raise CheckpointNotFoundError(
         f"{option.format(resume)}, but {manager.directory} has no such step: {what}. Name one that is there, or set "
-        f"{option.format('auto')} to go on from the newest"
+        f"{option.format('auto')} to resume from the newest"
     )
 
 
@@ -247,8 +247,8 @@ def _saved_extras(
     if refused:
         listed = ", ".join(f"{name}=" for name in refused)
         raise StateError(
-            f"{where} was saved by {len(shares)} processes, and {count} are to go on: the states of {listed} belong to "
-            "one process each, such as a place in the data, and nothing says which belong to other processes. Give "
+            f"{where} was saved by {len(shares)} processes, and {count} are to continue: the states of {listed} belong "
+            "to one process each, such as a place in the data, and nothing says which belong to other processes. Give "
             "CheckpointCallback reshard=, a function of (name, states, process_index, process_count) that returns the "
             f"state of one process; or leave {listed} out of restore_or_initialize and pass it to on_step only, to "
             "begin it anew"
@@ -258,7 +258,7 @@ def _saved_extras(
         text = "%s was saved by %d processes: process %d keeps its fresh random generators: %s"
         logger.warning(text, where, len(shares), index, ", ".join(fresh))
     elif len(shares) > count and index == 0 and generators:
-        text = "%s was saved by %d processes, and %d go on: the random generators of the others are left: %s"
+        text = "%s was saved by %d processes, and %d continue: the random generators of the others are left: %s"
         logger.warning(text, where, len(shares), count, ", ".join(generators))
     return common, fresh
 

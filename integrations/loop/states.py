@@ -37,7 +37,7 @@ class StateAdapter:
         needs: The kind of state that can take weights from another checkpoint, for error messages.
         is_component_tree: Whether the item is a tree of components; such a checkpoint has other items only for extras.
         may_have_gradients: Whether a state may hold gradients that no optimizer has used.
-        misfits: The list of mismatches of a partial restore; None if everything has to match.
+        misfits: The list of mismatches of a partial restore; None if everything must match.
     """
 
     needs = "a state with params"

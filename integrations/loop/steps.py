@@ -123,7 +123,7 @@ class LastStep:
         if self._slow == _SAMPLES:
             self._slow = -sys.maxsize  # Warn only once.
             logger.warning(
-                "taking the state of %s costs %.1f ms at every step: what is saved with a step has to be its state at "
+                "taking the state of %s costs %.1f ms at every step: what is saved with a step must be its state at "
                 "that step, even if the loop draws more before it ends. An object with a smaller state costs less",
                 ", ".join(f"{name}=" for name in moving if name != GLOBAL_GENERATORS),
                 1e3 * cost,

@@ -207,7 +207,7 @@ def test_an_interrupted_verify_leaves_everything_as_it_was(run: Path) -> None:
 def test_an_interrupted_copy_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = run.parent / "copy"
 
-    said = f"holdfast: {copy}: what was copied stays; the same command goes on with it\n"
+    said = f"holdfast: {copy}: what was copied stays; the same command continues with it\n"
     interrupt(16 * MEGABYTE, "cp", run, copy, said=said)  # in the second step
 
     assert [one.step for one in hf.list_checkpoints(copy)] == [1], "half a step is none"

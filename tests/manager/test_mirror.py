@@ -561,7 +561,7 @@ def test_trouble_is_told_once_and_tried_again(
         wait_until(run, lambda status: status.error is None)
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert "the mirror failed, and it is tried again; training goes on" in warnings[0]
+    assert "the mirror failed, and it is tried again; training continues" in warnings[0]
     assert "the mirror works again" in caplog.text
     assert steps(place) == [1, 3]
 

@@ -333,7 +333,7 @@ def test_a_run_goes_on_when_its_directory_is_back(tmp_path: Path) -> None:
         manager.save(1, TREE)
         manager.wait_until_finished()
         move(run)
-        with pytest.raises(hf.errors.OwnershipError, match="Move it back, and this run goes on"):
+        with pytest.raises(hf.errors.OwnershipError, match="Move it back, and this run continues"):
             manager.save(2, TREE)
         (tmp_path / "elsewhere").rename(run)
         manager.save(3, TREE)

@@ -191,7 +191,7 @@ def test_a_place_in_the_data_goes_to_other_processes_as_the_program_says(
     taken = sum(range(5, 5 + before))
     again = run_processes(go_on, after, str(tmp_path), backend="torch")
     for found in again:
-        assert f"step 1 in {tmp_path} was saved by {before} processes, and {after} are to go on" in found["refused"]
+        assert f"step 1 in {tmp_path} was saved by {before} processes, and {after} are to continue" in found["refused"]
         assert "the states of data= belong to one process each" in found["refused"]
         assert "reshard=" in found["refused"]
         assert (found["start"], found["average"]) == (1, [0.5])

@@ -163,9 +163,7 @@ def test_a_subclass_of_config(project: Path, capsys: pytest.CaptureFixture[str])
     configuration = load_configuration("walk.yaml", ["recipe=walks:own", "noise.sigma=2.5"])
     assert configuration.resolved()["noise"] == {"sigma": 2.5}
     assert configuration.config.IDENTITY == ("recipe", "seed", "noise")
-    assert "has to return an Outcome" in error_of_run(
-        capsys, "walk.yaml", "recipe=walks:forgets", "logging.level=error"
-    )
+    assert "must return an Outcome" in error_of_run(capsys, "walk.yaml", "recipe=walks:forgets", "logging.level=error")
 
 
 def test_recipes_explains_it(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

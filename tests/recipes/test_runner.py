@@ -137,7 +137,7 @@ def test_another_model_does_not_resume() -> None:
         "runs/flax_digits/checkpoints belongs to a run with another configuration than configs/flax_digits.yaml:",
         "  seed: 0 (checkpoints), 7 (now)",
         "  model.hidden: [8] (checkpoints), [9] (now)",
-        "begin another run with name=... or run_dir=..., or go on with the new values: "
+        "begin another run with name=... or run_dir=..., or continue with the new values: "
         "checkpoint.allow_changes=[seed,model.hidden]",
     ]
     assert "steps: 2\n" in Path("runs/flax_digits/config.yaml").read_text(encoding="utf-8")

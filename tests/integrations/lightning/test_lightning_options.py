@@ -171,7 +171,7 @@ def test_a_loader_of_torchdata_with_workers_in_the_second_epoch(
     first = batches(tmp_path / "parts", 1, fails_at=8)
     caplog.clear()
     found = first + batches(tmp_path / "parts", 2)
-    said = "StatefulDataLoader goes on with new worker processes, whose random generators cannot be saved"
+    said = "StatefulDataLoader continues with new worker processes, whose random generators cannot be saved"
     assert [said in one.getMessage() for one in caplog.records].count(True) == 1
     assert [[int(value) for value in batch] for batch in found] == [[int(value) for value in batch] for batch in whole]
     assert (found == whole) is not draws
