@@ -37,7 +37,7 @@ def split_digits(validation_fraction: float, seed: int) -> tuple[Images, Images]
 
 
 class Batches:
-    """Endless batches, shuffled anew in every epoch.
+    """Endless batches, shuffled again in every epoch.
 
     The order depends on the seed and the epoch alone, so that two integers are the whole state.
 

@@ -36,7 +36,7 @@ class Recipe:
 
     Attributes:
         name: The value of the ``recipe`` key of a configuration; also the module's name.
-        summary: One line for people.
+        summary: One line for users.
         schema: The model of its configuration.
         extra: The extra of holdfast that it needs, as in ``pip install 'holdfast[flax]'``.
         packages: The import names of the packages that it needs beyond the recipes' own requirements.

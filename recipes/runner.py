@@ -165,7 +165,7 @@ def _check_identity(configuration: Configuration, stored: dict[str, Any], checkp
 
 
 def _store_config(configuration: Configuration, run_dir: Path, checkpoints: str) -> None:
-    """Store the whole configuration with the checkpoints, and in the run's directory for people."""
+    """Store the whole configuration with the checkpoints, and in the run's directory for users."""
     options = configuration.config.checkpoint.options().manager_options()
     metadata = {"recipe": configuration.recipe.name, "config": configuration.resolved()}
     with CheckpointManager(checkpoints, options=options, metadata=metadata) as manager:
@@ -214,9 +214,9 @@ class Difference(NamedTuple):
 
 
 def differences(stored: dict[str, Any], resolved: dict[str, Any], identity: Sequence[str]) -> list[Difference]:
-    """Return the keys that differ between the configuration stored with the checkpoints and the one at hand.
+    """Return the keys that differ between the configuration stored with the checkpoints and this one.
 
-    They come in the order of the configuration; keys that only the checkpoints have come last. ``identity`` has the
+    They are in the order of the configuration, followed by keys that only the checkpoints have. ``identity`` has the
     top-level keys that identify the run.
     """
     before, now = dict(_flat(stored)), dict(_flat(resolved))

@@ -194,7 +194,7 @@ class Config(Section):
     """What to report meanwhile."""
 
     def conflicts(self) -> Iterator[tuple[KeyPath, str]]:
-        """Yield the keys that conflict although each by itself is right, and what to do about it."""
+        """Yield the keys that conflict although each one alone is valid, and what to do about it."""
         best_fn, metrics = self.checkpoint.best_fn, ", ".join(self.METRICS)
         try:
             if best_fn is not None and self.METRICS and best_fn not in self.METRICS:

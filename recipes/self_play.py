@@ -9,7 +9,7 @@ The state of training is a tree of components, which is also the tree of directo
         observation      from boards to the input of the networks; has the mean and deviation of every feature
         choice           from the output of the networks to moves; has the random generator
 
-So a checkpoint is good for more than resuming: a policy can be taken out of it, and another put into its place.
+So a checkpoint serves not only to resume: a policy can be taken out of it, or replaced by another one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Player = Callable[[Boards, Numbers], Numbers]
 @allow  # Checkpoints may name this class as a constructor argument.
 @dataclass(frozen=True)
 class Rules:
-    """Stones fall into columns; who first has `connect` of them in a line, in any of four directions, wins."""
+    """Stones fall into columns; the first player with `connect` of them in a line, in any of four directions, wins."""
 
     rows: int = 4
     columns: int = 5

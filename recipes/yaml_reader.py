@@ -88,7 +88,7 @@ def compose(text: str) -> Any:
 
     Raises:
         YAMLError: This is not YAML.
-        RecursionError: Lists and sections lie in each other too deep.
+        RecursionError: Lists and sections are nested too deeply.
     """
     depth = 0
     for event in YAML(typ="safe", pure=True).parse(text):

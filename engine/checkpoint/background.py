@@ -139,7 +139,7 @@ def _end(errors: list[SaveFailedError]) -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)  # no other way gives the process a non-zero status now
+    os._exit(1)  # nothing else gives the process a non-zero status at this point
 
 
 # Exit functions run in reverse order. This one ends the process; registered when the engine is loaded, it runs after

@@ -315,7 +315,7 @@ class PendingCheckpoint:
             _remove_folders(self._parts, {*record.replaced, *self._leftovers}, record)
             if self._deleted:
                 (self.location / DELETED).remove()
-            (self.location / PARTIAL).remove()  # the marker goes last: it tells the next run that something may be left
+            (self.location / PARTIAL).remove()  # last: the marker tells the next run that something may be left
         self._lock.release()
 
     def _unsynced(self, record: CheckpointRecord) -> list[Location]:
@@ -341,7 +341,7 @@ class PendingCheckpoint:
             return False
 
     def _take_back(self, content: bytes) -> None:
-        """Undo a commit that failed half-way: the record was renamed, and making its name durable failed."""
+        """Undo a commit that failed after the record was renamed, before its name was durable."""
         with contextlib.suppress(StorageError):
             if not self._is_visible():
                 self._stays = False
@@ -490,7 +490,7 @@ def sweep(location: Location, parts: CommitParts | None = None) -> bool:
         record = read_record(location)
     except FormatVersionError:
         return False
-    except DamagedCheckpointError:  # its data stays, as a person may want to look at it
+    except DamagedCheckpointError:  # its data stays, as a user may want to inspect it
         (location / PARTIAL).remove()  # otherwise no save could replace this checkpoint
         return False
     parts = parts or CommitParts(location)
@@ -520,7 +520,7 @@ def remove_temporary(location: Location, names: Iterable[str]) -> None:
 
 
 def _remove_folders(parts: CommitParts, folders: Iterable[str], record: CheckpointRecord) -> None:
-    """Remove folders that are none of a record's, nor inside of one; skip those that lead elsewhere."""
+    """Remove folders that neither belong to a record nor lie inside one that does; skip those that lead elsewhere."""
     live = _folders(record)
     for folder in sorted(folders, key=len, reverse=True):
         if live.isdisjoint([folder, *_parents(folder)]):
@@ -546,7 +546,7 @@ def _parents(path: str) -> list[str]:
 
 @contextlib.contextmanager
 def _leftover(location: Location) -> Iterator[None]:
-    """Log an error of tidying up: it must neither turn a success into a failure nor hide the real error."""
+    """Log an error of a clean-up, which must neither turn a success into a failure nor hide the real error."""
     try:
         yield
     except (StorageError, DamagedCheckpointError, FormatVersionError) as error:

@@ -1,10 +1,11 @@
 """Copy one committed checkpoint to another place: the files that its record names, and the record last.
 
-Nothing is written anew: the files go along with their checksums, and every byte is compared with them on the way. The
-destination is written by the commit protocol, so half a copy is no checkpoint. What an interrupted copy has left is
-recognised by the fingerprint of the original in the marker: files that are whole are not sent again. On a disk, a file
-is whole if its bytes have their checksums; an object of the right size is whole, because stores show no half objects.
-A store that copies objects itself gets the files of unchanged arrays once, not with every step (`CopiedFiles`).
+The files are not encoded again: they are copied with their checksums, and every byte is compared with them during the
+copy. The destination is written by the commit protocol, so half a copy is no checkpoint. The next copy recognises what
+an interrupted one has left by the fingerprint of the original in the marker, and does not send complete files again. On
+a disk, a file is complete if its bytes match their checksums; an object of the right size is complete, because stores
+never show partial objects. A store that copies objects itself gets the files of unchanged arrays once, not with every
+step (`CopiedFiles`).
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ _PIECE = 4 << 20  # bytes read, checked and passed on at a time
 _LEAST_PIECE = 64 << 10
 _SPAN = 16 << 20  # bytes of a data file that one thread copies at a time
 _SMALL = 1 << 20  # bytes; a smaller file is written in one go
-_UPLOADS = 4  # how many files are on their way at a time, if they are small enough
-BESIDE = 16e6  # bytes a second that pass while a throttle gives way; a disk hardly notices them
+_UPLOADS = 4  # how many files are sent at a time, if they are small enough
+BESIDE = 16e6  # bytes a second that a throttle lets pass beside a save; they hardly slow a disk down
 _IN_MEMORY = 256 << 20  # bytes of files that are uploaded at a time, if each is smaller
 _REMEMBERED = 4  # copies whose files are known
 _SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # suffix of folders whose save could not take the plain name
 
 
 class Throttle:
-    """Limits the bytes a second of all threads of a copy to ``rate``, and to ``BESIDE`` while it gives way.
+    """Limits the bytes a second of all threads of a copy to ``rate``, and to ``BESIDE`` while it gives way to a save.
 
-    Other threads let the copy give way, or end it.
+    Other threads make the copy give way, or end it.
     """
 
     def __init__(
@@ -57,18 +58,18 @@ class Throttle:
         self._changed = changed or threading.Condition()
         self._now = now
         self._free = 0.0  # the time at which the bytes so far have passed at the rate
-        self._late = 0.0  # the time at which the bytes that give way have passed
+        self._late = 0.0  # the time at which the bytes so far have passed at the rate ``BESIDE``
         self.gives_way = False
-        self.ended: Exception | None = None  # what the copy ends with
+        self.ended: Exception | None = None  # the error that ends the copy
 
     def give_way(self, yes: bool) -> None:
-        """Let the copy give way from now on, or continue at its own rate."""
+        """Make the copy give way to a save, or continue at its own rate."""
         with self._changed:
             self.gives_way = yes
             self._changed.notify_all()
 
     def end(self, error: Exception) -> None:
-        """Let the copy end with an error at its next piece; nothing waits any more."""
+        """Make the copy end with an error at its next piece; nothing waits any more."""
         with self._changed:
             self.ended = error
             self._changed.notify_all()
@@ -235,7 +236,7 @@ def _tree_checks(location: Location, tree: ItemRecord) -> dict[str, FileCheck]:
 
 
 class _Copy:
-    """One copy: its files on their way."""
+    """One copy under way."""
 
     def __init__(self, throttle: Throttle, progress: CopyProgress, copied: CopiedFiles) -> None:
         self._throttle = throttle
@@ -253,7 +254,7 @@ class _Copy:
             at_once = max(1, min(_UPLOADS, _IN_MEMORY // max(1, largest)))
         for folder in dict.fromkeys(file.destination.parent for file in files):
             folder.make_directory(sync=False)
-        # Small files go first: they show soonest that a place cannot be written.
+        # Small files are copied first: they show soonest that the destination cannot be written.
         ordered = sorted(files, key=lambda file: file.check.known.size)
         parallel_map(lambda file: self._copy(file, continues), ordered, at_once, name="holdfast-copy")
 

@@ -26,12 +26,12 @@ Digests = NDArray[np.int64]
 def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout_secs: Duration = "10m") -> None:
     """Compare the values that the processes of a program hold of a tree, wherever several hold the same part.
 
-    A save takes plain tensors, numpy arrays and Python values to be the same on every process, and writes each part
-    from one of them; jax arrays and DTensors may be replicated, too. Where the values differ, as after a seed that
-    differs or a forgotten broadcast, the checkpoint is a mixture. A save does not check this, as that takes reading
-    everything: call this once, before the first save, or when in doubt. It reads every replicated array (copying those
-    on accelerators to the host), at some gigabytes a second. Statistics that each process keeps for itself, as
-    BatchNorm does under DDP, differ by design; this names them like all others.
+    A save assumes that plain tensors, numpy arrays and Python values are the same on every process, and writes each
+    part from one of them; jax arrays and DTensors may be replicated, too. If the values differ, for example after a
+    forgotten broadcast or with different seeds, the checkpoint is a mixture. A save does not check this, because the
+    check reads everything: call this once, before the first save, or when in doubt. It reads every replicated array
+    (copying those on accelerators to the host), at some gigabytes a second. Statistics that each process keeps for
+    itself, as BatchNorm does under DDP, differ by design; this names them like all others.
 
     All processes must call it. In a program of one process it returns at once.
 
@@ -66,7 +66,7 @@ def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout
 
 
 def _digests(tree: Any, process: int) -> tuple[list[str], list[str], Digests]:
-    """Return for each part that several processes hold: its leaf, what it is, and the digest of its content here."""
+    """Return the leaf, the description and the digest of each part that several processes hold."""
     flat = flatten(tree)
     names: list[str] = []
     lines: list[str] = []

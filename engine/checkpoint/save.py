@@ -92,7 +92,7 @@ class ItemToSave:
 
 
 class Save:
-    """A save that has begun: its snapshot is taken. What is left is to write it and to commit it::
+    """A save whose snapshot is taken; it must still be written and committed::
 
         with save.completing() as claimed:
             if claimed:

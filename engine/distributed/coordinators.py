@@ -273,7 +273,7 @@ def current_coordinator() -> Coordinator:
 
 
 def shares_machine() -> bool:
-    """Return whether other processes of this program may run on this machine; launchers such as torchrun say so."""
+    """Return whether other processes of this program may run on this machine, by the environment of launchers."""
     return current_coordinator().process_count > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1"
 
 

@@ -71,7 +71,7 @@ class ProcessGroup:
                 yield
                 part.barrier("done", self.timeout)
             except BaseException as error:
-                if not isinstance(error, PeerFailedError):  # the others know of that already
+                if not isinstance(error, PeerFailedError):  # the others know of it already
                     part.fail(error)
                 raise
             finally:

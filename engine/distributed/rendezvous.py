@@ -1,8 +1,8 @@
 """Broadcasts, gathers, summaries and barriers on a coordinator's store, with a timeout for everything.
 
 The store takes small values only, so longer ones are stored in parts. Process 0 deletes the keys of a rendezvous once
-all processes have closed it. Every call of a coordinator has a deadline: a frozen process that keeps the store holds up
-no other one for ever.
+all processes have closed it. Every call of a coordinator has a deadline: a frozen process that hosts the store never
+blocks the others for ever.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .coordinators import Coordinator
 
 T = TypeVar("T")
 
-_SECOND_CHANCE = 1.0  # seconds that a store gets which did not answer the call before
+_SECOND_CHANCE = 1.0  # seconds for a store that did not answer the previous call
 
 _silent: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # coordinators that did not answer the last call
 
@@ -35,9 +35,9 @@ _silent: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # coordinators that d
 class BoundedCoordinator:
     """A coordinator whose calls raise ConnectionError when its store does not answer for ``limit`` seconds.
 
-    A store that is gone closes its connections, but one whose process is stopped, or whose machine has vanished, only
-    keeps silent, and clients such as torch's wait for its answer without a deadline of their own. So each call runs in
-    a thread that is left behind then. After the first such call, others wait for a second only, until one is answered.
+    A store that is gone closes its connections, but a store whose process is stopped, or whose machine has vanished,
+    does not answer, and clients such as torch's wait without a deadline. So each call runs in a thread, which is
+    abandoned at the deadline. After the first such call, others wait only a second, until one is answered.
     """
 
     def __init__(self, coordinator: Coordinator, limit: float) -> None:
@@ -102,7 +102,7 @@ _WAIT_PER_PROCESS = 1e-3  # seconds; so all processes that wait look for failure
 _MOST_AT_ONCE = 256  # values to ask for in one request
 _SILENCE = 600.0  # seconds in which a store has to answer, where nothing else is said
 _MESSAGE_LIMIT = 4000  # characters of an error that the other processes get
-_MOST_RETIRED = 64  # closed rendezvous to keep in mind; another process that died never closed its own
+_MOST_RETIRED = 64  # closed rendezvous that are remembered; another process that died never closed its own
 _MOST_KEYS = 4000  # keys that a process reports for deletion
 
 _lock = threading.Lock()  # protects the two tables below
@@ -113,7 +113,7 @@ _retired: weakref.WeakKeyDictionary[Coordinator, list[_Retired]] = weakref.WeakK
 def next_rendezvous(
     coordinator: Coordinator, name: str, limit: float = _SILENCE, within: Rendezvous | None = None
 ) -> Rendezvous:
-    """Make a rendezvous with a unique name, ``name`` and a number; ``limit`` is how long the store may be silent."""
+    """Make a rendezvous with a unique name, ``name`` and a number; ``limit`` is the time for an answer of the store."""
     with _lock:
         counts = _counts.setdefault(coordinator, {})
         counts[name] = number = counts.get(name, 0) + 1
@@ -349,7 +349,7 @@ def _retire(bounded: BoundedCoordinator, prefix: str, keys: Sequence[str], delet
             retired = _retired.setdefault(coordinator, [])
             retired.append(_Retired(prefix, [*keys, f"{prefix}/failed"], deleted, pending))
             del retired[:-_MOST_RETIRED]
-            # The other processes have closed those of earlier saves by now, and may still use this one.
+            # The other processes have closed those of earlier saves, and may still use this one.
             retired[:] = [one for one in retired if not one.sweep(coordinator)]
 
     try:

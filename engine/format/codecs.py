@@ -5,8 +5,8 @@ CRC-32C (Castagnoli, RFC 3720 appendix B.4) is the checksum of the OCDBT format 
 frame and the CRC-32C of the frame, as zarr's codecs ``[bytes, zstd, crc32c]`` define it. XXH3 with 128 bits tells
 whether bytes in memory have changed (https://github.com/Cyan4973/xxHash); it is never stored.
 
-A varint has seven bits a byte, the lowest first; the top bit of a byte is set where another one follows. OCDBT stores
-every count and length so: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
+A varint has seven bits a byte, the lowest first; the top bit of a byte is set if another one follows. OCDBT stores
+every count and length this way: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Data: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
 
 LEVELS = range(1, 23)  # the levels of compression, from the fastest to the smallest
 
-_PART = 1 << 20  # bytes that are decompressed at a time; fresh memory for more costs more than decompressing
+_PART = 1 << 20  # bytes that are decompressed at a time; fresh memory for larger parts costs more than decompressing
 _HELD = 64 << 10  # bytes that are hashed at a time without letting other threads run
-_RATIO = 1 << 15  # the most bytes of content for a byte of a frame: a block of 128 KiB takes at least four
+_RATIO = 1 << 15  # largest number of content bytes for a byte of a frame: a block of 128 KiB takes at least four
 _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
@@ -47,7 +47,7 @@ class ContentDigest:
         self._hash = xxhash.xxh3_128()
 
     def update(self, data: NDArray[np.uint8]) -> None:
-        # Above some 100 kB, xxhash lets go of the interpreter; another thread that computes would then keep it for
+        # Above some 100 kB, xxhash releases the interpreter lock; another thread that computes would then hold it for
         # milliseconds, for each piece.
         view = data.data
         for start in range(0, len(view), _HELD):
@@ -58,12 +58,12 @@ class ContentDigest:
 
 
 def content_digest(data: NDArray[np.uint8]) -> bytes:
-    """Return the 128-bit digest of some bytes; other threads run meanwhile."""
+    """Return the 128-bit digest of a buffer; other threads run meanwhile."""
     return xxhash.xxh3_128_digest(data.data)
 
 
 def checksums_of(data: NDArray[np.uint8], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """Compute the CRC-32C of many short stretches of some bytes."""
+    """Compute the CRC-32C of many short parts of a buffer."""
     value, frozen = google_crc32c.value, np.asarray(_frozen(data))
     spans = zip(starts.tolist(), stops.tolist(), strict=True)
     return np.array([value(frozen[start:stop]) for start, stop in spans], np.uint32)
@@ -112,7 +112,7 @@ def decompress(frame: bytes | NDArray[np.uint8], limit: int) -> bytes:
 def decompress_exactly(
     frame: NDArray[np.uint8], size: int, memory: Callable[[int], NDArray[np.uint8]]
 ) -> NDArray[np.uint8]:
-    """Decompress one zstd frame of ``size`` bytes into ``memory``, which is asked for once the size is plausible."""
+    """Decompress one zstd frame of ``size`` bytes into ``memory``, which is requested once the size is plausible."""
     promised = _promised(frame)
     if promised is not None and promised != size:
         raise DamagedCheckpointError(f"it holds {promised} bytes, expected {size}")

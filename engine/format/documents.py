@@ -20,7 +20,7 @@ VERSION = 1  # the newest version of the format that is read, and the one that i
 DOCUMENT_LIMIT = 128 << 20  # bytes of the largest document that is read or written
 
 _RESERVED = ("format", "version", "kind", "digest")
-_READABLE = frozenset({"checkpoint"})  # kinds that people read; all others are compact
+_READABLE = frozenset({"checkpoint"})  # kinds that users read; all others are compact
 _DIGEST = re.compile(r"crc32c:[0-9a-f]{8}")
 
 
@@ -98,7 +98,7 @@ def _digest(text: str) -> str:
 
 
 def _written_digest(data: bytes, digest: str) -> str | None:
-    """Compute the digest from the bytes that `encode_document` wrote; None where they were formatted since."""
+    """Compute the digest from the bytes that `encode_document` wrote; None if they were reformatted since."""
     end = f',"digest":"{digest}"}}\n'.encode("ascii")
     if not data.endswith(end):
         return None

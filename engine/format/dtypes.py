@@ -59,7 +59,7 @@ _NUMPY_NAME = re.compile(
 
 @lru_cache(maxsize=1024)
 def dtype_name(dtype: DType) -> str:
-    """Return the name of a dtype, from which `dtype_from_name` makes it again, byte order included."""
+    """Return the name of a dtype, from which `dtype_from_name` restores it, byte order included."""
     name = dtype.name
     known = _PLAIN.get(name) or _ML_DTYPES.get(name)
     if known is not None and known == dtype:

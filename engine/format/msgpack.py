@@ -1,8 +1,8 @@
 """Msgpack, and arrays in it as Flax defined them.
 
-The format is https://github.com/msgpack/msgpack/blob/master/spec.md. It is read by hand, so that a few bytes that
-claim millions of elements take no memory. An array is an extension of type 1 that holds the msgpack of its
-shape, the name of its dtype, and its bytes in C order:
+The format is https://github.com/msgpack/msgpack/blob/master/spec.md. This module reads it itself, so that a few bytes
+that claim millions of elements take no memory. An array is an extension of type 1 that holds the msgpack of its shape,
+the name of its dtype, and its bytes in C order:
 https://flax.readthedocs.io/en/latest/api_reference/flax.serialization.html
 """
 
@@ -39,7 +39,7 @@ def decode_msgpack(
     mapping: Callable[[dict[Any, Any]], Any] | None = None,
     depth: int = 0,
 ) -> Any:
-    """Read one value; ``mapping`` may replace each dictionary by what it stands for."""
+    """Read one value; ``mapping`` may replace each dictionary by the value that it represents."""
     reader = _Reader(content, extension, mapping)
     try:
         value = reader.value(depth)
@@ -73,7 +73,7 @@ def decode_array(content: bytes) -> NDArray[Any]:
 
 
 def array_of(shape: Any, dtype: np.dtype[Any], data: Any) -> NDArray[Any]:
-    """Make an array of its parts; raise DamagedCheckpointError if they do not fit. The result is a view of ``data``."""
+    """Return a view of ``data`` as an array; raise DamagedCheckpointError if dtype, shape and data do not fit."""
     if not isinstance(shape, list) or len(shape) > _AXES or not all(type(n) is int and n >= 0 for n in shape):
         raise DamagedCheckpointError(f"an array is damaged: it has the shape {shape!r:.80}")
     expected = math.prod(shape) * dtype.itemsize

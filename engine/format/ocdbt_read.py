@@ -167,7 +167,7 @@ def _decode_versions(cursor: Cursor, arity: int) -> Root | None:
 
 _ENTRY_BYTES = 100  # roughly what one entry takes in memory besides its key and value
 _GROWTH = 32  # bytes that a database may take for each byte of its nodes, besides the limit; large ones take some 15
-_NODE_BYTES = 4096  # counted for each node besides its size; bounds the number of tiny nodes, and so the time
+_NODE_BYTES = 4096  # counted for each node besides its size; limits the number of tiny nodes, and thus the time
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ _ARITY_LOG2 = 4
 
 @dataclass(slots=True, eq=False)
 class Rows:
-    """A stretch of a database, one element per key in every array."""
+    """Consecutive entries of a database, one element per key in every array."""
 
     key: Callable[[int], bytes]  # gives the key of a row
     shared: NDArray[np.integer]  # bytes that each key shares with the one before; 0 for the first
@@ -121,7 +121,7 @@ def encode_manifest(root: Root | None, database_id: bytes, created_ns: int) -> b
 
 
 class _Leaf(NamedTuple):
-    """A leaf node and what its parent says of it."""
+    """A leaf node and what its parent stores about it."""
 
     frame: bytes
     key: bytes  # the first one
@@ -201,7 +201,7 @@ def encode_root(leaves: Sequence[_Leaf], node_file: str) -> bytes:
 
 
 def encode_keys(keys: list[bytes]) -> tuple[bytes, bytes, bytes]:
-    """Return as columns the bytes that keys share with the one before, the lengths of what follows, and that itself."""
+    """Encode keys as columns: the bytes shared with the key before, and the lengths and bytes of the suffixes."""
     shared = shared_prefixes(keys)
     suffixes = [key[size:] for key, size in zip(keys, shared.tolist(), strict=True)]
     sizes = np.array([len(suffix) for suffix in suffixes], np.int64)

@@ -23,7 +23,7 @@ from .ocdbt_read import is_inside
 RECORD = "checkpoint.json"  # name of the commit record inside a checkpoint's directory
 PARTIAL = "checkpoint.partial"  # marks a directory in which a save has begun; the commit removes it
 DELETED = "checkpoint.deleted"  # marks a directory whose checkpoint is being deleted; it is removed last
-OWNER = "owner.json"  # name of the file in a run's directory that says who writes there; locked while that run is alive
+OWNER = "owner.json"  # name of the file that identifies the run that writes to a directory; locked by it
 STEP_FOLDER = re.compile(r"(.*[_-])?(0|[1-9][0-9]*)", re.DOTALL)  # names of the folders of steps: series and number
 
 ITEM = "state"  # name of the item of a checkpoint that has only one
@@ -118,7 +118,7 @@ class CheckpointRecord:
     items: Mapping[str, ItemRecord]  # the items by name
     time: float  # when it was committed, in seconds since 1970-01-01 UTC
     step: int | None = None  # the step; None for a checkpoint outside a manager
-    reason: str = ""  # why it was saved, for people
+    reason: str = ""  # why it was saved, as text for users
     metrics: Mapping[str, Any] | None = None  # metrics recorded with it (numbers, possibly nested), or None
     custom_metadata: Mapping[str, Any] | None = None  # JSON that the program stored with it, or None
     pinned: bool = False  # whether the user asked to keep it for good
@@ -171,7 +171,7 @@ class CheckpointRecord:
 
     @property
     def fingerprint(self) -> str:
-        """What a checkpoint and its copies have in common: the time and the files, wherever their folders are."""
+        """The properties that a checkpoint and its copies share: the time and the files, wherever their folders are."""
         files = {name: [item["kind"], item["files"]] for name, item in self._items_document().items()}
         text = json.dumps([float(self.time), self.step, files], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,6 +1,6 @@
-"""The protocol of handlers: a handler knows one kind of object, and how it gets into a folder and out again.
+"""The protocol of handlers: a handler writes one kind of object into a folder and reads it back.
 
-A handler does not care about atomicity or threads: a :class:`~holdfast.Checkpointer` or a
+A handler need not care about atomicity or threads: a :class:`~holdfast.Checkpointer` or a
 :class:`~holdfast.CheckpointManager` calls it and commits what it wrote.
 """
 
@@ -198,7 +198,7 @@ def _is_files(result: Any) -> TypeGuard[Files]:
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, even where an event loop is running already, as in a notebook."""
-    import asyncio  # only handlers of users need it, and it takes as long to import as the engine
+    import asyncio  # only handlers of users need it, and its import takes as long as that of the engine
 
     try:
         asyncio.get_running_loop()

@@ -16,7 +16,7 @@ from .base import Files, PreparedCheckpointHandler, PreparedItem, refuse_argumen
 class JsonCheckpointHandler(PreparedCheckpointHandler):
     """Saves a JSON document: nested dictionaries and lists of text, numbers, booleans and None.
 
-    Of several processes, the document of process 0 is saved; those of the others are not looked at.
+    Of several processes, process 0 saves its document; those of the others are ignored.
 
     Args:
         filename: Name of the file in the item's folder.

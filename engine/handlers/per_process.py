@@ -21,9 +21,9 @@ _logger = logging.getLogger("holdfast")
 class PerProcessCheckpointHandler(PreparedCheckpointHandler):
     """Saves a tree for each process of a program, in a folder named after the process.
 
-    Each process gets its own tree back. Where the number of processes differs from that of the save, a warning says so:
-    fewer processes take the trees of the first ones, and a process without a tree of its own keeps what it has. It gets
-    the template back, or None without one, never the random stream or the place in the data of another process.
+    Each process gets its own tree back. If the number of processes differs from that of the save, a warning reports it:
+    fewer processes get the trees of the first ones, and a process without a tree of its own keeps what it has. It gets
+    the template back, or None without one, never the random stream or the data position of another process.
 
     Args:
         handler: Handler that saves and restores each process's tree; None makes one.
@@ -60,13 +60,10 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         """Read this process's tree back; the template if there is no tree of this process.
 
         Args:
-            directory: The folder.
-            item: The template, as for trees.
-            process: Read the tree of this process instead.
+            directory: The folder. item: The template, as for trees. process: Read the tree of this process instead.
             every: Where the number of processes differs from that of the save, return the trees of all of them, as
-                :class:`SavedShares`, rather than to warn.
-            files: What the commit record says about the folder.
-            **kwargs: As for trees.
+            :class:`SavedShares`, instead of a warning. files: What the commit record says about the folder. **kwargs:
+            As for trees.
         """
         if every:
             shares = ItemRecord(directory.name, PROCESSES, files or {}).shares()
@@ -105,7 +102,7 @@ class Share:
 def own_share(
     directory: Location, files: Files, coordinator: Coordinator | None = None, process: int | None = None
 ) -> Share:
-    """Return this process's tree, or that of another one that is asked for; warn where the numbers differ."""
+    """Return the tree of this process, or of another requested one; warn if the numbers of processes differ."""
     shares = ItemRecord(directory.name, PROCESSES, files).shares()
     if process is not None:
         if not 0 <= process < len(shares):

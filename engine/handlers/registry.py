@@ -191,7 +191,7 @@ class ExternalLeaves:
         *,
         snapshot: bool,
     ) -> None:
-        self.notes: dict[int, ValueLeaf] = {}  # what ``tree.json`` says of each, by the leaf's number in the tree
+        self.notes: dict[int, ValueLeaf] = {}  # the entry of each in ``tree.json``, by the leaf's number in the tree
         self._groups: list[_Group] = []
         found: dict[str, tuple[TypeHandler, list[int]]] = {}
         for number, value in enumerate(values if registry.leaf_types else ()):

@@ -114,7 +114,7 @@ class RunAccess:
         self.notify_mirror()
 
     def close(self) -> bool:
-        """Refuse all further changes; return False if an earlier call did that."""
+        """Refuse all further changes; return False if an earlier call has done so."""
         with self.changing:  # a save of another thread has begun before this, or is refused
             was_open, self._closed = not self._closed, True
             return was_open
@@ -125,7 +125,7 @@ class RunAccess:
             self.background.join()
 
     def compare_options(self) -> None:
-        """Compare, once, what decides which calls the processes make together."""
+        """Compare, once, the options that decide which calls the processes make together."""
         if self._compared:
             return
         options = self.options

@@ -67,7 +67,7 @@ def copy_checkpoint(
             the facts stored beside its steps; steps that are at the destination already are not copied again.
         overwrite: Replace a checkpoint at the destination that is another one.
         max_bandwidth: The most to copy in a second: bytes, or text such as ``"50 MB/s"``; None for no limit.
-        progress: Is told how many bytes there are, and as they are done, those included that were there already.
+        progress: Receives the number of bytes, and their progress, including those that were there already.
         coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
             initialized; ``hf.processes.Alone()`` does it in this process alone.
 

@@ -38,7 +38,7 @@ class Decision:
 
     Attributes:
         save: Whether to save.
-        reason: Why, or why not, for people.
+        reason: Why, or why not, as text for users.
     """
 
     save: bool
@@ -56,7 +56,7 @@ class Moment:
     # The step of the last save or restore, or the one before the run began; None if there is none.
     previous: int | None = None
     now: float = 0.0  # the monotonic clock, in seconds
-    # The monotonic clock at the last save or at the start of the run; None leaves time out of it.
+    # The monotonic clock at the last save or at the start of the run; None ignores time.
     last: float | None = None
     metrics: Mapping[str, Any] | None = None  # the metrics of this step, or None
     earlier: Sequence[StepInfo] = ()  # the committed steps, with the metrics stored with them
@@ -66,7 +66,7 @@ class Moment:
 class Trigger(Protocol):
     """Decides whether a save is due.
 
-    What does not depend on the step alone is agreed between processes: their clocks and metrics may differ.
+    Processes agree on a trigger that does not depend on the step alone, because their clocks and metrics may differ.
     """
 
     @property
@@ -86,7 +86,7 @@ class Trigger(Protocol):
 
 @dataclass(frozen=True)
 class EverySteps:
-    """Saves each time the step passes a multiple of ``n``; a counter that jumps over one saves right after it."""
+    """Saves each time the step passes a multiple of ``n``; if a counter skips one, it saves right after it."""
 
     n: int
     interval_secs: ClassVar[None] = None
@@ -143,7 +143,7 @@ class OnBest:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Saves the steps that the observer of a run wants to have."""
+    """Saves the steps that the observer of a run asks for."""
 
     observer: Observer
     interval_secs: ClassVar[None] = None
@@ -168,8 +168,8 @@ class SyncSchedule:
     """The steps at which processes agree on whether to save; the same on all of them.
 
     At each agreement, process 0 names the step of the next one from the pace of the loop, half-way to the moment at
-    which a save would be due by time. New metrics are a reason to agree, too. Where steps count, they also agree at
-    the step after a save has begun, and then less and less often, until process 0 knows how the save ended.
+    which a save would be due by time. New metrics also cause an agreement. If saves depend on steps, the processes also
+    agree at the step after a save has begun, and then less and less often, until process 0 knows how the save ended.
     """
 
     def __init__(self, triggers: Sequence[Trigger]) -> None:
@@ -358,7 +358,7 @@ class SaveDecisions:
 
 
 class Rollback:
-    """The steps of the branch that a run left by going back, until it has replaced or passed them.
+    """The later steps of a run that has resumed from an earlier one, until it has replaced or passed them.
 
     Only the memory of this run holds them: another run cannot tell which steps belong together, hence the warning.
     """
@@ -366,7 +366,7 @@ class Rollback:
     def __init__(self, run: RunDirectory, *, warns: bool) -> None:
         self._run = run
         self._warns = warns
-        self._origin: int | None = None  # the step that the run went back to, until the warning is given
+        self._origin: int | None = None  # the earlier step that the run resumed from, until the warning is given
         self._left: frozenset[int] = frozenset()
         self._began = False  # whether the run has restored or saved a step
         self.resumed_from: int | None = None  # the step of the last restore, if nothing was saved since
@@ -379,11 +379,11 @@ class Rollback:
         return later
 
     def replaces(self, step: int) -> bool:
-        """Whether a step that is there belongs to the branch that was left, and is to be saved again."""
+        """Whether an existing step belongs to the branch that was left, and is to be saved again."""
         return step in self._left
 
     def saving(self, step: int) -> None:
-        """Note that a step is about to be saved; warn, once, if later ones are there."""
+        """Note that a step is about to be saved; warn, once, if there are later ones."""
         self.resumed_from = None
         later = self._run.steps_after(step)
         if not self._began and later:
@@ -391,7 +391,7 @@ class Rollback:
                 f"step {step} is saved, and this run has not restored the later steps that are there "
                 f"({shortened_steps(later)}): they are replaced only if that is forced"
             )
-        elif not self._left.intersection(later):  # the run is past all of them, or has only looked at an older step
+        elif not self._left.intersection(later):  # the run is past all of them, or has only read an older step
             self._left &= {step}
         else:
             self.warn(later)
@@ -402,7 +402,7 @@ class Rollback:
         self._left -= {step}
 
     def warn(self, later: Sequence[int]) -> None:
-        """Warn, once, that the run went back and later steps are there."""
+        """Warn, once, that the run has resumed from an earlier step and later ones exist."""
         origin, self._origin = self._origin, None
         if origin is not None and later:
             self._warn(

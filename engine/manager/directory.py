@@ -70,7 +70,7 @@ _logger = logging.getLogger("holdfast")
 T = TypeVar("T")
 
 _INDEX = "steps.log"  # an index of records that earlier versions kept in local directories
-_SHOWN = "Orbax"  # the library whose managers have steps as ours do; files of others may lie beside a run of ours
+_SHOWN = "Orbax"  # the library whose managers have steps like ours; files of others may lie beside a run of ours
 
 
 def check_json(option: str, data: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -97,8 +97,8 @@ def record_metrics(
 ) -> None:
     """Add metrics to a step from outside the run that writes it, such as those of a separate evaluation.
 
-    The run may be alive, and save, rank and delete steps meanwhile: nothing that it writes is changed. It sees the
-    metrics before it deletes the next steps, and ``best_step``, ``metrics`` and ``holdfast ls`` see them at once.
+    The run may be alive, and save, rank and delete steps meanwhile: this call changes nothing that it writes. It sees
+    the metrics before it deletes the next steps, and ``best_step``, ``metrics`` and ``holdfast ls`` see them at once.
 
     Args:
         directory: The directory of the run: a path or a URL.
@@ -180,7 +180,7 @@ class RunDirectory:
         if not (options.read_only or self._records or self._errors):
             self._check_unclaimed(names)
 
-    # -- what is there
+    # -- reading the directory
 
     def step_location(self, step: int) -> Location:
         """Return the folder of a step, whether it exists or not."""
@@ -227,7 +227,7 @@ class RunDirectory:
         return frozenset(entry.name for entry in content)
 
     def add(self, step: int, record: CheckpointRecord | None) -> None:
-        """Note that a step was committed, or its record replaced; None says that it was deleted."""
+        """Note that a step was committed, or its record replaced; None means that it was deleted."""
         with self._lock:
             if record is None:
                 self._forget(step)
@@ -360,7 +360,7 @@ class RunDirectory:
         known = f"there are {shortened_steps(steps)}" if steps else "there is none at all"
         raise CheckpointNotFoundError(f"{self.location}: no checkpoint of step {step}; {known}")
 
-    # -- what the writer changes
+    # -- changes by the writer
 
     @property
     def identity(self) -> RunIdentity:
@@ -411,7 +411,7 @@ class RunDirectory:
 
     @property
     def doomed(self) -> Doomed:
-        """The steps that were deleted here on purpose, and that the mirror may still have."""
+        """The steps that were deleted here explicitly, and that the mirror may still have."""
         return self.identity.doomed.get(self._series, Doomed())
 
     def settled_doomed(self) -> Doomed:
@@ -437,7 +437,7 @@ class RunDirectory:
         self._spared = list(dict.fromkeys([*self._spared, self.step_location(step)]))
 
     def sweep_spared(self, *, besides: int | None = None) -> None:
-        """Remove the interrupted copies that were left, but that of one step; those that went on are whole by now."""
+        """Remove the interrupted copies except that of one step; those that were continued are complete."""
         kept = [] if besides is None else [place for place in self._spared if place == self.step_location(besides)]
         swept = [place for place in self._spared if place not in kept]
         parallel_map(self._sweep, swept, max_concurrency(self.location))
@@ -524,9 +524,9 @@ class RunDirectory:
         self.add(step, None)
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:
-        """Rename the folder of a step that the disk fails to read; remove the link where a save replaces a linked step.
+        """Rename the folder of a step that the disk fails to read; remove the link if a save replaces a linked step.
 
-        The disk may be able to read the folder another time, and the target of a link belongs to something else.
+        The folder may become readable again, and the target of a link belongs to something else.
         """
         error = self._errors.get(step)
         if not is_unreadable(error):
@@ -586,7 +586,7 @@ class RunDirectory:
                 _logger.warning("%s: step %d could not be deleted: %s", self.location, step, error)
 
     def _warn_without_best(self) -> None:
-        """Warn, once, that no step has the metric of ``best_fn``, most likely as it is misspelt."""
+        """Warn, once, that no step has the metric of ``best_fn``, most likely because it is misspelt."""
         rule = next((rule for rule in self._rules if isinstance(rule, KeepBest)), None)
         infos = self.infos()
         if rule is None or self._warned or not infos or any(info.value(rule.metric) is not None for info in infos):

@@ -87,7 +87,7 @@ class RunEvents:
         return read_run_events(self._directory)
 
     def begin(self, newest: int | None) -> None:
-        """Note that the run has taken its directory, in which ``newest`` is the newest step."""
+        """Note that the run has acquired its directory, in which ``newest`` is the newest step."""
         if self._writes:
             with self._only_logged():
                 _cut_torn_line(self._directory.path / EVENTS)
@@ -107,7 +107,7 @@ class RunEvents:
             self._early = [*self._early, line][-_EARLY:]
 
     def end(self, step: int | None, error: BaseException | None) -> None:
-        """Note that the manager is closed, unless a callback says more about the end."""
+        """Note that the manager is closed, unless a callback reports the end in more detail."""
         if not self._began or self.has_callback or self._has_ended:
             return
         status = error.code if isinstance(error, SystemExit) else None
@@ -193,7 +193,7 @@ _rotating = threading.Lock()
 
 
 def _append(path: Path, text: str) -> None:
-    """Append a line; a file beyond its limit begins anew, and the lines before it are kept once."""
+    """Append a line; a file beyond its limit is rotated, and one rotated file is kept."""
     if _size(path) > _LIMIT and _rotating.acquire(blocking=False):
         try:
             if _size(path) > _LIMIT:  # unless another thread has rotated it meanwhile

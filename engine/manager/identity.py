@@ -1,6 +1,6 @@
 """The identity of a run, which its directory and its mirror share, and the deletions that the mirror still lacks.
 
-Both lie in ``options.json`` beside the retention rules. A directory that has none yet gets one when a run takes it.
+Both lie in ``options.json`` beside the retention rules. A directory without one gets one when a run acquires it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LIMIT = 16 << 20  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Doomed:
-    """Steps that were deleted in the directory on purpose, and that the mirror may still have."""
+    """Steps that were deleted in the directory explicitly, and that the mirror may still have."""
 
     steps: frozenset[int] = frozenset()
     after: int | None = None  # all later steps, too

@@ -115,7 +115,7 @@ class ItemSet:
             yield
 
     def damage_found(self) -> None:
-        """Share no files with the steps so far: other steps may share a damaged file."""
+        """Do not share files with the earlier steps any more: other steps may share a damaged file."""
         for written in self._written.values():
             written.forget()
 

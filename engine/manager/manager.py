@@ -123,7 +123,7 @@ class CheckpointManager:
     def fetch(self, step: int) -> bool:
         """Copy a step from the mirror into the directory, if it is not there.
 
-        A new manager fetches the newest step by itself, and :meth:`restore` those that it is asked for.
+        A new manager fetches the newest step automatically, and :meth:`restore` fetches the requested one.
 
         Args:
             step: The step.
@@ -151,7 +151,7 @@ class CheckpointManager:
         """
         return self._access.finish_mirror(timeout_secs)
 
-    # ---- what is in the directory
+    # ---- reading the directory
 
     def all_steps(self) -> list[int]:
         """Return the committed steps in ascending order."""
@@ -169,7 +169,7 @@ class CheckpointManager:
         return infos[-1].step if infos else None
 
     def item_due(self, item: str, step: int) -> bool:
-        """Return whether a save at a step has an item, so that a loop need not collect a large one in vain.
+        """Return whether a save at a step has an item, so that a loop need not collect a large one unnecessarily.
 
         Args:
             item: The item.
@@ -319,10 +319,10 @@ class CheckpointManager:
         return self._resume.restore_latest(items, restore_kwargs or {})
 
     def peek(self, items: Collection[str] = (), *, step: int | None = None) -> Peek | None:
-        """Look at what a restore would take, before it: a program may have to be built for the step it resumes from.
+        """Return what a restore would read, for programs that must be built for the step that they resume from.
 
-        Only the items that are named are read. So a step whose other items turn out to be damaged is passed over by the
-        restore alone. Nothing is noted of it: the run has resumed from nothing.
+        Only the named items are read, so this may return a step that the restore skips because its other items are
+        damaged. The call does not count as a restore.
 
         Args:
             items: The items to read, such as ``["extras"]``.
@@ -455,17 +455,17 @@ class CheckpointManager:
             self._access.delete_in_mirror()
 
     def delete_after(self, step: int) -> list[int]:
-        """Delete all steps later than one, pinned and damaged ones, too: the way to go back to a step for good.
+        """Delete all steps later than one, pinned and damaged ones, too, to return to a step for good.
 
         ::
 
             state = manager.restore(1200, template)
             manager.delete_after(1200)  # otherwise retention and the next resume take them for the newest
 
-        The latest goes first, so that what is left at any moment is the beginning of what was there.
+        The latest is deleted first, so that an interrupted call leaves the earlier steps without gaps.
 
         Args:
-            step: The step to go back to.
+            step: The step to return to.
 
         Returns:
             The steps that were deleted, in ascending order.
@@ -481,13 +481,13 @@ class CheckpointManager:
         self._access.delete_in_mirror()
         return deleted
 
-    # ---- the right to write, and the end
+    # ---- ownership, and the end
 
     def acquire(self) -> None:
-        """Take the right to write to the directory, and remove what interrupted runs have left in it.
+        """Acquire ownership of the directory, and remove what interrupted runs have left in it.
 
-        Saving does this by itself. If it is done early, a second run learns at once that the directory is taken, not
-        after an hour of training.
+        The first save does this automatically. An early call tells a second run at once that the directory is taken,
+        not after an hour of training.
 
         Raises:
             OwnershipError: Another run writes to this directory.
@@ -550,8 +550,8 @@ class CheckpointManager:
 def note_resume(manager: CheckpointManager, step: int) -> list[int]:
     """Note that the run resumes from a step, warn at once of the later ones, and return these in ascending order.
 
-    ``restore`` of a manager notes that by itself, and leaves the warning to the next save, as the caller may only look
-    at the step. A training loop calls this where it takes the state of the step from elsewhere.
+    ``restore`` of a manager notes it automatically, and leaves the warning to the next save, as the caller may only
+    inspect the step. A training loop calls this where it takes the state of the step from elsewhere.
     """
     later = manager._resume.resumes_from(valid_step(step))
     manager._rollback.warn(later)

@@ -86,7 +86,7 @@ def _lookup(metrics: Mapping[str, Any], name: str) -> Any:
 
 
 def number_of(value: Any) -> int | float | None:
-    """Return a value as a plain number, or None if it is none; text is none, and an array of one element is one."""
+    """Return a value, or an array of one element, as a plain number; None for anything else, such as text."""
     if not isinstance(value, (int, float)):
         # An array of one element of any shape is a number; `float` would warn about one of shape (1,). This
         # raises the errors of the computation behind an array, which must not pass for a missing metric.
@@ -185,7 +185,7 @@ def _fields(value: Any) -> dict[Any, Any] | None:
     return None
 
 
-# ---- metrics that do not come
+# ---- missing metrics
 
 
 class MetricWatch:

@@ -70,7 +70,7 @@ class MirrorStatus:
 
 
 class _Copying:
-    """The copy of a step: what steers it, how far it is, and its rate while no save makes it wait."""
+    """The copy of a step: its throttle, its progress, and its rate while no save makes it wait."""
 
     def __init__(self, step: int, record: CheckpointRecord, rate: float | None) -> None:
         self.step = step
@@ -81,12 +81,12 @@ class _Copying:
         self._seconds, self._bytes = 0.0, 0
 
     def measure(self) -> None:
-        """Measure the rate from now on."""
+        """Begin to measure the rate."""
         if self._since is None:
             self._since = time.monotonic(), self.progress.arrived
 
     def pause(self) -> None:
-        """Measure nothing from now on."""
+        """Stop measuring the rate."""
         if self._since is not None:
             began, arrived = self._since
             self._seconds += time.monotonic() - began
@@ -231,7 +231,7 @@ class RunMirror:
                 _open.add(self)
 
     def notify(self) -> None:
-        """Look again: a step was committed, or the metrics of one have changed."""
+        """Wake the thread: a step was committed, or the metrics of one have changed."""
         with self._wake:
             self._due = True
             self._changed()
@@ -244,13 +244,13 @@ class RunMirror:
                 self._changed()
 
     def save_ended(self) -> None:
-        """Go on as fast as before."""
+        """Continue at full speed."""
         with self._wake:
             self._saving = False
             self._changed()
 
     def delete(self) -> None:
-        """Delete the steps that the run has deleted on purpose: otherwise a later run would fetch them."""
+        """Delete the steps that the run has deleted explicitly: otherwise a later run would fetch them."""
         self.notify()
         with self._wake:
             self._wake.wait_for(lambda: not self._run.doomed or self._error is not None, _DELETION)
@@ -304,7 +304,7 @@ class RunMirror:
         )
 
     def finish(self, timeout: float, *, must_fit: bool = False) -> bool:
-        """Copy the newest step, due or not, within so many seconds; at once end one that ``must_fit`` and does not."""
+        """Copy the newest step, due or not; with ``must_fit``, give up at once if the time is too short."""
         if self._ending.is_set():
             return self._is_complete()
         if self._thread is None:  # the manager has only read
@@ -325,7 +325,7 @@ class RunMirror:
         return self._is_complete()
 
     def _stop(self, timeout: float) -> None:
-        """End the thread, and wait for it so many seconds; one that lives on commits nothing any more."""
+        """Stop the thread, and wait for it for some seconds; after that, it commits nothing any more."""
         self._ending.set()
         self._tell_watchers()
         thread = self._thread
@@ -411,7 +411,7 @@ class RunMirror:
         self._tell_watchers()
 
     def _changed(self) -> None:
-        """Wake all that wait, and steer the copy under way: it gives way to a save, and ends if it is of no use."""
+        """Wake all waiting threads; let the copy under way give way to a save, and end it if it is of no use."""
         self._wake.notify_all()
         copying = self._copying
         if copying is None:
@@ -444,7 +444,7 @@ class RunMirror:
             self._follow(far)
 
     def _delete_doomed(self, far: RunDirectory) -> None:
-        """Delete the steps that the run has deleted on purpose and not saved again, the latest first."""
+        """Delete the steps that the run has deleted explicitly and not saved again, the latest first."""
         doomed = self._run.settled_doomed()
         for step in reversed(far.steps_and_damaged()):
             if step in doomed and not (step in far and self._is_here(step, far.record(step))):
@@ -529,7 +529,7 @@ class RunMirror:
 
     @property
     def identity(self) -> RunIdentity:
-        """What the directory of the run notes of its mirror."""
+        """The identity of the run in its directory."""
         return RunIdentity(run=self._adopted, mirror=self.location.url)
 
     def _check_same_run(self, far: RunDirectory) -> None:
@@ -564,7 +564,7 @@ class RunMirror:
                 )
 
     def _is_lost(self) -> bool:
-        """Whether another run has taken the mirror over, for good, or the mirror never was that of this run."""
+        """Whether another run has taken the mirror over, or the mirror never belonged to this run."""
         return self._foreign or (self._acquired and self._far is not None and not self._far.ownership.held)
 
     def _acquire(self) -> RunDirectory:
@@ -583,7 +583,7 @@ class RunMirror:
         """Stop, because a newer manager in this process takes the mirror over."""
         self._stop(60.0)
 
-    # ---- what is where
+    # ---- the steps in both places
 
     def _newest(self) -> tuple[int, CheckpointRecord] | None:
         """Return the step that the run saved last, else its newest: later steps are of another branch."""

@@ -1,7 +1,7 @@
 """One writer for a directory: a second run is refused, and within one process the newer manager takes over.
 
-On a file system the owner holds a :class:`~holdfast.engine.storage.FileLock`. Where there are no locks (object stores,
-some network file systems) the newest owner leaves its token, and an older one finds out before it commits.
+On a file system the owner holds a :class:`~holdfast.engine.storage.FileLock`. Without locks (object stores, some
+network file systems), the newest owner leaves its token, and an older one sees it before it commits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Ownership:
     def __init__(self, directory: Location, clock: Clock, drain: Callable[[], None] | None = None) -> None:
         self._directory = directory
         self._clock = clock
-        # Waits until the owner writes no more, before a newer one in this process takes over; None waits for nothing.
+        # Waits until the owner has stopped writing, before a newer one in this process takes over; None does not wait.
         self._drain = None if drain is None else weakref.WeakMethod(drain)
         self._token = uuid.uuid4().hex
         self._lock = FileLock(directory / OWNER)
@@ -39,7 +39,7 @@ class Ownership:
 
     @property
     def held(self) -> bool:
-        """Whether this process holds the right."""
+        """Whether this process is the owner."""
         return self._process == os.getpid() and not self._lost
 
     def take(self) -> None:
@@ -91,7 +91,7 @@ class Ownership:
             )
 
     def release(self) -> None:
-        """Give the right back."""
+        """Release ownership."""
         with FileLock.handover:
             if _owners.get(self._key) is self:
                 del _owners[self._key]

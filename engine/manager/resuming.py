@@ -1,4 +1,4 @@
-"""The step that a run resumes from: the newest that is whole for all processes, if need be from the mirror."""
+"""The step that a run resumes from: the newest that is whole for all processes, perhaps from the mirror."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Resume:
                     "%s: step %d was damaged, and is that of the mirror now: %s", self._directory, step, damage.what
                 )
                 found, damage = self._read_everywhere(step, items, kwargs)
-            if damage is not None and damage.deleted:  # the run that writes here deleted it, and has newer steps by now
+            if damage is not None and damage.deleted:  # the run that writes here deleted it, and has newer steps
                 if step in missing:
                     raise CheckpointNotFoundError(
                         f"{self._directory}: process 0 sees step {step}, and process {damage.process} does not, also "

@@ -33,7 +33,7 @@ class StepInfo:
     metrics: Mapping[str, Any] | None = None  # the metrics stored with it, or None
     pinned: bool = False  # whether it stays even if no rule keeps it
     items: Collection[str] = ()  # the names of its items
-    # The metric that was asked for last and its value: a function is called once, as each save ranks all steps.
+    # The last requested metric and its value: a function is called only once, although each save ranks all steps.
     _value: tuple[Metric, float | None] | None = field(default=None, init=False, repr=False, compare=False)
 
     def value(self, metric: Metric) -> float | None:
@@ -110,7 +110,7 @@ class KeepBest:
 
 @dataclass(frozen=True)
 class KeepPeriod:
-    """Keeps the first step at or past each multiple of a number of steps, and step 0: a step that passes none goes."""
+    """Keeps the first step at or past each multiple of a number of steps, and step 0."""
 
     period: int
 

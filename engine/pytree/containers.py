@@ -119,8 +119,8 @@ def opens_as(subclass: type, kind: str) -> None:
     _EXACT[subclass] = partial(_open_subclass, kind=kind)
 
 
-# ---- objects of flax.nnx, such as modules and optimizers: opened by `nnx.state`, made anew on a load. flax is never
-# imported here: where there is an object of it, the program has imported it.
+# ---- objects of flax.nnx, such as modules and optimizers: opened by `nnx.state`, made again by a load. flax is never
+# imported here: if there is an object of it, the program has imported it.
 
 
 def is_nnx(value: object) -> bool:
@@ -208,7 +208,7 @@ def _open_subclass(value: Any, kind: str) -> Contents:
 
 
 def _dataclass(template: Any, names: list[str], values: list[Any]) -> Any:
-    # The constructor is not called: it may derive fields anew, and fields that it does not take are leaves, too.
+    # The constructor is not called: it may compute fields again, and fields that it does not take are leaves, too.
     built = copy.copy(template)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(built, name, value)  # frozen ones, too
@@ -216,7 +216,7 @@ def _dataclass(template: Any, names: list[str], values: list[Any]) -> Any:
 
 
 def _copied_dict(template: Any, keys: list[Any], values: list[Any]) -> Any:
-    # A copy keeps the attributes of the subclass, and asks nothing of its constructor.
+    # A copy keeps the attributes of the subclass, and does not call its constructor.
     built = copy.copy(template)
     for key, value in zip(keys, values, strict=True):
         built[key] = value

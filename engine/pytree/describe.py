@@ -189,11 +189,11 @@ class TakenLeaves(NamedTuple):
 
 
 class KnownLeaves:
-    """Facts of the leaves of a tree, by which those of the next tree are known to be alike.
+    """Facts of the leaves of a tree, which recognise the leaves of a later tree that are alike.
 
-    The many leaves of few kinds are checked together, and what is stored of them needs no new description. The others
-    are described anew, and their descriptions compared. No leaf is held, and no value of one. ``is_copied`` says which
-    of the leaves are copied whole, into one place.
+    The many leaves of few kinds are checked together, and keep their descriptions. The others are described again, and
+    their descriptions compared. This object holds no leaf and no value of one. ``is_copied`` says which of the leaves
+    are copied whole, into one place.
     """
 
     def __init__(

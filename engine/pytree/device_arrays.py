@@ -6,11 +6,10 @@ The copies run on the device beside the program. Their rules:
 - All of them are started before any is waited for, and those that arrive first are read while the others are under way.
 - What the program starts later, such as the next step of the optimizer, waits for them on the device. The program
   itself does not wait.
-- The host reads a copy only after `Arrival.wait`. Until then the tensor is held, and its memory is not given away.
+- The host reads a copy only after `Arrival.wait`. Until then the tensor is held, and its memory is not reused.
 
-Where no more memory can be pinned, and where copies cannot be started, they are done before the call returns. Work that
-the program starts in streams other than its current and the default one must wait for one of these, as always in
-torch.
+If no more memory can be pinned, or copies cannot be started, they are done before the call returns. Work that the
+program starts in streams other than its current and the default one must wait for one of these, as usual in torch.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ _logger = logging.getLogger("holdfast")
 
 ACCELERATORS = {"cuda"}  # types of devices whose tensors are copied like that, by the module of torch of the same name
 
-# torch rounds the size of pinned memory up to a power of two: blocks of such a size waste nothing.
+# torch rounds the size of pinned memory up to a power of two, so blocks of such a size waste nothing.
 _BLOCK = 256 << 20
 _ALIGNMENT = 64
 _ROOM = 1 << 20  # bytes; a tensor is not cut to fill less than this at the end of a block
-_SMALL = 64 << 10  # bytes; to start the copy of a smaller tensor takes longer than the copy
+_SMALL = 64 << 10  # bytes; starting the copy of a smaller tensor takes longer than the copy
 _GATHERED = 4 << 20  # bytes of small tensors that are put together on the device, and copied at once
-_FIRST = 256 << 20  # bytes that are waited for first; then twice as many, and so on, as each wait has its price
+_FIRST = 256 << 20  # bytes that are waited for first; then twice as many, and so on, because each wait costs time
 
 
 def streams_of(device: Any) -> Any:
@@ -101,7 +100,7 @@ class Arrival:
         self.held: list[Any] = []  # sources of the copies; foreign memory may be freed with its last tensor
 
     def in_turn(self) -> Iterator[int]:
-        """Wait for the copies, and generate from time to time how many leaves are there, from the first on.
+        """Wait for the copies, and generate from time to time how many leaves have arrived, counted from the first.
 
         RuntimeError is raised if a copy has failed, once none is under way.
         """
@@ -111,7 +110,8 @@ class Arrival:
             _, event = self.events.pop(0)
             try:
                 event.synchronize()
-                # The caller writes in between, which takes longer than the copies: what they hold must not wait for it.
+                # The caller writes in between, which takes longer than the copies: their sources must not be held that
+                # long.
                 while self.events and self.events[0][1].query():
                     self.events.pop(0)
             except RuntimeError as error:
@@ -129,7 +129,7 @@ class Arrival:
 
 
 class PinnedMemory:
-    """Blocks of pinned memory, allocated once and filled anew by each snapshot, and the streams that fill them."""
+    """Blocks of pinned memory, allocated once and refilled by each snapshot, and the streams that fill them."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit  # bytes

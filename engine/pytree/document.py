@@ -1,9 +1,9 @@
 """Trees as JSON: the containers and the documents of the leaves, for ``tree.json``.
 
 A container is ``{"type": ..., "keys": [...], "children": [...]}``; null takes the place of a leaf. The documents of the
-leaves follow in a list. A document that many leaves share stands once, under "facts", and the list has its number.
-Keys that are str are escaped as in the leaves' names, which keeps lone surrogates out of JSON and ``"1"`` apart from
-``1``; keys that are tuples are lists. A document never names code to run.
+leaves follow in a list. A document that many leaves share is stored once, under "facts", and the list has its number.
+Keys that are str are escaped as in the leaves' names, which keeps lone surrogates out of JSON and distinguishes ``"1"``
+from ``1``; keys that are tuples are lists. A document never names code to run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TreeDocument:
         return TreeDocument(_select(self.structure, flags) or _plain_node("dict", [], []))
 
     def below(self, segments: Sequence[str]) -> TreeDocument:
-        """Return the container at a path, which is there; its keys are written as in the names of leaves."""
+        """Return the container at a path, which must exist; its keys are written as in the names of leaves."""
         node = self.structure
         for segment in segments:
             assert node is not None

@@ -21,7 +21,7 @@ from .names import escape_first, escape_key, format_path
 # such keys, as those of groups of parameters in the states of numpyro.
 Key = str | int | tuple[Any, ...]
 
-MAX_DEPTH = 200  # levels of containers. Deeper trees are errors, as code that walks trees, JSON included, recurses.
+MAX_DEPTH = 200  # levels of containers; deeper trees are errors, as code that walks trees, JSON included, recurses
 
 _LARGEST_KEY = 1 << 63  # integer keys have 64 bits
 _DEEPEST_KEY = 8  # levels of tuples in a key
@@ -137,7 +137,7 @@ class KeyProblem(ValueError):  # noqa: N818 - callers add where the key is
 def key_segments(keys: Sequence[object] | None, count: int = 0) -> list[str]:
     """Return the part that each key of a container, or each of the ``count`` children of a sequence, adds to names.
 
-    All are different: where an int and a str key read the same (``1`` and ``"1"``), the str is escaped.
+    All are different: if an int and a str key have the same text (``1`` and ``"1"``), the str is escaped.
     """
     if keys is None:
         return [str(index) for index in range(count)]
@@ -206,7 +206,7 @@ class Outline:
         self._root = None if self.structure is None else _Container(self.structure)
 
     def leaves_of(self, tree: Any) -> list[Any] | None:
-        """Return the leaves of a tree in the order of `flatten`; None if its containers are others.
+        """Return the leaves of a tree in the order of `flatten`; None if its containers differ.
 
         A value in the place of a leaf is returned unchecked, even if it is a container: compare its type.
         """

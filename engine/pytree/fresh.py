@@ -1,9 +1,9 @@
 """The types of the state that a run began with, and what they decide when the run resumes.
 
 A state may change its types while it trains: a Python number becomes a weakly typed jax array in the first jitted step,
-an optimizer makes float32 of an int, a list grows. A program that is started again makes its fresh state anew, which
-cannot say what the types were at the save. So a checkpoint records the types of the fresh state, too. Where today's
-fresh state has the same, the program is the same, and the leaf comes back as it was saved: array or number, weak or
+an optimizer makes float32 of an int, a list grows. A program that is started again makes a new fresh state, which does
+not show the types at the save. So a checkpoint records the types of the first fresh state, too. Where the new fresh
+state has the same types, the program is unchanged, and the leaf is restored as it was saved: array or number, weak or
 strong, with its dtype and shape. Where they differ, the program has changed.
 """
 
@@ -24,7 +24,7 @@ from .template import LeafRequest, LeafTemplate, made_like
 
 _ARRAYS = frozenset({"numpy", "numpy_scalar", "jax", "torch"})
 _KNOWN = NUMBER_KINDS | _ARRAYS | {"key"}  # kinds whose dtype and shape count; of the others, the kind alone
-_PLAIN = frozenset({"dict", "list", "tuple"})  # containers that are made anew without their class
+_PLAIN = frozenset({"dict", "list", "tuple"})  # containers that can be made without their class
 _PLAIN_WITH_LABEL = frozenset({"deque", "default_dict", "ordered_dict", "counter"})
 
 
@@ -85,7 +85,7 @@ class FreshTypes:
         self._roots = None if roots is None else sorted(map(escape_key, roots))
 
     def document(self, names: Sequence[str], leaves: Sequence[ArrayLeaf | ValueLeaf]) -> Details:
-        """Return as JSON in what the fresh state differs from a tree that is saved."""
+        """Return as JSON how the types of the fresh state differ from those of a saved tree."""
         known: dict[tuple[int, str, Any], LeafType] = {}  # many leaves share a few descriptions
         grouped: dict[LeafType, list[str]] = {}
         new: list[str] = []
@@ -114,7 +114,7 @@ def _is_within(name: str, roots: Collection[str] | None) -> bool:
 
 
 def recorded_types(document: Any, saved: Mapping[str, Saved], where: object) -> dict[str, LeafType]:
-    """Return the types of the fresh state of which `FreshTypes.document` is; it is not trusted."""
+    """Return the types of a fresh state from its `FreshTypes.document`, which is not trusted."""
     try:
         new, roots = set(document.get("new", ())), document.get("roots")
         types = {name: LeafType.of(leaf) for name, leaf in saved.items() if name not in new and _is_within(name, roots)}
@@ -128,7 +128,7 @@ def recorded_types(document: Any, saved: Mapping[str, Saved], where: object) -> 
 
 
 def as_saved(template: LeafTemplate, saved: Saved, began: LeafType | None) -> LeafTemplate | str:
-    """Return what a leaf of today's fresh state is restored as, or the difference that shows that the program changed.
+    """Return the template for a leaf of the fresh state, or the difference that shows that the program has changed.
 
     ``began`` is the type of the leaf in the fresh state that the run began with.
     """
@@ -158,7 +158,7 @@ def _like_saved(template: LeafTemplate, saved: Saved, *, keeps_kind: bool) -> Le
 
 
 def new_leaf(name: str, saved: Saved, kind: str | None = None) -> LeafTemplate:
-    """Return the template of a leaf that comes back as it was saved, of the library that it had."""
+    """Return the template of a leaf that is restored as it was saved, by the library that it had."""
     kind = kind or saved.kind
     if kind == STATIC:
         raise GrowthProblem(f"{format_path(name)}: {saved} (checkpoint), which the fresh state lacks: make it there")
@@ -168,7 +168,7 @@ def new_leaf(name: str, saved: Saved, kind: str | None = None) -> LeafTemplate:
 
 
 class GrowthProblem(ValueError):  # noqa: N818 - becomes one line of an error
-    """A container that cannot be made anew, as its class is not known."""
+    """A container that cannot be made again, because its class is not known."""
 
 
 def regrown(wanted: TreeDef | None, saved: TreeDef | None, name: str = "") -> TreeDef | None:

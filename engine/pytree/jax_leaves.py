@@ -85,7 +85,7 @@ class JaxDescriber:
         return kind(np.dtype(value.dtype), value.shape, pieces, False, sharding.details_of(value), parts)
 
     def _fetched(self, value: Any, prepared: Any) -> ArrayLeaf:
-        """Describe an array, as it was fetched for the one that was prepared: it, or keys of which it is the data."""
+        """Describe a prepared array, or the keys whose data it is, from the host copies."""
         if self._waiting:
             self._fetch()
         return self._described(value, self._hosted.get(id(prepared)))
@@ -135,7 +135,7 @@ class _ShardingInfo:
 
 
 class WholeArrays:
-    """Facts of arrays that are each on one device of this process, by which the next arrays are known to be alike."""
+    """Facts of arrays that are each on one device of this process, which recognise later arrays that are alike."""
 
     _FACTS = attrgetter("dtype", "shape", "weak_type")
     _SHARDING = attrgetter("sharding")
@@ -250,7 +250,7 @@ def is_whole(sharding: Any) -> bool:
 
 
 def _describe_sharding(sharding: Any) -> Details:
-    """Return JSON facts about a sharding, for people, for other tools, and for `on_saved_devices`."""
+    """Return JSON facts about a sharding, for users, for other tools, and for `on_saved_devices`."""
     kind = type(sharding).__name__
     devices = sharding.device_set
     if len(devices) == 1 and kind != "NamedSharding":
@@ -347,7 +347,7 @@ class AbstractSharding(NamedTuple):
 
 def template_sharding(template: Any) -> Any:
     """Return the sharding of the array that takes the place of a template; None leaves it to jax."""
-    # An array that was never put anywhere on purpose may move freely; giving it a device would tie it down.
+    # An array that was never placed explicitly may move freely; a device would pin it.
     sharding = template.sharding if getattr(template, "committed", True) else None
     jax: Any = loaded("jax")
     if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, jax.sharding.AbstractMesh):

@@ -33,7 +33,7 @@ PLACEHOLDER = "placeholder"  # kind of the leaves that another library saved by 
 
 NAME_ONLY = frozenset({PLACEHOLDER, STATIC})  # kinds of the leaves that have no data
 
-_LANDMARKS = {  # the modules that are looked for, and a name that each has once it is imported
+_LANDMARKS = {  # the modules that `loaded` finds, and a name that each has once it is imported
     "flax.nnx": "Variable",
     "flax.training.train_state": "TrainState",
     "jax": "ShapeDtypeStruct",
@@ -201,7 +201,7 @@ class Saved:
 
     @property
     def variant(self) -> str | None:
-        """Return what the dtype does not say: a key's implementation, the torch dtype that numpy lacks, a name."""
+        """Return what the dtype does not express: a key's implementation, the torch dtype that numpy lacks, a name."""
         if self.kind == STATIC:
             return str(self.details.get("value"))
         found = self.details.get("impl" if self.kind == "key" else "torch_dtype")
@@ -219,7 +219,7 @@ class Saved:
 
     @property
     def sharding_text(self) -> str:
-        """How it was divided among devices, for people, or ``""``."""
+        """How it was divided among devices, as text for users, or ``""``."""
         sharding = self.details.get("sharding")
         if not isinstance(sharding, dict):
             return ""

@@ -128,7 +128,7 @@ def pack_tree(tree: Any, depth: int = 0) -> Any:
 
 
 def packed_again(details: Details, array: NDArray[Any], name: str) -> PackedNumbers:
-    """Return what was packed as it was; the details and the array are not trusted."""
+    """Return the packed sequence as it was; the details and the array are not trusted."""
     sequence, elements, limit = (details.get(key) for key in ("sequence", "elements", "maxlen"))
     mixed = elements == MIXED
     expected = np.dtype(np.uint8) if mixed else _DTYPES.get(str(elements), array.dtype)

@@ -1,4 +1,4 @@
-"""Templates: what each leaf of one asks for, requests of the caller on top, and whether a saved leaf fits."""
+"""Templates: what each of their leaves asks for, the caller's requests, and whether a saved leaf fits."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from .leaves import ArrayLeaf, Box, Details, LeafProblem, Part, Piece, Saved, lo
 _COMMON_TYPES = {"uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool"} | {
     "float16", "float32", "float64", "complex64", "complex128",
 }  # fmt: skip
-_TINY = re.compile("u?int[1-7]")  # torch has names for integers of less than a byte, but no operations on them
+_TINY = re.compile("u?int[1-7]")  # torch names integers of less than a byte, but has no operations on them
 _PAIRED = {"complex32": "float16"}  # stored as real and imaginary part, in one more axis
 _ON_HOST = {"cpu", "meta"}
 _ASYNCHRONOUS = {"cuda", "xpu"}  # devices that copy to the host in the background
@@ -233,7 +233,8 @@ def tensor_encoding(dtype: Any) -> TensorEncoding:
 
 # ---- many small tensors in the host's memory, checked and copied together
 
-# All that decides how a tensor is stored, and that it can be copied; attributes of a tensor that is none raise.
+# All that decides how a tensor is stored, and that it can be copied; attributes of an object that is not a tensor
+# raise.
 _FACTS = attrgetter("dtype", "shape", "requires_grad", "layout", "is_cpu")
 
 
@@ -585,7 +586,7 @@ def _mesh(mesh: Any) -> Mesh:
 
 
 def _place_in_root(mesh: Any) -> tuple[Mesh, frozenset[int]] | None:
-    """Return the mesh that a mesh was cut from, and the axes of it that it has all of; None where it has others."""
+    """Return the root of a mesh, and the axes of it that the mesh covers whole; None if it covers parts of some."""
     if mesh not in _places:
         torch: Any = loaded("torch")
         get = getattr(mesh, "_get_root_mesh", None)  # a function of the module in earlier versions of torch
@@ -602,7 +603,7 @@ def _place_in_root(mesh: Any) -> tuple[Mesh, frozenset[int]] | None:
 
 @lru_cache(maxsize=64)
 def _repeated(mesh: Mesh, root: Mesh, axes: tuple[int, ...]) -> Mesh:
-    """Return a mesh with its copies along other axes of the root, which come first."""
+    """Return a mesh with its copies along other axes of the root; these axes are the first ones."""
     ranks = {place: process for process, place in root.coordinates.items()}
     processes = []
     for indices in itertools.product(*(range(root.shape[axis]) for axis in axes)):

@@ -25,7 +25,7 @@ _PLAIN = re.compile(r"[\w/%-]*")  # characters without a meaning in a regular ex
 class Transform:
     r"""Where the value of a key of the new tree comes from.
 
-    ``Transform()`` by itself takes the value from the same key of the original tree.
+    ``Transform()`` without arguments takes the value from the same key of the original tree.
 
     Attributes:
         original_key: The key in the original tree, levels separated by ``/``. Where the transformation's own key is a
@@ -90,11 +90,10 @@ def apply_transformations(
     Values are handed on as they are, neither cast, compared nor copied; a value that two keys take is shared by both.
 
     Args:
-        original_tree: Any tree. Its containers need not be of the same types as those of the new one: what was loaded
-            without a template, as dictionaries, will do.
-        transformations: `Transform` objects by their keys.
-        new_tree: The structure of the result; its values matter only where they are kept.
-        default_to_original: Which tree is preferred, as above. Transformations with ``use_fallback`` take from the
+        original_tree: Any tree. Its containers need not be of the same types as those of the new one: dictionaries that
+        were loaded without a template are fine. transformations: `Transform` objects by their keys. new_tree: The
+        structure of the result; its values matter only where they are kept. default_to_original: Which tree is
+        preferred, as above. Transformations with ``use_fallback`` take from the
             other.
 
     Returns:

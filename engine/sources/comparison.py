@@ -1,4 +1,4 @@
-"""The values of leaves, with bounded memory: two checkpoints compared leaf by leaf, and numbers about each leaf."""
+"""Compares two checkpoints leaf by leaf, and computes statistics of each leaf, with bounded memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LeafDifference:
     path: str  # its path in the tree, such as ``params/Dense_0/kernel``; empty for an item that is no tree
     # Missing from the second, added by it, of another dtype or shape, of other values, or not read by holdfast.
     kind: Difference
-    detail: str  # what differs, for people
+    detail: str  # the difference as text for users
     differing: int = 0  # how many elements differ; 0 where that does not apply
     size: int = 0  # how many elements there are
     greatest: float = math.nan  # the greatest absolute difference of two elements; NaN where one is NaN or no number
@@ -57,7 +57,8 @@ def compare_checkpoints(
 ) -> Iterator[LeafDifference]:
     """Yield the leaves in which two checkpoints differ, in the order of the first one's items and trees.
 
-    Generators that no step has drawn from are not compared: those of two runs differ where a program seeds none.
+    Generators that no step has drawn from are not compared, because those of two runs differ if the program does not
+    seed them.
 
     Values are equal if their bits are. With a tolerance, two elements are equal as well if ``|a - b| <= atol + rtol *
     |a|``, and NaN equals NaN. Sharding, and the library that an array belonged to, are no differences. Metrics are not
@@ -258,7 +259,7 @@ def _short(value: Any) -> str:
     return shortened_text(text)
 
 
-# ---- numbers about the values of each leaf, taken in one pass over its data
+# ---- statistics of the values of each leaf, computed in one pass over its data
 
 
 _BATCH = 32 << 20  # bytes of small leaves that are read together; a larger one is alone, and read in parts
@@ -314,7 +315,7 @@ def _has_numbers(leaf: SavedLeaf) -> bool:
 
 
 def _read(tree: TreeSource, batch: list[SavedLeaf], progress: Progress) -> list[_Running | None]:
-    """Take the numbers of some leaves; None for one whose elements are no numbers."""
+    """Return the statistics of some leaves; None for one whose elements are not numbers."""
     if len(batch) == 1:
         return [_read_one(tree, batch[0], progress)]
     found = [_Running() for _ in batch]

@@ -1,6 +1,6 @@
 """Which checkpoints a path stands for: one of our own or of another library, or those of a directory of steps.
 
-:func:`find_steps` is what every front sees of a directory: the steps that holdfast wrote, or else those that another
+All interfaces see a directory through :func:`find_steps`: the steps that holdfast wrote, or else those that another
 library wrote, and which of them is the newest. The rules for our own are those of ``steps/listing.py``; of another
 library, the format decides which steps belong together, and the newest is the one that its writer noted, or else the
 highest.
@@ -51,7 +51,7 @@ class _Entry(NamedTuple):
 
     module: str  # below ``integrations/formats``
     inside: tuple[str, ...] = ()  # patterns of names; a directory that holds one of them may be a checkpoint
-    files: tuple[str, ...] = ()  # patterns of names; a file that is called so may be a checkpoint
+    files: tuple[str, ...] = ()  # patterns of names; a file with such a name may be a checkpoint
     steps: tuple[str, ...] = ()  # patterns of names; a directory that holds one of them may be a run with steps
     function: str = "recognise"
 
@@ -218,7 +218,7 @@ def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSo
     except CheckpointNotFoundError:
         if step is not None or entry.record is None:
             raise
-    return open_checkpoint(location.snapshot())  # the run has deleted the step meanwhile; it may have a new one
+    return open_checkpoint(location.snapshot())  # the run has deleted the step meanwhile; it may have saved a new one
 
 
 def _find_step(location: Location, step: int | None) -> StepEntry:

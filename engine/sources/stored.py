@@ -1,4 +1,4 @@
-"""Trees in files of other libraries: containers made from the key paths of leaves, arrays that are stretches of files.
+"""Trees in files of other libraries: containers made from the key paths of leaves, arrays that are parts of files.
 
 Only the leaves that are asked for are read.
 """
@@ -45,7 +45,7 @@ _EMPTY: dict[str, Any] = {"dict": {}, "list": [], "tuple": ()}
 
 
 class _Branch(dict[str | int, Any]):
-    """A container that may yet turn out to be a list."""
+    """A container that may become a dictionary or a list."""
 
 
 def nested(
@@ -475,8 +475,8 @@ class FetchedTree(TreeSource):
 def renamed_for(source: TreeSource, names: Sequence[str]) -> TreeSource:
     """Return a tree with the names of a template, where joining keys by dots gives the same.
 
-    So ``layers/0/weight`` stands for ``layers.0.weight``, and the other way round: formats without containers, and the
-    state dicts of modules, do not tell one from the other.
+    So ``layers/0/weight`` matches ``layers.0.weight`` and vice versa, because formats without containers, and the state
+    dicts of modules, do not distinguish them.
     """
     source = TreeSource.for_template(source, names)
     ours = {".".join(split(leaf.name)): leaf for leaf in source.leaves}
@@ -498,7 +498,7 @@ def refuse_unreadable(source: TreeSource, leaves: Sequence[SavedLeaf]) -> None:
 
 
 def _apart(ranges: Sequence[Range]) -> list[Range]:
-    """Make arrays whose bytes overlap in the file be copied, so that no two share memory."""
+    """Mark arrays whose bytes overlap in the file to be copied, so that no two share memory."""
     found: list[Range] = []
     file, end = "", 0
     for wanted in ranges:

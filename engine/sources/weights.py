@@ -24,21 +24,21 @@ _CONTAINERS = (
 class Misfits:
     """Human-readable differences between a program and a checkpoint, by path."""
 
-    kept: dict[str, str] = field(default_factory=dict)  # values that the checkpoint has otherwise, with a line for each
+    kept: dict[str, str] = field(default_factory=dict)  # values that the checkpoint has in another form, and a line
     absent: list[str] = field(default_factory=list)  # values that the checkpoint does not have
     moved: dict[str, str] = field(default_factory=dict)  # values with another path in the checkpoint, and that path
     left: list[str] = field(default_factory=list)  # values that only the checkpoint has
 
     def missing(self, paths: Iterable[str]) -> None:
-        """Note values that the checkpoint does not have, unless it is known that it has them otherwise."""
+        """Note values that the checkpoint lacks, unless it is known to have them in another form."""
         self.absent += [path for path in paths if path not in self.kept]
 
     def differs(self, path: str, expected: object, found: object, more: str = "") -> None:
-        """Note a value that the checkpoint has otherwise."""
+        """Note a value that the checkpoint has in another form."""
         self.kept[path] = difference(path, expected, found) + more
 
     def surplus(self, paths: Iterable[str]) -> None:
-        """Note values that only the checkpoint has, unless the program has them otherwise."""
+        """Note values that only the checkpoint has, unless the program has them in another form."""
         self.left += [path for path in paths if path not in self.kept]
 
     def check(self, what: str) -> None:

@@ -22,8 +22,8 @@ from ..format import RECORD, STEP_FOLDER, CheckpointRecord
 from ..storage import REQUESTS, Entry, Location, max_concurrency, parallel_map
 from .records import LATE, LateMetrics, has_record, read_record, with_late
 
-_ATTEMPTS = 10  # reads of a record that a store lists and does not give
-_MANY = 64  # steps from which on their records are read on several threads
+_ATTEMPTS = 10  # reads of a record that a store lists but does not return
+_MANY = 64  # number of steps from which their records are read on several threads
 
 
 @dataclass(frozen=True, slots=True)

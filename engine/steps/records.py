@@ -1,9 +1,9 @@
-"""The commit record of a checkpoint as readers see it, metrics that came later, and the metadata of the run.
+"""The commit record of a checkpoint as readers see it, metrics that were added later, and the metadata of the run.
 
 Another program, such as an evaluator, may add metrics to a step beside the run that writes it. Each of its calls adds a
 file ``metrics/<step>.<token>.json`` to the directory, and changes nothing that the run writes. The file names the
-checkpoint that it is about, not only the step: if the run goes back and saves the step again, the metrics of the old
-one are void. Readers of the steps of a directory add them to its records.
+checkpoint that it is about, not only the step: if the run resumes from an earlier step and saves the step again, the
+metrics of the old one are void. Readers of the steps of a directory add them to its records.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def read_steadily(location: Location, read: Callable[[CheckpointRecord], T]) -> 
 
 
 def read_again(location: Location, look: Callable[[], S], read: Callable[[S], T], changed: Callable[[S], bool]) -> T:
-    """Read what ``look`` finds at a location; once more where it is damaged because another process has changed it."""
+    """Read what ``look`` finds at a location; read it again if it is damaged because another process has changed it."""
     left = attempts_at(location)
     while True:
         found = look()

@@ -245,7 +245,7 @@ class Checkpointable:
     def get_state(
         self, components: Names | None = None, *, not_components: Names | None = None, **options: Any
     ) -> dict[str, Any]:
-        """Take the state: a snapshot, which later changes do not touch.
+        """Return the state: a snapshot, which later changes do not affect.
 
         Args:
             components: Only these of the components below, such as ``"learner/p0"``, a list of such paths, or a pattern
@@ -290,7 +290,7 @@ class Checkpointable:
         return None if kept is None else (kept.args, dict(kept.kwargs))
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return facts for people, as JSON, that go into ``metadata.json`` beside versions, commit and time."""
+        """Return facts for human readers, as JSON, for ``metadata.json``, which also has versions, commit and time."""
         return {}
 
 

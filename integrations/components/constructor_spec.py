@@ -39,7 +39,7 @@ _NESTED = "recipe"  # the kind of an object that is made by a spec of its own
 
 # ---- writing
 
-# Returns the reference to an object that is a component of the same tree, or None if it is none.
+# Returns the reference to an object that is a component of the same tree, or None for any other object.
 Reference = Callable[[Any], str | None]
 # Returns the spec of an object whose arguments were kept, or None.
 Nested = Callable[[Any], "dict[str, Any] | None"]
@@ -294,7 +294,7 @@ class SpecDecoder:
             "torch.dtype": lambda value, _: _torch_dtype(value),
             "device": lambda value, _: _device(value),
             "jax.dtype": lambda value, _: _jax_dtype(value),
-            # Any seed will do: the state has the streams.
+            # Any seed works: the state has the streams.
             "nnx.Rngs": lambda value, _: _framework("flax.nnx").Rngs(**{_identifier(one): 0 for one in as_list(value)}),
             _MISSING: lambda value, _: self._noted(Missing(as_text(value))),
         }

@@ -43,7 +43,7 @@ from .names import STATE
 # Major and minor version of the layout that is written: a reader of the same major version understands it.
 VERSION = (1, 0)
 _DOCUMENT = "component"
-METADATA = "metadata.json"  # the description of a component for people: a copy of the one in its state's folder
+METADATA = "metadata.json"  # the description of a component for human readers: a copy of the one in its state's folder
 KIND = TREES  # kind of the items of a tree of components
 # The folder for arrays in a state's folder: made beforehand, so that the names of both become durable at once.
 DATA = "d"
@@ -62,7 +62,7 @@ class Description:
     # Components of it that are the same object as another component of the tree: their paths from it, and the path from
     # the root of the tree that the other is saved under.
     same: Mapping[Path, Path] = field(default_factory=dict)
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # facts for people; nothing depends on them
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # facts for human readers; nothing depends on them
 
     def encode(self) -> bytes:
         body = {
@@ -233,7 +233,7 @@ class ComponentParts(CommitParts):
             if path and (place / RECORD).exists():
                 continue
             described = self.location / record.items[item_name(path)].folder / COMPONENT
-            with contextlib.suppress(StorageError, DamagedCheckpointError):  # metadata.json is for people only
+            with contextlib.suppress(StorageError, DamagedCheckpointError):  # metadata.json is for human readers only
                 (place / METADATA).write_bytes(described.read_bytes(limit=DOCUMENT_LIMIT))
             if path:
                 write_record(place, part)

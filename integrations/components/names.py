@@ -1,4 +1,4 @@
-"""Paths of components: how people and programs write them, and which components a call selects.
+"""Paths of components: how users and programs write them, and which components a call selects.
 
 A component's path is the names of the edges that lead to it, as in :mod:`~holdfast.integrations.graph`. Here a dot
 belongs to a name, as names of policies often have some; a path without a slash that matches nothing is tried with dots
@@ -41,7 +41,7 @@ def _read_key(key: str, text: str) -> str:
 
 
 def format_component_path(path: Path) -> str:
-    """Format a path as people write it; the root is ``(root)``."""
+    """Format a path as users write it; the root is ``(root)``."""
     return "/".join(STATE if segment == _STATE_ESCAPED else segment.replace("%2E", ".") for segment in path) or "(root)"
 
 
@@ -58,7 +58,7 @@ def name_of(path: Path) -> str:
 
 
 def find(text: str, known: Iterable[Path], where: str) -> Path:
-    """Return the path of a known component that a person wrote."""
+    """Return the path of a known component that a user wrote."""
     paths = [path for path in known if path]
     path = component_path(text)
     if path not in paths and "/" not in text and "." in text:
@@ -84,7 +84,7 @@ class Selection:
         return not above & self._out and (self._in is None or bool(above & self._in))
 
     def leads_to(self, path: Path) -> bool:
-        """Return whether a component is selected, or is on the way to one that is."""
+        """Return whether a component is selected, or lies above a selected one."""
         if self.has(path):
             return True
         excluded = any(path[:length] in self._out for length in range(1, len(path) + 1))

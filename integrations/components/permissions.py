@@ -107,7 +107,7 @@ class Permissions:
             _add(thing, self._allowed, self._patterns, "allowed=")
         self._renamed = {**_renamed, **{_checked(old): new for old, new in (renamed or {}).items()}}
         self._base = base
-        self.main: str | None = None  # what ``__main__`` of the program that saved is called here
+        self.main: str | None = None  # the name in this program of the ``__main__`` that saved
 
     def resolve(self, path: Any, where: str, *, made: bool = False) -> Any:
         """Return the class or function of an import path; ``made`` if the checkpoint wants an instance made."""

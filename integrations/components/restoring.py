@@ -209,7 +209,7 @@ class _Restore:
         keep.check()
 
     def run(self) -> ComponentReport:
-        """Give every component its state, and then those that exist only since another has got its own."""
+        """Restore every component, and then those that exist only since another was restored."""
         try:
             live = paths_of(self.target.root)
             if not self.fresh:  # After the last one, nothing can fail any more.
@@ -270,7 +270,7 @@ class _Restore:
                 _logger.warning("%s: its state could not be undone", format_component_path(one.path), exc_info=True)
 
     def changed_modes(self) -> tuple[str, ...]:
-        """Return the modes of modules and the needs of gradients that the program began with otherwise."""
+        """Return the modes of modules and the ``requires_grad`` flags that the restore has changed."""
         return _values({path: one.modes for path, one in self._done.items()})
 
     def different(self) -> dict[str, str]:
@@ -279,7 +279,7 @@ class _Restore:
         return {f"{path}: {name}": f"{path}: {line}" for path, lines in pairs for name, line in lines.items()}
 
     def _forget_moments(self) -> None:
-        """Remove what optimizers have got for parameters that did not fit, wherever in the tree these are."""
+        """Remove the restored optimizer states of parameters that did not fit, wherever in the tree these are."""
         fresh = [tensor for one in self._done.values() for tensor in one.fresh]
         if not fresh:
             return

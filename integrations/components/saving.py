@@ -246,7 +246,7 @@ def commit_in(start: FilePath) -> str | None:
     with contextlib.suppress(OSError, ValueError):
         for folder in (start, *start.parents):
             git = folder / ".git"
-            if git.is_file():  # of a worktree or a submodule
+            if git.is_file():  # the file of a worktree or a submodule
                 git = folder / _read_text(git).removeprefix("gitdir:").strip()
             if git.is_dir():
                 return _head(git)

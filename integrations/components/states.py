@@ -88,7 +88,7 @@ class OwnReport:
     unused: tuple[str, ...] = ()  # values of the state that the component has no place for
     different: Mapping[str, str] = field(default_factory=dict)  # values that do not fit, each with the reason
     fresh: tuple[Any, ...] = ()  # the tensors among them
-    modes: tuple[str, ...] = ()  # modes of modules and needs of gradients that have changed, for people
+    modes: tuple[str, ...] = ()  # modes of modules and ``requires_grad`` flags that have changed, as text for users
 
 
 # ---- components with a state of their own
@@ -132,7 +132,7 @@ def takes(value: Any, name: str) -> bool:
 
 
 def is_remote(value: Any) -> bool:
-    """Whether a class says that ``get_state`` of its objects may run in a thread, beside that of others."""
+    """Whether a class declares that ``get_state`` of its objects may run in a thread beside others."""
     return getattr(type(value), "__remote__", False) is True and has_own(value, "get_state")
 
 
@@ -152,7 +152,7 @@ class Fetched:
         self._pool.shutdown(cancel_futures=True)
 
     def get(self, value: Any, ask: Callable[[], Any]) -> Any:
-        """Return a state that was asked for, or take it now; raise what the component raised."""
+        """Return a requested state, or take it now; raise what the component raised."""
         found = self._states.get(id(value))
         return ask() if found is None else found.result()
 

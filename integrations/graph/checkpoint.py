@@ -48,7 +48,7 @@ class RestoreListener(Protocol):
 @dataclass(slots=True, eq=False)
 class _CheckpointState(NodeState):
     listeners: weakref.WeakSet[RestoreListener] = field(default_factory=weakref.WeakSet)
-    reported: Mapping[Path, str] = field(default_factory=dict)  # what the last save has logged
+    reported: Mapping[Path, str] = field(default_factory=dict)  # skipped objects that the last save has logged
     restorations: list[Restoration] = field(default_factory=list)  # restores with values for later objects
     saver: _GraphSaver | None = None
 
@@ -215,9 +215,9 @@ class Checkpoint(Node):
         return template.prepare(self._open(path)).apply()
 
     def peek(self, path: Place) -> Peek:
-        """Look at what a restore would take: the step, and the numbers and texts of the program.
+        """Return what a restore would read: the step, and the numbers and texts of the program.
 
-        For programs that must build objects for the step that they resume from. Nothing changes.
+        This is for programs that must build objects for the step that they resume from. Nothing changes.
 
         Args:
             path: A checkpoint, or a directory of numbered ones, whose newest is taken.
@@ -420,6 +420,6 @@ class _GraphSaver:
             items = save.write(awaited)
             record = None if items is None else CheckpointRecord(items=items, time=self._clock.now())
             if record is not None and number is not None:
-                # Retention policies are for checkpoints of a manager; these stay until a person removes them.
+                # Retention policies are for checkpoints of a manager; these stay until a user removes them.
                 record = replace(record, step=number, pinned=True, reason="saved by Checkpoint.save")
             save.commit(record)

@@ -24,7 +24,7 @@ _MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def is_module(value: object) -> bool:
-    """Whether a value is a torch module; what ``ray.remote`` makes of the class of one was never initialized."""
+    """Whether a value is an initialized torch module; one that ``ray.remote`` has made of its class is not."""
     torch = loaded("torch")
     return torch is not None and isinstance(value, torch.nn.Module) and not is_actor_class(type(value))
 
@@ -81,7 +81,7 @@ class TensorSlot:
         return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
     def template(self, shape: Iterable[int]) -> Any:
-        """Return the tensor to compare with: the tensor itself, or what a lazy parameter would become."""
+        """Return the tensor to compare with: the tensor itself, or the one that a lazy parameter would become."""
         if not is_uninitialized(self.anchor):
             return self.anchor
         torch: Any = loaded("torch")
@@ -108,7 +108,7 @@ class _ExtraState(PartState):
         self.thing.set_extra_state(decode_state(value))
 
 
-# ---- modules and optimizers that give and take their state by methods or hooks of their own
+# ---- modules and optimizers that save and restore their state by methods or hooks of their own
 
 OWN_STATE = "_own_state"  # name of the edge from a module to the part of its state_dict() that the graph lacks
 _MODULE_METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")

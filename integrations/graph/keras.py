@@ -1,8 +1,8 @@
 """Models, layers, optimizers, metrics and variables of Keras 3 on torch and jax, as parts of a graph.
 
-What they hold is in their variables. Keras numbers the names of layers that a program does not name in the order in
-which a process makes them (``dense``, ``dense_1``), so that a second model of a process has other names. Here they are
-numbered within the layer that holds them, as in the files of ``save_weights``
+Their state is in their variables. Keras numbers layers without a name of the program in the order in which a process
+makes them (``dense``, ``dense_1``), so that a second model of a process has other names. Here they are numbered within
+the layer that holds them, as in the files of ``save_weights``
 (https://keras.io/api/models/model_saving_apis/weights_saving_and_loading).
 """
 

@@ -199,7 +199,7 @@ class CheckpointManager:
     def restore_or_initialize(self, **options: Any) -> str | None:
         """Restore the newest checkpoint that is whole, or call `init_fn` if there is none.
 
-        Damaged checkpoints are passed over with a warning.
+        Damaged checkpoints are skipped with a warning.
 
         Args:
             **options: As for `Checkpoint.restore`: ``partial``, ``rename``, ``select``, ``exclude``.
@@ -222,7 +222,7 @@ class CheckpointManager:
         return self._path(restored.step)
 
     def peek(self) -> Peek | None:
-        """Look at the newest checkpoint, as `Checkpoint.peek` does; None if there is none."""
+        """Return what `Checkpoint.peek` returns for the newest checkpoint; None if there is none."""
         newest = self.latest_checkpoint
         return None if newest is None else self._checkpoint.peek(newest)
 
@@ -237,7 +237,7 @@ class CheckpointManager:
         self._steps.wait_until_finished()
 
     def close(self) -> None:
-        """Wait for the save that is under way and give the directory back; raise SaveFailedError if it failed."""
+        """Wait for the save that is under way and release the directory; raise SaveFailedError if it failed."""
         self._steps.close()
 
     def __enter__(self) -> Self:
@@ -251,7 +251,7 @@ class CheckpointManager:
     # ---- internal
 
     def _next(self, wanted: int | None) -> list[Any]:
-        """Return the next counter, the number to save under, and the steps to keep for good from now on."""
+        """Return the next counter, the number to save under, and the steps to keep for good."""
         if wanted is not None and wanted in self._steps.all_steps():
             raise CheckpointExistsError(
                 f"{self._path(wanted)} exists already; nothing is overwritten. Choose another number"

@@ -84,7 +84,7 @@ class Matching:
         return any(child is not None and self.graph.nodes[child].edges for child in children)
 
     def _match(self, queue: list[_Visit], *, anew: bool = False, known: _Visit | None = None) -> Iterator[Assignment]:
-        """Walk both graphs; unless ``anew``, skip what is below objects that are bound already, except ``known``."""
+        """Walk both graphs; unless ``anew``, skip objects below those that are bound already, except ``known``."""
         seen: set[tuple[int, int]] = set()
         self._places.clear()
         for visit in queue:  # the queue grows, and keeps all objects alive, so that their ids are unique
@@ -93,7 +93,7 @@ class Matching:
                 view = view.opened()
             if isinstance(view, Leaf):
                 yield from self._leaf(visit, view)
-            # Parts of an immutable container are visited in each place, because each place is built anew.
+            # Parts of an immutable container are visited in each place, because each place is rebuilt.
             if not isinstance(view, Branch) or id(value) in visit.within:
                 continue
             if not anew and visit is not known and self.bindings.binds(number, value):
@@ -197,7 +197,7 @@ class Bindings:
         self._graph = graph
         self._by_number: dict[int, list[Binding]] = {}
         self._numbers: dict[int, dict[int, None]] = {}  # candidate nodes of an object, by its identity
-        self._before: list[tuple[int, list[Binding]]] = []  # what the pass has changed
+        self._before: list[tuple[int, list[Binding]]] = []  # the bindings before the pass, by node
 
     @property
     def fresh(self) -> list[int]:

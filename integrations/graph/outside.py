@@ -1,7 +1,7 @@
 """Leave out objects without state, and refuse objects whose values are not in their Python attributes.
 
-The walk reads attributes. What an extension type, a framework's runtime or another process keeps would be lost without
-a word, so that an object is walked only if its class is made of Python attributes alone.
+The walk reads attributes. The values that an extension type, a framework's runtime or another process holds would be
+silently lost, so an object is walked only if its class is made of Python attributes alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ADVICE = (
     "name the attribute in __untracked__ of its class, or mark it with Untracked"
 )
 _LIBRARIES = {"torch", "jax", "jaxlib", "flax", "optax", "numpy", "lightning", "pytorch_lightning"}
-_ELSEWHERE = {  # where values are, by the prefix of the name of a class or of a base
+_ELSEWHERE = {  # the place of the values, by the prefix of the name of a class or of a base
     "ray.actor.": "in another process",
     "ray._raylet.": "in Ray",
     "tensorflow.": "in TensorFlow",

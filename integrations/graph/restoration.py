@@ -1,4 +1,4 @@
-"""Restore objects: validate, read and write their values, now for those that exist, later for new ones.
+"""Restore objects: validate, read and write their values, at once for existing objects, later for new ones.
 
 A save restores nothing: an object that was built since belongs to the program. :func:`check_restored` refuses a save
 that would lose values of a restore.
@@ -158,9 +158,8 @@ class RestoreStatus:
     def expect_partial(self) -> Self:
         """Declare that values of the checkpoint may stay unrestored.
 
-        No warning is logged for them, and a save leaves them behind: it saves the values of the program, and warns of
-        objects that exist by now and have not got theirs. An object that is attached to a `Node` is restored
-        nevertheless.
+        No warning is logged for them, and a save omits them: it saves the values of the program, and warns of objects
+        that exist and have not received theirs. An object that is attached to a `Node` is restored nevertheless.
         """
         if self._restoration is not None:
             self._restoration.progress.partial = True
@@ -175,7 +174,7 @@ class RestoreStatus:
 
 
 def describe_no_match(report: RestoreReport) -> str:
-    """Describe a restore that found nothing, and what there was to find."""
+    """Describe a restore that matched nothing, and the values of the checkpoint."""
     if not report.missing and not report.restored:
         what = f"{report.checkpoint}: nothing was restored, as nothing has been attached yet"
     else:
@@ -273,7 +272,7 @@ class Restoration:
 
     @property
     def root(self) -> Node:
-        """The object that is restored into; whoever asks keeps it alive."""
+        """The object that is restored into; the caller must keep it alive."""
         root = self._root()
         assert root is not None
         return root
@@ -295,7 +294,7 @@ class Restoration:
             self._prepared(self._matching.from_root(self.root)).apply()
 
     def prepare(self, misfits: Misfits | None = None) -> PreparedRestore:
-        """Read everything that `advance` would restore; the report counts it as restored from now on.
+        """Read everything that `advance` would restore; the report counts it as restored.
 
         With ``misfits``, only values that fit are restored, and the others are noted there.
         """
@@ -500,7 +499,7 @@ def _formatted(paths: Iterable[Path]) -> tuple[str, ...]:
 
 
 def check_restored(restorations: Sequence[Restoration]) -> None:
-    """Raise StateError if a save would lose values that a restore was asked for."""
+    """Raise StateError if a save would lose values that a restore still awaits."""
     lost: list[str] = []
     unrestored: list[str] = []
     superseded: set[Path] = set()  # the values of later restores

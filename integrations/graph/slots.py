@@ -1,8 +1,8 @@
 """Slots: places in live objects that hold one value each, which a save reads and a restore writes.
 
 Objects that change in place are their own slots (tensors, writable numpy arrays, boxes, objects with a state). Every
-other value is replaced where it is attached: an attribute, an entry, or a part of an immutable container that is
-built anew.
+other value is replaced where it is attached: an attribute, an entry, or a part of an immutable container, which is
+rebuilt.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class StateSlot:
 
 
 class PartState(StateSlot):
-    """A part of the state of an object, which gives and takes it by its own methods; the same on all processes."""
+    """A part of the state of an object, saved and restored by the object's own methods; the same on all processes."""
 
     is_stream = False
 
@@ -115,7 +115,7 @@ class MemberSlot:
 
 
 class PartSlot:
-    """A part of an immutable container; to change the part, the container is built anew."""
+    """A part of an immutable container; a change of the part rebuilds the container."""
 
     def __init__(self, owner: Slot, below: Path, value: Any) -> None:
         self._value = value
@@ -148,7 +148,7 @@ class Assignment:
 
 
 def write_slots(changes: list[tuple[Slot, Any]]) -> None:
-    """Change slots; an immutable container is built anew once for all of its parts."""
+    """Change slots; an immutable container is rebuilt once for all of its parts."""
     parts: dict[tuple[int, Path], tuple[Slot, dict[Path, Any]]] = {}
     for slot, value in sorted(changes, key=lambda change: not _begins_epoch(change[0])):
         if isinstance(slot, PartSlot):
@@ -209,7 +209,7 @@ def note_writer(slot: Slot, number: int) -> None:
 
 def forget_kept() -> None:
     """Free the anchors without weak references; called when no restore waits that would overwrite them."""
-    while _kept:  # to free one may call this function again
+    while _kept:  # freeing one may call this function again
         del _writers[_kept.pop()]
 
 

@@ -83,7 +83,7 @@ class Value:
 
 @dataclass(slots=True, eq=False)
 class NodeState:
-    """What holdfast notes of a node, besides the objects that it holds."""
+    """The data that holdfast keeps for a node, besides the objects that it holds."""
 
     untracked: set[str] = field(default_factory=set)  # names of objects that are neither saved nor restored
     root: Any = None  # the object whose edges the node has besides its own, or a weak reference to it

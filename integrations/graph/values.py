@@ -1,4 +1,4 @@
-"""Read values of a checkpoint in the kind, dtype and placement that the program has.
+"""Reads values of a checkpoint in the kind, dtype and placement of the program.
 
 Arrays are restored in place, so the program must have an array for each. Plain values need no object: a list or
 dictionary of plain values, such as a history of losses, takes all saved values, however many. An empty deque, such as a
@@ -67,7 +67,7 @@ class PlainValues:
         for number, node in graph.values():
             name = str(node.value)
             leaf = stored.leaves.get(name)
-            # A node with a type is a box for a number, which the program must make, as it does objects with a state.
+            # A node with a type is a box for a number, which the program must make, like objects with a state.
             if leaf is None or node.type or node.transform is not None or name.startswith(PER_PROCESS):
                 continue
             if leaf.saved.kind in PLAIN_KINDS:

@@ -72,7 +72,7 @@ class Branch:
     label: str  # the name of the type
     edges: list[Edge]  # in the object's own order
     sequence: bool = False  # whether the keys are 0, 1, 2, ...
-    functional: bool = False  # whether a restore builds it anew, so that it is another object afterwards
+    functional: bool = False  # whether a restore rebuilds it, so that it is another object afterwards
     optimizer: Any = None  # the object itself, if it is a torch optimizer
 
 
@@ -202,7 +202,7 @@ def _attributes(holder: Any, children: Iterable[tuple[str, Any]], place: Slot) -
 
 
 def _container(value: Any, place: Slot) -> View:
-    """Return the edges of a container, whose entries can be set, or which is built anew."""
+    """Return the edges of a container, whose entries can be set, or which is rebuilt."""
     contents = expand(value)
     assert contents is not None
     keys = contents.keys if contents.keys is not None else list(range(len(contents.values)))

@@ -1,7 +1,7 @@
 """Wrappers around one module: DDP, ``torch.compile``, Fabric, activation checkpointing. A graph has the module instead.
 
-So a path does not depend on how a program runs its module, and what was saved bare restores wrapped and the other way
-round.
+So a path does not depend on how a program runs its module, and a module that was saved bare restores into a wrapped
+one, and vice versa.
 """
 
 from __future__ import annotations

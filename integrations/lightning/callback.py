@@ -51,7 +51,7 @@ logger = logging.getLogger("holdfast")
 
 
 class CheckpointCallback(ResumingCallback):
-    """Saves a Lightning run, keeps the right checkpoints, and brings the run back where it was, all by itself.
+    """Saves a Lightning run, keeps the right checkpoints, and resumes the run where it stopped, automatically.
 
     ::
 
@@ -68,10 +68,10 @@ class CheckpointCallback(ResumingCallback):
     this callback are never resumed from. ``trainer.test(ckpt_path="best")`` and ``"last"`` work as usual.
 
     SIGTERM only sets a flag. The next point between two batches, or within a validation, saves, waits until the files
-    are durable, and ends the process with status 143; workers of data loaders survive until then. Other exceptions save
-    nothing more (but for ``save_on_exception``), and let a save that is under way finish. Under SLURM, the signal for
-    requeueing saves in the same way, requeues the job, and ends the process with status 75; files that Lightning has
-    saved for requeueing are left alone.
+    are durable, and ends the process with status 143; workers of data loaders survive until then. After other
+    exceptions, the callback does not save (except with ``save_on_exception``), but lets a save that is under way
+    finish. Under SLURM, the signal for requeueing saves in the same way, requeues the job, and ends the process with
+    status 75; files that Lightning has saved for requeueing are left alone.
 
     Under DDP (``strategy="ddp"``) and ``ModelParallelStrategy`` (FSDP2) all processes save one checkpoint, each
     a share of the parameters and of the optimizers, and each its own random generators and place in the data; SIGTERM
@@ -246,7 +246,7 @@ class CheckpointCallback(ResumingCallback):
         step = None if self._store.has_saved else resume_step(self._options.resume, self._store.manager)
         return ResumePath(self._store.directory, step) if steps else None
 
-    # ---- what trainers and loggers ask of a ModelCheckpoint; scores are 0-d tensors, and None without best_fn
+    # ---- attributes of a ModelCheckpoint that trainers and loggers read; scores are 0-d tensors, None without best_fn
 
     @property
     def monitor(self) -> str | None:
@@ -271,7 +271,7 @@ class CheckpointCallback(ResumingCallback):
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
-        """Ignore the path from a trainer that has forked its processes, as the directory has it."""
+        """Ignore the path from a trainer that has forked its processes, because the directory has it."""
 
     @property
     def best_model_score(self) -> torch.Tensor | None:

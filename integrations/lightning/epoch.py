@@ -41,7 +41,7 @@ def loader_states(loaders: Sequence[object]) -> list[Any]:
 
 
 def load_loader_states(loaders: Sequence[object], saved: Sequence[Any]) -> None:
-    """Give the loaders that carry a state the states that :func:`loader_states` returned."""
+    """Restore the states that :func:`loader_states` returned in the loaders that carry a state."""
     stateful = [loader for loader in loaders if _is_stateful(loader)]
     if len(stateful) != len(saved):
         raise StateError(
@@ -61,7 +61,7 @@ def end_loader_epoch(loaders: Sequence[Any], saved: Sequence[Any]) -> None:
         # The first iterator applies the state and has no batches, so it must not be that of the next epoch.
         iterator = iter(loader)
         if iterator is not loader:
-            next(iterator, None)  # A generator function does nothing before its first value.
+            next(iterator, None)  # A generator function runs nothing before its first value.
 
 
 def all_stateful(loaders: Sequence[object]) -> bool:
@@ -309,7 +309,7 @@ class Drawing:
         self._before = capture()
 
     def after(self) -> dict[str, Any]:
-        """Return the states from which a batch was drawn that no earlier batch has left behind."""
+        """Return the generator states that a batch was drawn from, except those that an earlier batch left."""
         before, self._before = self._before, None
         if before is None:
             return {}

@@ -1,7 +1,7 @@
 """How a checkpoint restores a module, its optimizers and schedulers, also those of a program that has changed.
 
-torch numbers the parameters of an optimizer by their order. A checkpoint of ours notes their names as well, so that
-what an optimizer keeps for a parameter follows it, even if the program has its parameters in another order now.
+torch numbers the parameters of an optimizer by their order. A checkpoint of holdfast also stores their names, so that
+the state of a parameter follows it even if the order of the parameters has changed.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Fitting:
         origins, taken = _matched(live, saved), []
         for index, origin in enumerate(origins):
             if origin is not None and hasattr(optimizers[index], "consolidate_state_dict"):
-                taken.append(states[origin])  # This optimizer divides its state among processes by itself.
+                taken.append(states[origin])  # This optimizer itself divides its state among processes.
                 self._groups.append((0, []))
                 continue
             fresh = optimizers[index].state_dict()
@@ -215,7 +215,7 @@ class Fitting:
         original({**checkpoint, "optimizer_states": taken})
 
     def _fitting(self, index: int, fresh: _State, live: _Optimizer, state: _State, saved: _Optimizer) -> _State:
-        """Return the state of one optimizer: from the saved one what fits, otherwise the fresh state."""
+        """Return the state of one optimizer: the parts of the saved state that fit, otherwise the fresh state."""
         assert self.misfits is not None
         place, groups = f"optimizer_states/{index}", fresh["param_groups"]
         none: list[int | None] = [None] * len(groups)
@@ -356,7 +356,7 @@ def _origins_of_groups(live: _Names, saved: _Names) -> list[int | None]:
 
 
 def _closest(index: int, names: AbstractSet[Any], others: Mapping[int, AbstractSet[Any]]) -> int | None:
-    """Return which of the others shares most names, ``index`` where several do; None if none shares any."""
+    """Return the index of the other set that shares most names, ``index`` in a tie; None if no set shares any."""
     shared = {other: len(names & found) for other, found in others.items()}
     best = max(shared, key=lambda other: (shared[other], other == index), default=None)
     return best if best is not None and shared[best] else None
@@ -370,7 +370,7 @@ def _suit_by_order(groups: Sequence[_State], parameters: Sequence[Any], state: _
 
 
 def _suits(entry: Any, parameter: Any) -> bool:
-    """Return whether all that an optimizer keeps for a parameter can belong to this one, judged by the shapes."""
+    """Return whether the shapes permit that an optimizer's state of a parameter belongs to this one."""
     if isinstance(entry, torch.Tensor):
         shape = tuple(entry.shape)
         same = len(shape) == parameter.dim() and all(a in (1, b) for a, b in zip(shape, parameter.shape, strict=True))

@@ -55,20 +55,20 @@ else:
 
 
 class ResumingCallback(OnExceptionCheckpoint):
-    """The one kind of callback that a trainer asks for a checkpoint when ``fit`` is given none."""
+    """The only kind of callback that a trainer asks for a checkpoint if ``fit`` got none."""
 
     def __init__(self) -> None:
-        """Take nothing: the base class only notes the one file that it would save on an exception.
+        """Take no arguments: the base class only stores the file that it would save on an exception.
 
-        Parsers of arguments (LightningCLI) look here for what ``**unknown`` of a derived class may be.
+        Parsers of arguments (LightningCLI) resolve ``**unknown`` of a derived class here.
         """
 
 
 class ResumePath(str):
-    """The path that a trainer resumes from by itself: the newest whole checkpoint of a directory, or one of its steps.
+    """The path that a trainer resumes from: the newest whole checkpoint of a directory, or one of its steps.
 
-    A trainer takes only paths that its own file systems find. Where the directory is not on this machine, the path is
-    some directory that is; messages show the real one.
+    A trainer accepts only paths that its own file systems find. If the directory is not on this machine, the path is
+    that of an existing directory; messages show the real one.
     """
 
     directory: Location
@@ -92,8 +92,8 @@ class HoldfastCheckpointIO(CheckpointIO):
         trainer = L.Trainer(plugins=[HoldfastCheckpointIO()])
         trainer.test(model, ckpt_path="runs/x/checkpoints/1200")  # or the directory, for the newest
 
-    It writes nothing of its own. With a strategy that loads by itself, such as ``ModelParallelStrategy``, Lightning
-    takes no such plugin.
+    It writes nothing of its own. With a strategy that itself loads, such as ``ModelParallelStrategy``, Lightning
+    accepts no such plugin.
 
     Args:
         inner: What writes, and reads all other paths; None is Lightning's own ``TorchCheckpointIO``.
@@ -222,7 +222,7 @@ def _load_in_place(
     *args: Any,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Let a strategy that loads into its module and optimizers by itself do so from the engine, too."""
+    """Make a strategy that itself loads into its module and optimizers use the engine."""
     state = ShardedState(strategy)
     if (checkpoint := plugin.read(path, state.template)) is None:
         return original(path, *args, **kwargs)
@@ -243,7 +243,7 @@ def redirect_resume(trainer: Any, choose: Callable[[Any], Any]) -> None:
     hooks.place(checkpoint_connector(trainer), "resume_start", resume_start)
 
 
-# ---- modules made from checkpoints, and steps for trainers that have no callback of ours
+# ---- modules made from checkpoints, and steps for trainers without our callback
 
 
 Step = int | Literal["best", "latest"] | None

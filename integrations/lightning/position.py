@@ -53,8 +53,8 @@ class Position:
 
     The order of the batches of an epoch depends on the generators at three points: where the data loader makes its
     iterator (it seeds the workers, which begin to load), at the first batch (samplers without workers are seeded), and
-    at each batch after that, as the model draws from the same generators. To bring back a loader without a state, a
-    resume repeats the first two with the generators as they were then, and draws the earlier batches again.
+    at each batch after that, as the model draws from the same generators. To restore a loader without a state, a resume
+    repeats the first two with the saved generator states, and draws the earlier batches again.
     """
 
     def __init__(self, trainer: Any, hooks: LoopHooks) -> None:
@@ -158,7 +158,7 @@ class Position:
     def _run(self, original: Callable[[], None]) -> None:
         original()
         saved, self._saved = self._saved, None
-        if saved is not None:  # Nothing was left to do: what the program does next begins where it did after the run.
+        if saved is not None:  # Nothing was left to do: the program continues with the state at the end of the run.
             self._go_to_end(saved)
             for callback in callbacks_of(self._trainer, "WeightAveraging"):  # puts the average in place of the weights
                 callback.on_train_end(self._trainer, self._trainer.lightning_module)
@@ -429,7 +429,7 @@ def _reshard(
 
 
 def _left(before: int, now: int) -> str:
-    """Return what happens to the state that belongs to one process each, as text."""
+    """Describe what happens to state that belongs to single processes."""
     what = "random generators and averages over the epoch"
     if now > before:
         return f"Processes from {before} on begin with fresh {what}"

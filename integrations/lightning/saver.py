@@ -230,7 +230,7 @@ class FitSaver:
         original()
 
     def during_validation(self) -> None:
-        """Leave a validation if the process is to end, as time may run out; save the state of before the validation."""
+        """Leave a validation if the process is to end, as time may run out; save the state from before it."""
         if not self._position.in_validation or not self._stop.in_validation():
             return
         step, before = self._trainer.global_step, self._before_validation
@@ -339,7 +339,7 @@ class FitSaver:
             )
 
     def _warn_of_gradients(self) -> None:
-        """Say once that a module with manual optimization carries gradients to the next batch."""
+        """Warn once that a module with manual optimization carries gradients to the next batch."""
         if not self._has_warned_of_gradients and (carried := self._gradients.gradients(certain=True)):
             self._has_warned_of_gradients = True
             logger.warning(

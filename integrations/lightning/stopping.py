@@ -71,9 +71,9 @@ class Signals:
 
 
 def take_over(connector: Any, preemption: PreemptionSignal) -> None:
-    """Replace Lightning's handler of SIGTERM by one that sets a flag, on top of the handler of before.
+    """Replace Lightning's handler of SIGTERM by one that sets a flag, on top of the previous handler.
 
-    When the run ends, Lightning restores the handler that was there before its own, as always.
+    When the run ends, Lightning restores the handler that it had replaced, as usual.
     """
     is_lightnings = is_lightnings_handler(signal.getsignal(signal.SIGTERM))
     in_main_thread = threading.current_thread() is threading.main_thread()

@@ -71,7 +71,7 @@ def can_save(strategy: Any) -> bool:
 
 
 def is_sharded(strategy: Any) -> bool:
-    """Return whether parameters are DTensors, which the strategy saves and loads by itself."""
+    """Return whether parameters are DTensors, which the strategy itself saves and loads."""
     return _SHARDED in _kinds(strategy)
 
 
@@ -93,10 +93,10 @@ def replicas(strategy: Any) -> int:
 
 
 def release_children(trainer: Any) -> None:
-    """Let all processes of a run end by themselves.
+    """Keep a trainer from killing the processes that it has started.
 
-    A trainer that has started the others kills all that are left, and itself, as soon as one has ended with a status
-    other than 0. After SIGTERM, all of them do.
+    As soon as one has ended with a status other than 0, it would kill the others and itself, but after SIGTERM all end
+    with such a status.
     """
     processes = getattr(trainer.strategy.launcher, "procs", None)
     if isinstance(processes, list):
@@ -132,7 +132,7 @@ class SharedState:
         gloo = torch.distributed.get_backend() == "gloo"
         self._channel = torch.device("cpu") if gloo else strategy.root_device
         self._parameters = {unwrapped_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-        # An optimizer that shards its state by itself gives all of it to process 0, and nothing to the others.
+        # An optimizer that itself shards its state returns all of it on process 0, and nothing on the others.
         self._optimizers = {
             index
             for index, optimizer in enumerate(strategy.optimizers)

@@ -230,7 +230,7 @@ def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
 logger = logging.getLogger("holdfast")
 
 _TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
-_LIBRARIES = ("numpy", "torch", "omegaconf", "builtins")  # whose classes are saved by name
+_LIBRARIES = ("numpy", "torch", "omegaconf", "builtins")  # libraries whose classes are saved by name
 
 _MAKE: dict[str, Callable[[Any], Any]] = {
     "pathlib.Path": pathlib.Path,
@@ -245,7 +245,7 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
 
 
 def as_plain(value: Any) -> tuple[Any, str] | None:
-    """Return a value as plain data, which may hold further such values, and its type; None if the type is unknown."""
+    """Return a value as plain data, which may contain further such values, and its type; None for unknown types."""
     kind = type(value)
     if isinstance(value, pathlib.PurePath):
         return str(value), "pathlib.Path" if isinstance(value, pathlib.Path) else f"pathlib.{kind.__name__}"

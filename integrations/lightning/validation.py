@@ -1,7 +1,7 @@
 """The state of a run before a validation, for a run that must end during the validation.
 
 During a validation the state is not consistent: callbacks exchange the weights for an average, and modules count, cache
-and switch their modes. So a save in a validation needs the state of before. If hooks of the program run in the
+and switch their modes. So a save in a validation needs the state from before it. If hooks of the program run in the
 validation, that state is copied; otherwise its tensors are watched, and a validation that changes one runs to its end.
 """
 

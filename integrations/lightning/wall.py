@@ -54,8 +54,8 @@ _CONNECTOR = "trainer.connectors.checkpoint_connector"
 _GIVEN = "holdfast_given_path"  # the attribute of a connector that notes the ``ckpt_path`` of the call
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
-# Trainers find a callback that resumes by itself as ``ckpt_path="last"``. Lightning then warns about a model that was
-# not given, and in a first run about a missing "last", although the user has not asked for it.
+# Trainers find a callback that resumes automatically as ``ckpt_path="last"``. Lightning then warns about a model that
+# was not given, and in a first run about a missing "last", although the user has not asked for it.
 _MISLEADING = (
     r"`\.fit\(ckpt_path=None\)` was called without a model\.",
     r'\.fit\(ckpt_path="last"\) is set, but there is no last checkpoint available\.',
@@ -155,7 +155,7 @@ def _is_in_slurm() -> bool:
 
 
 class LoopHooks:
-    """Wrappers around methods of single objects, which act where ``applies()``, until :meth:`remove` takes them off."""
+    """Wrappers around methods of single objects, active while ``applies()``, until :meth:`remove` removes them."""
 
     def __init__(self, applies: Callable[[], bool] = lambda: True) -> None:
         self._placed: list[tuple[Any, str, Any, Any]] = []
@@ -176,7 +176,7 @@ class LoopHooks:
         setattr(owner, name, method)
 
     def remove(self) -> None:
-        """Take all wrappers off. A wrapper that another one wraps stays, and only calls the original method."""
+        """Remove all wrappers. A wrapper that another one wraps stays, and only calls the original method."""
         self._active = False
         for owner, name, before, method in reversed(self._placed):
             if vars(owner).get(name) is not method:
@@ -246,7 +246,7 @@ def cluster_environment(trainer: Any) -> Any:
 
 
 def handler_before_lightnings(connector: Any, number: signal.Signals) -> Any:
-    """Return the handler of a signal that a trainer has put its own in the place of; None if there was none."""
+    """Return the handler of a signal that a trainer has replaced by its own; None if there was none."""
     return connector._original_handlers.get(number)
 
 
@@ -378,7 +378,7 @@ _FILES = (".lr_find", ".scale_batch_size")
 
 
 def is_search_file(path: object) -> bool:
-    """Return whether a path is that of a file that a search goes back to after its trials."""
+    """Return whether a path is that of a file that a search restores after its trials."""
     return os.path.basename(str(path)).startswith(_FILES)
 
 

@@ -56,7 +56,7 @@ class StepOutcome:
     Attributes:
         saved: Whether this call saved the step. The files are written in the background, except after a preemption,
             when they are durable already.
-        reason: Why it was saved, or why not, for people.
+        reason: Why it was saved, or why not, as text for users.
         should_stop: Whether to leave the loop now.
     """
 
@@ -69,7 +69,7 @@ _NOTHING_DUE = StepOutcome(saved=False, reason="nothing is due", should_stop=Fal
 
 
 class CheckpointCallback:
-    """Saves a training loop's state, keeps the right checkpoints, and brings the loop back where it was.
+    """Saves a training loop's state, keeps the right checkpoints, and resumes the loop where it stopped.
 
     ::
 
@@ -112,14 +112,14 @@ class CheckpointCallback:
     so that ``on_step`` may be called for each micro-batch. Several processes save none, and warn.
 
     The global random generators of Python, numpy and torch, which ``torch.randn``, dropout and ``np.random.shuffle``
-    draw from, are saved with the extras, and restored when everything else is. So draw what the program needs once,
-    such as a validation set, before ``restore_or_initialize``. ``global_generators=False`` leaves them out.
+    draw from, are saved with the extras, and restored after everything else. So draw random values that the program
+    needs once, such as a validation set, before ``restore_or_initialize``. ``global_generators=False`` leaves them out.
 
     SIGTERM only sets a flag. The next ``on_step`` saves, waits until the files are durable, and asks to stop;
     ``sys.exit(checkpoint.exit_status)`` then informs the scheduler. Leaving the ``with`` block saves the last step if
-    it is not saved yet, waits for the files and closes. Leaving it by an exception saves nothing more, but lets a save
-    that is under way finish. Worker processes that are started after the callback was made survive a signal to the
-    whole job.
+    it is not saved yet, waits for the files and closes. Leaving it by an exception does not save, but lets a save that
+    is under way finish. Worker processes that are started after the callback was made survive a signal to the whole
+    job.
 
     In a program of several processes (``jax.distributed`` or ``torch.distributed``), each makes a callback and calls it
     at every step. All save the arrays together; each process saves and restores its own of the other extras, such as
@@ -270,7 +270,7 @@ class CheckpointCallback:
     def preempted(self) -> bool:
         """Whether one of the signals has arrived.
 
-        It costs next to nothing, so evaluation loops may ask it as well: a supervisor that watches for hangs then sees
+        It costs next to nothing, so evaluation loops may read it, too: a supervisor that watches for hangs then sees
         that the program is alive.
         """
         self._manager.observer.reached("validation", self._saver.step)
@@ -331,11 +331,11 @@ class CheckpointCallback:
             return self._restore_or_initialize(state, like, extras)
 
     def peek(self) -> Peek | None:
-        """Look at what ``restore_or_initialize`` will take, before the state is built.
+        """Return what ``restore_or_initialize`` will restore, before the state is built.
 
-        For programs whose state depends on the step: pruned layers, groups of parameters that were added.
-        All processes call it together. The step is that of ``resume``; only its extras are read, so that a step whose
-        state turns out to be damaged is passed over by the restore alone.
+        This is for programs whose state depends on the step: pruned layers, added groups of parameters. All processes
+        call it together. The step is that of ``resume``. Only its extras are read, so this may return a step that the
+        restore skips because its state is damaged.
 
         Returns:
             Step, extras, metrics and metadata, or None for a fresh start. The extras of objects are the states that
@@ -491,7 +491,7 @@ class CheckpointCallback:
                 every = self._with_generators(extras)
                 restored = restore(self._manager, adapter, initial, every, self._options)
         except BaseException:
-            self._begun = False  # Otherwise the loop could continue without what it has not restored.
+            self._begun = False  # Otherwise the loop could continue without the values that it has not restored.
             raise
         if restored is None:
             directory = self._manager.directory

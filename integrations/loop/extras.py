@@ -83,7 +83,7 @@ def restore_extras(step: int, state: Any, extras: Mapping[str, Any], saved: Mapp
             if batches is not None:
                 counters = _epoch_counters(state, extras, saved)
                 if step in [epochs * batches for epochs in counters.values()]:
-                    counters = {}  # One has counted the epoch; others, such as a limit or the best one, do not matter.
+                    counters = {}  # One has counted the epoch; others, such as limits, do not matter.
                 uncounted = [counter for counter, epochs in counters.items() if (epochs + 1) * batches == step]
                 if uncounted:
                     restore_loader(extra, saved[name], begins=False)

@@ -91,7 +91,7 @@ class LiveAdapter(StateAdapter):
     def __init__(self, misfits: Misfits | None = None) -> None:
         super().__init__(misfits)
         self._versions = TensorVersions()
-        self._attributes: Mapping[str, Any] = {}  # those before the first step that no checkpoint has
+        self._attributes: Mapping[str, Any] = {}  # attributes before the first step that no checkpoint has
 
     def watch(self, state: Any) -> None:
         self._versions.watch(state)
@@ -288,7 +288,7 @@ class UsedGradients:
         self._is_watching = False
 
     def watch(self) -> None:
-        """Note every step of an optimizer of torch from now on."""
+        """Begin to note every step of an optimizer of torch."""
         torch: Any = loaded("torch")
         if self._is_watching or torch is None:
             return
@@ -332,13 +332,13 @@ class TensorVersions:
         self._unused: dict[str, tuple[Any, _Gradient]] = {}  # parameters and their gradients at the last step
 
     def watch(self, state: Any) -> None:
-        """Note the versions before the first step; the program may create further tensors later."""
+        """Store the versions before the first step; the program may create further tensors later."""
         self._begun = {id(tensor): tensor._version for tensor in named_tensors(state).values()}
         if self._begun:
             self._used.watch()
 
     def note(self, state: Any) -> None:
-        """Note the present versions."""
+        """Store the present versions."""
         parts = [part for _, part in located(state, _is_watched)]
         self._before = self._noted
         if len(parts) != len(self._parts) or any(map(_differ, parts, self._parts)):

@@ -87,7 +87,7 @@ class StateAdapter:
         """Begin to watch the state, before the first step."""
 
     def gradients(self, *, certain: bool = False) -> Mapping[str, Any]:
-        """Return by name the gradients in the last step's state that no optimizer has used; ``certain``: but will."""
+        """Return the unused gradients of the last step by name; with ``certain``, those that an optimizer will use."""
         return {}
 
     def note(self, state: Any) -> None:
@@ -98,7 +98,7 @@ class StateAdapter:
         return None
 
     def describe(self, state: Any) -> str:
-        """Return what a state without weights is, for an error message."""
+        """Describe a state without weights, for an error message."""
         return f"a {type(state).__name__} without params"
 
     def with_weights(self, state: Any, place: Place) -> tuple[Any, str]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("holdfast")
 
-_SLOW = 1e-3  # seconds a step; more than that for the positions causes a warning
+_SLOW = 1e-3  # seconds a step; a warning follows if taking the positions takes longer
 _SAMPLES = 3  # slow steps in a row before the warning
 
 

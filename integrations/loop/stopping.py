@@ -25,7 +25,7 @@ _Progress = tuple[int, int]  # finished batches and epochs, and batches of a val
 
 
 class Stop(Protocol):
-    """Decides at each point where a run can stop whether it has to."""
+    """Decides at each point where a run can stop whether it must."""
 
     def begin(self) -> None:
         """Start when training begins."""
@@ -55,7 +55,7 @@ def stop_of(
 
 
 class OwnStop:
-    """Stops a process by itself at the next point after its signal; JAX makes its processes agree on the point."""
+    """Stops a single process at the next point after its signal; JAX makes its processes agree on the point."""
 
     def __init__(self, preemption: PreemptionSignal) -> None:
         self._preemption = preemption
