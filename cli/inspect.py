@@ -1,4 +1,4 @@
-"""``holdfast ls``, ``show`` and ``verify``: looking at checkpoints without any framework."""
+"""``holdfast ls``, ``show`` and ``verify`` inspect checkpoints without any framework."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _saying_where_else(location: Location) -> Iterator[None]:
 
 
 def _names(checkpoints: list[tuple[int | None, str]], step: str = "", other: str = "-") -> list[str]:
-    """Return what to call checkpoints: by step, unless they have several prefixes."""
+    """Return the names of checkpoints: their steps, unless they have several prefixes."""
     names = [path.rpartition("/")[2] for _, path in checkpoints]
     if len({name.rstrip("0123456789") for name in names}) > 1:
         return names

@@ -29,7 +29,7 @@ FORWARDED = tuple(
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)  # Some systems lack some of them.
 )
-_TICK = 0.25  # seconds between two looks at the child's events and heartbeats
+_TICK = 0.25  # seconds between two checks of the child's events and heartbeats
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # options of prctl(2)
 
 
@@ -77,15 +77,15 @@ class Program:
     """One start of a command, in a process group of its own.
 
     What the command starts becomes a child of this process when its parent dies (on Linux), so that nothing outlives
-    :meth:`sweep`: the workers of torchrun, which have sessions of their own, among others. Where this process dies,
-    the command gets SIGTERM.
+    :meth:`sweep`: the workers of torchrun, which have sessions of their own, among others. If this process dies, the
+    command gets SIGTERM.
 
     Args:
         command: The program and its arguments.
         folder: Where the program leaves its events and heartbeats; a new one for every start.
         signals: The signals to forward, already caught.
         environment: Variables for the program in addition to those of this process.
-        output: A file that takes what the program prints; None leaves that to the terminal.
+        output: A file for the output of the program; None leaves it to the terminal.
 
     Raises:
         OSError: The program cannot be started.

@@ -103,7 +103,7 @@ def _runs(config: str, overrides: Sequence[str]) -> dict[str, Configuration]:
     from ..recipes.runner import places_of
 
     runs: dict[str, Configuration] = {}
-    problems: dict[Problem, None] = {}  # of all runs, without duplicates
+    problems: dict[Problem, None] = {}  # problems of all runs, without duplicates
     for name, arguments in expand_sweep(overrides):
         try:
             one = load_configuration(config, arguments)

@@ -1,4 +1,4 @@
-"""The output of the commands: tables for people, JSON for programs."""
+"""The output of the commands: tables for users, JSON for programs."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def age(seconds: float) -> str:
-    """Return a span of time for people.
+    """Return a human-readable span of time.
 
     >>> age(7300)
     '2 h'
@@ -121,7 +121,7 @@ def age(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a span of time for people, in two units at most.
+    """Return a human-readable span of time, in two units at most.
 
     >>> duration(0.0042), duration(12.34), duration(3725)
     ('4 ms', '12.3 s', '1 h 02 min')

@@ -31,7 +31,7 @@ def one_line(name: object) -> str:
 
 
 def say(*texts: object, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
-    """Print printable text; the commands print everything for people with this function."""
+    """Print printable text; the commands print all text for users with this function."""
     print(*map(visible, texts), end=end, file=file, flush=flush)
 
 

@@ -1,7 +1,8 @@
 """``holdfast supervise`` starts a program again until its run has finished.
 
-What counts is the run's own record: whether it has finished or was preempted, and its newest step. The status of the
-program comes second, because torchrun turns every status into 1, and some trainers end with 0 after SIGTERM.
+The supervisor relies on the run's own record: whether it has finished or was preempted, and its newest step. It uses
+the status of the program only in addition, because torchrun turns every status into 1, and some trainers end with 0
+after SIGTERM.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class RunRecord:
     """The last state that each run of one start of the program has reported, and the newest steps."""
 
     states: dict[tuple[str, int], str] = field(default_factory=dict)  # by directory and process
-    newest: dict[str, int] = field(default_factory=dict)  # when the run acquired its directory; -1 for no step
+    newest: dict[str, int] = field(default_factory=dict)  # the step when the directory was acquired; -1 for none
     runs: dict[str, str] = field(
         default_factory=dict
     )  # the last token by directory, where process 0 is of this program
@@ -118,7 +119,7 @@ class Start:
 class RestartPolicy:
     """When to start the program again."""
 
-    max_restarts: int = 10  # after crashes and hangs; preemptions are free
+    max_restarts: int = 10  # after crashes and hangs; preemptions do not count
     pause: float = 1.0  # seconds before the first restart; doubles with every crash without progress in between
     longest_pause: float = 300.0
 
@@ -163,7 +164,7 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What to do next."""
+    """The next action."""
 
     action: Literal["end", "restart"]
     why: str
@@ -222,7 +223,7 @@ class _Log:
 
 
 def in_words(event: str, facts: Mapping[str, Any]) -> str:
-    """Return an event as people read it; nothing in it moves the cursor of a terminal."""
+    """Return an event as readable text; nothing in it moves the cursor of a terminal."""
     match event:
         case "started":
             said = f"started {shlex.join(facts['command'])} (process {facts['pid']}, start {facts['start'] + 1})"
@@ -416,7 +417,7 @@ class SlowSaves:
         self._slow = False
 
     def note(self, event: Mapping[str, Any]) -> None:
-        """Look at one event of the run."""
+        """Check one event of the run."""
         if event["event"] != "saved":
             return
         seconds = event.get("total_seconds")

@@ -54,7 +54,7 @@ def _listed(location: Location) -> dict[str, CheckpointSummary]:
 def _changes(
     before: dict[str, CheckpointSummary], now: dict[str, CheckpointSummary]
 ) -> Iterator[tuple[str, CheckpointSummary, str]]:
-    """Generate each difference between two listings: what has happened, to which checkpoint, and the rest of a line."""
+    """Generate each difference between two listings: the change, its checkpoint, and the rest of a line."""
     for path in sorted(before.keys() - now.keys(), key=lambda path: before[path].step):
         yield "deleted", before[path], f"{before[path].step}"
     for path, item in sorted(now.items(), key=lambda pair: pair[1].step):

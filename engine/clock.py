@@ -1,4 +1,4 @@
-"""The clock, which tests replace; durations such as ``"15m"``; rates and sizes; how far a long call is."""
+"""The clock, which tests replace; durations such as ``"15m"``; rates and sizes; the progress of a long call."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def bytes_per_second(rate: Rate, *, name: str = "rate") -> float:
 
 
 def format_size(number: int) -> str:
-    """Return bytes for people, in powers of 1000.
+    """Return bytes as readable text, in powers of 1000.
 
     >>> format_size(999950), format_size(1234567)
     ('1.0 MB', '1.2 MB')

@@ -1,4 +1,4 @@
-"""Lists of the steps in a directory and of the leaves in a checkpoint, as data for programs and for people."""
+"""Lists of the steps in a directory and of the leaves in a checkpoint, as data for programs and users."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Observer(Protocol):
         return
 
     def wants(self, step: int) -> str | None:
-        """Return why a step is saved although nothing else asks for it, or None."""
+        """Return the reason to save a step although no trigger is due, or None."""
         return None
 
     def reached(self, point: Point, step: int | None) -> None:
@@ -82,7 +82,7 @@ class Unobserved(Observer):
 def process_observer() -> Observer:
     """Return the observer of this process: the one that ``HOLDFAST_OBSERVER`` names, else one that does nothing.
 
-    The first manager or location that asks for it makes it, and it stays.
+    The first manager or location that needs it makes it, and it stays.
     """
     name = os.environ.get(OBSERVER)
     if not name:
@@ -107,9 +107,9 @@ def check_write(url: str) -> None:
 
 @functools.cache
 def _check_no_stray() -> None:
-    """Raise StateError where a program that is rehearsed has started this process without the variable that says so.
+    """Raise StateError if a rehearsed program has started this process without the variable of the rehearsal.
 
-    It would write to the real directories. The variable with an empty value says that it may.
+    It would write to the real directories. The variable with an empty value permits that.
     """
     parent, found = os.getppid(), b""
     while parent > 1 and DRILL not in os.environ and not found:

@@ -118,7 +118,7 @@ class ArrayHandle:
 
     @property
     def sharding(self) -> str:
-        """How it was divided among devices, for people; ``""`` if it was not."""
+        """How it was divided among devices, as text for users; ``""`` if it was not."""
         return self._leaf.saved.sharding_text
 
     @property

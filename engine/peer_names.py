@@ -71,7 +71,7 @@ def keyword_only(function: Callable[..., Any]) -> list[str]:
 
 
 def refuse_unknown(taker: str, unknown: Mapping[str, object], known: Collection[str]) -> None:
-    """Raise UnknownArgumentError, with the names that there are instead, if there are arguments that are not known."""
+    """Raise UnknownArgumentError, with the known names, if there are unknown arguments."""
     if unknown:
         names = ", ".join(f"{name}{instead_of(name, known)}" for name in sorted(unknown))
         takes = f"It takes {', '.join(known)}" if known else "It takes none"
@@ -79,7 +79,7 @@ def refuse_unknown(taker: str, unknown: Mapping[str, object], known: Collection[
 
 
 def refuse_unexpected(taker: str, unknown: Iterable[str], known: Collection[str]) -> None:
-    """Raise UnknownArgumentError for a name that is not known; say what another library's name is called here."""
+    """Raise UnknownArgumentError for an unknown name, with the equivalent of another library's name."""
     for name in unknown:
         raise UnknownArgumentError(f"{taker}() got an unexpected keyword argument {name!r}{instead_of(name, known)}")
 

@@ -129,7 +129,7 @@ def restore_state(thing: object, state: Any) -> Any:
         if isinstance(thing, LoaderPosition):
             thing.begin()
         elif begins_epoch(thing):
-            # Some begin when they are asked for their state; others may have none before they begin.
+            # Some begin when their state is requested; others may have none before they begin.
             with contextlib.suppress(Exception):
                 getattr(thing, methods[0])()
         return thing
@@ -257,12 +257,12 @@ class LoaderPosition(Iterator[Any]):
         return {"position": self.position}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Go on from another position; the loader is asked for its batches with the next one."""
+        """Continue from another position; the loader begins with the next batch."""
         self.position = _position(state["position"])
         self._batches = None
 
     def begin(self) -> None:
-        """Go to the position now, if it is within an epoch; otherwise the next batch begins the next epoch."""
+        """Go to the position at once, if it is within an epoch; otherwise the next batch begins the next epoch."""
         length = self._length()
         if self.position % length if length else self.position:
             self._go_to(self.position)
@@ -302,7 +302,7 @@ class LoaderPosition(Iterator[Any]):
 def skip_to(loader: Iterable[Any], n: int = 0) -> LoaderPosition:
     """Return the batches of a plain loader from one of them on, as an iterator whose position can be saved.
 
-    The loader is begun anew in each epoch, without end. It must give the same batches each time, or depend on the epoch
+    The loader starts again in each epoch, without end. It must give the same batches each time, or depend on the epoch
     alone: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called. Where
     the loader has a length, whole epochs are skipped at once; the other batches are drawn again and dropped.
 
@@ -315,7 +315,7 @@ def skip_to(loader: Iterable[Any], n: int = 0) -> LoaderPosition:
         it as any other.
 
     Raises:
-        OptionError: The loader is an iterator, which cannot be begun anew, or a ``DataLoader`` that shuffles by a
+        OptionError: The loader is an iterator, which cannot be restarted, or a ``DataLoader`` that shuffles by a
             random generator.
 
     >>> batches = skip_to(["a", "b", "c"], 4)
@@ -383,7 +383,7 @@ def _with_generators(loader: Any, state: Any) -> Any:
 
 
 def restore_loader(loader: Any, state: Any, *, begins: bool = True) -> int | None:
-    """Restore the place of a loader of torchdata, and return how many batches its epoch has if it had given them all.
+    """Restore the position of a loader of torchdata; return the number of batches of its epoch if it had given all.
 
     The next loop over such a loader begins a new epoch; without ``begins``, it has no batch left, as at the save.
     """

@@ -41,14 +41,14 @@ _original_start = multiprocessing.process.BaseProcess.start
 
 
 def protect_workers(watcher: Watcher) -> None:
-    """Let the processes that are started from now on survive the signals that ``watcher`` handles."""
+    """Let processes that start after this call survive the signals that ``watcher`` handles."""
     _watchers.add(watcher)
     if multiprocessing.process.BaseProcess.start is _original_start:
         multiprocessing.process.BaseProcess.start = _start  # type: ignore[assignment, method-assign]
 
 
 def expose_workers(watcher: Watcher) -> None:
-    """Stop protecting processes that are started from now on."""
+    """Stop protecting processes that start after this call."""
     _watchers.discard(watcher)
     if not _watchers and multiprocessing.process.BaseProcess.start is _start:
         multiprocessing.process.BaseProcess.start = _original_start  # type: ignore[method-assign]

@@ -194,7 +194,7 @@ class _Drill:
         interruptions, notes = choose(steps, reference.trace.validations, options)
         self._interrupted(interruptions, saved, reference)
         if report.differences and all(one["began"] == _FRESH for one in report.starts):
-            # The program begins in another way each time, so the interruption is not what makes the difference.
+            # The program begins in another way each time, so the interruption is not the cause of the difference.
             self._begin_with_first(reference)
             later = steps[bisect.bisect(steps, self._origin or 0) :]
             if len(later) >= 2:
@@ -267,7 +267,7 @@ class _Drill:
             left |= {folder for step, folder in steps.items() if step != kept}
 
         def ignored(folder: str, names: list[str]) -> set[str]:
-            """Return what is made anew: the owner's name, events; and other steps."""
+            """Return the names of files that every run makes again, and of other steps."""
             anew = {name for name in names if name.startswith((".", "events")) or name == "owner.json"}
             return anew | {name for name in names if os.path.join(folder, name) in left}
 
@@ -304,7 +304,7 @@ class _Drill:
             report.differences = self._missing("interrupted", "reference")
 
     def _judge(self, start: Start, reference: Start, before: dict[str, int]) -> None:
-        """Note how a start of the interrupted run went, as far as that shows without its checkpoints."""
+        """Note how a start of the interrupted run ended, as far as that is known without its checkpoints."""
         report, trace, interruption = self._report, start.trace, start.interruption
         if interruption is not None and trace.interrupted is not None:  # the signal may have come at a later step
             interruption = replace(interruption, step=trace.interrupted)
@@ -420,7 +420,7 @@ class _Drill:
         return start
 
     def _check_strays(self) -> None:
-        """Raise DrillError if the program has started another one that does not know of the rehearsal."""
+        """Raise DrillError if the program has started another one that is not part of the rehearsal."""
         path = self._folder / STRAYS
         if not path.exists():
             return
@@ -436,7 +436,7 @@ class _Drill:
     # ---- directories and checkpoints
 
     def _claims(self, name: str) -> dict[str, str]:
-        """Return the directories of a run as the program calls them, with the names of the folders that stood in."""
+        """Return the directories of a run as the program names them, with the names of their replacements."""
         path = self._folder / name / CLAIMS
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         runs = self._folder / RUNS  # the folder of the claims at the time

@@ -63,7 +63,7 @@ class Trace:
 
     @staticmethod
     def of(events: Iterable[Mapping[str, Any]]) -> Trace:
-        """Return the trace that events tell of."""
+        """Return the trace that events describe."""
         trace = Trace()
         facts: dict[str, Fact] = {}
         for event in events:
@@ -144,7 +144,7 @@ class Finding:
     def ignores_signal(name: str, step: int) -> Finding:
         return Finding(
             "ignores_signal",
-            f"the program went on after {name} at step {step}; a cluster kills it, and all since its last save is lost",
+            f"the program continued after {name} at step {step}; a cluster kills it, and later steps are lost",
             "leave the loop when on_step(...).should_stop is true, and catch the signal: signals= of the callback",
         )
 
@@ -153,8 +153,8 @@ class Causes:
     """Finds the likely causes of a difference.
 
     The program depends on its generators, its place in the data, and other values in its memory. Of each of them there
-    is a fingerprint at every step. What has another one in the first step after a restart than in the undisturbed run
-    was not restored; unless two undisturbed runs differ in just that.
+    is a fingerprint at every step. An object whose fingerprint in the first step after a restart differs from that of
+    the undisturbed run was not restored, unless two undisturbed runs differ in it, too.
 
     Args:
         reference: The undisturbed run.
@@ -230,7 +230,7 @@ class Causes:
         )
 
     def _of_the_restart(self, report: Report) -> list[Finding]:
-        """Return what is not where it was in the undisturbed run, at the first step at which anything is not."""
+        """Return the facts that differ from the undisturbed run, at the first step at which any does."""
         reference, run = self._reference.facts, self._run.facts
         one, other = (trace.facts for trace in self._pair)
         limit = max(report.differences[0].step, min(run, default=0))
@@ -287,7 +287,7 @@ _TIMES = frozenset(["time", "times", "elapsed", "duration", "seconds", "secs", "
 
 
 def _likeliest(values: list[tuple[str, Fact, Fact]]) -> list[tuple[str, Fact, Fact]]:
-    """Return values with what is only reported last, and without times unless there is nothing else."""
+    """Return values with those that are only reported at the end, and without times unless there is nothing else."""
     words = {name: frozenset(re.split(r"[^a-z]+", name.lower())) for name, _, _ in values}
     lasting = [entry for entry in values if not words[entry[0]] & _TIMES] or values
     return sorted(lasting, key=lambda entry: bool(words[entry[0]] & _REPORTED))
@@ -298,7 +298,7 @@ def _not_restored(
 ) -> Finding:
     found = [entry for entry in found if not any(entry[0].startswith((f"{name}.", f"{name}[")) for name, _, _ in found)]
     names = tuple(name for name, _, _ in found)
-    after = f"after step {step}" + ("" if restored is None else f", the run having gone on from step {restored}")
+    after = f"after step {step}" + ("" if restored is None else f", the run having resumed from step {restored}")
     listed = "; ".join(_described(name, fact) for name, fact, _ in found[:4])
     more = f" and {len(found) - 4} more" if len(found) > 4 else ""
     plain = re.sub(r"\W.*", "", names[0]) or "rng"
@@ -412,10 +412,10 @@ class Report:
 
 
 def print_report(report: Report) -> None:
-    """Print a report for people."""
+    """Print a report as text for users."""
     say(f"drill of {shlex.join(report.command)}: steps {shortened_steps(report.steps)}, seed {report.seed}\n")
     print_table(
-        ["START", "WENT ON", "INTERRUPTED BY", "STATUS"],
+        ["START", "BEGAN", "INTERRUPTED BY", "STATUS"],
         [_row(number, one) for number, one in enumerate(report.starts, 1)],
     )
     say()
@@ -443,7 +443,7 @@ def print_report(report: Report) -> None:
 
 
 def _wrapped(text: str) -> str:
-    """Return a text in lines of a width that is read with ease; lines of a program stay as they are."""
+    """Return a text in lines of a readable width; lines of a program stay as they are."""
     first, *others = text.lstrip("\n").split("\n")
     start = "\n" * (len(text) - len(text.lstrip("\n")))
     lines = textwrap.wrap(first, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
@@ -458,7 +458,7 @@ def _print_differences(report: Report) -> None:
     first = report.differences[0]
     start = report.starts[-1]
     before = report.starts[-2]["ended"] if len(report.starts) > 1 else None
-    since = "" if before is None else f": after {before}, the run went on {start['began']}"
+    since = "" if before is None else f": after {before}, the run began again {start['began']}"
     say(f"different from step {first.step} on{since}")
     for one in report.differences:
         kinds = dict.fromkeys(kind_of_state(leaf.name) for leaf in one.leaves)

@@ -57,7 +57,7 @@ class Fingerprints:
         self._last: dict[str, Fact] = {}
 
     def changes(self) -> dict[str, Fact | None]:
-        """Return the facts that are new or other than at the last call; None for those that are gone."""
+        """Return the facts that are new or differ from the last call; None for those that are gone."""
         now = facts()
         changed: dict[str, Fact | None] = {name: fact for name, fact in now.items() if self._last.get(name) != fact}
         changed |= dict.fromkeys(self._last.keys() - now.keys())
@@ -78,7 +78,7 @@ def facts() -> dict[str, Fact]:
 
 
 def _look(spaces: list[_Space], found: dict[str, Fact], known: set[int], looked: list[Any]) -> None:
-    """Add the fingerprints of what variables lead to, the nearest first."""
+    """Add the fingerprints of objects that variables lead to, the nearest first."""
     queue: deque[tuple[str, str, Any, int, type]] = deque()  # name, place, object, depth, type of its owner
     for prefix, where, space in spaces:
         queue.extend((f"{prefix}{name}", where, value, 0, dict) for name, value in space.items() if _is_name(name))
@@ -105,7 +105,7 @@ def _look(spaces: list[_Space], found: dict[str, Fact], known: set[int], looked:
             continue
 
 
-# ---- where to look
+# ---- the variables to search
 
 
 def _functions() -> Iterator[_Space]:
@@ -142,7 +142,7 @@ def _is_name(name: object) -> bool:
 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Generate what an object consists of, with the end of its name."""
+    """Generate the parts of an object, each with the end of its name."""
     if isinstance(thing, dict):
         for key, value in itertools.islice(list(thing.items()), _ITEMS):
             yield f"[{key!r:.40}]", value

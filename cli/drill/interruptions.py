@@ -68,7 +68,8 @@ def choose(
 ) -> tuple[list[Interruption], list[str]]:
     """Return the interruptions of a run with these steps, in their order, and what is left out, in words.
 
-    The order matters: after SIGKILL the run goes back, so that the same step can be interrupted once more.
+    The order matters: after SIGKILL the run resumes from an earlier step, so that the same step can be interrupted once
+    more.
 
     Args:
         steps: The steps of the reference run, in ascending order; at least two.

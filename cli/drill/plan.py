@@ -22,8 +22,8 @@ class Fact(NamedTuple):
 
     kind: Kind
     type: str
-    where: str  # where it was found
-    digest: str  # of its state
+    where: str  # the place where it was found
+    digest: str  # the digest of its state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,7 +57,7 @@ class Rehearsal(Observer):
         self._changed = threading.Condition()
         self._fingerprints = Fingerprints()
 
-    # ---- what managers ask
+    # ---- requests of managers
 
     def place(self, url: str, *, writes: bool) -> str:
         return self._redirects.target(url, writes=writes)
@@ -66,7 +66,7 @@ class Rehearsal(Observer):
         self._redirects.check(url)
 
     def options(self, options: T) -> T:
-        """Everything is kept, and nothing is copied elsewhere."""
+        """Return the options with which everything is kept and nothing is mirrored."""
         assert isinstance(options, CheckpointManagerOptions)
         return replace(options, mirror=None, max_to_keep=None, keep_latest=None)
 

@@ -59,11 +59,11 @@ class TimeScale:
         self.pauses = [(where / whole, width / whole, pause) for where, width, pause in self.pauses]
 
     def place(self, time: float) -> float:
-        """Return where a time is, from 0 to 1."""
+        """Return the place of a time, from 0 to 1."""
         return _between(time, self._times, self._places)
 
     def time(self, place: float) -> float:
-        """Return which time is at a place."""
+        """Return the time at a place."""
         return _between(place, self._places, self._times)
 
 
@@ -308,14 +308,14 @@ def sparkline(values: Sequence[float | None]) -> Markup:
 
 
 def number_text(value: float, unit: str = "") -> str:
-    """Return a number of a chart as people read it."""
+    """Return a number of a chart as readable text."""
     if unit == "s":
         return duration(value) if value >= 0 else f"-{duration(-value)}"
     return f"{value:.0f}" if value.is_integer() and abs(value) < 1e7 else f"{value:.4g}"
 
 
 def percent(share: float) -> str:
-    """Return a share as people read it.
+    """Return a share as readable text.
 
     >>> percent(1.0), percent(0.0593), percent(0.00012)
     ('100 %', '5.9 %', '0.012 %')
@@ -324,7 +324,7 @@ def percent(share: float) -> str:
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return points of a line with the same look: the least and the greatest of each of some groups."""
+    """Return fewer points of a line that looks the same: the least and the greatest of each of some groups."""
     if len(points) <= _POINTS:
         return list(points)
     group = math.ceil(len(points) / (_POINTS / 2))

@@ -1,4 +1,4 @@
-"""What a report shows about a run, read from its directory with bounded memory."""
+"""The facts that a report shows about a run, read from its directory with bounded memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Statistics:
     steps: list[int] = field(default_factory=list)  # the steps with norms, in ascending order
     norms: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)  # by leaf, for these steps
     groups: dict[str, list[float]] = field(default_factory=dict)  # norms of the top-level containers, for these steps
-    notes: list[str] = field(default_factory=list)  # what was left out
+    notes: list[str] = field(default_factory=list)  # remarks on omitted statistics
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class RunFacts:
     newest: CheckpointSummary | None = None
     leaves: list[LeafSummary] = field(default_factory=list)
     statistics: Statistics | None = None
-    notes: list[str] = field(default_factory=list)  # what could not be read
+    notes: list[str] = field(default_factory=list)  # remarks on facts that could not be read
 
     @property
     def disk_bytes(self) -> int:

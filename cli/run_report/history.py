@@ -1,4 +1,4 @@
-"""What the events of a run say: its starts, how each of them ended, what it saved, and what was lost in between."""
+"""The history of a run, from its events: its starts, how each of them ended, what it saved, and what was lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _DEEPEST = 32  # the deepest nesting of metrics
 class Save:
     """One committed save."""
 
-    time: float  # when it was durable
+    time: float  # the time at which it was durable
     step: int
     bytes: int  # written
     shared: int
@@ -64,7 +64,7 @@ class Attempt:
     restore_seconds: float | None = None
     skipped: list[tuple[int, str]] = field(default_factory=list)  # damaged steps that the restore skipped
     saves: list[Save] = field(default_factory=list)
-    last: float = 0.0  # when the last event came
+    last: float = 0.0  # the time of the last event
     last_step: int | None = None  # the last step that the program is known to have reached
     how: How | None = None
     status: int | None = None
@@ -130,7 +130,7 @@ class History:
 
 
 def read_history(events: Iterable[Mapping[str, Any]]) -> History:
-    """Make the history of a run from its events, in the order of the file; what is no event of ours is left out."""
+    """Make the history of a run from its events, in the order of the file; skip anything that is not an event."""
     history = History()
     by_run: dict[str, Attempt] = {}
     for event in events:
@@ -207,7 +207,7 @@ def _take(history: History, attempt: Attempt, event: Mapping[str, Any], when: fl
 
 
 def _take_end(attempt: Attempt, event: Mapping[str, Any]) -> None:
-    """Take the word of the supervisor; that of the run itself says more about an exception."""
+    """Take the end from the supervisor's event; that of the run itself tells more about an exception."""
     how = event.get("how")
     attempt.status = _whole(event.get("status"))
     if how == "hung":
@@ -253,7 +253,7 @@ def _take_mirror(history: History, event: Mapping[str, Any], name: str, step: in
 
 
 def _end_all(history: History) -> None:
-    """Decide how the starts without a last word have ended; add up what was trained twice."""
+    """Decide how the starts without a final event have ended; add up the steps that were trained twice."""
     for attempt, after in itertools.zip_longest(history.attempts, history.attempts[1:]):
         if attempt.how is None:
             elsewhere = attempt.host not in ("", socket.gethostname())
@@ -293,7 +293,7 @@ def _notes_of(history: History) -> Iterator[Note]:
 def _beginning(number: int, attempt: Attempt) -> Note:
     if attempt.restored is not None:
         took = "" if attempt.restore_seconds is None else f" in {duration(attempt.restore_seconds)}"
-        text = f"went on from step {attempt.restored}, restored{took}"
+        text = f"resumed from step {attempt.restored}, restored{took}"
     elif attempt.newest is not None:
         text = f"found step {attempt.newest}, and restored nothing"
     else:
@@ -335,7 +335,7 @@ def _end(attempt: Attempt) -> Note:
 
 
 def _number(value: Any) -> float | None:
-    """Return a time, a span or a number of bytes; None for what can be none."""
+    """Return a time, a span or a number of bytes; None for any other value."""
     return float(value) if isinstance(value, int | float) and type(value) is not bool and 0 <= value < 2**63 else None
 
 

@@ -186,7 +186,7 @@ def _key(kind: str, text: str) -> Markup:
 
 
 def _left_out(number: int, text: str) -> Markup:
-    """Return a line about what is not shown; nothing where all is."""
+    """Return a line about the rows that are not shown; nothing if all are."""
     return tag("p", f"{number} {text}", class_="left-out") if number > 0 else Markup()
 
 
@@ -233,7 +233,7 @@ def _saves(run: RunFacts) -> Markup:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell of a table: what it shows, what it is sorted by if not its text, and its class."""
+    """One cell of a table: its content, its sort key if that is not its text, and its class."""
 
     text: str
     order: float | str | None = None
@@ -247,7 +247,7 @@ class Number(Cell):
 
 
 def table(name: str, rows: Sequence[Mapping[str, Cell]]) -> Markup:
-    """Return a table that the page's script sorts and filters; ``name`` is for people who do not see it.
+    """Return a table that the page's script sorts and filters; ``name`` is for users of screen readers.
 
     Every row has the same columns: their headings, and the cells.
     """

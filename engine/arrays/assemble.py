@@ -1,4 +1,4 @@
-"""Arrays, and boxes of arrays, assembled from chunks as these arrive; every chunk is verified on the way."""
+"""Assembles arrays, and boxes of arrays, from chunks as these arrive, and verifies every chunk."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..storage import Buffer, aligned_empty
 from .extents import FOREIGN, ChunkTable
 from .plan import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Bytes, checksum_after
 
-# Bytes; a smaller array is copied out of what was read, so that it does not keep all of that in memory.
+# Bytes; a smaller array is copied out of the memory that was read, so that it does not keep all of it.
 COPY = 256 << 10
 
 _SMALL = 8 << 10  # bytes of the largest array that shares its memory with others
 _INCOMPRESSIBLE = 1 << 10  # bytes that zstd adds at most to a chunk, besides 1 in 128
-_BLOCK = 64 << 10  # bytes that small arrays share: what one of them may hold on to
+_BLOCK = 64 << 10  # bytes that small arrays share, and that one of them may thus keep in memory
 _LARGE_BLOCK = 2 << 20  # the same where there are many: one huge page costs less than thirty small ones
 _WASTE = 256  # bytes between two small arrays that are copied along
 
@@ -331,8 +331,8 @@ def _small_arrays(
 ) -> tuple[list[NDArray[Any] | None], NDArray[np.int64]]:
     """Verify chunks that are whole small arrays, and copy them out.
 
-    Returns the arrays and the rows that need a closer look. What is done for each of ten thousand arrays must cost next
-    to nothing, so numpy handles all of them at once.
+    Returns the arrays and the rows that need further checks. The work for each of ten thousand arrays must cost next to
+    nothing, so numpy handles all of them at once.
     """
     sizes = np.array([decoder.data_bytes for decoder in decoders], np.int64)
     stops = starts + sizes

@@ -1,10 +1,10 @@
 """Which process writes which chunks of a tree that several processes save together.
 
 Every chunk lies inside one part of its array, so each process that holds the part can write the chunk. A chunk that one
-process alone holds is written by that process. All other chunks are dealt to their holders so that every process writes
-about the same: groups of few holders first, as they have the least choice, and large chunks before small ones. Every
-process computes the same assignment and need not ask the others. Equal arrays are dealt together, so the work depends
-on the number of classes of arrays, not on the number of chunks.
+process alone holds is written by that process. All other chunks are distributed among their holders so that every
+process writes about the same: groups of few holders first, as they have the least choice, and large chunks before small
+ones. Every process computes the same assignment and need not ask the others. Equal arrays are distributed together, so
+the work depends on the number of classes of arrays, not on the number of chunks.
 """
 
 from __future__ import annotations

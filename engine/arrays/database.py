@@ -50,7 +50,7 @@ class Problem(NamedTuple):
 
 @contextlib.contextmanager
 def naming(location: Location, about: str = "") -> Iterator[None]:
-    """Begin errors about content with a location and more about it; without more, only those that do not name it."""
+    """Put a location and a text in front of errors about content; without a text, only where they lack the location."""
     try:
         yield
     except (DamagedCheckpointError, FormatVersionError) as error:
@@ -85,7 +85,7 @@ class ArrayDatabase:
         return content
 
     def file_checks(self) -> dict[str, FileCheck]:
-        """Return what is known of the files that the commit record names, by their paths."""
+        """Return the known sizes and checksums of the files in the commit record, by their paths."""
         entries, files = self._entries, self._files or {}
         outside = np.flatnonzero(entries.lengths)
         order = outside[np.lexsort((entries.offsets[outside], entries.file_ids[outside]))]
@@ -220,7 +220,7 @@ class ArrayDatabase:
         return (1 << 63) - 1 if known is None else known.size
 
     def _find(self, names: Sequence[str], assembly: Assembly, report: Report) -> ChunkTable:
-        """Find the chunks that arrays need, sorted by their place in the data files; report what is not there."""
+        """Find the chunks that arrays need, sorted by their place in the data files; report missing ones."""
         lone, others = self._lone_chunks(names, assembly)
         rows: list[tuple[int, int, int, int]] = []
         # The expected chunks are counted first: a hostile shape could make listing them take forever.

@@ -104,7 +104,7 @@ def _no_chunks() -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class FileCheck:
-    """What is known of the bytes of a file: the digest of the whole, or its chunks, which end in their CRC-32C."""
+    """The known checksums of a file: the digest of the whole, or its chunks, which end in their CRC-32C."""
 
     known: FileRecord
     offsets: NDArray[np.int64] = field(default_factory=_no_chunks)  # offsets of the chunks in bytes, ascending

@@ -29,7 +29,8 @@ _GROUP_BYTES = 16 << 20
 _GROUP_CHUNKS = 4096
 _THREADS = 16
 
-# The digests of chunks by the numbers of their array and their own. Writing fills in those that are asked for: None.
+# The digests of chunks by the numbers of their array and their own. Writing fills in the requested ones, which are
+# None.
 Digests = dict[tuple[int, int], bytes | None]
 
 

@@ -57,8 +57,8 @@ def load_tree(
     """Read a tree.
 
     Each process reads, of an array that is sharded over devices, the parts that its own devices hold. With ``began``,
-    the types of the fresh state that a run began with, the template is its fresh state of today: the leaves come back
-    as they were saved, those of lists and dictionaries that have grown included.
+    the types of the fresh state that the run began with, the template is the fresh state of the resumed run: the leaves
+    are restored as they were saved, those of lists and dictionaries that have grown included.
     """
     requests = requests or {}
     unknown = sorted(requests.keys() - {leaf.name for leaf in source.leaves}) if requests else []
@@ -68,7 +68,7 @@ def load_tree(
             "checkpoint does not have; request its own leaves only"
         )
     chosen = _chosen(source.leaves, select)
-    if source.unreadable:  # reading them raises the error that says why, which is more than that they do not fit
+    if source.unreadable:  # reading them raises an error with the reason, instead of one about the template
         source.read_leaves(
             [leaf for leaf, one in zip(source.leaves, chosen, strict=True) if one and leaf.name in source.unreadable]
         )

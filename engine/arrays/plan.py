@@ -42,7 +42,7 @@ CHECKSUM_BYTES = 4  # length of the crc32c that follows the data of every chunk
 
 _CHUNKS_LIMIT = 1 << 20
 _TINY = 1024  # bytes; a million chunks smaller than this are a mistake
-_TOO_SMALL = 64  # a chunk smaller than the limit by this factor is worse than one above the limit
+_TOO_SMALL = 64  # a chunk that is smaller than the limit by this factor is worse than one above the limit
 
 
 def checksum_after(data: bytes) -> int:
@@ -234,7 +234,7 @@ class Catalog:
             encodings.append(encoding)
         order = key_order(arrays)
         self.names = [arrays[i] for i in order]
-        self.positions: Integers = np.array([positions[i] for i in order], np.int64)  # of the arrays among the leaves
+        self.positions: Integers = np.array([positions[i] for i in order], np.int64)  # positions among the leaves
         self.encodings = [encodings[i] for i in order]  # equal arrays share one object
         # The number of the first chunk of each array, counted over all arrays; last, the number of all chunks.
         self.starts: Integers = np.zeros(len(order) + 1, np.int64)
@@ -242,7 +242,7 @@ class Catalog:
         self._values = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, ValueLeaf)]
 
     def documents(self, leaves: Sequence[HostLeaf]) -> list[dict[str, Any]]:
-        """Return what ``tree.json`` says of every leaf, in the order of the tree."""
+        """Return the entries of ``tree.json`` for all leaves, in the order of the tree."""
         found = [leaf.details for leaf in leaves]
         for position, encoding in zip(self.positions.tolist(), self.encodings, strict=True):
             if encoding.facts:

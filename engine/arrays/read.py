@@ -1,4 +1,4 @@
-"""Read one tree back: its structure first, then the leaves that are asked for.
+"""Read one tree back: its structure first, then the requested leaves.
 
 Aggregate handlers put small leaves together in one file, instead of an array of the database each.
 """
@@ -114,13 +114,13 @@ def _array(code: int, data: bytes, _depth: int) -> NDArray[Any]:
 
 
 def aggregate_details(array: NDArray[Any], handler: AggregateHandler) -> dict[str, Any]:
-    """Return what ``tree.json`` says of a leaf in a handler's file, besides its kind."""
+    """Return the details in ``tree.json`` of a leaf in a handler's file, besides its kind."""
     plain = storage_dtype(array.dtype).extra is None and array.dtype.isnative
     return {"aggregate": handler.name} | ({} if plain else {"dtype": dtype_name(array.dtype)})
 
 
 def aggregated_array(array: NDArray[Any], details: Mapping[str, Any]) -> NDArray[Any]:
-    """Return an array from a handler's file with the dtype that ``tree.json`` says."""
+    """Return an array from a handler's file with the dtype in ``tree.json``."""
     try:
         storage_dtype(array.dtype)
     except (TypeError, AttributeError) as error:

@@ -1,14 +1,14 @@
 """Which chunks have not changed since earlier saves, and which files of earlier steps hold them already.
 
-Equal bytes are the evidence, by a digest of 128 bits over exactly what would be written: neither torch's version
-counters nor the identity of jax's arrays says that bytes are equal. The digest of a chunk is taken as it is written.
-Later saves compute that of what they hold, and share each file of an earlier step of which enough is unchanged.
+The evidence is a digest of 128 bits over exactly the bytes that would be written: neither torch's version counters nor
+the identity of jax's arrays proves that bytes are equal. The digest of a chunk is computed as it is written. Later
+saves compute the digests of their chunks, and share each file of an earlier step of which enough is unchanged.
 
-Digests are kept in memory, for the lifetime of a manager. What changes from save to save costs next to nothing: a few
-bytes of each chunk are compared first, and chunks that change elsewhere are looked at less and less often.
+Digests are kept in memory, for the lifetime of a manager. Chunks that change from save to save cost next to nothing: a
+few bytes of each chunk are compared first, and chunks that change elsewhere are compared less and less often.
 
-A step shares no file with the step before it, so that one bad sector never takes the newest step and the one to fall
-back to. There are thus two lineages of files. An object store copies the files, and a copy may carry damage on.
+A step shares no file with the step before it, so that one bad sector never damages both the newest step and the one to
+fall back to. There are thus two lineages of files. An object store copies the files, and a copy may repeat damage.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from .plan import CHECKSUM_BYTES, Bytes, Catalog, Integers
 
 _logger = logging.getLogger("holdfast")
 
-ChunkKey = tuple[str, int]  # all that describes an array, its name included, and the number of a chunk of it
+ChunkKey = tuple[str, int]  # the description of an array, its name included, and the number of a chunk of it
 _Held = tuple[tuple[int, int], bytes]  # a chunk of the tree, by the number of its array and its own, and its digest
 
-_SMALLEST_CHUNK = 64 << 10  # bytes; smaller ones are written faster than they are looked up
+_SMALLEST_CHUNK = 64 << 10  # bytes; smaller ones are written faster than they are compared
 _SMALLEST_FILE = 1 << 20  # bytes; a smaller one is written again
 _LIVE = 0.5  # fraction of a file's bytes that must be unchanged; the others stay on the disk unused
 _SAMPLES = 256
 _SAMPLE_BYTES = 64  # size of a sample
 _SAMPLE_GAP = 4096  # bytes from one sample to the next, at least
 _THREADS = 4
-_PATIENCE = 2  # changes in a row that only digests show; then the chunk is looked at less often
+_PATIENCE = 2  # changes in a row that only digests show; then the chunk is compared less often
 _LONGEST_REST = 64  # saves
 _REMEMBERED = 64  # steps
 
@@ -78,12 +78,12 @@ class _WrittenStep:
 
 @dataclass(slots=True)
 class _SeenChunk:
-    """What the last save found out about a chunk."""
+    """The observations of the last save about a chunk."""
 
     sample: bytes | None  # some of its bytes; None if it does not lie in memory in one run
     digest: bytes | None = None
     changes: int = 0  # found by comparing digests, in a row
-    rest: int = 0  # saves for which it is not looked at
+    rest: int = 0  # saves in which it is not compared
 
 
 @dataclass(slots=True)
@@ -156,7 +156,7 @@ class WrittenSteps:
             part.commit()
 
     def forget(self) -> None:
-        """Share nothing with the steps so far: one of them is damaged, perhaps in a file that others share."""
+        """Do not share with the earlier steps any more: one is damaged, perhaps in a file that others share."""
         self._steps.clear()
         self._pending = None
         for part in self._parts.values():
@@ -170,7 +170,7 @@ class WrittenSteps:
         chunks: list[tuple[int, int]],
         awaited: threading.Event | None = None,
     ) -> SharedFiles:
-        """Link the files of an earlier step that hold what has not changed; return them, and what is left to write.
+        """Link the files of an earlier step that hold unchanged chunks; return them, and the chunks to write.
 
         ``chunks`` are those that this process must write: the number of the array, and that in the array.
         """

@@ -41,7 +41,7 @@ _SHARED = 64 << 20  # bytes; a smaller snapshot is not worth a thread
 _BATCH = 4 << 20  # bytes of small tensors that one thread copies at a time
 
 _Copy = tuple[Any, Any]  # (destination, source): two arrays, or two lists of tensors
-_HELD = ValueLeaf({})  # stands for a leaf that is not copied
+_HELD = ValueLeaf({})  # represents a leaf that is not copied
 
 
 class Snapshot(list[HostLeaf]):
@@ -76,7 +76,7 @@ class Snapshot(list[HostLeaf]):
 class StagingBuffer:
     """Memory for the snapshot of one tree; it grows to the largest tree and is kept.
 
-    Fresh memory costs several times as much as the copy itself, because the system hands it out page by page; only the
+    Fresh memory costs several times as much as the copy itself, because the system provides it page by page; only the
     first save of a run pays for it. ``pinned_bytes`` limits the pinned memory for what accelerators copy. ``lock`` is
     held while a snapshot is taken: several threads may save with one handler. A copy has memory of its own.
     """
@@ -203,7 +203,7 @@ class KnownTree:
         return self._outline.structure
 
     def snapshot(self, tree: Any) -> Snapshot | None:
-        """Copy a tree to where the one before it was; None if it differs, or the snapshot before is still needed."""
+        """Copy a tree to the places of the last one; None if it differs, or the last snapshot is still needed."""
         if self._staging.memory is not self._memory:
             return None
         with collection_paused():

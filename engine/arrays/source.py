@@ -123,9 +123,9 @@ class TreeSource(Protocol):
     def for_template(self, names: Sequence[str]) -> TreeSource:
         """Return the tree as it fits a template with leaves of these names.
 
-        By default, ``kernel`` stands for ``kernel/value`` and the other way round: variables of flax.nnx are containers
-        of their value, which plain dictionaries of the same parameters are not. A format that stores less than
-        a template specifies may rename more leaves, or leave out leaves that represent empty containers.
+        By default, ``kernel`` matches ``kernel/value`` and vice versa: variables of flax.nnx are containers of their
+        value, unlike plain dictionaries of the same parameters. A format that stores less than a template specifies may
+        rename more leaves, or leave out leaves that represent empty containers.
         """
         saved = {leaf.name: leaf for leaf in self.leaves}
         missing = [name for name in names if name not in saved]

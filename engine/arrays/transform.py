@@ -47,7 +47,7 @@ from .source import MemoryTree, PartialTree, SavedLeaf, TreeSource
 
 
 class LeafCache:
-    """Leaves of a saved tree that functions asked for, each read once and whole.
+    """Leaves of a saved tree that functions have requested, each read once and whole.
 
     Arrays are read-only: several functions may be given the same one.
     """
@@ -203,7 +203,7 @@ def load_transformed_tree(
 class _Loader:
     """Fills the leaves of a new tree.
 
-    Leaves that functions ask for, or that several places take, are read whole and once. Other leaves go through
+    Leaves that functions request, or that several places take, are read whole and once. Other leaves go through
     `load_tree`, with the new tree's leaves as a template.
     """
 

@@ -48,7 +48,7 @@ TREE = "tree.json"
 TREE_KIND = "tree"
 
 _ALONE = ProcessInfo()
-_WORTH = 64 << 10  # bytes a leaf; to copy less takes no longer than to find out which process writes it
+_WORTH = 64 << 10  # bytes a leaf; copying less takes no longer than computing which process writes it
 _ARRAYS = {"numpy", "jax", "torch", "key"}  # kinds of leaves that are arrays
 _SHOWN = 60  # characters of a value in an error
 _NAME_LIMIT = 60_000  # bytes; the index adds the numbers of chunks to a name
@@ -82,7 +82,7 @@ class HostTree:
 
 
 class TreePlan:
-    """What the structure of a tree determines: the first save makes it, and later saves of like trees reuse it."""
+    """The parts of a save that the structure of a tree determines; later saves of like trees reuse them."""
 
     def __init__(self) -> None:
         self._catalog: Catalog | None = None
@@ -124,7 +124,7 @@ class TreeWriter:
     ) -> None:
         self.plan = plan or TreePlan()
         self.when_written: Callable[[], None] | None = None  # called once this process's share is written
-        self._own: Fragment | None = None  # where this process is alone
+        self._own: Fragment | None = None  # the fragment of this process, if it is alone
         self._tree = tree
         self._reuse = reuse
         self._layout = layout

@@ -4,7 +4,7 @@ The account and its credentials come from the environment variables that obstore
 names the container and may name the account.
 
 Requests run on an event loop in a thread of their own, so that Ctrl-C ends the wait for one and cancels it: obstore's
-blocking calls hear no signals.
+blocking calls do not react to signals.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from obstore.store import AzureStore
 
 _STALLED = datetime.timedelta(seconds=120)  # without a byte, after which an attempt has failed
-_ATTEMPT = datetime.timedelta(days=1)  # the time limit of a request is ours, and depends on its size
+_ATTEMPT = datetime.timedelta(days=1)  # holdfast limits the time of a request itself, by its size
 BACKOFF = {"init_backoff": datetime.timedelta(seconds=0.1), "max_backoff": datetime.timedelta(seconds=15), "base": 2}
 
 _SINGLE = 256 << 20  # bytes of a file that is sent in one request; larger ones are sent in blocks
@@ -54,7 +54,7 @@ _BLOCKS = 4  # sent at a time
 
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}(\.[a-z0-9-]+)*")
 _HTTPS = re.compile(r"[a-z0-9]{3,24}\.(blob|dfs)\.core\.windows\.net")
-_SERVICE = ".dfs.core.windows.net"  # what follows the name of an account
+_SERVICE = ".dfs.core.windows.net"  # the suffix of the name of an account
 
 _FAILURES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (
     (re.compile(r"Header missing|invalid [\w ]+response|response body error"), GarbledAnswerError),
@@ -319,7 +319,7 @@ class AzureBackend(ObjectStoreBackend):
             return self._opened[0]
 
     def explained(self, error: Exception, key: str, action: str) -> HoldfastError:
-        # obstore repeats everything in a dump of its own structures.
+        # obstore appends a dump of its own structures, which repeats everything.
         text = re.sub(r"\s+", " ", str(error).partition("\n\nDebug source:")[0]).strip()
         kind = _CLASSES.get(type(error).__name__)
         if kind is None:

@@ -1,4 +1,4 @@
-"""The seam between a location and the system that stores its bytes."""
+"""The interface between a location and the system that stores its bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A contiguous stretch of a data file and the source of its bytes."""
+    """A contiguous part of a data file and the source of its bytes."""
 
     offset: int  # first byte in the file; a multiple of 4096
     size: int  # length in bytes

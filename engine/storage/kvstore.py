@@ -224,7 +224,7 @@ class KvStoreBackend(ObjectStoreBackend):
         return transfer.get(key, offset, memory, self._patience(key, "read", size), answered)
 
     def write_object(self, key: str, content: list[bytes]) -> None:
-        # TensorStore copies the bytes, so the list gives its own up.
+        # TensorStore copies the bytes, so the list releases its own.
         self.request(key, "write", lambda: self._store().write(key, content.pop()), len(content[0]))
 
     def _store(self) -> tensorstore.KvStore:

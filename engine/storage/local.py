@@ -368,10 +368,10 @@ def _read_into(descriptor: int, memory: memoryview, offset: int) -> int:
 def _sync(descriptor: int, *, drive: bool = False) -> None:
     """Make a file durable; with ``drive``, also all that the drive received before, where fsync(2) does not do that.
 
-    Commit records and their names are synced so: earlier files are then on the disk before the record is.
+    Commit records and their names are synced this way, so that earlier files are on the disk before the record.
     """
     if drive and _FULL_SYNC is not None:
-        with contextlib.suppress(OSError):  # some file systems, such as those of a network, know nothing of drives
+        with contextlib.suppress(OSError):  # some file systems, such as those of a network, have no drive
             fcntl.fcntl(descriptor, _FULL_SYNC)
             return
     os.fsync(descriptor)
@@ -548,7 +548,7 @@ def _remove(path: str) -> None:
     while True:
         try:
             if stat.S_ISDIR(os.lstat(path).st_mode):
-                import shutil  # which imports all formats of archives
+                import shutil  # slow, as it imports all formats of archives
 
                 shutil.rmtree(path)
             else:

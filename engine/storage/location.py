@@ -48,7 +48,7 @@ def as_location(
         filesystem: The file system of fsspec or pyarrow in which ``place`` is a path. The URL of the location then
             stands for it in this process alone.
         writes: Whether the caller is about to write there.
-        observer: Is told so, and may have another place stand in for this one. None for the observer of the process.
+        observer: Is notified, and may replace this place by another one. None is the observer of the process.
 
     Raises:
         InvalidLocationError: It is neither, or the URL's scheme is not one of these.
@@ -250,7 +250,7 @@ class Location:
             return functools.partial(as_location, filesystem=self._backend.given), (self._backend.prefix + self._key,)
         return as_location, (self.url,)
 
-    # ---- as pathlib has them
+    # ---- methods of pathlib
 
     def joinpath(self, *names: str | os.PathLike[str]) -> Location:
         """Return a location below this one."""
@@ -553,14 +553,14 @@ class Location:
         return self._backend.can_share()
 
     def identity(self) -> FileIdentity:
-        """Return by what :meth:`share` recognises this data file later; raise OSError if there is none on the disk.
+        """Return the identity by which :meth:`share` recognises this data file later; raise OSError if it is missing.
 
         Objects are recognised by their names: no two data files ever have the same one.
         """
         return self._backend.identity(self._key)
 
     def share(self, target: Location, known: FileIdentity) -> FileIdentity:
-        """Give the content of this data file another name in the same system, without passing on a byte of it.
+        """Give the content of this data file another name in the same system, without transferring its bytes.
 
         A disk makes a link, or else a clone. The service of an object store makes a copy, which takes its space.
 

@@ -1,6 +1,6 @@
-"""What all object stores have in common: directories that are prefixes, snapshots of listings, and reads by ranges.
+"""The common part of all object stores: directories that are prefixes, snapshots of listings, and reads by ranges.
 
-Every request ends, and its error names the object, the action and what may help.
+Every request ends, and its error names the object, the action and possible remedies.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class ObjectStoreBackend:
         """Return what may help against an error, in brackets, or ""."""
         return ""
 
-    # ---- what follows from it
+    # ---- the methods of a backend
 
     def url(self, key: str) -> str:
         path = quote(key, safe="/-_.~!$&'()*+,;=:@", errors="surrogateescape")

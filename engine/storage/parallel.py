@@ -1,4 +1,4 @@
-"""The one way in which the engine shares work among threads: requests, transfers, copies and compression."""
+"""The one mechanism by which the engine divides work among threads: requests, transfers, copies and compression."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 
 class Helper(threading.Thread):
-    """A thread whose end an interrupt does not hide.
+    """A thread that :meth:`finish` joins reliably even if an interrupt arrives.
 
     ``Thread.join`` of Python 3.11, when interrupted, takes a thread that is running for one that has ended.
     """

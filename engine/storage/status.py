@@ -59,7 +59,7 @@ class UnknownSchemeError(InvalidLocationError):
 
 
 class GarbledAnswerError(StorageUnavailableError):
-    """An answer of a store could not be parsed: something between may have answered in its place."""
+    """An answer of a store could not be parsed: a proxy may have answered in its place."""
 
 
 STATUSES: dict[str, type[HoldfastError]] = {
@@ -124,7 +124,7 @@ def os_errors(path: str, action: str) -> Iterator[None]:
 
 
 def is_unreadable(error: object) -> bool:
-    """Whether an error says that what lies at a path cannot be read because it, or the disk below, is broken."""
+    """Whether an error means that a file cannot be read because it, or the disk, is broken."""
     if isinstance(error, DamagedCheckpointError):
         return error.unreadable
     return isinstance(error, StorageError) and error.errno in _UNREADABLE

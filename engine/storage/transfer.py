@@ -1,9 +1,9 @@
 """Bulk data to and from object stores without copies: one attempt at an upload, a ranged GET, or a copy by the service.
 
 TensorStore's client gathers an object three times on its way and, for S3, hashes it on every attempt, several processor
-seconds for a gigabyte. This one sends arrays from where they are and receives into the memory that the caller keeps. It
-explains no errors: a request that does not succeed at once (of a large file, after some repetitions) goes to
-TensorStore, whose answer counts.
+seconds for a gigabyte. This one sends arrays from their own memory and receives into the memory that the caller keeps.
+It explains no errors: a request that does not succeed at once (of a large file, after some repetitions) is repeated by
+TensorStore, whose result counts.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _CONNECT = 20.0  # seconds
 _IDLE = 5.0  # seconds that a connection may have been idle; services close them after some more
 _SPARE = 16  # idle connections that are kept
 _ATTEMPTS = 4  # failures in a row after which a bucket is left to TensorStore alone
-_PAUSE = 60.0  # seconds for which it is
+_PAUSE = 60.0  # seconds for which it is left to TensorStore
 _JOIN = 64 << 10  # bytes; shorter parts are joined before they are sent
-_STEP = 256 << 10  # bytes sent or received between two looks at the clock
+_STEP = 256 << 10  # bytes sent or received between two checks of the clock
 _ANSWER = 64 << 10  # bytes of the body of an answer to an upload that are read
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 
@@ -135,7 +135,7 @@ class Transfer:
         *,
         again: Sequence[float] = (),
     ) -> bool:
-        """Store an object; return whether the service said so.
+        """Store an object; return whether the service has confirmed it.
 
         Args:
             key: Its name.
@@ -200,7 +200,7 @@ class Transfer:
         return bool(self._attempt("GET", self._get_target(key), headers, str, None, receive, patience))
 
     def copy(self, key: str, target: str, patience: Patience) -> bool:
-        """Let the service copy an object to another name; return whether it said so."""
+        """Let the service copy an object to another name; return whether it has confirmed the copy."""
         if not self.copies:
             return False
 
@@ -209,7 +209,7 @@ class Transfer:
             body = response.read(_ANSWER)
             whole = _is_whole(response)
             if response.status in (403, 405, 501) or (response.status == 200 and whole and not body):
-                self.copies = False  # it may not or cannot copy, or takes the request for an empty upload
+                self.copies = False  # it may not or cannot copy, or mistakes the request for an empty upload
                 _logger.info("%s: the service does not copy objects", self._netloc)
             return response.status == 200 and whole and self._is_copied(body)
 

@@ -165,7 +165,7 @@ def export_checkpoint(
             is the newest, and for Orbax all of them.
         item: Which item, if the checkpoint has several trees; None is ``"state"`` if there is one, and all for Orbax.
         select: Patterns of leaf paths, as for :func:`~holdfast.load`; only leaves that match are written.
-        root: Write only what is in this container, such as ``"model"``, with names that begin there: those of the
+        root: Write only the contents of this container, such as ``"model"``, with names that begin there: those of the
             module, which ``from_pretrained`` of other libraries expects. Patterns are paths in it. Not for Orbax.
         overwrite: Replace a file that is there.
         progress: Is told how many bytes the sources have, and as they are done.

@@ -99,7 +99,7 @@ class HDF5Tree(FetchedTree):
         self._h5py = _h5py(location)
         self.stored = 0
         self.arrays: list[FetchedArray] = []
-        self._paths: dict[int, str] = {}  # of groups and datasets, by their addresses in the file
+        self._paths: dict[int, str] = {}  # paths of groups and datasets, by their addresses in the file
         with self._file() as file:
             self._walk(file, ())
         readable = [array for array in self.arrays if not array.obstacle]

@@ -1,4 +1,4 @@
-"""Checkpoints of objects: attach things to a checkpoint, save, build new ones, and restore them by name.
+"""Checkpoints of objects: attach objects to a checkpoint, save it, build new objects, and restore them by name.
 
 >>> import tempfile
 >>> from holdfast import graph

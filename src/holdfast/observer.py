@@ -1,4 +1,4 @@
-"""The observer of a manager (``observer=``): what a rehearsal or a trace is told about a run, and may change."""
+"""The observer of a manager (``observer=``), by which a rehearsal or a trace sees a run and may change it."""
 
 from __future__ import annotations
 

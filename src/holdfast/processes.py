@@ -1,4 +1,4 @@
-"""Programs of several processes: how they meet and wait for each other, and a check that their trees are the same."""
+"""Programs of several processes: how they connect and wait for each other, and a check that their trees agree."""
 
 from __future__ import annotations
 

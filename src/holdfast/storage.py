@@ -1,4 +1,4 @@
-"""Places where checkpoints lie: a path or URL as a :class:`Location`, with the options of an object store."""
+"""Locations of checkpoints: a path or URL as a :class:`Location`, with the options of an object store."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _ARRAY_HANDLER = "ArrayCheckpointHandler"
 _TREE_HANDLERS = ("PyTree", "Standard", "Array", "RandomKey")
 _BESIDE_ARRAYS = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER})
 _PROCESS = "ocdbt.process_"
-RUN_METADATA = "metadata"  # name of the folder beside the steps with what the program noted of the run
+RUN_METADATA = "metadata"  # name of the folder beside the steps with the program's facts about the run
 RUN_METADATA_FILE = "_ROOT_METADATA"
 _SEARCHED = 32  # directories that are searched for items where no file marks a checkpoint
 _NEVER_ITEMS = frozenset({ARRAYS_FOLDER, "d"})
@@ -148,7 +148,7 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
 
 
 def _run_metadata(location: Location) -> Mapping[str, Any] | None:
-    """Return what the program noted of its run: an object of its own in the file's, or all of an earlier version's."""
+    """Return the program's facts about its run: a member of the file's object, or all of it in earlier versions."""
     folder = location / RUN_METADATA
     for name in (RUN_METADATA_FILE, "metadata"):
         if (folder / name).is_there():

@@ -151,7 +151,7 @@ def find_string(strings: dict[str, Any], name: str) -> str | None:
 
 
 def read_shardings(folder: Location) -> dict[str, Details]:
-    """Return the shardings of arrays by their names, as far as they can be read; they are only shown to people."""
+    """Return the shardings of arrays by their names, as far as they can be read; they are only shown to users."""
     found = {}
     for encoded, text in read_optional(folder / SHARDING_FILE).items():
         try:
@@ -400,7 +400,7 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 
 
 class ArrayFolder(OrbaxTree):
-    """The arrays of a database that TensorStore wrote by itself, in one dictionary by their names."""
+    """The arrays of a database that TensorStore wrote without Orbax, in one dictionary by their names."""
 
     def for_template(self, names: Sequence[str]) -> TreeSource:
         return renamed_for(self, names)

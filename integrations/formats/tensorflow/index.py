@@ -35,7 +35,7 @@ _KEYS_AMPLIFICATION = 64  # times the bytes of the file: the most that keys with
 _KEYS_SMALL = 1 << 20  # bytes of keys that are accepted for files of any size
 _RATIO = 24  # bytes that one compressed byte can stand for: a copy of 64 bytes takes three
 STRING, VARIANT = 7, 21
-_VERSION = 1  # of the format, in the header
+_VERSION = 1  # the version of the format, in the header
 _LARGEST = 1 << 62
 _ESCAPES = {0: b"\0\xff", 0xFF: b"\xff\0"}
 _MOST_AXES = 32  # axes of an array of numpy 1; TensorFlow's tensors may have up to 254
@@ -219,7 +219,7 @@ def ordered(number: int) -> bytes:
     """Encode a number with a sign as in the keys of slices: sorted as bytes, shorter for small numbers."""
     bits = (~number if number < 0 else number).bit_length()
     length = bits // 7 + 1
-    marks = ((1 << length) - 1) << (7 * length)  # as many ones as there are bytes, at the upper end
+    marks = ((1 << length) - 1) << (7 * length)  # leading ones, as many as there are bytes
     return ((number & ((1 << 8 * length) - 1)) ^ marks).to_bytes(length, "big")
 
 

@@ -365,7 +365,7 @@ def export_torch(
 
 
 class _InBatches(PartialTree):
-    """A tree that is read in batches, and says how far it is."""
+    """A tree that is read in batches and reports its progress."""
 
     def __init__(self, source: TreeSource, advance: Callable[[int], None]) -> None:
         super().__init__(source, {leaf.name: leaf for leaf in source.leaves}, source.tree)

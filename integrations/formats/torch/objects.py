@@ -84,7 +84,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A stretch of memory that tensors are views of."""
+    """A contiguous block of memory that tensors are views of."""
 
     record: Record
     file: str

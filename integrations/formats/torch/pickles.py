@@ -35,7 +35,7 @@ class Inert:
 
     name: Name
     arguments: tuple[Any, ...]
-    state: Any = None  # what ``BUILD`` adds: usually the dictionary of attributes
+    state: Any = None  # the state that ``BUILD`` adds: usually the dictionary of attributes
 
 
 class Stateful(abc.ABC):
@@ -49,7 +49,7 @@ class Stateful(abc.ABC):
 
 
 def shown(value: Any) -> str:
-    """Format a value of a pickle for people; never the content of a container, which may be endless."""
+    """Format a value of a pickle for messages; never the content of a container, which may be endless."""
     if type(value) is str or value is None or (type(value) is int and abs(value) < 1 << 63):
         return f"{value!r:.100}"
     return str(value)[:100] if isinstance(value, Name) else f"a {type(value).__name__}"
@@ -72,7 +72,7 @@ def unpickle(
     content, push = io.BytesIO(data), machine.stack.append
     try:
         for opcode, argument, _ in pickletools.genops(content):
-            if opcode.name in _PUSHED:  # Most opcodes: a look-up and a call for each would take longer.
+            if opcode.name in _PUSHED:  # Most opcodes are these: a look-up and a call for each would take longer.
                 push(argument)
             elif (action := _ACTIONS.get(opcode.name)) is not None:
                 action(machine, argument)
