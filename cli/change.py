@@ -47,11 +47,7 @@ class Confirmation:
     dry_run: bool = False
 
     def given(self, question: str) -> bool:
-        """Return whether to delete.
-
-        Raises:
-            OptionError: There is no terminal to ask on, and no flag.
-        """
+        """Return whether to delete; raise OptionError if there is no terminal to ask on, and no flag."""
         if self.dry_run or self.yes:
             return not self.dry_run
         if not sys.stdin.isatty():
@@ -188,11 +184,7 @@ def prune(
 
 
 def _pruning_options(run: ChangedRun, rules: dict[str, Any], only: bool) -> CheckpointManagerOptions:
-    """Return the options of the run with the rules that are given.
-
-    Raises:
-        OptionError: It is not known which steps are the best.
-    """
+    """Return the options of the run with the given rules; raise OptionError if the best steps are unknown."""
     if only:
         if not rules:
             raise OptionError("--only needs a rule that says what to keep, such as --keep-latest 3")

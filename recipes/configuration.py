@@ -102,10 +102,7 @@ class _TooManyFilesError(ConfigError):
 
 
 def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Document:
-    """Read a file and those that its ``defaults`` name, whose keys it overrides.
-
-    ``around`` are the files that lead to it, and ``numbers`` counts all that are read.
-    """
+    """Read a file over its ``defaults``; ``around`` are the files that lead to it, ``numbers`` counts all of them."""
     if next(numbers) > _MOST_FILES:
         text = f"defaults lead to more than {_MOST_FILES} files, those that are named again included"
         raise _TooManyFilesError([Problem(SourceLine(around[0]), "defaults", text)])

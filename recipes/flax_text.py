@@ -90,11 +90,7 @@ class Windows:
         return {"batch": self._batch, "fingerprint": self._corpus.fingerprint}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go to a position that :meth:`get_state` returned.
-
-        Raises:
-            OptionError: The position belongs to another text.
-        """
+        """Go to a position that :meth:`get_state` returned; raise OptionError for one of another text."""
         if state["fingerprint"] != self._corpus.fingerprint:
             raise OptionError(
                 f"the checkpoint was trained on another text: expected CRC-32 {self._corpus.fingerprint:08x}, found "

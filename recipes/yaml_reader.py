@@ -49,11 +49,7 @@ class Document:
         self.problems.append(Problem(place, dotted(path), text))
 
     def put(self, path: KeyPath, value: Document) -> None:
-        """Set the value at a path; numbers in it are indices into lists, and missing sections are added.
-
-        Raises:
-            ConfigError: The path leads through a value that is no section, or past the end of a list.
-        """
+        """Set the value at a path, with indices into lists, and add missing sections; refuse a path through a value."""
         place, inside = value.places[()], self.root
         here: KeyPath = ()
         for depth, key in enumerate(path, 1):
@@ -84,12 +80,7 @@ def merged(base: Any, values: Any) -> Any:
 
 
 def compose(text: str) -> Any:
-    """Return the root node of a YAML document; None of an empty one.
-
-    Raises:
-        YAMLError: This is not YAML.
-        RecursionError: Lists and sections are nested too deeply.
-    """
+    """Return the root node of a YAML document, None of an empty one; raise YAMLError or RecursionError."""
     depth = 0
     for event in YAML(typ="safe", pure=True).parse(text):
         depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
@@ -138,11 +129,7 @@ class _Reader:
         self._count = 0  # values so far
 
     def value(self, node: Node, path: KeyPath, place: SourceLine) -> Any:
-        """Return the value of a node, whose key is at a place.
-
-        Raises:
-            OverflowError: There are more values than a configuration has.
-        """
+        """Return the value of a node, whose key is at a place; raise OverflowError if there are too many values."""
         self._count += 1
         if self._count > _MOST:
             raise OverflowError

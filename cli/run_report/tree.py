@@ -30,10 +30,7 @@ class Node:
 
 
 def draw_tree(leaves: Sequence[LeafSummary]) -> tuple[Markup, int]:
-    """Return the HTML of a tree, and how many leaves are left out.
-
-    What is drawn is chosen level by level, so that the upper levels are there in any case, with the bytes of all below.
-    """
+    """Return the HTML of a tree, with its upper levels in any case, and how many leaves are left out."""
     root = _tree(leaves)
     drawn = _choose(root)
     opened = root.shown or []

@@ -62,10 +62,7 @@ class ChunkDecoder:
         return f"has {length} bytes, expected {'at most ' if self.compressed else ''}{self.stored_bytes}"
 
     def content(self, data: Bytes, memory: Callable[[int], Bytes], indexed: int = -1) -> tuple[Bytes, str]:
-        """Return the values of a stored chunk, decompressed into ``memory``, and what is wrong with it, or "".
-
-        ``indexed`` is the checksum that the index has for it, or -1.
-        """
+        """Return the values of a stored chunk and what is wrong with it, or ""; ``indexed`` is its checksum, or -1."""
         problem = self.why_not(data.size)
         if problem:
             return data, problem

@@ -112,10 +112,7 @@ class FileCheck:
     checksums: NDArray[np.int64] = field(default_factory=_no_chunks)  # checksums in the index; -1 where it has none
 
     def covers(self, other: FileCheck) -> bool:
-        """Whether a data file with these chunks has all chunks of the other, which describes a file of the same name.
-
-        Equal checksums are evidence because no two saves give a data file the same name.
-        """
+        """Whether a file has all chunks of another of the same name: no two saves give a data file the same name."""
         if self.known != other.known or not len(self.offsets) or not len(other.offsets):
             return False
         places = np.searchsorted(self.offsets, other.offsets)

@@ -56,10 +56,7 @@ class ChunkTable:
 
 
 def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[int, str], None]) -> ChunkTable:
-    """Return the chunks that lie in their files and do not overlap; report the others.
-
-    A forged index can thus not make us read more bytes than the files hold, or take memory for them.
-    """
+    """Return the chunks that lie in their files without overlap, which bounds the bytes to read; report the others."""
     limits = np.array([sizes.get(path, -1) for path in chunks.files] or [0], np.int64)[chunks.file_ids]
     ends = chunks.offsets + chunks.lengths
     fits = ends <= limits

@@ -377,10 +377,7 @@ def plan_files(arrays: Sequence[ArraySpec], layout: Layout, *groups: Iterable[tu
 def chunk_table(
     files: Sequence[PlannedFile], arrays: Sequence[ArraySpec], checksums: NDArray[np.uint32], first: int = 0
 ) -> Integers:
-    """Return one row for each placed chunk: array, number in the array, file, offset, length in bytes and checksum.
-
-    ``first`` is the number of the first file.
-    """
+    """Return a row for each placed chunk: array, number in it, file (from ``first`` on), offset, length, checksum."""
     rows = [
         (*chunk[:2], number, chunk.offset, 0, 0)
         for number, file in enumerate(files, first)

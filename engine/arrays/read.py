@@ -96,11 +96,9 @@ class MsgpackHandler(AggregateHandler):
     filename = "aggregate.msgpack"
 
     def serialize(self, leaves: Mapping[str, NDArray[Any]]) -> bytes:
-        """Make the file."""
         return encode_arrays(leaves)
 
     def deserialize(self, content: bytes) -> dict[str, NDArray[Any]]:
-        """Read the file."""
         found = decode_msgpack(content, extension=_array)
         if not isinstance(found, dict) or not all(isinstance(array, np.ndarray) for array in found.values()):
             raise DamagedCheckpointError("this msgpack file does not hold a dictionary of arrays")

@@ -358,10 +358,7 @@ def _identity_of(step: _WrittenStep, file: WrittenFile) -> FileIdentity | None:
 
 
 def _has_chunks(place: Location, file: WrittenFile) -> bool:
-    """Read the chunks of a file; return whether they are what was written.
-
-    New names of a file, such as those in a copy of hard links, change the same time as a program that writes to it.
-    """
+    """Read the chunks of a file; return whether they are unchanged: a new name sets the same time as a write."""
     buffer = Buffer()
     with contextlib.suppress(DamagedCheckpointError, StorageError), place.open_data(size=file.size) as opened:
         return all(

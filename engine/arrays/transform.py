@@ -201,11 +201,7 @@ def load_transformed_tree(
 
 
 class _Loader:
-    """Fills the leaves of a new tree.
-
-    Leaves that functions request, or that several places take, are read whole and once. Other leaves go through
-    `load_tree`, with the new tree's leaves as a template.
-    """
+    """Fills the leaves of a new tree; reads those that functions or several places need once, others by `load_tree`."""
 
     def __init__(
         self, source: TreeSource, new: Flattened, origins: Sequence[Origin], requests: Mapping[str, LeafRequest]

@@ -306,10 +306,7 @@ def _segments(
 
 
 def _plain_values(tree: HostTree) -> dict[str, str]:
-    """Return the values of a tree that are no arrays, by name: processes at different steps differ in them.
-
-    0-d arrays of any library count where every process has all of them: steps and counts of optimizers are such.
-    """
+    """Return plain values, and 0-d arrays of all processes, by name: processes at different steps differ in them."""
     found = {}
     for name, leaf in zip(tree.names, tree.leaves, strict=True):
         if isinstance(leaf, ValueLeaf):

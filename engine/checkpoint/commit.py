@@ -431,10 +431,7 @@ class PendingCheckpoint:
 
 
 def _check_not_of_another(location: Location) -> None:
-    """Raise OwnershipError for the name of a step in the directory of a run that another process keeps.
-
-    That run would list the step, rank it and delete it, or save it itself at the same time.
-    """
+    """Raise OwnershipError for a step's name in a directory whose run, in another process, ranks and deletes steps."""
     if not location.is_local:
         return
     folder, name = os.path.split(os.path.realpath(location))

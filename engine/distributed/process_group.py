@@ -58,10 +58,7 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Run a block on all processes, and leave it when the last one has run it.
-
-        If it fails on one process, the waits of the others in it raise PeerFailedError.
-        """
+        """Run a block on all processes, and leave it after the last; a failure raises PeerFailedError in the others."""
         if self.alone or self._part is not None:
             yield
             return

@@ -181,10 +181,7 @@ def _leaf_end(rows: Rows, ends: NDArray[np.int64], start: int, room: int) -> tup
 
 
 def encode_root(leaves: Sequence[_Leaf], node_file: str) -> bytes:
-    """Encode the node above all leaves, which lie in the node file one after the other.
-
-    It may be larger than a leaf: an index over ten million chunks has some two hundred leaves.
-    """
+    """Encode the node above all leaves, which lie one after the other; it may be larger than a leaf."""
     count = len(leaves)
     shared, sizes, text = encode_keys([leaf.key for leaf in leaves])
     lengths = np.array([len(leaf.frame) for leaf in leaves], np.int64)

@@ -251,10 +251,7 @@ def restore_external(
     registry: TypeHandlerRegistry,
     args: Mapping[str, RestoreArgs],
 ) -> Any:
-    """Read the leaves of type handlers, and put them into a tree whose other leaves are loaded.
-
-    ``numbers`` are the numbers of these leaves in the saved tree, by their names.
-    """
+    """Read the leaves of type handlers, with their ``numbers`` by name, and put them into a loaded tree."""
     flat = flatten(tree, registry.leaf_types)
     values = list(flat.values)
     groups: dict[str, tuple[TypeHandler, list[int]]] = {}

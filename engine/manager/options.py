@@ -312,11 +312,7 @@ def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
 
 
 def options_from_document(document: Mapping[str, Any]) -> CheckpointManagerOptions:
-    """Read what :func:`options_document` returned; ignore unknown names.
-
-    Raises:
-        OptionError: A value is invalid.
-    """
+    """Read what :func:`options_document` returned; ignore unknown names, refuse invalid values with OptionError."""
     known = options_document(CheckpointManagerOptions()).keys() & CheckpointManagerOptions.__dataclass_fields__.keys()
     try:
         found = {name: value for name, value in document.items() if name in known}

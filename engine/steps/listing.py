@@ -112,10 +112,7 @@ def _commit_order(entry: StepEntry) -> tuple[float, str]:
 
 
 def _listed_record(location: Location) -> CheckpointRecord | None:
-    """Read the commit record in a folder; None if there is none.
-
-    Raises DamagedCheckpointError for a record that a store still lists but does not return.
-    """
+    """Read the commit record in a folder, None without one; a record that a store lists but withholds is damaged."""
     for _ in range(_ATTEMPTS):
         try:
             return read_record(location)

@@ -358,10 +358,7 @@ def _give(one: LiveComponent, state: Any) -> None:
 
 
 def _by_name(one: LiveComponent, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state in which components in a dictionary, such as ``{"policies": {"p0": ...}}``, have their full names.
-
-    RLlib nests the states of components as deep as their directories are.
-    """
+    """Return a state with full names for components in dictionaries, which RLlib nests like its directories."""
     flat = dict(state)
     for child in one.children:
         *keys, last = child.name.split("/")

@@ -251,12 +251,7 @@ class Checkpoint(Node):
 
 
 def snapshot(checkpoint: Checkpoint) -> CapturedGraph:
-    """Return what a save of a checkpoint object writes; log skipped objects that were not logged before.
-
-    Raises:
-        StateError: A restore is not complete.
-        UnsupportedLeafError: An object cannot be saved.
-    """
+    """Return what a save writes; raise StateError or UnsupportedLeafError; log skipped objects not logged before."""
     state = checkpoint._holdfast
     check_restored(state.restorations)
     with collection_paused():

@@ -90,10 +90,7 @@ def _stored(node: LiveNode) -> Any:
 
 
 def _nested(node: LiveNode, elsewhere: Collection[int]) -> Any:
-    """Return the containers below a node, with node numbers in place of values.
-
-    A container without values is None, unless it is empty in the program.
-    """
+    """Return the containers below a node, with node numbers as values; None for one whose values are elsewhere."""
     if not isinstance(node.view, Branch):
         return node.number if node.has_value and node.number not in elsewhere else None
     found: dict[Any, Any] = {}

@@ -263,10 +263,7 @@ def _refill(sequence: Any, elements: Any) -> None:
 
 
 def _optimizer(value: Any, place: Slot) -> View:
-    """Return an optimizer as groups and values for parameters, or as the state of its own ``state_dict()``.
-
-    An optimizer that drives another one, which its state may not include, has an edge to it.
-    """
+    """Return an optimizer as groups and values for parameters, or by its ``state_dict()``, with edges to inner ones."""
     inner = [(name, one) for name, one in vars(value).items() if is_optimizer(one)]
     branch = Branch(class_name(value), _attributes(value, inner, place), optimizer=value)
     if not has_own_protocol(value):

@@ -502,10 +502,7 @@ def _tensor(score: float | None) -> torch.Tensor | None:
 
 
 def take_weights(trainer: Any, module: Any, place: Place, misfits: Misfits | None = None) -> Weights:
-    """Load all parameters and buffers of a checkpoint into a module, or with ``misfits`` those that fit.
-
-    Everything is read before the module is changed.
-    """
+    """Load all weights of a checkpoint into a module, or with ``misfits`` those that fit, once everything is read."""
     if trainer.strategy.restore_checkpoint_after_setup:
         raise OptionError(
             f"init_from={str(place)!r} does not work with {type(trainer.strategy).__name__}, which shards the module "

@@ -158,7 +158,6 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
-        """Load a checkpoint of the engine, with templates for some entries; None if it is not one."""
         if isinstance(path, ResumePath):
             if path.directory != self.store.directory:
                 return None

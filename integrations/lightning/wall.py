@@ -75,11 +75,7 @@ def missing_names(trainer: Any) -> list[str]:
 
 
 def check_version(trainer: Any) -> None:
-    """Check that a trainer is built as those that the callback knows.
-
-    Raises:
-        StateError: It is not; the message has all names that are missing.
-    """
+    """Raise StateError, with all missing names, unless a trainer is built like those that the callback knows."""
     if missing := missing_names(trainer):
         raise StateError(
             f"{_package(trainer)} is built differently from the versions that holdfast supports (2.5 and 2.6); it has "

@@ -17,10 +17,7 @@ def announce(text: str, *args: object, shown: bool = True) -> None:
 
 
 def _is_configured() -> bool:
-    """Return whether the application has configured logging: by a handler, a level, or by disabling it.
-
-    Without handlers, Python itself writes only warnings, to stderr.
-    """
+    """Return whether the application has configured logging: by a handler, a level, or by disabling it."""
     root = logging.getLogger()
     levels = logger.level == logging.NOTSET and root.level == logging.WARNING  # Python's defaults
     return logger.hasHandlers() or logger.disabled or root.manager.disable >= logging.INFO or not levels

@@ -224,10 +224,7 @@ def _replace(value: Any, values: Any) -> Any:
 
 
 def _merge(value: Any, tree: Any, found: dict[int, Any]) -> Any:
-    """Put the objects of the state into the restored tree, whose containers may have grown.
-
-    ``found`` gets the variables of each object; those of an object that is there twice are under the first one.
-    """
+    """Put the objects of the state into the restored tree; ``found`` gets the variables of each object, once."""
     if is_nnx(value):
         if tree:
             found.setdefault(id(value), tree)

@@ -361,10 +361,7 @@ def _node(message: bytes) -> ObjectNode:
 
 
 def _matching(keys: Sequence[str], beginning: str, limit: int) -> Iterator[str]:
-    """Yield the tensors of an attribute: the one of that name, or all whose names begin with it.
-
-    Objects that save several tensors, such as tables, note only the beginning of their names.
-    """
+    """Yield the tensors of an attribute: that of its name, or, of tables and the like, all that begin with it."""
     index = bisect_left(keys, beginning)
     if index < len(keys) and keys[index] == beginning:
         yield beginning
@@ -472,10 +469,7 @@ def _value(bundle: Bundle, name: str) -> Any:
 
 
 def _arranged(paths: Mapping[str, Path]) -> dict[str, Path]:
-    """Arrange paths so that no value is below another value.
-
-    In TensorFlow 1, the slot ``Adam`` of ``w`` has the name ``w/Adam``: it goes beside ``w``, as one key.
-    """
+    """Arrange paths so that no value is below another: TensorFlow 1 calls the slot ``Adam`` of ``w`` ``w/Adam``."""
     values = set(paths.values())
     found = {name: _beside(path, values) for name, path in paths.items()}
     taken = set(found.values())
