@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ...engine.manager import Experience, Loss
 from ..report import count, duration
 
-_WORTH = 60.0  # the least seconds a day that another interval has to save for the command to name it
+_WORTH = 60.0  # the least seconds a day that another interval must save for the command to name it
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def advice(experience: Experience) -> str | None:
 
 
 def basis(experience: Experience) -> str:
-    """Return what the expectations are made of."""
+    """Return the basis of the expectations as text."""
     failures = count(experience.failures, "failure", "failures") if experience.failures else "no failure"
     return (
         f"A save costs {duration(experience.cost or 0.0)} of training and is durable after "

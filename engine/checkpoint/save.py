@@ -249,7 +249,7 @@ class _Committed:
     shared_bytes: int
 
     def encode(self) -> bytes:
-        """Return what the other processes have to know, whose length does not grow with their number."""
+        """Return the facts that the other processes need, whose length does not grow with their number."""
         summary = self.record.summary()
         facts = {"identity": summary.summarizes, "written_bytes": self.written_bytes, "shared_bytes": self.shared_bytes}
         return json.dumps({**facts, "record": summary.to_document()}).encode()

@@ -1,11 +1,11 @@
 """The interval between two saves that loses least, learned from the events of a run.
 
 A save that costs ``C`` seconds, every ``T`` seconds, takes ``C / T`` of the time. A failure, one in ``M`` seconds,
-loses half an interval on average, and what does not depend on it: the time until a save is durable, and the time to
-come back. The sum is least for ``T = sqrt(2 * C * M)`` (J. W. Young, A first order approximation to the optimum
-checkpoint interval, CACM 17(9), 1974). J. T. Daly (A higher order estimate of the optimum checkpoint interval for
-restart dumps, FGCS 22(3), 2006) shows that the time to come back does not move the optimum, and that it is within a
-tenth of this as long as a save costs less than a seventh of the time between two failures.
+loses half an interval on average, and also the time until a save is durable and the time to resume, which do not depend
+on it. The sum is least for ``T = sqrt(2 * C * M)`` (J. W. Young, A first order approximation to the optimum checkpoint
+interval, CACM 17(9), 1974). J. T. Daly (A higher order estimate of the optimum checkpoint interval for restart dumps,
+FGCS 22(3), 2006) shows that the time to resume does not change the optimum, and that it is within a tenth of this as
+long as a save costs less than a seventh of the time between two failures.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .decisions import EverySeconds, Moment
 DAY = 86400.0
 _SPREAD = math.log(10)  # the standard deviation of the logarithm of the rate of failures, before anything is known
 _MOST_FREQUENT = 25.0  # the logarithm of the most failures a day
-_RECENT = 20  # the newest saves and returns, of which medians are taken
-_NOTABLE = 0.1  # the least relative difference of intervals that is told
-_BOUNDS = (60.0, 3600.0)  # of "auto" alone, in seconds
+_RECENT = 20  # number of the newest saves and resumes whose medians count
+_NOTABLE = 0.1  # the least relative change of the interval that is reported
+_BOUNDS = (60.0, 3600.0)  # the bounds of "auto" alone, in seconds
 _AUTO = re.compile(r"\s*auto(?:\s+(?P<least>\S.*?)\s+to\s+(?P<greatest>\S.*?))?\s*")
 
 
@@ -66,7 +66,7 @@ class Loss:
     """What an interval is expected to lose, in seconds a day."""
 
     saving: float  # the loop waits for saves, or is slowed down by them
-    failing: float  # work that is done again after failures, and the time to come back
+    failing: float  # work that is done again after failures, and the time to resume
 
     @property
     def together(self) -> float:
@@ -79,27 +79,27 @@ class _Start:
     """One start of the program."""
 
     began: float
-    last: float  # when its last event came
-    word: str = ""  # how it has ended, if it has told
+    last: float  # the time of its last event
+    word: str = ""  # how it has ended, if an event says so
     restored: int | None = None
-    saved: float | None = None  # when its last save was durable
+    saved: float | None = None  # the time at which its last save was durable
     failed_at: float | None = None
 
 
 class Experience:
-    """What the events of a run say about the cost of its saves and about its failures.
+    """The cost of the saves of a run and its failures, learned from its events.
 
     A failure is a start of the program that loses work: it has ended with an exception after a step, has crashed, hung
-    or been killed, or has ended without a word, as when its machine was lost. A preemption before which the run has
-    saved loses nothing, and is none.
+    or been killed, or has ended without an event, as when its machine was lost. A preemption before which the run has
+    saved loses nothing, and is no failure.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
         self.failures = 0
-        self.bounds: tuple[float, float] | None = None  # of a learned interval, which the run has told last
+        self.bounds: tuple[float, float] | None = None  # bounds of a learned interval, as last reported
         self._starts: dict[str, _Start] = {}
         self._current: _Start | None = None
-        self._lost: _Start | None = None  # the last start that has failed, until another one has come back
+        self._lost: _Start | None = None  # the last start that has failed, until another one has resumed
         self._costs: deque[float] = deque(maxlen=_RECENT)
         self._totals: deque[float] = deque(maxlen=_RECENT)
         self._gaps: deque[float] = deque(maxlen=_RECENT)
@@ -107,13 +107,13 @@ class Experience:
         for event in events:
             self.add(event)
 
-    # ---- what the events say
+    # ---- statistics of the events
 
     @property
     def cost(self) -> float | None:
         """The seconds of training that a save costs: the median of the newest saves; None before the first.
 
-        A save costs what the loop waits for it, without the wait for the save before it, and what its steps take
+        It is the wait of the loop for the save, without that for the save before it, and the time by which steps take
         longer while it is written.
         """
         return median(self._costs) if self._costs else None
@@ -137,8 +137,8 @@ class Experience:
     def between_failures(self) -> float:
         """The expected seconds from one failure to the next.
 
-        Failures come at random (a Poisson process). Before anything is known, their rate is one a day, give or take a
-        factor of ten (a log-normal prior). This is the most probable rate for what the run has seen.
+        Failures come at random (a Poisson process). The prior rate is one a day, within a factor of ten (log-normal).
+        This is the most probable rate given the events of the run.
         """
         days, variance = self.ran / DAY, _SPREAD**2
         # The logarithm of the rate, where the derivative of the logarithm of its probability is zero.
@@ -155,11 +155,11 @@ class Experience:
     def comeback(self) -> float:
         """The seconds from a failure until the state is restored, the median; 0 before the first.
 
-        Where no event tells when the program has ended, they count from the next start.
+        Without an event of the end of the program, they count from the next start.
         """
         return median(self._returns) if self._returns else 0.0
 
-    # ---- what follows from them
+    # ---- conclusions
 
     def best(self, least: float = 0.0, greatest: float = math.inf) -> float:
         """Return the interval between two bounds that loses least, in seconds; the least before the first save."""
@@ -169,7 +169,7 @@ class Experience:
         return min(max(least, self.durable, math.sqrt(2 * cost * self.between_failures)), greatest)
 
     def loss(self, interval: float) -> Loss:
-        """Return what saving at an interval, in seconds, is expected to lose."""
+        """Return the expected loss of saving at an interval, in seconds."""
         # A save waits until the one before it is durable.
         waits = max(0.0, self.durable - interval)
         between = interval + waits
@@ -182,7 +182,7 @@ class Experience:
     # ---- reading the events
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Learn from an event of the run; they come in their order. What is no event of ours is left out."""
+        """Learn from an event of the run, in their order; ignore anything that is not an event of holdfast."""
         when = _number(event.get("time"))
         if when is None:
             return
@@ -210,7 +210,7 @@ class Experience:
                 start.word = start.word or "ended"
 
     def _start(self, run: str, when: float) -> _Start:
-        """Return the start of the program that an event belongs to; a new one says that the one before is over."""
+        """Return the start of the program that an event belongs to; a new one ends the one before."""
         start = self._starts.get(run)
         if start is None:
             before = self._current
@@ -250,16 +250,16 @@ class Experience:
 
 @dataclass
 class LearnedInterval:
-    """A trigger that saves at the interval which loses least, as the events of the run tell, within bounds.
+    """A trigger that saves at the interval that loses least by the events of the run, within bounds.
 
-    The first save comes after the least interval, because only a save tells what one costs.
+    The first save comes after the least interval, because only a save shows what one costs.
     """
 
     least: float
     greatest: float
     reads_metrics: ClassVar[bool] = False
     experience: Experience = field(default_factory=Experience, compare=False, repr=False)
-    # The trigger that holds now. Events come on the thread that saves, and replace it whole.
+    # The current trigger. Events arrive on the thread that saves, and replace it as a whole.
     _now: EverySeconds = field(init=False, compare=False, repr=False)
     _told: float | None = field(default=None, init=False, compare=False, repr=False)
 
@@ -282,7 +282,7 @@ class LearnedInterval:
         self._now = EverySeconds(self.experience.best(self.least, self.greatest))
 
     def news(self) -> dict[str, Any] | None:
-        """Return the facts of the event ``interval`` if the interval has changed since it was last told."""
+        """Return the facts of the event ``interval`` if the interval has changed since its last report."""
         known, now = self.experience, self.interval_secs
         if known.cost is None or (self._told is not None and abs(now / self._told - 1) < _NOTABLE):
             return None
@@ -307,7 +307,7 @@ class LearnedInterval:
 
 
 def _short(duration: float) -> str:
-    """Return a duration with no more digits than people read.
+    """Return a duration with few digits.
 
     >>> _short(151.2), _short(0.0123)
     ('2m31s', '0.012s')
@@ -316,5 +316,5 @@ def _short(duration: float) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """Return a time, a duration or a step; None for what can be none."""
+    """Return a time, a duration or a step; None for any other value."""
     return float(value) if isinstance(value, int | float) and type(value) is not bool and 0 <= value < 2**63 else None

@@ -1,7 +1,7 @@
 """Credentials for S3 and where they come from: variables, ``~/.aws``, roles, and the machine or container.
 
-They are found where TensorStore finds them, and in the same order, so that both act for the same account. No error, and
-no line of the log, holds any of it.
+They are found where TensorStore finds them, and in the same order, so that both act for the same account. No error and
+no line of the log contains them.
 
 https://docs.aws.amazon.com/sdkref/latest/guide/standardized-credentials.html
 https://docs.aws.amazon.com/sdkref/latest/guide/file-format.html
@@ -32,7 +32,7 @@ from .tokens import Renewed, answer_of
 
 _VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
-_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")  # of a profile
+_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")  # keys of a profile
 
 _INTERACTIVE = {
     "sso_session": "IAM Identity Center (sso_session)",
@@ -40,12 +40,12 @@ _INTERACTIVE = {
     "login_session": "a browser (login_session)",
     "mfa_serial": "a code of a device (mfa_serial)",
 }
-"""Settings of profiles that a person has to log in for."""
+"""Settings of profiles that require a login."""
 
 _SETTINGS = re.compile(r"AWS_|HOME$")  # variables that credentials depend on
 _EARLY = 300.0  # seconds before their end at which credentials are renewed; the next ones are there before that
-_STATIC = 60.0 + _EARLY  # seconds for which what a file says is kept: another program may renew the file
-_MACHINE = 2.0  # seconds for an answer of the machine, which is not there on others
+_STATIC = 60.0 + _EARLY  # seconds for which the content of a file is kept: another program may renew it
+_MACHINE = 2.0  # seconds for an answer of the metadata service, which many machines lack
 _SERVICE = 10.0  # seconds for an answer of the token service
 _PROCESS = 60.0  # seconds for a program that prints credentials
 
@@ -67,7 +67,7 @@ class Credentials(NamedTuple):
 
 
 class _NotFoundError(Exception):
-    """A source has no credentials; the next one is asked."""
+    """A source has no credentials; the search continues with the next one."""
 
 
 def aws_credentials() -> Credentials | None:
@@ -357,7 +357,7 @@ def _from_json(found: Mapping[str, Any], secret: str = "SecretAccessKey", token:
 
 
 def _find() -> _Found:
-    """Ask one source after the other; one that fails in another way than having none ends the search."""
+    """Ask one source after the other; a source that fails for another reason than having none ends the search."""
     for source in (_of_chosen_profile, _of_cluster, _of_container, _of_instance):
         try:
             return source()
