@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -299,6 +300,44 @@ def test_what_a_save_costs_the_steps_beside_it(
         step += 1
     pace.step(step, now + 50, None)  # the save has ended within this step
     assert pace.slowed(30.0) == (None if share is None else pytest.approx(30 * share))
+
+
+class Held(hf.PyTreeCheckpointHandler):
+    """Writes when it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def prepare(self, item: Any, **kwargs: Any) -> Any:
+        prepared, go = super().prepare(item, **kwargs), self.go
+
+        class Waiting:
+            merge = prepared.merge
+
+            def write(self, *arguments: Any) -> Any:
+                go.wait(30)
+                return prepared.write(*arguments)
+
+        return Waiting()
+
+
+@pytest.mark.parametrize("steps", [10, 3])
+def test_saves_note_how_much_they_have_slowed_steps_down(steps: int, tmp_path: Path) -> None:
+    """Each step takes a second, and two while the save is written; a few steps tell nothing."""
+    clock, handler = FakeClock(), Held()
+    options = hf.CheckpointManagerOptions(save_interval_steps=100)
+    with hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(handler), options, clock=clock) as manager:
+        for step in range(1, 101 + steps):
+            clock.sleep(1 if step <= 100 else 2)
+            manager.save(step, {"w": np.zeros(3)})
+        handler.go.set()
+    (found,) = [one for one in manager.events.earlier() if one["event"] == "saved"]
+    if steps == 3:
+        assert "slowed_seconds" not in found
+    else:
+        background = found["total_seconds"] - found["blocked_seconds"]
+        assert found["slowed_seconds"] == pytest.approx(background / 2, abs=1e-5)
 
 
 # ---- managers
