@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -241,7 +240,7 @@ class TreeWriter:
         else:
             decoded = (Fragment.decode(data, process) for process, data in enumerate(fragments))
             index, written = merge_fragments(self._catalog, decoded, len(fragments), _plain_values(self._tree))
-        manifest, nodes = index.encode(node_file=INDEX, database_id=uuid.uuid4().bytes, created_ns=time.time_ns())
+        manifest, nodes = index.encode(node_file=INDEX, database_id=os.urandom(16), created_ns=time.time_ns())
         try:
             structure = self.plan.document(self._tree, self._catalog.documents(self._tree.leaves))
         except ValueError as error:

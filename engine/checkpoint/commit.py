@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import re
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import (
@@ -164,7 +163,7 @@ class PendingCheckpoint:
                 if not self.continues:
                     self._lock.release()
             names = {entry.name for entry in location.entries()}
-        self.token = uuid.uuid4().hex  # distinguishes this save from all others
+        self.token = os.urandom(16).hex()  # distinguishes this save from all others
         # The sweep may have removed the marker of a save that is still alive, which must not write into the folders of
         # this one. In an object store, such a save, or a late request of one, is always possible.
         plain = untouched and not location.is_remote

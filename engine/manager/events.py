@@ -13,9 +13,7 @@ import logging
 import math
 import os
 import signal
-import socket
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,7 +51,7 @@ class RunEvents:
         self._clock = clock
         self._process = process
         self._observer = observer
-        self._run = uuid.uuid4().hex[:12]
+        self._run = os.urandom(6).hex()
         self._writes = process == 0 and directory.is_local
         self._began = False
         self._has_ended = False  # whether the program has noted how training ended
@@ -93,7 +91,7 @@ class RunEvents:
                 _cut_torn_line(self._directory.path / EVENTS)
         early, self._early = self._early, []
         self._began = True
-        self.write("started", newest=newest, pid=os.getpid(), host=socket.gethostname())
+        self.write("started", newest=newest, pid=os.getpid(), host=os.uname().nodename)
         for event in early:
             self._append(event)
 

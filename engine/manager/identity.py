@@ -5,7 +5,7 @@ Both lie in ``options.json`` beside the retention rules. A directory without one
 
 from __future__ import annotations
 
-import uuid
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -60,7 +60,7 @@ class RunIdentity:
 
 def new_run() -> str:
     """Return the token of a new run."""
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 def stored_options(location: Location) -> CheckpointManagerOptions | None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
-import uuid
 import weakref
 from collections.abc import Callable
 
@@ -30,7 +28,7 @@ class Ownership:
         self._clock = clock
         # Waits until the owner has stopped writing, before a newer one in this process takes over; None does not wait.
         self._drain = None if drain is None else weakref.WeakMethod(drain)
-        self._token = uuid.uuid4().hex
+        self._token = os.urandom(16).hex()
         self._lock = FileLock(directory / OWNER)
         self._process: int | None = None  # PID of the owner; a forked child does not own the directory
         self._lost = False
@@ -125,7 +123,7 @@ class Ownership:
 
     def _write_file(self) -> None:
         content = json.dumps(
-            {"token": self._token, "host": socket.gethostname(), "pid": os.getpid(), "since": self._clock.now()}
+            {"token": self._token, "host": os.uname().nodename, "pid": os.getpid(), "since": self._clock.now()}
         ).encode()
         self._size = len(content)
         if self._lock.descriptor is None:

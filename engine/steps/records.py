@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -32,7 +31,7 @@ def write_late(directory: Location, folder: str, record: CheckpointRecord, metri
     document = {"checkpoint": record.identity, "time": now, "metrics": encode_metrics(metrics)}
     (directory / LATE).check_not_link()
     (directory / LATE).make_directory()
-    place = directory / LATE / f"{folder}.{uuid.uuid4().hex[:16]}.json"
+    place = directory / LATE / f"{folder}.{os.urandom(8).hex()}.json"
     place.write_bytes(encode_document("metrics", document))
 
 
