@@ -7,11 +7,12 @@ READY := $(VENV)/.ready
 MINIMUM := .venv-minimum
 PARALLEL := --numprocesses=auto --dist=loadgroup
 
-.PHONY: help demo test test-all test-minimum check docs format bench gpu gpu-wheels clean
+.PHONY: help demo test test-all test-servers test-minimum check docs format bench gpu gpu-wheels clean
 help:
 	@echo "make demo          train on real data, get preempted half-way, resume, verify, list"
 	@echo "make test          run the tests, in parallel"
 	@echo "make test-all      run the tests and the sweeps over every combination"
+	@echo "make test-servers  run the tests of object stores against the servers that are installed"
 	@echo "make test-minimum  run the tests with the oldest supported versions of all dependencies"
 	@echo "make check         lint, formatting and types"
 	@echo "make docs          build the site of the documentation in build/site"
@@ -43,7 +44,10 @@ test: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL)
 
 test-all: $(READY)
-	$(BIN)/python -m pytest $(PARALLEL) -m "sweep or not sweep"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not servers"
+
+test-servers: $(READY)
+	PATH="$(CURDIR)/node_modules/.bin:$$PATH" $(BIN)/python -m pytest -m servers -rs tests/object_stores/test_real_servers.py
 
 $(MINIMUM)/.ready: pyproject.toml minimum.txt
 	$(PYTHON) -m venv $(MINIMUM)

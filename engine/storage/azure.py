@@ -58,7 +58,7 @@ _SERVICE = ".dfs.core.windows.net"  # the suffix of the name of an account
 
 _FAILURES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (
     (re.compile(r"Header missing|invalid [\w ]+response|response body error"), GarbledAnswerError),
-    (re.compile(r"status code: 416|InvalidRange"), DamagedCheckpointError),
+    (re.compile(r"status code: 416|InvalidRange|Wanted range starting|bytes 0--1/0"), DamagedCheckpointError),
     (re.compile(r"status code: 507|InsufficientStorage|QuotaExceeded|AccountLimitExceeded"), StorageFullError),
     (re.compile(r"status code: 413|RequestBodyTooLarge"), StorageFullError),
     (

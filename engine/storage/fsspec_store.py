@@ -33,8 +33,7 @@ from .status import UnknownSchemeError, explain_failure, map_os_error, truncated
 
 _logger = logging.getLogger("holdfast")
 
-# fsspec keeps no listings and no connections of earlier calls: others write there, too.
-_UNCACHED = {"use_listings_cache": False, "skip_instance_cache": True}
+_UNCACHED = {"skip_instance_cache": True}  # each backend has connections of its own
 
 _WRAPPERS = re.compile(r"https?|file|local|data|dir|zip|tar|libarchive|generic|async_wrapper|reference|\w*cache\w*")
 """Schemes that stand for what lies at another address, and those that cannot be written."""
@@ -133,10 +132,12 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
     from fsspec.implementations.arrow import ArrowFSWrapper
     from fsspec.implementations.local import LocalFileSystem
 
+    while getattr(filesystem, "type_name", "") == "subtree":
+        path, filesystem = f"{filesystem.base_path.rstrip('/')}/{path.lstrip('/')}", filesystem.base_fs
+    if hasattr(filesystem, "handler") and hasattr(filesystem.handler, "fs"):
+        filesystem = filesystem.handler.fs  # pyarrow's wrapper of a file system of fsspec
     kind = type(filesystem)
     if kind.__module__.split(".")[0] == "pyarrow" and hasattr(filesystem, "type_name"):
-        while filesystem.type_name == "subtree":
-            path, filesystem = f"{filesystem.base_path.rstrip('/')}/{path.lstrip('/')}", filesystem.base_fs
         if filesystem.type_name == "local":
             return path
         wrapped, protocol = ArrowFSWrapper(filesystem, **_UNCACHED), str(filesystem.type_name).split("::")[-1]
@@ -165,11 +166,16 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
         return _given[scheme], key
 
 
+def _is_arrow(filesystem: Any) -> bool:
+    """Whether this is fsspec's wrapper of a file system of pyarrow."""
+    return type(filesystem).__name__ == "ArrowFSWrapper"
+
+
 def _of_this_process(filesystem: Any) -> Any:
     """Return a file system as fsspec makes it anew in a process that was forked."""
     if getattr(filesystem, "_pid", os.getpid()) == os.getpid():
         return filesystem
-    if type(filesystem).__name__ == "ArrowFSWrapper":
+    if _is_arrow(filesystem):
         raise StorageError(
             "this process was forked from one that had used a file system of pyarrow, which does not work in both; "
             "start processes with the method 'spawn' or 'forkserver' of multiprocessing"
@@ -236,7 +242,12 @@ class FsspecBackend(ObjectStoreBackend):
         if start == stop:
             return b""
         stop = stop if size is None else min(stop, size)
-        return bytes(self._do(key, "read", lambda fs, path: fs.cat_file(path, start=start, end=stop), stop - start))
+
+        def read(fs: Any, path: str) -> Any:
+            options = {"seekable": True} if _is_arrow(fs) else {}
+            return fs.cat_file(path, start=start, end=stop, **options)
+
+        return bytes(self._do(key, "read", read, stop - start))
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         self._write(key, bytes(data), atomic=atomic)
@@ -336,6 +347,10 @@ class FsspecBackend(ObjectStoreBackend):
                 found = self._do(folder, "list", self._entries)
             except ObjectNotFoundError:
                 continue
+            except StorageError:
+                if folder != key or not self.has_object(key):
+                    raise
+                found = [(key, False)]  # some list no file
             for name, is_directory in found:
                 if is_directory:
                     if name != folder:
@@ -365,6 +380,7 @@ class FsspecBackend(ObjectStoreBackend):
                 try:
                     fs, prefix, lock = self._filesystem()
                     with lock:
+                        fs.invalidate_cache()  # listings that it keeps: others write there, too
                         answer.set_result(call(fs, (prefix + key).rstrip("/") or prefix))
                 except TimeoutError as error:  # not to be taken for the time limit of the wait
                     answer.set_exception(_TimedOutError(str(error)))
@@ -382,7 +398,7 @@ class FsspecBackend(ObjectStoreBackend):
             if self._connected is None or self._connected[0] != os.getpid():
                 fs, prefix = self._connect()
                 # Connections of synchronous file systems are not for several threads at a time; those of pyarrow are.
-                together = getattr(fs, "async_impl", False) or type(fs).__name__ == "ArrowFSWrapper"
+                together = getattr(fs, "async_impl", False) or _is_arrow(fs)
                 lock: Any = contextlib.nullcontext() if together else threading.Lock()
                 self._connected = (os.getpid(), fs, prefix, lock)
             return self._connected[1:]
