@@ -231,7 +231,7 @@ class LoaderPosition(Iterator[Any]):
         self._loader: Any = loader
         if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
             raise OptionError(
-                f"skip_to needs a loader that can be begun anew, such as a list or a DataLoader, not an iterator "
+                f"skip_to needs a loader that can be restarted, such as a list or a DataLoader, not an iterator "
                 f"({type(loader).__qualname__}); an iterator with get_state and set_state needs no skip_to"
             )
         if (sampler := drawing_sampler(loader)) is not None:

@@ -51,7 +51,7 @@ class Rules:
     connect: int = 3
 
     def legal(self, boards: Boards) -> Bools:
-        """Return bool[n, columns]: the columns with room for a stone."""
+        """Return bool[n, columns]: the columns that are not full."""
         top: Bools = boards[:, -1] == 0
         return top
 

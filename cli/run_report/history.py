@@ -16,7 +16,7 @@ from ..report import count, duration
 
 How = Literal["finished", "closed", "preempted", "crashed", "hung", "failed", "lost", "running", "open"]
 """How a start has ended: ``closed`` by a program that has no callback, which would know whether training has finished;
-``failed`` with an exception, ``crashed`` by a signal or a status, ``lost`` without a word;
+``failed`` with an exception, ``crashed`` by a signal or a status, ``lost`` without a final event;
 ``open`` without a word so far, on another machine, where it may be running."""
 
 _CHARTED = 16  # the most numbers of a list that are charted

@@ -42,7 +42,7 @@ def advice(experience: Experience) -> str | None:
         return None
     return (
         f"saves every {duration(used.seconds)} are expected to lose {duration(used.loss.together)} a day, and every "
-        f'{duration(least.seconds)} {duration(least.loss.together)}: save_interval_secs="auto" chooses by itself'
+        f'{duration(least.seconds)} {duration(least.loss.together)}: save_interval_secs="auto" chooses automatically'
     )
 
 
@@ -54,7 +54,7 @@ def basis(experience: Experience) -> str:
         f"{duration(experience.durable)} (medians of the newest 20). The events show {failures} in "
         f"{duration(experience.ran)}; every run begins with a guess of one a day, so the next one is expected in "
         f"{duration(experience.between_failures)}. Each loses half an interval, the time until a save is durable, "
-        f"and {duration(experience.comeback)} to come back.{_learns(experience)}"
+        f"and {duration(experience.comeback)} to resume.{_learns(experience)}"
     )
 
 

@@ -51,7 +51,7 @@ def checksum_after(data: bytes) -> int:
 
 
 def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Divide items into groups of at most ``limit`` bytes; a larger item is a group by itself."""
+    """Divide items into groups of at most ``limit`` bytes; a larger item is a group of its own."""
     group: list[T] = []
     total = 0
     for item in items:

@@ -161,7 +161,7 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
 
 
 class _DeferredWrite:
-    """Writes an item once, when its result is first asked for."""
+    """Writes an item once, when its result is first requested."""
 
     def __init__(self, write: Callable[[], Files]) -> None:
         self._write: Callable[[], Files] | None = write

@@ -182,7 +182,7 @@ class HostCopies:
         self.pinned_bytes = pinned_bytes
         if not arrays or (jax.default_backend() == "cpu" and "cpu" not in _PINNED):
             return
-        with jax.transfer_guard("allow"):  # a guard is against copies that nobody asked for
+        with jax.transfer_guard("allow"):  # a guard is against copies that the program did not request
             self._start()
 
     def _start(self) -> None:

@@ -53,7 +53,7 @@ def loaded(name: str) -> Any | None:
 
 
 def required(name: str) -> Any:
-    """Return a module that the caller asked for by name, and import it where needed."""
+    """Return a module that the caller requested by name, and import it if needed."""
     module = loaded(name)
     if module is not None:
         return module

@@ -1,6 +1,7 @@
 """Sequences of numbers packed into one leaf: a long list, tuple or deque of numbers is stored as an array.
 
-Its elements come back with their values and types. A shorter sequence stays a container with a leaf for each element.
+A load restores its elements with their values and types. A shorter sequence stays a container with a leaf for each
+element.
 """
 
 from __future__ import annotations

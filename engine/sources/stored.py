@@ -1,6 +1,6 @@
 """Trees in files of other libraries: containers made from the key paths of leaves, arrays that are parts of files.
 
-Only the leaves that are asked for are read.
+Only the requested leaves are read.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Entry:
     # Length in bytes; None for directories, broken links, and stores whose listings have no sizes.
     size: int | None = None
     links: int = 1  # number of names of its file; the space is free when the last is removed
-    identity: tuple[int, int] | None = None  # the same for all names of a file, where the caller has asked for it
+    identity: tuple[int, int] | None = None  # the same for all names of a file, if the caller has requested it
 
 
 @dataclass(frozen=True, slots=True)

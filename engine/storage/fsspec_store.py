@@ -172,7 +172,7 @@ def _is_arrow(filesystem: Any) -> bool:
 
 
 def _of_this_process(filesystem: Any) -> Any:
-    """Return a file system as fsspec makes it anew in a process that was forked."""
+    """Return a file system as fsspec makes it again in a forked process."""
     if getattr(filesystem, "_pid", os.getpid()) == os.getpid():
         return filesystem
     if _is_arrow(filesystem):

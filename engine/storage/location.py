@@ -421,7 +421,7 @@ class Location:
             backend.write_bytes(self._key, data, atomic=atomic)
 
     def honours_conditions(self, data: bytes) -> bool:
-        """Return whether ``write_bytes_if`` is atomic here: never on a disk, and where the service of a store says so.
+        """Return whether ``write_bytes_if`` is atomic here: never on a disk; in a store, if the service supports it.
 
         Args:
             data: The content of this object, which may be written again to find out.

@@ -41,7 +41,7 @@ def open_object(
     binary = "b" in letters
     kind = "".join(letters).replace("b", "", 1)
     if kind not in _MODES:
-        raise OptionError(f"{url}: mode={mode!r} opens no object of a store: read it (r), or write it anew (w, x, a)")
+        raise OptionError(f"{url}: mode={mode!r} opens no object of a store: read it (r), or write it (w, x, a)")
     if kind == "x" and exists():
         raise FileExistsError(f"{url} exists")
     raw: io.BytesIO

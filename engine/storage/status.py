@@ -132,7 +132,7 @@ def is_unreadable(error: object) -> bool:
 
 @contextlib.contextmanager
 def unreadable_as_damage(place: object) -> Iterator[None]:
-    """Raise DamagedCheckpointError, which says so, in place of an error for which :func:`is_unreadable` is true."""
+    """Raise DamagedCheckpointError in place of an error for which :func:`is_unreadable` is true."""
     try:
         yield
     except StorageError as error:

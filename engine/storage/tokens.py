@@ -13,13 +13,13 @@ from .transfer import tls_context
 
 T = TypeVar("T")
 
-_PAUSE = 60.0  # seconds until what was not found is looked for again
+_PAUSE = 60.0  # seconds until a missing token is requested again
 
 
 @dataclass
 class _Kept(Generic[T]):
     value: T | None
-    renewed_at: float  # when it is asked for again, by time.monotonic()
+    renewed_at: float  # the time of the next request, by time.monotonic()
     ends_at: float
 
 

@@ -187,7 +187,7 @@ class ComponentParts(CommitParts):
         if whole is not None and whole[2] in parts_of(whole[1]):
             raise CheckpointExistsError(
                 f"{location} is a part of the tree at {whole[0]}, which would not be whole any more; save to another "
-                "path, or save the whole tree anew"
+                "path, or save the whole tree again"
             )
         if _is_item(location):
             raise CheckpointExistsError(

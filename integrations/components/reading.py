@@ -220,7 +220,7 @@ def full_state(component: SavedComponent, own: Callable[[Any], Any] = lambda one
     return found
 
 
-# ---- named tuples and dataclasses in a state: they come back as objects of the program's own classes
+# ---- named tuples and dataclasses in a state: they are restored as objects of the program's own classes
 
 # A checkpoint names their classes, and nothing is imported or called because of that. A class must be one that the
 # component shows: in its state as it is now, in the module or the class that defines it, or allowed by the program.

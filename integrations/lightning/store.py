@@ -111,8 +111,8 @@ class RunStore:
         if finished is not None and finished() is not module:
             raise StateError(
                 f"{self.directory} holds a run that this process has finished with another module, which would get the "
-                "weights and the score of that run. Give every fold, trial or phase a directory of its own; to go on "
-                "with that run, pass resume='must' to the callback, or ckpt_path='last' to fit"
+                "weights and the score of that run. Give every fold, trial or phase a directory of its own; to "
+                "continue that run, pass resume='must' to the callback, or ckpt_path='last' to fit"
             )
 
     def take_events(self) -> list[dict[str, Any]]:
@@ -296,7 +296,7 @@ def is_checkpoint(path: Place) -> bool:
     except InvalidLocationError:
         return False
     if location.name.endswith(".ckpt") or not location.is_directory():
-        return False  # A file of Lightning may be on a network, and is not looked for.
+        return False  # A file of Lightning may be on a network, and is not searched.
     return (location / RECORD).exists() or bool(list_steps(location))
 
 

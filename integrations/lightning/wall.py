@@ -55,7 +55,7 @@ _GIVEN = "holdfast_given_path"  # the attribute of a connector that notes the ``
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 # Trainers find a callback that resumes automatically as ``ckpt_path="last"``. Lightning then warns about a model that
-# was not given, and in a first run about a missing "last", although the user has not asked for it.
+# was not given, and in a first run about a missing "last", although the user has not requested it.
 _MISLEADING = (
     r"`\.fit\(ckpt_path=None\)` was called without a model\.",
     r'\.fit\(ckpt_path="last"\) is set, but there is no last checkpoint available\.',

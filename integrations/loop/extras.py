@@ -142,7 +142,7 @@ def check_extras(extras: Mapping[str, Any]) -> None:
                 f"{name}= is a {type(extra).__qualname__}, whose position can be neither saved nor restored: pass "
                 "an object with get_state and set_state, or state_dict and load_state_dict, such as an iterator of "
                 f"Grain or a StatefulDataLoader of torchdata, or {name}=hf.skip_to(loader) for a loader that gives the "
-                f"same batches each time, or leave {name}= out and begin the data anew after a resume"
+                f"same batches each time, or leave {name}= out and start the data again after a resume"
             )
 
 
@@ -164,7 +164,7 @@ def _is_saveable(extra: Any) -> bool:
 
 
 def check_names(extras: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
-    """Raise TreeMismatchError if a checkpoint lacks an extra that is asked for."""
+    """Raise TreeMismatchError if a checkpoint lacks a requested extra."""
     missing = [name for name in extras if name not in saved]
     if missing:
         held = ", ".join(saved) or "none"

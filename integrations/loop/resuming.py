@@ -251,7 +251,7 @@ def _saved_extras(
             "to one process each, such as a place in the data, and nothing says which belong to other processes. Give "
             "CheckpointCallback reshard=, a function of (name, states, process_index, process_count) that returns the "
             f"state of one process; or leave {listed} out of restore_or_initialize and pass it to on_step only, to "
-            "begin it anew"
+            "start it again"
         )
     generators = [name for name in shares[-1] if name == GLOBAL_GENERATORS or is_generator(extras.get(name))]
     if fresh:

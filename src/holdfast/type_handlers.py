@@ -44,6 +44,6 @@ def register_standard_handlers_with_options(*, use_ocdbt: bool = True, ts_contex
         OptionError: ``use_ocdbt`` is false, or ``ts_context`` is given.
     """
     if ts_context is not None:
-        raise OptionError("ts_context: holdfast writes OCDBT databases by itself, without a context; leave it out")
+        raise OptionError("ts_context: holdfast writes OCDBT databases without a context; leave it out")
     if not use_ocdbt:
         raise OptionError("use_ocdbt=False: holdfast always stores arrays in an OCDBT database; leave it out")

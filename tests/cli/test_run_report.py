@@ -317,7 +317,7 @@ def test_what_other_intervals_would_have_cost(capsys: pytest.CaptureFixture[str]
     assert duration(best) == "4 min 56 s"
     target = tmp_path / "report.html"
     assert output_of(capsys, "report", run, "-o", target).split("\n", 1)[1] == (
-        f'{line}save_interval_secs="auto" chooses by itself\n'
+        f'{line}save_interval_secs="auto" chooses automatically\n'
     )
     found = Page(target.read_text())
     place = found.texts("td").index("1,440")
@@ -333,7 +333,7 @@ def test_what_other_intervals_would_have_cost(capsys: pytest.CaptureFixture[str]
     assert "A save costs 1.0 s of training and is durable after 1.0 s" in text
     assert "The events show 10 failures in 5 d 0 h" in text
     assert "the next one is expected in 12 h 09 min. Each loses half an interval" in text
-    assert text.endswith("and 15.0 s to come back.")
+    assert text.endswith("and 15.0 s to resume.")
     document = json.loads(output_of(capsys, "report", run, "-o", target, "--json"))
     (choices,) = document["intervals"].values()
     assert [(one["name"], one["seconds"]) for one in choices[:3]] == [("half", 30), ("used", 60), ("double", 120)]
