@@ -8,6 +8,7 @@ little; that of the commit does: it begins when the last process has written its
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -31,6 +32,15 @@ CHUNK = 4096
 
 GENERATOR = 5056
 """Bytes of the state of a torch generator, which each process saves as its own."""
+
+STACK = 256 * 1024
+"""Bytes of the stack of each thread."""
+
+SWITCH = 0.2
+"""Seconds after which threads ask for Python's lock; thousands that ask more often take the processor for that alone."""
+
+BESIDE = 32
+"""Processes that write at the same time; thousands of threads would mostly wait for Python's lock."""
 
 POINTS = {
     "before it knows the folders": ("get", "/broadcast/plan/"),
@@ -172,14 +182,16 @@ class SimulatedCoordinator:
         index: Of this process.
         count: The number of processes.
         dies_at: The point of :data:`POINTS` at which it dies; None: it lives.
+        beside: Released when it has written its share.
     """
 
-    def __init__(self, hub: Hub, index: int, count: int, dies_at: str | None = None) -> None:
+    def __init__(self, hub: Hub, index: int, count: int, dies_at: str | None, beside: threading.Semaphore) -> None:
         self.process_index = index
         self.process_count = count
         self._hub = hub
         self._point = None if dies_at is None else POINTS[dies_at]
         self._dead = False
+        self._beside = beside
 
     def _call(self, method: str, key: str) -> None:
         if self._point is not None and self._point[0] == method and self._point[1] in key:
@@ -190,6 +202,8 @@ class SimulatedCoordinator:
     def put(self, key: str, value: bytes) -> None:
         self._call("put", key)
         self._hub.put(key, value)
+        if "/gather/written/" in key:
+            self._beside.release()
 
     def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
         self._call("get", key)
@@ -261,8 +275,14 @@ def simulate(
     tree = {f"leaf{number}": np.zeros(processes * CHUNK, np.uint8) for number in range(leaves)}
     errors: dict[int, BaseException] = {}
 
-    def run(index: int) -> None:
-        coordinator = SimulatedCoordinator(hub, index, processes, dies_at if index == processes - 1 else None)
+    beside = threading.Semaphore(BESIDE)
+    coordinators = [
+        SimulatedCoordinator(hub, index, processes, dies_at if index == processes - 1 else None, beside)
+        for index in range(processes)
+    ]
+
+    def run(coordinator: SimulatedCoordinator) -> None:
+        index = coordinator.process_index
         own = PerProcessCheckpointHandler(coordinator=coordinator)
         items = {
             "state": ItemToSave(hf.PyTreeCheckpointHandler(chunk_bytes=CHUNK), tree),
@@ -276,16 +296,20 @@ def simulate(
                 save.commit(None if written is None else CheckpointRecord(items=written, time=0.0, step=1))
         except (Died, hf.errors.BarrierTimeoutError, hf.errors.PeerFailedError) as error:
             errors[index] = error
+            beside.release()
 
-    size = threading.stack_size(512 * 1024)
+    size, interval = threading.stack_size(STACK), sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH)
     try:
-        threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(processes)]
+        threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in coordinators]
         for thread in threads:
+            beside.acquire()
             thread.start()
+        for thread in threads:
+            thread.join()
     finally:
         threading.stack_size(size)
-    for thread in threads:
-        thread.join()
+        sys.setswitchinterval(interval)
     ended = time.monotonic()
     objects = {key: data for key, data in store.objects.items() if key.startswith("run/1/")}
     return Protocol(
