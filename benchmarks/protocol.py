@@ -37,7 +37,7 @@ STACK = 256 * 1024
 """Bytes of the stack of each thread."""
 
 SWITCH = 0.2
-"""Seconds after which threads ask for Python's lock; thousands that ask more often take the processor for that alone."""
+"""Seconds after which threads ask for Python's lock; thousands that ask more often take all processors for it."""
 
 BESIDE = 32
 """Processes that write at the same time; thousands of threads would mostly wait for Python's lock."""
