@@ -10,7 +10,7 @@ from .checkpoint import Checkpointer, SaveReport
 from .errors import OptionError
 from .handlers import PyTreeCheckpointHandler
 from .opening import load_parts
-from .peer_names import keyword_only, refuse_unknown
+from .peer_names import refuse_unknown
 from .pytree import Patterns
 from .sources import CheckpointSource, read_checkpoint
 from .storage import Place, as_location
@@ -46,7 +46,7 @@ def save(
     ...     load(f"{directory}/ckpt")
     {'w': array([0, 1, 2]), 'step': 7}
     """
-    refuse_unknown("save", unknown, keyword_only(save))
+    refuse_unknown("save", unknown, save)
     report = Checkpointer(PyTreeCheckpointHandler(layout=layout)).save(path, tree, force=overwrite)
     assert report is not None
     return report

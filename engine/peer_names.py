@@ -65,14 +65,13 @@ def instead_of(name: str, known: Collection[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def keyword_only(function: Callable[..., Any]) -> list[str]:
-    """Return the arguments that a function takes by name only."""
-    return [one.name for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY]
-
-
-def refuse_unknown(taker: str, unknown: Mapping[str, object], known: Collection[str]) -> None:
-    """Raise UnknownArgumentError, with the known names, if there are unknown arguments."""
+def refuse_unknown(
+    taker: str, unknown: Mapping[str, object], function: Callable[..., Any], hidden: Collection[str] = ()
+) -> None:
+    """Raise UnknownArgumentError, with those that a function takes by name only, if there are unknown arguments."""
     if unknown:
+        parameters = inspect.signature(function).parameters.values()
+        known = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in hidden]
         names = ", ".join(f"{name}{instead_of(name, known)}" for name in sorted(unknown))
         takes = f"It takes {', '.join(known)}" if known else "It takes none"
         raise UnknownArgumentError(f"{taker} does not take these arguments: {names}. {takes}")

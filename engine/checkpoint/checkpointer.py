@@ -17,7 +17,7 @@ from ..handlers import (
     CheckpointHandler,
     PyTreeCheckpointHandler,
 )
-from ..peer_names import keyword_only, refuse_unknown
+from ..peer_names import refuse_unknown
 from ..sources import is_ours, recognise
 from ..steps import read_steadily
 from ..storage import Place, as_location
@@ -57,7 +57,7 @@ class Checkpointer:
         barrier_timeout_secs: Duration = "10m",
         **unknown: Never,
     ) -> None:
-        refuse_unknown(type(self).__name__, unknown, keyword_only(type(self).__init__))
+        refuse_unknown(type(self).__name__, unknown, type(self).__init__)
         self.handler = handler
         self._clock = clock or SystemClock()
         self._coordinator = coordinator

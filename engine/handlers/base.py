@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeGuard, TypeVar
 from ..arrays import Layout, make_durable
 from ..distributed import ProcessInfo
 from ..format import FileRecord
-from ..peer_names import keyword_only, refuse_unknown
+from ..peer_names import refuse_unknown
 from ..storage import Helper, Location
 
 T = TypeVar("T")
@@ -239,4 +239,4 @@ def has_structure(handler: CheckpointHandler) -> bool:
 
 def refuse_arguments(handler: CheckpointHandler, kwargs: Mapping[str, Any], method: Callable[..., Any]) -> None:
     """Raise UnknownArgumentError for arguments that a method of a handler does not take."""
-    refuse_unknown(type(handler).__name__, kwargs, [name for name in keyword_only(method) if name not in _INTERNAL])
+    refuse_unknown(type(handler).__name__, kwargs, method, _INTERNAL)

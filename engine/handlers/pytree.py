@@ -30,7 +30,7 @@ from ..arrays import (
 from ..distributed import ProcessInfo
 from ..errors import OptionError, UnsupportedLeafError, shortened
 from ..format import FileRecord
-from ..peer_names import keyword_only, refuse_unknown
+from ..peer_names import refuse_unknown
 from ..pytree import (
     EXTERNAL,
     Details,
@@ -96,7 +96,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         use_ocdbt: bool = True,
         **unknown: Never,
     ) -> None:
-        refuse_unknown(type(self).__name__, unknown, keyword_only(PyTreeCheckpointHandler))
+        refuse_unknown(type(self).__name__, unknown, PyTreeCheckpointHandler)
         if pinned_bytes is not None and (type(pinned_bytes) is not int or pinned_bytes < 0):
             raise OptionError(f"pinned_bytes={pinned_bytes!r} must be a number of bytes, 0 or more, or None")
         if not use_ocdbt:

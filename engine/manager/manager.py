@@ -16,7 +16,7 @@ from ..errors import (
     OptionError,
 )
 from ..observer import Observer, process_observer
-from ..peer_names import keyword_only, refuse_unknown
+from ..peer_names import refuse_unknown
 from ..storage import Location, Place, as_location
 from .access import RunAccess
 from .decisions import Decision, Rollback, SaveDecisions, Wanted
@@ -90,7 +90,7 @@ class CheckpointManager:
         observer: Observer | None = None,
         **unknown: Never,
     ) -> None:
-        refuse_unknown(type(self).__name__, unknown, keyword_only(CheckpointManager.__init__))
+        refuse_unknown(type(self).__name__, unknown, CheckpointManager.__init__)
         self.observer = observer or process_observer()
         self.options = self.observer.options(options or CheckpointManagerOptions())
         writes = not self.options.read_only

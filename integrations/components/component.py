@@ -12,7 +12,7 @@ from ...engine.arrays import Layout
 from ...engine.distributed import Coordinator, run_on_primary
 from ...engine.errors import BarrierTimeoutError, OptionError, TreeMismatchError
 from ...engine.manager import plain_metrics
-from ...engine.peer_names import keyword_only, refuse_unknown
+from ...engine.peer_names import refuse_unknown
 from ...engine.pytree import Patterns
 from ...engine.storage import Place, as_location
 from .constructing import build
@@ -129,7 +129,7 @@ class Checkpointable:
             StorageError: The storage refused; the tree that was there before is whole.
             PeerFailedError: Process 0 of several could not save.
         """
-        refuse_unknown("save_to_path", unknown, keyword_only(Checkpointable.save_to_path))
+        refuse_unknown("save_to_path", unknown, Checkpointable.save_to_path)
         location = None if path is None else as_location(path, filesystem=filesystem, writes=True)
         where = "a temporary directory" if location is None else location.url
         numbers = None if metrics is None else plain_metrics(metrics)
@@ -183,7 +183,7 @@ class Checkpointable:
             TreeMismatchError: There is no such component; or a state does not fit, and nothing was changed. Or, with
                 ``strict``, only one side has a value; those that both sides have were restored.
         """
-        refuse_unknown("restore_from_path", unknown, keyword_only(Checkpointable.restore_from_path))
+        refuse_unknown("restore_from_path", unknown, Checkpointable.restore_from_path)
         live = live_tree(self)
         target = live if component is None else locate(live, component)
         kept = None if keep is None else KeepPatterns(keep)
