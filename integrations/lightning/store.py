@@ -136,11 +136,11 @@ class RunStore:
         """Return whether process 0 has found a checkpoint to resume from; ``resume`` must be the same on all."""
         mine = {"directory": self.directory.url, "resume": resume}
         self.processes.compare("the options of the callbacks", mine)
-        return bool(self.processes.decide("what to begin from", lambda: found))
+        return bool(self.processes.decide("what to begin from", bool, found))
 
     def record_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Store the metrics of process 0 that were logged after their step was saved; return them."""
-        late: dict[str, float] = self.processes.decide("late metrics", lambda: metrics)
+        late: dict[str, float] = self.processes.decide("late metrics", dict, metrics)
         if late:
             self.manager.record_metrics(step, late)
         return late
@@ -178,18 +178,20 @@ class RunStore:
         An interval seldom ends at a validation: its checkpoints would never be ranked. ``newest`` has the step of the
         newest checkpoint and the metrics that it was saved with. All processes take the answer of process 0.
         """
-        metric = self._options.best_fn
-        if metric is None or self._options.save_on_best:  # ``save_on_best`` has decided about this step.
+        if self._options.best_fn is None or self._options.save_on_best:  # ``save_on_best`` has decided about this step.
             return None
-
-        def answer() -> str | None:
-            for step, saved in newest.items():
-                if metric_value(saved, metric) is None and self.score(step) is None:
-                    return None if metric_value(metrics(), metric) is None else metric_name(metric)
-            return None
-
-        name: str | None = self.processes.decide("a step with the metric", answer)
+        name: str | None = self.processes.decide("a step with the metric", self._awaited, newest, metrics)
         return name
+
+    def _awaited(
+        self, newest: Mapping[int, Mapping[str, float]], metrics: Callable[[], Mapping[str, float]]
+    ) -> str | None:
+        metric = self._options.best_fn
+        assert metric is not None
+        for step, saved in newest.items():
+            if metric_value(saved, metric) is None and self.score(step) is None:
+                return None if metric_value(metrics(), metric) is None else metric_name(metric)
+        return None
 
     def save(
         self,
