@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -317,12 +317,12 @@ class SaveDecisions:
         """Return whether a save is due, and the reason; the same on all processes."""
         self._starts_at(step)
         self._pace.step(step, self._clock.monotonic(), self._saves if self._failed is None else None)
-        moment = Moment(step=step, metrics=metrics, earlier=earlier, saved=saved)
+        asked = step, metrics, earlier, saved
         if self._processes.alone:
-            return decide(self._triggers, self._now(moment))
+            return decide(self._triggers, self._moment(*asked))
         if self._schedule.asks(step, metrics) or self._schedule.asks_outcome(step, self._last[0]):
-            return self._agree(moment)
-        decision = decide(self._schedule.certain, self._now(moment))
+            return self._agree(*asked)
+        decision = decide(self._schedule.certain, self._moment(*asked))
         answer = self._schedule.answer(step)  # None if nothing was agreed at this step
         return answer if answer is not None and answer.save and not saved else decision
 
@@ -331,30 +331,31 @@ class SaveDecisions:
         if self._last[0] is None:
             self._last = step - 1, self._last[1]
 
-    def _now(self, moment: Moment) -> Moment:
-        """Return a moment with the time, and with the step and the time of the last save."""
+    def _moment(self, step: int, metrics: Mapping[str, Any] | None, earlier: Sequence[StepInfo], saved: bool) -> Moment:
+        """Return what triggers see at a step."""
         previous, last = self._last
-        return replace(moment, previous=previous, now=self._clock.monotonic(), last=last)
+        now = self._clock.monotonic()
+        return Moment(step=step, previous=previous, now=now, last=last, metrics=metrics, earlier=earlier, saved=saved)
 
-    def _agree(self, moment: Moment) -> Decision:
+    def _agree(self, step: int, *others: Any) -> Decision:
         """Decide as process 0 does."""
-        what = f"decision at step {moment.step}"
-        save, reason, following, failed = self._processes.decide(what, self._decide_for_all, moment)
+        what = f"decision at step {step}"
+        save, reason, following, failed = self._processes.decide(what, self._decide_for_all, step, *others)
         if failed:
             self._last = self._before
         decision = Decision(save, reason)
-        self._schedule.agreed(moment.step, decision, following, ended=failed is not None)
+        self._schedule.agreed(step, decision, following, ended=failed is not None)
         return decision
 
-    def _decide_for_all(self, moment: Moment) -> list[Any]:
+    def _decide_for_all(self, step: int, *others: Any) -> list[Any]:
         """Return the decision of process 0, the step of the next agreement, and whether the last save has failed."""
         failed = self._failed
         if failed:
             self._last = self._before
-        decision = decide(self._triggers, self._now(moment))
+        decision = decide(self._triggers, self._moment(step, *others))
         now = self._clock.monotonic()
         since = 0.0 if decision.save else now - self._last[1]
-        return [decision.save, decision.reason, self._schedule.next_step(moment.step, now, since), failed]
+        return [decision.save, decision.reason, self._schedule.next_step(step, now, since), failed]
 
 
 class Rollback:
