@@ -26,7 +26,6 @@ _SMALL = 64 << 10  # chunks up to this size are joined before they are handed on
 _FILE_BYTES = 128 << 20  # content of one data file of compressed chunks, before compression
 _FILES = 2  # number of such files that are compressed or written, and thus in memory, at a time
 _GROUP_BYTES = 16 << 20
-_GROUP_CHUNKS = 4096
 _THREADS = 16
 
 # The digests of chunks by the numbers of their array and their own. Writing fills in the requested ones, which are
@@ -174,6 +173,8 @@ def write_compressed(
     write: Callable[[int, int, Sequence[Segment]], None],
     digests: Digests | None = None,
     awaited: threading.Event | None = None,
+    *,
+    group_chunks: int = 4096,  # that a thread takes at a time, at most
 ) -> tuple[list[CompressedChunk], list[int]]:
     """Compress chunks with several threads; write one file while the chunks of another are compressed."""
 
@@ -183,7 +184,7 @@ def write_compressed(
     files_of = list(batches(chunks, size, min(_FILE_BYTES, layout.data_file_bytes)))
 
     def write_batch(number: int) -> tuple[list[CompressedChunk], int]:
-        stored = _compressed(files_of[number], sources, digests, awaited)
+        stored = _compressed(files_of[number], sources, digests, awaited, group_chunks)
         segments, offsets, size = _lay_out(stored, layout.segment_bytes)
         file = first_file + number
         write(file, size, segments)
@@ -204,6 +205,7 @@ def _compressed(
     sources: Sequence[Source],
     digests: Digests | None,
     awaited: threading.Event | None,
+    group_chunks: int,
 ) -> list[bytes]:
     """Compress chunks in groups of one size and level; return their bytes in the order of the batch."""
     groups: list[list[int]] = []
@@ -211,7 +213,7 @@ def _compressed(
     for position, chunk in enumerate(batch):
         nbytes = sources[chunk.array].spec.chunk_nbytes
         group = current.get((nbytes, chunk.level))
-        if group is None or len(group) == _GROUP_CHUNKS or (len(group) + 1) * nbytes > _GROUP_BYTES:
+        if group is None or len(group) == group_chunks or (len(group) + 1) * nbytes > _GROUP_BYTES:
             group = current[nbytes, chunk.level] = []
             groups.append(group)
         group.append(position)

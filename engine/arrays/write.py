@@ -139,10 +139,10 @@ class TreeWriter:
                 f"compression or chunk_bytes names leaves that the tree does not have: {sorted(unknown)[:5]}"
             )
 
-    def take_snapshot(self, staging: StagingBuffer, member: ProcessInfo = _ALONE) -> Snapshot:
+    def take_snapshot(self, staging: StagingBuffer, member: ProcessInfo = _ALONE, *, worth: int = _WORTH) -> Snapshot:
         """Copy arrays that may change, so that they may do so before the tree is written; return the copies."""
         leaves = self._tree.leaves
-        if member.count > 1 and staging.needed(leaves) >= _WORTH * len(leaves):
+        if member.count > 1 and staging.needed(leaves) >= worth * len(leaves):
             leaves = _needed(self._catalog, leaves, self._chunks_of(member))
         copies = staging.snapshot(leaves)
         self._tree = replace(self._tree, leaves=copies)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.engine.arrays import encode
 from holdfast.engine.arrays.encode import ChunkToCompress, Source, write_compressed
 from holdfast.engine.arrays.plan import ArraySpec, Layout
 from holdfast.engine.format import crc32c, decompress
@@ -56,10 +55,9 @@ class Files:
 
 
 @pytest.mark.parametrize("group", [1, 3, 4096])
-def test_every_chunk_lies_where_the_result_says(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "_GROUP_CHUNKS", group)
+def test_every_chunk_lies_where_the_result_says(group: int) -> None:
     files = Files()
-    placed, sizes = write_compressed(CHUNKS, SOURCES, LAYOUT, 7, files.write)
+    placed, sizes = write_compressed(CHUNKS, SOURCES, LAYOUT, 7, files.write, group_chunks=group)
     assert [(chunk.array, chunk.number) for chunk in placed] == [(chunk.array, chunk.number) for chunk in CHUNKS]
     assert len(sizes) > 2
     assert {7 + number: size for number, size in enumerate(sizes)} == {n: len(c) for n, c in files.contents.items()}

@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -110,9 +109,8 @@ def write_shares(
     writers = [TreeWriter(held(tree, divide, process), layout, **options) for process in range(count)]
     members = [ProcessInfo(process, count, "a token") for process in range(count)]
     if snapshot:
-        with mock.patch("holdfast.engine.arrays.write._WORTH", 0):
-            for writer, member in zip(writers, members, strict=True):
-                writer.take_snapshot(StagingBuffer(), member)
+        for writer, member in zip(writers, members, strict=True):
+            writer.take_snapshot(StagingBuffer(), member, worth=0)
     fragments = [writer.write(as_location(place), member) for writer, member in zip(writers, members, strict=True)]
     return writers[0], fragments
 
@@ -335,10 +333,9 @@ def test_a_snapshot_holds_what_its_process_writes(place: str, divide: Divide, as
     before = [value.copy() for value in kept.values]
     writers, members = [], [ProcessInfo(process, 3, "a token") for process in range(3)]
     buffers = [StagingBuffer() for _ in members]
-    with mock.patch("holdfast.engine.arrays.write._WORTH", 0):
-        for member, buffer in zip(members, buffers, strict=True):
-            writers.append(TreeWriter(held(tree, divide, member.index), LAYOUT))
-            writers[-1].take_snapshot(buffer, member)
+    for member, buffer in zip(members, buffers, strict=True):
+        writers.append(TreeWriter(held(tree, divide, member.index), LAYOUT))
+        writers[-1].take_snapshot(buffer, member, worth=0)
     for value in kept.values:
         value[...] = 0
     fragments = [writer.write(as_location(place), member) for writer, member in zip(writers, members, strict=True)]
