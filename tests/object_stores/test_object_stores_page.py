@@ -16,9 +16,15 @@ from holdfast.engine.storage.parallel import REQUESTS, UPLOADS
 PAGE = (Path(__file__).parents[2] / "docs" / "object_stores.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.examples("docs/object_stores.md")
+@pytest.mark.examples("docs/object_stores.md", "python 1")
 def test_the_program(examples: Examples, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(examples["python 1"].replace("s3://bucket", store.url), "page.py", "exec"), {"__name__": "__main__"})
+    assert f"This prints `{capsys.readouterr().out.strip()}`." in PAGE
+
+
+@pytest.mark.examples("docs/object_stores.md", "python 2")
+def test_a_file_system_of_fsspec(examples: Examples, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(examples["python 2"], "page.py", "exec"), {"__name__": "__main__", "hf": hf})
     assert f"This prints `{capsys.readouterr().out.strip()}`." in PAGE
 
 
