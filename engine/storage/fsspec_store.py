@@ -359,7 +359,7 @@ class FsspecBackend(ObjectStoreBackend):
                     yield name
 
     def _entries(self, fs: Any, path: str) -> list[tuple[str, bool]]:
-        prefix = self._prefix_of(fs)
+        prefix = self._filesystem()[1]
         found = []
         for entry in fs.ls(path or prefix, detail=True):
             name = str(fs._strip_protocol(entry["name"]))
@@ -402,10 +402,6 @@ class FsspecBackend(ObjectStoreBackend):
                 lock: Any = contextlib.nullcontext() if together else threading.Lock()
                 self._connected = (os.getpid(), fs, prefix, lock)
             return self._connected[1:]
-
-    def _prefix_of(self, fs: Any) -> str:
-        assert self._connected is not None
-        return self._connected[2]
 
     def failures(self) -> tuple[type[Exception], ...]:
         return (Exception,)  # every library below has its own

@@ -53,6 +53,10 @@ class Plain(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
 
     protocol = "plain"
 
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.removeprefix("plain://")))
+
 
 KINDS = {"memory": MemoryFileSystem, "renames": Renames, "replaces": Replaces, "plain": Plain}
 
@@ -260,6 +264,10 @@ class Plain(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
     def __init__(self, **options):
         super().__init__(**options)
         self.process = os.getpid()
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("plain://"))
 
     def info(self, path, **options):
         assert self.process == os.getpid(), "made by the parent"
