@@ -276,7 +276,8 @@ class Plain(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
 fsspec.register_implementation("plain", Plain)
 hf.save(f"plain://{sys.argv[1]}/run", {"step": 3})
 child = os.fork()
-print("child" if not child else "parent", hf.load(f"plain://{sys.argv[1]}/run"), flush=True)
+found = hf.load(f"plain://{sys.argv[1]}/run")
+os.write(1, f"{'parent' if child else 'child'} {found}\\n".encode())  # at once: both print
 if not child:
     os._exit(0)
 os.waitpid(child, 0)
