@@ -57,7 +57,7 @@ _SECRET = re.compile(r"pass|pwd|secret|key|token|cred|sas|connection_string", re
 _CLASSES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (
     (re.compile("NotFound|NoSuch"), ObjectNotFoundError),
     (re.compile("Auth|Permission|Credential|Forbidden|BadHostKey"), StoragePermissionError),
-    (re.compile("Time|Connect|SSHException|EOFError|Unavailable|socket"), StorageUnavailableError),
+    (re.compile("Time|Connect|SSHException|EOFError|Unavailable|gaierror"), StorageUnavailableError),
 )
 """Errors of the libraries below, by the names of their classes."""
 

@@ -219,7 +219,7 @@ def test_it_is_never_passed_over(tmp_path: Path) -> None:
 
 def test_places_that_are_none() -> None:
     with pytest.raises(hf.errors.InvalidLocationError):
-        CheckpointCallback("memory://init-from", init_from="ftp://x")
+        CheckpointCallback("memory://init-from", init_from="what://x")
 
 
 def test_weights_lie_where_the_template_does(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import pathlib
 import pickle
 import re
+import socket
 import subprocess
 import sys
 import traceback
@@ -227,6 +228,7 @@ class ConnectTimeoutError(Exception):
         (ConnectTimeoutError("https://user:canary@host timed out"), hf.errors.StorageUnavailableError),
         (ConnectionResetError(104, "reset"), hf.errors.StorageUnavailableError),
         (TimeoutError(f"login {CANARY}"), hf.errors.StorageUnavailableError),
+        (socket.gaierror(-2, "Name or service not known"), hf.errors.StorageUnavailableError),
         (EOFError(), hf.errors.StorageUnavailableError),
         (RuntimeError(f"token {CANARY} is wrong"), hf.errors.StorageError),
     ],
