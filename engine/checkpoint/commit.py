@@ -451,8 +451,11 @@ def copy_left(location: Location) -> str | None:
 
 def delete_checkpoint(location: Location) -> None:
     """Delete a checkpoint: its record first, so that it is gone at once, then its data."""
-    with contextlib.suppress(ObjectNotFoundError):
-        if not location.is_link():  # only the link itself is removed
+    if not location.is_local:
+        (location / DELETED).write_bytes(b"{}")  # the marker needs no content, and so no request for the record
+        (location / RECORD).remove()
+    elif not location.is_link():  # only the link itself is removed
+        with contextlib.suppress(ObjectNotFoundError):
             (location / RECORD).rename(DELETED)
     location.remove_tree(last=DELETED)
 

@@ -48,7 +48,6 @@ from ..steps import (
     read_again,
     read_entry,
     read_record,
-    remove_late,
     series_and_step,
     series_of,
     step_folders,
@@ -392,6 +391,8 @@ class RunDirectory:
             self._spared = [place] if place in folders and copy_left(place) == spare.fingerprint else []
         swept = [folder for folder in folders if folder not in self._spared]
         parallel_map(lambda folder: self._sweep(folder, listing / folder.name), swept, max_concurrency(self.location))
+        if not self.location.is_local:
+            self._late.remove_stray(listing)
         self.reload(content)
         store_metadata(self.location, metadata)
         stored, belongs = stored_identity(self.location), belongs or RunIdentity()
@@ -520,7 +521,7 @@ class RunDirectory:
                 if not (location / RECORD).is_there():  # the step is deleted, and the next sweep removes its files
                     self.add(step, None)
                 raise
-            remove_late(self.location, location.name)
+            self._late.remove(location.name)
         self.add(step, None)
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:

@@ -13,7 +13,6 @@ from .records import (
     read_again,
     read_record,
     read_steadily,
-    remove_late,
     store_metadata,
     stored_metadata,
     with_late,

@@ -63,6 +63,26 @@ class LateMetrics:
         names = list(self._names.get(folder, ()))  # a copy, as another thread may refresh meanwhile
         return [added for name in names if (added := self._files.get(name)) is not None]
 
+    def remove(self, folder: str) -> None:
+        """Remove the metrics added to a deleted checkpoint; a file that remains has no effect.
+
+        In an object store, files that are not known yet stay: a list would take a request for each deletion.
+        """
+        with contextlib.suppress(StorageError):
+            known = _names(self._directory) if self._directory.is_local else list(self._names.get(folder, ()))
+            self._remove(name for name in known if _folder(name) == folder)
+
+    def remove_stray(self, listing: Location) -> None:
+        """Remove the metrics of checkpoints that a listing of the directory does not have."""
+        folders = {entry.name for entry in listing.entries() if entry.is_directory}
+        with contextlib.suppress(StorageError):
+            self._remove(one.name for one in (listing / LATE).entries() if _folder(one.name) not in {"", *folders})
+
+    def _remove(self, names: Iterable[str]) -> None:
+        (self._directory / LATE).check_not_link()
+        for name in names:
+            (self._directory / LATE / name).remove()
+
 
 def with_late(record: CheckpointRecord, added: Iterable[Added]) -> CheckpointRecord:
     """Return a record with the metrics added to its checkpoint; the latest value wins."""
@@ -70,15 +90,6 @@ def with_late(record: CheckpointRecord, added: Iterable[Added]) -> CheckpointRec
         if identity == record.identity:
             record = record.with_metrics(metrics)
     return record
-
-
-def remove_late(directory: Location, folder: str) -> None:
-    """Remove the metrics added to a deleted checkpoint; a file that remains has no effect."""
-    with contextlib.suppress(StorageError):
-        (directory / LATE).check_not_link()
-        for name in _names(directory):
-            if _folder(name) == folder:
-                (directory / LATE / name).remove()
 
 
 def _names(directory: Location) -> list[str]:

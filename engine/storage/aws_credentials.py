@@ -158,7 +158,9 @@ def signed_headers(
     if found.token:
         signed["x-amz-security-token"] = found.token
     names = sorted(signed)
-    canonical = [method, target, "", *(f"{name}:{signed[name]}" for name in names), "", ";".join(names), digest]
+    path, _, query = target.partition("?")
+    query = f"{query}=" if query else ""  # the only ones are names without values
+    canonical = [method, path, query, *(f"{name}:{signed[name]}" for name in names), "", ";".join(names), digest]
     scope = f"{stamp[:8]}/{region}/{service}/aws4_request"
     text = ["AWS4-HMAC-SHA256", stamp, scope, hashlib.sha256("\n".join(canonical).encode()).hexdigest()]
     derived = f"AWS4{found.secret}".encode()

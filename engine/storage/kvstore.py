@@ -173,6 +173,10 @@ class KvStoreBackend(ObjectStoreBackend):
     def remove(self, key: str) -> None:
         self.request(key, "remove", lambda: self._store().write(key, None))
 
+    def remove_together(self, names: Sequence[str]) -> bool:
+        transfer = self._transfer()
+        return transfer is not None and transfer.remove(names, self._patience(names[0], "remove", 0))
+
     def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
         transfer = self._transfer()
         if transfer is not None and transfer.put(
@@ -209,6 +213,10 @@ class KvStoreBackend(ObjectStoreBackend):
             raise ObjectNotFoundError(f"cannot read {self.url(key)}: there is no such object")
         value: bytes = answer.value
         return value
+
+    def read_small(self, key: str, limit: int) -> bytes | None:
+        transfer = self._transfer()
+        return None if transfer is None else transfer.get_small(key, limit, self._patience(key, "read", limit))
 
     def read_into(
         self, key: str, offset: int, memory: Sequence[NDArray[np.uint8]], answered: Callable[[], None]

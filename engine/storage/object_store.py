@@ -37,6 +37,8 @@ _LONGEST_RANGE = 1 << 50
 GARBLED = 3  # answers to a request for reading that cannot be parsed after which it has failed
 UNKNOWN_SIZE = 32 << 20  # bytes that the time limit allows for an object of unknown length
 
+_TOGETHER = 1000  # objects that services delete with one request
+_SMALL = 64 << 10  # bytes that are asked for where the length is unknown
 _TRUSTED = 256 << 20  # bytes that are allocated for a range before the store has shown that it is there
 
 BY_NAME = FileIdentity(0, 0, 0, 0)  # identity of every object
@@ -98,6 +100,10 @@ class ObjectStoreBackend:
         """
         raise NotImplementedError
 
+    def read_small(self, key: str, limit: int) -> bytes | None:
+        """Return an object in one request if it has at most so many bytes; None where others have to tell."""
+        return None
+
     def write_object(self, key: str, content: list[bytes]) -> None:
         """Write an object; ``content`` is a list of one, from which the bytes are taken."""
         raise NotImplementedError
@@ -108,6 +114,10 @@ class ObjectStoreBackend:
     def remove_objects(self, names: Sequence[str]) -> None:
         """Delete several objects; missing ones are fine."""
         parallel_map(self.remove, names, REQUESTS)
+
+    def remove_together(self, names: Sequence[str]) -> bool:
+        """Delete up to 1,000 objects with one request; False, whatever was deleted, where single ones have to do it."""
+        return False
 
     def list_objects(self, key: str, *, itself: bool) -> list[str]:
         """Return the names of all objects below a key, sorted, and the key if ``itself`` and there is such an object.
@@ -194,13 +204,17 @@ class ObjectStoreBackend:
         return sorted(Entry(name, is_directory) for name, is_directory in kinds.items())
 
     def read_bytes(self, key: str, limit: int | None, size: int | None) -> bytes:
-        # One request suffices for an object that has the expected size. Otherwise the first request is for the byte at
-        # ``limit``, which should not exist.
+        # One request suffices for an object that has the expected size, or is small. Otherwise the first request is for
+        # the byte at ``limit``, which should not exist.
         if size is not None and (limit is None or size <= limit):
             try:
                 return self.read_range(key, slice(0, size))
             except DamagedCheckpointError:
                 pass  # the object is shorter, or the server does not serve ranges
+        elif limit is not None:
+            found = self.read_small(key, min(limit, _SMALL))
+            if found is not None:
+                return found
         data = None
         if limit is None or not self._has_byte(key, limit):
             data = self.read_range(key, None)
@@ -254,12 +268,14 @@ class ObjectStoreBackend:
         self.remove_objects(names)
 
     def remove_tree(self, key: str, last: str | None) -> None:
+        final = None if last is None else f"{key}/{last}" if key else last
         names = self._listed(key, itself=True)
-        final = [] if last is None else [f"{key}/{last}" if key else last]
-        self.remove_objects([name for name in names if name not in final])
-        for name in final:
-            if name in names:
-                self.remove(name)
+        others = [name for name in names if name != final]
+        while len(others) > 1 and self.remove_together(others[:_TOGETHER]):
+            others = others[_TOGETHER:]
+        self.remove_objects(others)
+        if final in names:
+            self.remove(final)
 
     def open_data(self, key: str, size: int | None, *, cached: bool | None) -> DataReader:
         if size is None and not self.is_there(key):

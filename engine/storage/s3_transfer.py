@@ -1,18 +1,21 @@
 """Bulk data to and from S3: where the service is, and what its requests look like.
 
 Copies: https://docs.aws.amazon.com/AmazonS3/latest/API/API_CopyObject.html
+Deletions: https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
 """
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
+from xml.sax.saxutils import escape
 
 from .aws_credentials import aws_credentials, signed_headers
 from .transfer import Part, Transfer
@@ -70,6 +73,18 @@ class S3Transfer(Transfer):
 
     def _is_copied(self, answer: bytes) -> bool:
         return b"<CopyObjectResult" in answer  # an error may have the status of success
+
+    def _removal(self, names: Sequence[str]) -> tuple[str, dict[str, str], bytes] | None:
+        if not all(name.isprintable() for name in names):  # XML has no characters for some of the others
+            return None
+        objects = "".join(f"<Object><Key>{escape(name)}</Key></Object>" for name in names)
+        body = f'<Delete xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Quiet>true</Quiet>{objects}</Delete>'.encode()
+        digest = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()  # the service asks for it
+        headers = {"content-length": str(len(body)), "content-md5": digest, "content-type": "application/xml"}
+        return f"{self._prefix or '/'}?delete", headers, body
+
+    def _is_removed(self, answer: bytes) -> bool:
+        return b"<DeleteResult" in answer and b"<Error>" not in answer
 
     def _authorized(self, method: str, target: str, headers: Mapping[str, str], digest: str) -> dict[str, str] | None:
         found = aws_credentials()

@@ -40,7 +40,12 @@ _PAUSE = 60.0  # seconds for which it is left to TensorStore
 _JOIN = 64 << 10  # bytes; shorter parts are joined before they are sent
 _STEP = 256 << 10  # bytes sent or received between two checks of the clock
 _ANSWER = 64 << 10  # bytes of the body of an answer to an upload that are read
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+
+
+_MISSING = (404, 416)  # statuses of a service that works: there is no such object, or it is shorter than it should be
+_REFUSED = (400, 403, 404, 405, 411, 501)  # a service that lacks a request, or refuses it, still works
+_ANSWERED = (200, 206, *_MISSING)  # the same, and an object that is longer
 
 
 class Patience(NamedTuple):
@@ -60,6 +65,7 @@ class Transfer:
 
     Attributes:
         copies: Whether the service makes copies, as far as it is known.
+        removes: Whether the service deletes several objects at a time, as far as it is known.
     """
 
     def __init__(self, url: str, verify: ssl.SSLContext | None) -> None:
@@ -68,6 +74,7 @@ class Transfer:
         self._netloc = parts.netloc
         self._verify = verify
         self.copies = True
+        self.removes = True
         self._idle: list[tuple[float, http.client.HTTPConnection]] = []
         weakref.finalize(self, _close_all, self._idle)
         self._process = os.getpid()
@@ -122,6 +129,14 @@ class Transfer:
 
     def _is_copied(self, answer: bytes) -> bool:
         """Return whether an answer with the status of success says that the copy was made."""
+        raise NotImplementedError
+
+    def _removal(self, names: Sequence[str]) -> tuple[str, dict[str, str], bytes] | None:
+        """Return the target, headers and body of the POST that deletes objects; None where there is no such request."""
+        return None
+
+    def _is_removed(self, answer: bytes) -> bool:
+        """Return whether an answer with the status of success says that all objects were deleted."""
         raise NotImplementedError
 
     # ---- requests
@@ -199,6 +214,47 @@ class Transfer:
         headers = {"range": f"bytes={offset}-{end - 1}"}
         return bool(self._attempt("GET", self._get_target(key), headers, str, None, receive, patience))
 
+    def get_small(self, key: str, limit: int, patience: Patience) -> bytes | None:
+        """Return all of an object; None if it is longer than ``limit`` bytes, or the service did not send it."""
+        content = b""
+
+        def receive(response: http.client.HTTPResponse, check: Callable[[], None]) -> bool:
+            nonlocal content
+            check()
+            found = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
+            length = response.length
+            if found is None or length is None or not 0 < length <= limit or response.headers.get("content-encoding"):
+                return False
+            if response.status not in (200, 206) or found.groups() != ("0", str(length - 1), str(length)):
+                return False
+            content = response.read(length)
+            return len(content) == length and _is_whole(response)
+
+        headers = {"range": f"bytes=0-{limit - 1}"}
+        done = self._attempt("GET", self._get_target(key), headers, str, None, receive, patience, works=_ANSWERED)
+        return content if done else None
+
+    def remove(self, names: Sequence[str], patience: Patience) -> bool:
+        """Delete up to 1,000 objects with one request; return whether the service said that all are gone."""
+        request = self._removal(names) if self.removes else None
+        if request is None:
+            return False
+        target, headers, body = request
+        parts = [np.frombuffer(body, np.uint8)]
+
+        def send(connection: http.client.HTTPConnection, check: Callable[[], None]) -> None:
+            _send(connection.sock, parts, check)
+
+        def receive(response: http.client.HTTPResponse, check: Callable[[], None]) -> bool:
+            check()
+            answer = response.read(_ANSWER)
+            if response.status in _REFUSED:
+                self.removes = False
+            return response.status == 200 and _is_whole(response) and self._is_removed(answer)
+
+        digest = lambda: self._digest(lambda: iter(parts))  # noqa: E731
+        return bool(self._attempt("POST", target, headers, digest, send, receive, patience, works=_REFUSED))
+
     def copy(self, key: str, target: str, patience: Patience) -> bool:
         """Let the service copy an object to another name; return whether it has confirmed the copy."""
         if not self.copies:
@@ -227,7 +283,7 @@ class Transfer:
         send: Callable[[http.client.HTTPConnection, Callable[[], None]], None] | None,
         receive: Callable[[http.client.HTTPResponse, Callable[[], None]], bool],
         patience: Patience,
-        works: Container[int] = (404, 416),  # statuses of a service that works: missing, or shorter than it should be
+        works: Container[int] = _MISSING,
     ) -> bool | None:
         """Return whether a request succeeded; None if it failed in a way that may pass."""
         if time.monotonic() < self._paused:

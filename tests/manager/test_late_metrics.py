@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import shutil
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,18 @@ def test_what_cannot_be_recorded(tmp_path: Path) -> None:
         assert run.metrics(1) is None
         run.delete(1)
     shutil.rmtree(tmp_path / "metrics")
+
+
+def test_metrics_that_a_deletion_in_a_store_has_left_go_with_the_next_run() -> None:
+    """A deletion there removes only those that are known, as a list would take a request each time."""
+    url = f"memory://late/{uuid.uuid4().hex}"
+    with hf.CheckpointManager(url) as run:
+        for step in (1, 2):
+            run.save(step, {"w": 1.0}, force=True)
+        run.wait_until_finished()
+        for step in (1, 2):
+            hf.record_metrics(url, step, {"loss": 1.0})
+        run.delete(1)
+    with hf.CheckpointManager(url) as run:
+        run.acquire()
+    assert [entry.name.split(".")[0] for entry in (hf.storage.as_location(url) / "metrics").entries()] == ["2"]

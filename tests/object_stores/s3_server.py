@@ -5,12 +5,13 @@ https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations_Amazon_Simple_Sto
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import re
 from collections.abc import Mapping
 from urllib.parse import quote, unquote
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 from tests.object_stores.store_server import Answer, Request, StoredObject, StoreServer, ranged
 
@@ -48,6 +49,8 @@ class S3Server(StoreServer):
             return refused
         if bucket not in self.buckets:
             return self.error(404, "NoSuchBucket")
+        if request.method == "POST" and "delete" in request.query:
+            return self._delete_several(bucket, request)
         if not key:
             return self._list(bucket, request.query)
         if request.method == "PUT":
@@ -95,6 +98,14 @@ class S3Server(StoreServer):
             return self.error(404, "NoSuchKey")
         tag = _tag(self.put(bucket, key, found.content))
         return Answer(200, f"<CopyObjectResult><ETag>{escape(tag)}</ETag></CopyObjectResult>".encode())
+
+    def _delete_several(self, bucket: str, request: Request) -> Answer:
+        digest = base64.b64encode(hashlib.md5(request.body).digest()).decode()
+        if request.headers.get("content-md5") != digest:
+            return self.error(400, "BadDigest")
+        for key in re.findall(r"<Key>(.*?)</Key>", request.body.decode()):
+            self.buckets[bucket].pop(unescape(key), None)
+        return Answer(200, b"<?xml version='1.0' encoding='UTF-8'?><DeleteResult></DeleteResult>")
 
     def _list(self, bucket: str, query: Mapping[str, str]) -> Answer:
         prefix = query.get("prefix", "")
