@@ -24,6 +24,6 @@ def test_the_programs(
 
 @pytest.mark.examples("docs/opening.md", "python 4")
 def test_a_row_in_an_object_store(examples: Examples, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    program = examples["python 4"].replace("s3://bucket", store.url).replace("250_000", "8_192")  # two chunks
+    program = examples["python 4"].replace("s3://bucket", store.url).replace("250_000", "8_066")  # two of its chunks
     exec(compile(program, "page.py", "exec"), {"__name__": "__main__"})
     assert f"This prints `{capsys.readouterr().out.strip()}`" in PAGE
