@@ -411,8 +411,8 @@ def test_a_counter_that_cannot_be_compared_with_the_steps_is_told(
                     break
     with CheckpointCallback(tmp_path) as checkpoint:
         checkpoint.restore_or_initialize(state, data=stateful_loader(), **extras)
-    said = "epoch= has" if extras else "epoch of the state has"
-    assert f"{said} to have counted that one before on_step of its last batch" in caplog.text
+    said = "epoch= must have" if extras else "epoch of the state must have"
+    assert f"{said} counted that one before on_step of its last batch" in caplog.text
 
 
 @pytest.mark.parametrize(

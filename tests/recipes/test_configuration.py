@@ -156,7 +156,7 @@ ERRORS = {
     "no place": (
         'checkpoint: {save_interval_steps: 5, init_from: "what://x"}',
         "FILE:2: checkpoint.init_from: init_from='what://x': 'what://x' has an unknown scheme, 'what': expected a "
-        "path, file:///path, memory://name, s3://bucket/name or gs://bucket/name",
+        "path, file:///path, memory://name, s3://bucket/name, gs://bucket/name or az://container/name",
     ),
     "allowed change of nothing": (
         "checkpoint: {allow_changes: [optimizer.learning_rat]}",
