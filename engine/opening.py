@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from .arrays import SavedLeaf, TreeSource, leaf_as, leaf_values, selected_values
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, ObjectNotFoundError, OptionError, StateError
 from .pytree import ARRAY_KINDS, LeafRequest, PathFilter, Patterns, collection_paused, format_path
-from .sources import TREE, CheckpointSource, read_checkpoint, selected
+from .sources import TREE, CheckpointSource, read_checkpoint
 from .storage import Place, as_location
 
 
@@ -60,8 +60,8 @@ class OpenCheckpoint:
 
     @collection_paused()
     def _tree(self, item: str, select: Patterns | None) -> Any:
-        self._trees.append(self._source.tree(item))
-        source = selected(self._trees[-1], select)
+        source = self._source.selected_tree(item, select)
+        self._trees.append(source)
         values = leaf_values(source, [leaf for leaf in source.leaves if not is_array(leaf)])
         rest = iter(values)
         leaves = [ArrayHandle(self, source, leaf) if is_array(leaf) else next(rest) for leaf in source.leaves]
@@ -242,7 +242,7 @@ def open(path: Place, *, item: str | None = None, select: Patterns | None = None
 def load_parts(source: CheckpointSource, item: str | None, parts: Mapping[str, Any]) -> Any:
     """Load what an index selects of the arrays that match a pattern; ``...`` is all of an array, or any other value."""
     name = source.only_tree(item)
-    tree = selected(source.tree(name), list(parts))
+    tree = source.selected_tree(name, list(parts))
     indexes = {}
     filters = [(pattern, PathFilter(pattern), index) for pattern, index in parts.items()]
     for leaf in tree.leaves:

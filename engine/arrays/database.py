@@ -18,16 +18,20 @@ from ..clock import UNHEARD
 from ..distributed import shares_machine
 from ..errors import DamagedCheckpointError, FormatVersionError, ObjectNotFoundError
 from ..format import (
+    CHECKSUMS_MAGIC,
+    NODE_LIMIT,
     ArrayMetadata,
+    Database,
     FileRecord,
+    KeyRange,
+    NodePlace,
+    add_early_checksums,
     chunk_keys,
     decode_array_metadata,
-    decode_checksums,
-    decode_database,
     metadata_key,
 )
 from ..pytree import Box
-from ..storage import DataReader, Location, check_extent, is_unreadable
+from ..storage import DataReader, Location, is_unreadable, parallel_map
 from .assemble import Assembly
 from .digests import FileCheck, is_missing, read_checked, required
 from .extents import ChunkTable, Extent, Places, plausible, read_chunks
@@ -37,6 +41,8 @@ from .write import INDEX, MANIFEST
 Report = Callable[[str, int, str], None]  # takes a file ("" for the index), the number of an array, what is wrong
 
 _SMALL_FILE_LIMIT = 512 << 20  # bytes of a file that is read in one piece
+_WHOLE = 2 * NODE_LIMIT  # bytes of an index that is read in one piece, whatever is wanted of it
+_READS = 16  # nodes that are read at a time from an object store
 _INDEX_LIMIT = 8 << 30  # bytes of an index; one over ten million chunks takes some 200 MB
 
 
@@ -68,14 +74,13 @@ class ArrayDatabase:
         self._metadata: dict[str, ArrayMetadata | None] = {}
         self.bytes_read = 0  # bytes read so far from all files, gaps between chunks included
         self.unreadable = False  # whether the disk failed to read some of the data
+        self._lock = threading.Lock()
+        self._complete = False  # whether all of the index is known
+        self._rows: dict[bytes, int] = {}
         manifest = self.read_file(MANIFEST)
-        # The manifest locates the nodes, and does not verify them; the record has the digest of the whole file.
-        self._index = self.read_file(INDEX, _INDEX_LIMIT) if files and INDEX in files else b""
         with naming(location):
-            self._entries = decode_database(manifest, self._read_node)
-            self._checksums = decode_checksums(self._index, self._entries, INDEX)
-        self._index = b""
-        self._rows = dict(zip(self._entries.keys, range(len(self._entries)), strict=True))
+            self._index = Database(manifest)
+        self._entries = self._index.entries
 
     def read_file(self, path: str, limit: int = _SMALL_FILE_LIMIT) -> bytes:
         """Read a file of the folder and compare it with the commit record."""
@@ -86,6 +91,7 @@ class ArrayDatabase:
 
     def file_checks(self) -> dict[str, FileCheck]:
         """Return the known sizes and checksums of the files in the commit record, by their paths."""
+        self._know_all()
         entries, files = self._entries, self._files or {}
         outside = np.flatnonzero(entries.lengths)
         order = outside[np.lexsort((entries.offsets[outside], entries.file_ids[outside]))]
@@ -97,12 +103,13 @@ class ArrayDatabase:
                 raise DamagedCheckpointError(
                     f"{self._location / path}: the index names this file, and the commit record does not"
                 )
-            found[path] = FileCheck(files[path], entries.offsets[rows], entries.lengths[rows], self._checksums[rows])
+            found[path] = FileCheck(files[path], entries.offsets[rows], entries.lengths[rows], entries.checksums[rows])
         return found
 
     def metadata(self, names: Sequence[str]) -> list[ArrayMetadata | None]:
         known = self._metadata
         missing = [name for name in names if name not in known]
+        self._know([_only(metadata_key(name)) for name in missing])
         decoded: dict[bytes, ArrayMetadata] = {}
         for name in missing:
             text = self._metadata_text(name)
@@ -142,13 +149,70 @@ class ArrayDatabase:
         row = self._rows.get(metadata_key(name))
         return None if row is None else self._entries.inline[row]
 
-    def _read_node(self, path: str, offset: int, length: int) -> bytes:
-        if path == INDEX and self._index:
-            check_extent(path, len(self._index), offset, length)
-            return self._index[offset : offset + length]
-        with self._open(path) as file, required(self._location / path):
-            self.bytes_read += length
-            return file.read(offset, length).tobytes()
+    def _know(self, ranges: Sequence[KeyRange]) -> None:
+        """Make the keys in some ranges known: by reading the nodes that may hold them, or all of a small index."""
+        known = None if self._files is None else self._files.get(INDEX)
+        if self._complete or not ranges:
+            return
+        if known is None or known.size <= max(_WHOLE, NODE_LIMIT * len(ranges)):
+            self._know_all()
+            return
+        with self._lock, naming(self._location), self._open(INDEX) as file:
+            size, is_early = known.size, False
+            if self._location.is_local and file.size != size:
+                raise DamagedCheckpointError(
+                    f"{self._location / INDEX} is not what was saved: expected {size} bytes, found {file.size}"
+                )
+
+            def read(place: NodePlace) -> bytes:
+                if place.file != INDEX:
+                    return self._read_nodes([place])[0]
+                with required(self._location / INDEX):
+                    length = min(place.length, max(0, size - place.offset))
+                    self.bytes_read += length
+                    return file.read(place.offset, length).tobytes()
+
+            if not self._rows:  # earlier versions wrote the checksums of all values at the end
+                end = len(CHECKSUMS_MAGIC)
+                is_early = read(NodePlace(INDEX, size - end, end)) == CHECKSUMS_MAGIC
+            if not is_early:
+                many = _READS if self._location.is_remote else 1
+                self._index.decode(lambda places: parallel_map(read, places, many), ranges)
+                self._take_entries()
+        if is_early:
+            self._know_all()
+
+    def _know_all(self) -> None:
+        """Make all keys known; the whole index is compared with the commit record, which the manifest does not do."""
+        with self._lock, naming(self._location):
+            if self._complete:
+                return
+            index = self.read_file(INDEX, _INDEX_LIMIT) if self._files and INDEX in self._files else b""
+
+            def read(places: Sequence[NodePlace]) -> Iterator[bytes]:
+                for place in places:
+                    inside = index and place.file == INDEX
+                    yield index[place.offset : place.offset + place.length] if inside else self._read_nodes([place])[0]
+
+            self._index.decode(read)
+            self._take_entries()
+            add_early_checksums(index, self._entries, INDEX)
+            self._complete = True
+
+    def _take_entries(self) -> None:
+        first = len(self._rows)
+        self._entries = self._index.entries
+        self._rows.update(zip(self._entries.keys[first:], range(first, len(self._entries)), strict=True))
+
+    def _read_nodes(self, places: Sequence[NodePlace]) -> list[bytes]:
+        """Read nodes of a file that the commit record does not have a digest of, or of a folder without a record."""
+        found = []
+        for path, offset, length in places:
+            with self._open(path) as file, required(self._location / path):
+                length = min(length, max(0, file.size - offset))
+                self.bytes_read += length
+                found.append(file.read(offset, length).tobytes())
+        return found
 
     def _open(self, path: str, *, cached: bool | None = False) -> DataReader:
         known = None if self._files is None else self._files.get(path)
@@ -221,14 +285,15 @@ class ArrayDatabase:
 
     def _find(self, names: Sequence[str], assembly: Assembly, report: Report) -> ChunkTable:
         """Find the chunks that arrays need, sorted by their place in the data files; report missing ones."""
+        self._know([_all_of(name) for name in names])
         lone, others = self._lone_chunks(names, assembly)
         rows: list[tuple[int, int, int, int]] = []
         # The expected chunks are counted first: a hostile shape could make listing them take forever.
-        left = len(self._rows) - len(lone)
+        left = self._index.key_count - len(lone)
         for array in others:
             decoder = assembly.decoders[array]
             if decoder.chunk_count > left:
-                what = f"expected {decoder.chunk_count} chunks; the whole index has {len(self._rows)} entries"
+                what = f"expected {decoder.chunk_count} chunks; the whole index has {self._index.key_count} entries"
                 report("", array, what)
                 continue
             left -= decoder.chunk_count
@@ -273,5 +338,14 @@ class ArrayDatabase:
             arrays=table[:, 1],
             numbers=table[:, 2],
             kept=table[:, 3] != 0,
-            checksums=self._checksums[rows],
+            checksums=entries.checksums[rows],
         )
+
+
+def _only(key: bytes) -> KeyRange:
+    return key, key + b"\0"
+
+
+def _all_of(name: str) -> KeyRange:
+    """Return the range of the keys of an array: those that begin with its name and a slash, which 0 follows."""
+    return (f"{name}/".encode(), f"{name}0".encode()) if name else (b"", b"\xff")

@@ -20,10 +20,10 @@ from ..pytree import (
     LeafTemplate,
     LeafType,
     Partition,
-    PathFilter,
     Patterns,
     TreeDef,
     as_saved,
+    choose,
     compare,
     compare_metadata,
     describe_template,
@@ -212,10 +212,7 @@ def _with_state(value: Any, path: tuple[Any, ...], state: Any) -> Any:
 def _chosen(leaves: Sequence[SavedLeaf], select: Patterns | None) -> list[bool]:
     if select is None:
         return [True] * len(leaves)
-    paths = [leaf.name.split(".") for leaf in leaves]
-    chosen = PathFilter(select)
-    chosen.check(paths)
-    return [chosen.chooses(path) for path in paths]
+    return choose([leaf.name for leaf in leaves], select)
 
 
 def _requested(

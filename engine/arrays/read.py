@@ -31,9 +31,12 @@ from ..pytree import (
     Box,
     Details,
     LeafType,
+    Patterns,
     Saved,
+    choose,
     format_path,
     from_document,
+    leaves_at,
     materialize,
     recorded_types,
     whole,
@@ -130,7 +133,13 @@ def aggregated_array(array: NDArray[Any], details: Mapping[str, Any]) -> NDArray
 
 
 class TreeReader(TreeSource):
-    """A pytree item that holdfast wrote, opened for reading."""
+    """A pytree item that holdfast wrote, opened for reading.
+
+    Attributes:
+        numbers: The position of each leaf in the saved tree.
+    """
+
+    numbers: Sequence[int]
 
     def __init__(
         self,
@@ -138,7 +147,9 @@ class TreeReader(TreeSource):
         files: Mapping[str, FileRecord] | None = None,
         *,
         aggregate: AggregateHandler | None = None,
+        select: Patterns | None = None,
     ) -> None:
+        """Open a tree, or only the leaves that match patterns, without looking at the arrays of the others."""
         self.location = location
         self._files = files or {}
         self._database = ArrayDatabase(location, files)
@@ -147,7 +158,18 @@ class TreeReader(TreeSource):
             stored = document.get("tree")
             if not isinstance(stored, dict):
                 raise DamagedCheckpointError(f"{location / TREE} does not describe a tree")
+            chosen = None if select is None else leaves_at(stored, select)
+            if chosen is not None:
+                stored, self.numbers = chosen
+                select = None
             names, details, self.tree = from_document(stored)
+            if chosen is None:
+                self.numbers = range(len(names))
+            if select is not None:
+                flags = choose(names, select)
+                self.tree = self.tree.select(flags)
+                self.numbers = [number for number, one in enumerate(flags) if one]
+                names, details = [names[n] for n in self.numbers], [details[n] for n in self.numbers]
             self._aggregated = self._read_aggregated(names, details, aggregate or MsgpackHandler())
             self.leaves = self._leaves(names, details, self._database.metadata(names))
         self._began = stored.get("fresh")

@@ -167,6 +167,10 @@ class PartialTree(TreeSource):
     def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
         return self._source.read_boxes([self._originals[leaf.name] for leaf in leaves], boxes)
 
+    @property
+    def bytes_read(self) -> int:
+        return self._source.bytes_read
+
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
         return self._source.chunks(self._originals[leaf.name])
 

@@ -19,8 +19,18 @@ from .codecs import (
 from .documents import DOCUMENT_LIMIT, decode_document, encode_document
 from .dtypes import DType, Stored, dtype_from_name, dtype_name, storage_dtype
 from .msgpack import ARRAY_EXTENSION, array_of, decode_array, decode_msgpack, encode_arrays
-from .ocdbt_read import MANIFEST_NAME, Entries, decode_checksums, decode_database, is_inside
-from .ocdbt_write import ArrayIndex, key_order
+from .ocdbt_read import (
+    CHECKSUMS_MAGIC,
+    MANIFEST_NAME,
+    Database,
+    Entries,
+    KeyRange,
+    NodePlace,
+    add_early_checksums,
+    decode_database,
+    is_inside,
+)
+from .ocdbt_write import NODE_LIMIT, ArrayIndex, key_order
 from .record import (
     COMPONENT,
     COMPONENTS,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import lt
@@ -28,7 +28,9 @@ MANIFEST_MAGIC = 0x0CDB3A2A
 NODE_MAGIC = 0x0CDB20DE
 MISSING = (1 << 64) - 1  # offset and length of the root of an empty database
 SINGLE, _NUMBERED = 0, 1  # kinds of manifests
-CHECKSUMS_MAGIC = b"HfCrc32c"  # ends a node file that holds the checksums of all values that lie in data files
+# Follows a leaf node, before the checksums of its values that lie in data files. Earlier versions wrote the checksums
+# of all values, and then this, at the end of the node file.
+CHECKSUMS_MAGIC = b"HfCrc32c"
 
 KEY_LIMIT = 65535  # bytes of the longest key
 INLINE_LIMIT = 1 << 20  # bytes of the longest value that a node holds itself
@@ -64,6 +66,9 @@ class Entries:
     offsets: NDArray[np.int64] = field(default_factory=_no_numbers)
     # Size of the value in its file, in bytes; 0 where it is inline.
     lengths: NDArray[np.int64] = field(default_factory=_no_numbers)
+    # CRC-32C that the value must have; -1 where it is unknown, as for inline values. holdfast writes them beside the
+    # nodes, because what a data file itself says of its bytes does not tell whether they belong there.
+    checksums: NDArray[np.int64] = field(default_factory=_no_numbers)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -83,6 +88,19 @@ class Root:
     value_bytes: int  # size of all values in data files, in bytes
 
 
+class NodePlace(NamedTuple):
+    """Where bytes lie: a file, relative to the directory of the database, an offset and a length in bytes."""
+
+    file: str
+    offset: int
+    length: int
+
+
+# Reads places one after the other. Where a file ends early, the bytes are fewer.
+ReadNodes = Callable[[Sequence[NodePlace]], Iterable[bytes]]
+KeyRange = tuple[bytes, bytes]  # the first key, and the one after the last
+
+
 def decode_database(
     manifest: bytes,
     read_node: Callable[[str, int, int], bytes],
@@ -90,25 +108,20 @@ def decode_database(
     source: str = MANIFEST_NAME,
     memory_limit: int = _MEMORY_LIMIT,
 ) -> Entries:
-    """Decode the newest version of a database; ``read_node`` takes a file, an offset and a length."""
-    root = decode_manifest(manifest, source)
-    return Entries() if root is None else _TreeDecoder(read_node, memory_limit).read_entries(root)
+    """Decode the newest version of a database; ``read_node`` takes a file, an offset and the most bytes to return."""
+    database = Database(manifest, source=source, memory_limit=memory_limit)
+    database.decode(lambda places: (read_node(*place) for place in places))
+    return database.entries
 
 
-def decode_checksums(nodes: bytes, entries: Entries, source: str) -> NDArray[np.int64]:
-    """Return the CRC-32C that each value in a data file must have; -1 where it is unknown, as for inline values.
-
-    holdfast writes them after the nodes, four bytes each in the order of the keys, because what a data file itself
-    says of its bytes does not tell whether they belong there.
-    """
-    found = np.full(len(entries), -1, np.int64)
-    if nodes.endswith(CHECKSUMS_MAGIC):
+def add_early_checksums(nodes: bytes, entries: Entries, source: str) -> None:
+    """Take the checksums of all values from the end of a node file, where earlier versions wrote them."""
+    if nodes.endswith(CHECKSUMS_MAGIC) and entries.checksums.size and entries.checksums.max() < 0:
         outside = np.flatnonzero(entries.lengths)
         end = len(nodes) - len(CHECKSUMS_MAGIC)
         if end < 4 * len(outside):
             raise DamagedCheckpointError(f"{source} is damaged: it lacks the checksums of its {len(outside)} values")
-        found[outside] = np.frombuffer(nodes, "<u4", len(outside), end - 4 * len(outside))
-    return found
+        entries.checksums[outside] = np.frombuffer(nodes, "<u4", len(outside), end - 4 * len(outside))
 
 
 def decode_manifest(manifest: bytes, source: str) -> Root | None:
@@ -167,6 +180,7 @@ def _decode_versions(cursor: Cursor, arity: int) -> Root | None:
 
 _ENTRY_BYTES = 100  # roughly what one entry takes in memory besides its key and value
 _GROWTH = 32  # bytes that a database may take for each byte of its nodes, besides the limit; large ones take some 15
+_NODES_AT_A_TIME = 16  # nodes that are read together
 _NODE_BYTES = 4096  # counted for each node besides its size; limits the number of tiny nodes, and thus the time
 
 
@@ -182,17 +196,38 @@ class _Reference:
     prefix: bytes  # the common prefix of all keys below
     first: bytes  # the lower bound of the keys below, itself included
     end: bytes | None  # the upper bound of the keys below; None for no bound
+    key_count: int  # keys below
+
+    @property
+    def place(self) -> NodePlace:
+        """Where to read it; a leaf node with the checksums that may follow."""
+        more = 0 if self.height else len(CHECKSUMS_MAGIC) + 4 * min(self.key_count, self.length)
+        return NodePlace(self.file, self.offset, self.length + more)
+
+    def overlaps(self, starts: Sequence[bytes], ranges: Sequence[KeyRange]) -> bool:
+        """Whether any of its keys may lie in sorted ranges, which begin at ``starts``."""
+        after = bisect(starts, self.first)
+        if after and ranges[after - 1][1] > self.first:
+            return True
+        return after < len(ranges) and (self.end is None or starts[after] < self.end)
 
 
-class _TreeDecoder:
-    """Collects the entries of a tree.
+class Database:
+    """The newest version of a database, whose nodes are read as their keys are needed.
 
     A hostile tree can refer to one node many times, so that a small file describes a huge database. Everything read
     counts against one limit; only a node that overlaps no other node raises it.
     """
 
-    def __init__(self, read_node: Callable[[str, int, int], bytes], memory_limit: int) -> None:
-        self._read_node = read_node
+    def __init__(self, manifest: bytes, *, source: str = MANIFEST_NAME, memory_limit: int = _MEMORY_LIMIT) -> None:
+        self._root = root = decode_manifest(manifest, source)
+        self.key_count = 0 if root is None else root.key_count  # keys in the tree
+        self.entries = Entries()  # what has been decoded so far, in the order of the keys if that was done at once
+        # The nodes that are still to be read, in the order of their keys.
+        self._unread: list[_Reference] = []
+        if root is not None:
+            place = (root.file, root.base, root.offset, root.length)
+            self._unread.append(_Reference(root.height, *place, b"", b"", None, root.key_count))
         self._memory_limit = memory_limit
         self._left = memory_limit
         self._keys: list[bytes] = []
@@ -200,28 +235,60 @@ class _TreeDecoder:
         self._known: dict[bytes, bytes] = {}  # inline values: most arrays of a tree have the same metadata
         self._files: dict[str, int] = {}
         self._read_parts: dict[str, list[tuple[int, int]]] = {}
-        self._columns: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
+        # For each leaf node: file ids, offsets, lengths and checksums.
+        self._columns: list[tuple[NDArray[np.int64], ...]] = []
 
-    def read_entries(self, root: Root) -> Entries:
-        pending = [_Reference(root.height, root.file, root.base, root.offset, root.length, b"", b"", None)]
-        while pending:
-            node = pending.pop()
+    @property
+    def is_complete(self) -> bool:
+        """Whether all nodes have been decoded."""
+        return not self._unread
+
+    def decode(self, read_nodes: ReadNodes, ranges: Iterable[KeyRange] | None = None) -> None:
+        """Decode the entries whose keys lie in some ranges, or all; entries of the same nodes come along."""
+        known = len(self._keys)
+        every = ranges is None
+        wanted = _joined(ranges or ())
+        starts = [first for first, _ in wanted]
+        level = self._unread
+        while any(every or node.overlaps(starts, wanted) for node in level):
+            level = self._decode_level(level, read_nodes, lambda node: every or node.overlaps(starts, wanted))
+        self._unread = level
+        if len(self._keys) == known:
+            return
+        # Each node has checked that its keys ascend, between the bounds that its parent gives.
+        if not level and len(self._keys) != self.key_count:
+            raise DamagedCheckpointError(
+                f"the database is damaged: expected {self.key_count} sorted keys, found {len(self._keys)}"
+            )
+        columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
+        self._columns = [tuple(columns)]
+        self.entries = Entries(self._keys, self._inline, list(self._files), *columns)
+
+    def _decode_level(
+        self, level: Sequence[_Reference], read_nodes: ReadNodes, is_wanted: Callable[[_Reference], bool]
+    ) -> list[_Reference]:
+        """Decode the nodes that are wanted; return all others with the children of these in their places."""
+        below: list[_Reference] = []
+        for start in range(0, len(level), _NODES_AT_A_TIME):
+            nodes = [(node, is_wanted(node)) for node in level[start : start + _NODES_AT_A_TIME]]
+            chosen = [node for node, wanted in nodes if wanted]
+            self._check_sizes(chosen)
+            found = iter(read_nodes([node.place for node in chosen]) if chosen else ())
+            for node, wanted in nodes:
+                if wanted:
+                    self._spend(node.length + _NODE_BYTES, node.file)
+                    below += self._decode_node(node, next(found))
+                else:
+                    below.append(node)
+        return below
+
+    def _check_sizes(self, nodes: Sequence[_Reference]) -> None:
+        for node in nodes:
             if node.length > _FRAME_LIMIT:
                 raise DamagedCheckpointError(
                     f"the database is damaged: a node in {node.file} has {node.length} bytes, "
                     f"more than the limit of {_FRAME_LIMIT}"
                 )
-            self._spend(node.length + _NODE_BYTES, node.file)
-            data = self._read_node(node.file, node.offset, node.length)
-            cursor = decode_frame(NODE_MAGIC, data, f"the node at offset {node.offset} of {node.file}")
-            self._grow(node)
-            pending.extend(reversed(self._decode_node(cursor, node)))
-        if not is_increasing(self._keys) or len(self._keys) != root.key_count:
-            raise DamagedCheckpointError(
-                f"the database is damaged: expected {root.key_count} sorted keys, found {len(self._keys)}"
-            )
-        file_ids, offsets, lengths = (np.concatenate(column) for column in zip(*self._columns, strict=True))
-        return Entries(self._keys, self._inline, list(self._files), file_ids, offsets, lengths)
 
     def _spend(self, size: int, source: str) -> None:
         self._left -= size
@@ -239,7 +306,10 @@ class _TreeDecoder:
         self._left += _GROWTH * node.length
         self._memory_limit += _GROWTH * node.length
 
-    def _decode_node(self, cursor: Cursor, node: _Reference) -> list[_Reference]:
+    def _decode_node(self, node: _Reference, data: bytes) -> list[_Reference]:
+        source = f"the node at offset {node.offset} of {node.file}"
+        cursor = decode_frame(NODE_MAGIC, data[: node.length], source)
+        self._grow(node)
         self._spend(cursor.remaining, cursor.source)
         height = cursor.byte()
         if height != node.height:
@@ -257,11 +327,11 @@ class _TreeDecoder:
         if keys[0] < node.first or (node.end is not None and keys[-1] >= node.end):
             cursor.fail("its keys lie outside the range that its parent gives")
         if common is None:
-            self._decode_values(cursor, keys, files)
+            self._decode_values(cursor, keys, files, data[node.length :])
             return []
         return self._decode_children(cursor, node, keys, common, files)
 
-    def _decode_values(self, cursor: Cursor, keys: list[bytes], files: list[DataFile]) -> None:
+    def _decode_values(self, cursor: Cursor, keys: list[bytes], files: list[DataFile], following: bytes) -> None:
         count = len(keys)
         lengths = cursor.varints(count)
         kinds = cursor.column(count)
@@ -293,7 +363,12 @@ class _TreeDecoder:
             start += size
         self._keys += keys
         self._inline += values
-        self._columns.append((file_ids, offsets, np.where(kinds, lengths, 0)))
+        checksums = np.full(count, -1, np.int64)
+        if following.startswith(CHECKSUMS_MAGIC):
+            if len(following) < len(CHECKSUMS_MAGIC) + 4 * len(places):
+                cursor.fail(f"it lacks the checksums of its {len(places)} values")
+            checksums[places] = np.frombuffer(following, "<u4", len(places), len(CHECKSUMS_MAGIC))
+        self._columns.append((file_ids, offsets, np.where(kinds, lengths, 0), checksums))
 
     def _decode_children(
         self, cursor: Cursor, node: _Reference, keys: list[bytes], common: NDArray[np.int64], files: list[DataFile]
@@ -303,7 +378,8 @@ class _TreeDecoder:
             cursor.fail("the prefix of a child is longer than its key")
         file_ids = cursor.varints(count, len(files) - 1).tolist()
         offsets, lengths = cursor.varints(count), cursor.varints(count)
-        for _ in range(3):  # numbers of keys, bytes of the tree, bytes of values
+        key_counts = cursor.wide_varints(count)
+        for _ in range(2):  # bytes of the tree, bytes of values
             cursor.wide_varints(count)
         cursor.finish()
         if (offsets > INT64_MAX - lengths).any():
@@ -318,17 +394,30 @@ class _TreeDecoder:
                 prefix=key[: len(node.prefix) + shared],
                 first=key,
                 end=end,
+                key_count=key_count,
             )
-            for key, end, shared, file, offset, length in zip(
+            for key, end, shared, file, offset, length, key_count in zip(
                 keys,
                 [*keys[1:], node.end],
                 common.tolist(),
                 file_ids,
                 offsets.tolist(),
                 lengths.tolist(),
+                key_counts.tolist(),
                 strict=True,
             )
         ]
+
+
+def _joined(ranges: Iterable[KeyRange]) -> list[KeyRange]:
+    """Sort ranges, and join those that overlap."""
+    found: list[KeyRange] = []
+    for first, end in sorted(ranges):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((first, end))
+    return found
 
 
 def decode_frame(magic: int, frame: bytes, source: str) -> Cursor:

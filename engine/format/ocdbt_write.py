@@ -1,6 +1,7 @@
 """Writing of OCDBT databases from columns; :mod:`.ocdbt_read` describes the format.
 
-The nodes lie in one file, leaves first, and are not compressed. TensorStore's ``ocdbt`` driver reads them.
+The nodes lie in one file, leaves first, and are not compressed. The checksums of its values follow each leaf.
+TensorStore's ``ocdbt`` driver reads them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from .ocdbt_read import (
 )
 from .zarr import chunk_keys, metadata_key
 
+NODE_LIMIT = 128 << 10  # bytes of a node, at most: what is read to find a key, and decoded in a millisecond
+_ENTRY_BYTES = 40  # bytes of an entry of an interior node besides its key, at most: eight numbers
 _FIXED = 64  # bytes of a node that do not depend on its entries, at most
 _ARITY_LIMIT = 1 << 20  # entries of a node that TensorStore accepts, at most
 # The configuration in the manifest, which TensorStore follows when it adds to a database.
@@ -53,7 +56,7 @@ class Rows:
     offsets: NDArray[np.int64]  # first byte of the value in its file; any where it is inline
     inline: Sequence[bytes]  # the values that are inline, in order
     files: Sequence[str]  # paths of the data files, relative to the directory of the database
-    # Checksums of the values for `decode_checksums`; any where a value is inline. None writes no checksums.
+    # Checksums of the values for `Entries`; any where a value is inline. None writes no checksums.
     checksums: NDArray[np.uint32] | None = None
 
     def __len__(self) -> int:
@@ -61,33 +64,36 @@ class Rows:
 
 
 def encode_database(
-    batches: Iterable[Rows], *, node_file: str, database_id: bytes, created_ns: int, node_limit: int = 1 << 20
+    batches: Iterable[Rows], *, node_file: str, database_id: bytes, created_ns: int, node_limit: int = NODE_LIMIT
 ) -> tuple[bytes, bytes]:
-    """Encode a database with one version; return its manifest and its node file, which ends with the checksums."""
-    checksums: list[bytes] = []
-    leaves: list[_Leaf] = []
-    for rows in batches:
-        if rows.checksums is not None:
-            checksums.append(rows.checksums[rows.outside].astype("<u4").tobytes())
-        leaves += encode_leaves(rows, node_limit)
-    if not leaves:
+    """Encode a database with one version; return its manifest and its node file."""
+    level = [node for rows in batches for node in encode_leaves(rows, node_limit)]
+    if not level:
         return encode_manifest(None, database_id, created_ns), b""
-    frames = [leaf.frame for leaf in leaves]
-    if len(leaves) > 1:
-        frames.append(encode_root(leaves, node_file))
-    size, last = sum(map(len, frames)), len(frames[-1])
+    parts: list[bytes] = []
+    height = size = 0
+    while True:
+        offsets = []
+        for node in level:
+            offsets.append(size)
+            parts += (node.frame, node.following)
+            size += len(node.frame) + len(node.following)
+        if len(level) == 1:
+            break
+        height += 1
+        level = _parents(level, offsets, height, node_file, node_limit)
+    (top,) = level
     root = Root(
-        height=len(frames) - len(leaves),
+        height=height,
         file=node_file,
         base=b"",
-        offset=size - last,
-        length=last,
-        key_count=sum(leaf.key_count for leaf in leaves),
-        tree_bytes=size,
-        value_bytes=sum(leaf.value_bytes for leaf in leaves),
+        offset=offsets[0],
+        length=len(top.frame),
+        key_count=top.key_count,
+        tree_bytes=top.tree_bytes,
+        value_bytes=top.value_bytes,
     )
-    end = (*checksums, CHECKSUMS_MAGIC) if checksums else ()
-    return encode_manifest(root, database_id, created_ns), b"".join((*frames, *end))
+    return encode_manifest(root, database_id, created_ns), b"".join(parts)
 
 
 def encode_manifest(root: Root | None, database_id: bytes, created_ns: int) -> bytes:
@@ -120,16 +126,18 @@ def encode_manifest(root: Root | None, database_id: bytes, created_ns: int) -> b
     return encode_frame(MANIFEST_MAGIC, b"".join((*configuration, *versions)))
 
 
-class _Leaf(NamedTuple):
-    """A leaf node and what its parent stores about it."""
+class _Node(NamedTuple):
+    """A node and what its parent says of it; counts include all nodes below it."""
 
     frame: bytes
     key: bytes  # the first one
     key_count: int
-    value_bytes: int  # size of its values that lie in data files
+    tree_bytes: int  # size of the nodes
+    value_bytes: int  # size of the values that lie in data files
+    following: bytes = b""  # the checksums of a leaf's values
 
 
-def encode_leaves(rows: Rows, node_limit: int) -> list[_Leaf]:
+def encode_leaves(rows: Rows, node_limit: int) -> list[_Node]:
     suffix_sizes = np.diff(rows.suffix_ends, prepend=0)
     inline_ends = np.cumsum(~rows.outside)  # inline values up to and including each row
     inline_sizes = np.where(rows.outside, 0, rows.lengths)
@@ -137,7 +145,7 @@ def encode_leaves(rows: Rows, node_limit: int) -> list[_Leaf]:
     costs += varint_sizes(rows.lengths) + 1 + inline_sizes
     costs += np.where(rows.outside, len(encode_varint(len(rows.files))) + varint_sizes(rows.offsets), 0)
     ends = np.cumsum(costs)
-    leaves: list[_Leaf] = []
+    leaves: list[_Node] = []
     start = 0
     while start < len(rows):
         key = rows.key(start)
@@ -159,7 +167,11 @@ def encode_leaves(rows: Rows, node_limit: int) -> list[_Leaf]:
             encode_varints(rows.offsets[start:stop][outside]),
             *rows.inline[first_inline : int(inline_ends[stop - 1])],
         )
-        leaves.append(_Leaf(encode_frame(NODE_MAGIC, b"".join(body)), key, stop - start, int(lengths[outside].sum())))
+        following = b""
+        if rows.checksums is not None:
+            following = CHECKSUMS_MAGIC + rows.checksums[start:stop][outside].astype("<u4").tobytes()
+        frame = encode_frame(NODE_MAGIC, b"".join(body))
+        leaves.append(_Node(frame, key, stop - start, len(frame), int(lengths[outside].sum()), following))
         start = stop
     return leaves
 
@@ -180,21 +192,37 @@ def _leaf_end(rows: Rows, ends: NDArray[np.int64], start: int, room: int) -> tup
         reserve = min(len(table), (room + reserve + 1) // 2)
 
 
-def encode_root(leaves: Sequence[_Leaf], node_file: str) -> bytes:
-    """Encode the node above all leaves, which lie one after the other; it may be larger than a leaf."""
-    count = len(leaves)
-    shared, sizes, text = encode_keys([leaf.key for leaf in leaves])
-    lengths = np.array([len(leaf.frame) for leaf in leaves], np.int64)
-    columns = (
-        np.cumsum(lengths) - lengths,  # offsets
-        lengths,
-        np.array([leaf.key_count for leaf in leaves], np.int64),
-        lengths,  # bytes of each node and all nodes below it
-        np.array([leaf.value_bytes for leaf in leaves], np.int64),
-    )
-    # The zeros are the common prefixes of the keys below each leaf, and the numbers of the files.
-    body = (b"\1", encode_files([node_file]), encode_varint(count), shared, sizes, bytes(count), text, bytes(count))
-    return encode_frame(NODE_MAGIC, b"".join((*body, *map(encode_varints, columns))))
+def _parents(
+    nodes: Sequence[_Node], offsets: Sequence[int], height: int, node_file: str, node_limit: int
+) -> list[_Node]:
+    """Encode the nodes above some nodes, which lie at ``offsets`` in the node file; each has at least two children."""
+    # What an entry takes at most: the key, without what it shares with the key before, and eight numbers.
+    keys = [node.key for node in nodes]
+    costs = np.array([len(key) for key in keys]) - shared_prefixes(keys) + _ENTRY_BYTES
+    ends = np.cumsum(costs)
+    parents: list[_Node] = []
+    start = 0
+    while start < len(nodes):
+        # The first key of a node is whole.
+        room = node_limit - _FIXED - len(node_file) - len(keys[start]) + (int(ends[start - 1]) if start else 0)
+        stop = max(start + 2, int(np.searchsorted(ends, room, "right")))
+        stop = len(nodes) if stop >= len(nodes) - 1 else stop  # none is left alone
+        parents.append(_parent(nodes[start:stop], offsets[start:stop], height, node_file))
+        start = stop
+    return parents
+
+
+def _parent(nodes: Sequence[_Node], offsets: Sequence[int], height: int, node_file: str) -> _Node:
+    shared, sizes, text = encode_keys([node.key for node in nodes])
+    counts = [np.array(column, np.int64) for column in zip(*(node[2:5] for node in nodes), strict=True)]
+    lengths = np.array([len(node.frame) for node in nodes], np.int64)
+    count = len(nodes)
+    # The zeros are the common prefixes of the keys below each child, and the numbers of the files.
+    body = (bytes([height]), encode_files([node_file]), encode_varint(count), shared, sizes, bytes(count), text)
+    columns = map(encode_varints, (np.array(offsets, np.int64), lengths, *counts))
+    frame = encode_frame(NODE_MAGIC, b"".join((*body, bytes(count), *columns)))
+    key_count, tree_bytes, value_bytes = (int(column.sum()) for column in counts)
+    return _Node(frame, nodes[0].key, key_count, tree_bytes + len(frame), value_bytes)
 
 
 def encode_keys(keys: list[bytes]) -> tuple[bytes, bytes, bytes]:

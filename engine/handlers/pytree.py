@@ -256,8 +256,13 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         if transforms is not None and (item is None or item is ... or select is not None):
             raise OptionError("transforms= needs a template (item=) of the new tree, and excludes select=")
         with collection_paused():
-            reader = source or TreeReader(directory, files, aggregate=self._aggregate)
-            kept = {leaf.name: number for number, leaf in enumerate(reader.leaves) if leaf.saved.kind == EXTERNAL}
+            # Without a template, only the leaves that are selected need to be known.
+            alone = item is None and restore_args is None and not as_saved and source is None
+            reader = source or TreeReader(directory, files, aggregate=self._aggregate, select=select if alone else None)
+            select = None if alone else select
+            numbers = reader.numbers if isinstance(reader, TreeReader) else range(len(reader.leaves))
+            pairs = zip(reader.leaves, numbers, strict=True)
+            kept = {leaf.name: number for leaf, number in pairs if leaf.saved.kind == EXTERNAL}
             if item is not None and item is not ... and transforms is None:
                 item = with_optimizer_states(item, reader)
             template = None if item is None or item is ... else flat_template(item, self._registry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .containers import class_name, expand, is_nnx, opens_as
 from .describe import KnownLeaves, check_leaves, describe, shared_memory
 from .device_arrays import Arrival, Copy, DeviceArray, PinnedMemory, default_pinned_bytes
-from .document import TreeDocument, from_document, to_document
+from .document import TreeDocument, from_document, leaves_at, to_document
 from .flatten import (
     MAX_DEPTH,
     Flattened,
@@ -52,6 +52,7 @@ from .names import (
     WRAPPED,
     PathFilter,
     Patterns,
+    choose,
     escape_first,
     escape_key,
     format_path,

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import DamagedCheckpointError
 from .containers import FACTORIES, build_counter, build_defaultdict, build_deque, build_mapping
 from .flatten import MAX_DEPTH, Key, TreeDef, key_segments, plain_key, unflatten
-from .names import escape_key, unescape_key
+from .names import Patterns, escape_key, unescape_key
 
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple}
 _MAPPINGS = {"dict", "ordered_dict", "default_dict", "counter", "mapping", "namedtuple", "dataclass", "node"}
@@ -89,6 +89,95 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
     if len(names) != len(leaves):
         raise DamagedCheckpointError(f"the tree's document has {len(leaves)} leaves, its containers hold {len(names)}")
     return names, leaves, TreeDocument(structure)
+
+
+def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, Any], list[int]] | None:
+    """Return the document of the leaves at some paths without wildcards, and their positions in the tree.
+
+    They are looked up, without an object for each other leaf. None where that cannot be told: with wildcards, for a
+    path that is not there, and for a document that is not what `to_document` writes.
+    """
+    texts = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) for text in texts):
+        return None
+    if any(set(text) & set("*?[(") for text in texts):
+        return None
+    lookup = _Lookup()
+    try:
+        for text in texts:
+            if not lookup.find(document["tree"], text.split("/"), 0, ()):
+                return None
+        chosen = lookup.below(document["tree"], ())
+        numbers = sorted(lookup.found.values())
+        leaves = document["leaves"]
+        return {**document, "tree": chosen, "leaves": [leaves[number] for number in numbers]}, numbers
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError):
+        return None  # reading all of the document says what is wrong with it
+
+
+class _Lookup:
+    """Finds leaves in the document of containers."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[int, ...], int] = {}  # the positions of leaves in the tree, by the way to each
+        self._counts: dict[int, int] = {}  # leaves below containers; keys are their identities
+
+    def find(self, node: Any, keys: list[str], before: int, way: tuple[int, ...]) -> bool:
+        """Note the leaves at a path below a container that ``before`` leaves precede; return whether there are any."""
+        if node is None:
+            if not keys:
+                self.found[way] = before
+            return not keys
+        any_found = False
+        # A key with dots is one key, and also the keys between its dots.
+        for count in range(1, len(keys) + 1):
+            if count > 1 and any("." in key for key in keys[:count]):
+                break
+            index = _index_of(node, ".".join(keys[:count]).replace(".", "%2E"))
+            if index is not None:
+                preceding = before + self._count(node["children"][:index])
+                any_found |= self.find(node["children"][index], keys[count:], preceding, (*way, index))
+        return any_found
+
+    def _count(self, children: list[Any]) -> int:
+        bare = children.count(None)
+        if bare == len(children):
+            return bare
+        return bare + sum(self._below(child) for child in children if child is not None)
+
+    def _below(self, node: dict[str, Any]) -> int:
+        count = self._counts.get(id(node))
+        if count is None:
+            count = self._counts[id(node)] = self._count(node["children"])
+        return count
+
+    def below(self, node: dict[str, Any], way: tuple[int, ...]) -> Any:
+        """Return the container with the leaves that were found below it, as `TreeDocument.select` does."""
+        if node is None:
+            return None
+        depth = len(way)
+        indexes = sorted({found[depth] for found in self.found if found[:depth] == way})
+        children = node["children"]
+        kept = {index: self.below(children[index], (*way, index)) for index in indexes}
+        if all(index in kept or (child is not None and not self._below(child)) for index, child in enumerate(children)):
+            return {**node, "children": [kept.get(index, child) for index, child in enumerate(children)]}
+        keys = node.get("keys")
+        named = indexes if keys is None else [keys[index] for index in indexes]
+        kind = "dict" if keys is None else node["type"]
+        label = {} if keys is None else {name: node[name] for name in ("class",) if name in node}
+        return {"type": kind, **label, "keys": named, "children": list(kept.values())}
+
+
+def _index_of(node: dict[str, Any], segment: str) -> int | None:
+    """Return the position of the child that a part of a name leads to."""
+    keys = node.get("keys")
+    number = int(segment) if segment.isascii() and segment.isdigit() and str(int(segment)) == segment else None
+    if keys is None:
+        return number if number is not None and number < len(node["children"]) else None
+    for key in (segment, number):
+        if key is not None and key in keys:
+            return int(keys.index(key))
+    return None
 
 
 def _has_value(document: dict[str, Any]) -> bool:

@@ -130,6 +130,14 @@ class PathFilter:
                 raise TreeMismatchError(f"{pattern} matches no leaf; the checkpoint has {known}{hint}")
 
 
+def choose(names: Sequence[str], select: Patterns) -> list[bool]:
+    """Return which names match patterns; one that matches none is an error."""
+    paths = [name.split(".") for name in names]
+    chosen = PathFilter(select)
+    chosen.check(paths)
+    return [chosen.chooses(path) for path in paths]
+
+
 class _Path:
     """A path, and the keys that may follow each of its beginnings, each with the beginning that it leads to."""
 

@@ -69,8 +69,8 @@ class PreparedGraph:
 class NativeTree(TreeReader):
     """A tree that holdfast wrote, with the document of its objects where it was saved as a graph."""
 
-    def __init__(self, location: Location, files: Files | None = None) -> None:
-        super().__init__(location, files)
+    def __init__(self, location: Location, files: Files | None = None, select: Patterns | None = None) -> None:
+        super().__init__(location, files, select=select)
         self._graph = (files or {}).get(GRAPH)
 
     def graph_document(self) -> Any:
@@ -116,8 +116,11 @@ class NativeCheckpoint(CheckpointSource):
         return self.parts[item].files
 
     def tree(self, item: str) -> TreeSource:
+        return self.selected_tree(item, None)
+
+    def selected_tree(self, item: str, select: Patterns | None) -> TreeSource:
         saved = self.parts[item]
-        return NativeTree(self.location / saved.folder, saved.files)
+        return NativeTree(self.location / saved.folder, saved.files, select)
 
     def value(self, item: str) -> Any:
         saved = self.parts[item]
@@ -136,7 +139,9 @@ class NativeCheckpoint(CheckpointSource):
         return PyTreeCheckpointHandler().restore(self.location / saved.folder, like, files=saved.files, **kwargs)
 
     def complete(self, item: str, source: TreeSource, tree: Any) -> Any:
-        kept = {leaf.name: number for number, leaf in enumerate(source.leaves) if leaf.saved.kind == EXTERNAL}
+        numbers = source.numbers if isinstance(source, TreeReader) else range(len(source.leaves))
+        pairs = zip(source.leaves, numbers, strict=True)
+        kept = {leaf.name: number for leaf, number in pairs if leaf.saved.kind == EXTERNAL}
         return (
             restore_external(tree, source.location, self.parts[item].files, kept, DEFAULT_REGISTRY, {})
             if kept

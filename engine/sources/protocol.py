@@ -14,6 +14,7 @@ from ..format import ITEM, FileRecord
 from ..pytree import Patterns, collection_paused, flatten
 from ..steps import StepEntry, newest_step
 from ..storage import Location
+from .stored import selected
 
 _logger = logging.getLogger("holdfast")
 
@@ -61,6 +62,10 @@ class CheckpointSource(Protocol):
     @abc.abstractmethod
     def tree(self, item: str) -> TreeSource:
         """Open an item of the kind ``TREE``; the error about a structure that cannot be read names the file."""
+
+    def selected_tree(self, item: str, select: Patterns | None) -> TreeSource:
+        """Open an item of the kind ``TREE`` with only the leaves that match patterns."""
+        return selected(self.tree(item), select)
 
     def value(self, item: str) -> Any:
         """Read an item that is not a tree; the error about one that cannot be read names the file."""

@@ -24,11 +24,11 @@ from ..pytree import (
     MAX_DEPTH,
     NAME_ONLY,
     Box,
-    PathFilter,
     Patterns,
     Saved,
     TreeDocument,
     ValueLeaf,
+    choose,
     describe,
     flatten,
     format_path,
@@ -115,10 +115,8 @@ def selected(source: TreeSource, select: Patterns | None) -> TreeSource:
     """Return a tree with only the leaves that match patterns."""
     if select is None:
         return source
-    chosen = PathFilter(select)
-    paths = {leaf.name: leaf.name.split(".") for leaf in source.leaves}
-    chosen.check(paths.values())
-    return without_leaves(source, {name for name, path in paths.items() if not chosen.chooses(path)})
+    names = [leaf.name for leaf in source.leaves]
+    return without_leaves(source, {name for name, one in zip(names, choose(names, select), strict=True) if not one})
 
 
 def rooted(source: TreeSource, root: str | None) -> TreeSource:
