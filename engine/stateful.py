@@ -65,6 +65,21 @@ def is_stream(thing: object) -> bool:
     return methods == _METHODS[0] or hasattr(type(thing), "__next__") or hasattr(type(thing), "__iter__")
 
 
+def is_replicated(thing: object) -> bool:
+    """Return whether an object declares that its state is the same in all processes, whatever their number.
+
+    An attribute ``replicated_state = True`` declares it. Grain's ``ElasticIterator`` needs none: its state is one place
+    in the global order.
+    """
+    return getattr(thing, "replicated_state", False) is True or is_elastic(thing)
+
+
+def is_elastic(thing: object) -> bool:
+    """Return whether an object is an ``ElasticIterator`` of Grain."""
+    kind = type(thing)
+    return kind.__module__.startswith("grain.") and kind.__name__ in ("ElasticIterator", "_ElasticMapDatasetIterator")
+
+
 def is_generator(thing: object) -> bool:
     """Return whether an object is a generator of random numbers."""
     torch: Any = loaded("torch")
@@ -227,8 +242,9 @@ class LoaderPosition(Iterator[Any]):
         position: The number of batches that were taken, over all epochs.
     """
 
-    def __init__(self, loader: Any, position: int) -> None:
+    def __init__(self, loader: Any, position: int, global_batch_size: int | None = None) -> None:
         self._loader: Any = loader
+        self._global_batch_size = global_batch_size
         if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
             raise OptionError(
                 f"skip_to needs a loader that can be restarted, such as a list or a DataLoader, not an iterator "
@@ -240,10 +256,11 @@ class LoaderPosition(Iterator[Any]):
                 "batches would be others; use torchdata's StatefulDataLoader(shuffle=True), or a sampler whose order "
                 "depends on set_epoch alone"
             )
+        if global_batch_size is not None:
+            _check_batch_size(loader, global_batch_size)
         self._batches: Iterator[Any] | None = None
         self._epoch = self._taken = 0  # the epoch, and how many of its batches were taken
-        self.position = 0
-        self.set_state({"position": position})
+        self.position = position
 
     def __next__(self) -> Any:
         if self._batches is None:
@@ -252,14 +269,46 @@ class LoaderPosition(Iterator[Any]):
         self.position += 1
         return batch
 
+    @property
+    def replicated_state(self) -> bool:
+        """Whether the position is one of all processes: the number of global samples before it."""
+        return self._global_batch_size is not None
+
     def get_state(self) -> dict[str, int]:
-        """Return the position."""
-        return {"position": self.position}
+        """Return the position: in batches, or with ``global_batch_size`` as an epoch and the samples taken of it."""
+        if self._global_batch_size is None:
+            return {"position": self.position}
+        epoch, batches = divmod(self.position, self._length()) if self._length() else (0, self.position)
+        return {"epoch": epoch, "samples": batches * self._global_batch_size}
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Continue from another position; the loader begins with the next batch."""
-        self.position = _position(state["position"])
+        if "samples" in state:
+            self.position = self._position_of(_position(state["epoch"]), _position(state["samples"]))
+        else:
+            self.position = _position(state["position"])
         self._batches = None
+
+    def _position_of(self, epoch: int, samples: int) -> int:
+        """Return the number of batches before a position that is one of all processes."""
+        size = self._global_batch_size
+        if size is None:
+            raise StateError(
+                f"the position was saved in samples of all processes ({samples} of epoch {epoch}): give skip_to the "
+                "global_batch_size, the number of samples that all processes take in a step"
+            )
+        if samples % size:
+            raise StateError(
+                f"the position is {samples} samples after the start of epoch {epoch}, which is no multiple of "
+                f"global_batch_size={size}: choose one that divides {samples}, or the one of the save"
+            )
+        batches, length = samples // size, self._length()
+        if batches > length and length:
+            raise StateError(
+                f"the position is {samples} samples after the start of epoch {epoch}, and an epoch of this loader has "
+                f"{length} batches of {size}: give it the data of the save"
+            )
+        return epoch * length + batches
 
     def begin(self) -> None:
         """Go to the position at once, if it is within an epoch; otherwise the next batch begins the next epoch."""
@@ -299,7 +348,7 @@ class LoaderPosition(Iterator[Any]):
         return self._draw()
 
 
-def skip_to(loader: Iterable[Any], n: int = 0) -> LoaderPosition:
+def skip_to(loader: Iterable[Any], n: int = 0, *, global_batch_size: int | None = None) -> LoaderPosition:
     """Return the batches of a plain loader from one of them on, as an iterator whose position can be saved.
 
     The loader starts again in each epoch, without end. It must give the same batches each time, or depend on the epoch
@@ -309,6 +358,12 @@ def skip_to(loader: Iterable[Any], n: int = 0) -> LoaderPosition:
     Args:
         loader: What ``for batch in loader`` goes through: a ``DataLoader``, a list, an object with ``__iter__``.
         n: How many batches to skip, over all epochs: the number of those that a run has taken.
+        global_batch_size: The number of samples that all processes together take in a step. It declares that the
+            processes divide one order among them, each step the next samples of it, as torch's ``DistributedSampler``
+            does: the position counts samples of this order, and belongs to any number of processes. The loader of each
+            process has batches of ``global_batch_size`` divided by the number of processes. With ``drop_last``, give
+            it to the sampler and to the loader. The last samples of an epoch are those that the sampler makes of them:
+            torch's repeats some, or with ``drop_last`` leaves some out, where the processes do not divide the epoch.
 
     Returns:
         The iterator. It has ``get_state`` and ``set_state``, so that callbacks and ``holdfast.graph`` save and restore
@@ -316,13 +371,27 @@ def skip_to(loader: Iterable[Any], n: int = 0) -> LoaderPosition:
 
     Raises:
         OptionError: The loader is an iterator, which cannot be restarted, or a ``DataLoader`` that shuffles by a
-            random generator.
+            random generator; or its batches are not the share of one process in ``global_batch_size``.
 
     >>> batches = skip_to(["a", "b", "c"], 4)
     >>> next(batches), next(batches), next(batches), batches.position
     ('b', 'c', 'a', 7)
     """
-    return LoaderPosition(loader, _position(n))
+    return LoaderPosition(loader, _position(n), global_batch_size)
+
+
+def _check_batch_size(loader: Any, global_batch_size: int) -> None:
+    """Raise OptionError if the batches of a loader, as far as it tells, are not the share of one process."""
+    if type(global_batch_size) is not int or global_batch_size < 1:
+        raise OptionError(f"global_batch_size={global_batch_size!r} must be a number of samples, from 1")
+    size = getattr(loader, "batch_size", None)
+    count = getattr(getattr(loader, "sampler", None), "num_replicas", None)
+    if type(size) is int and type(count) is int and size * count != global_batch_size:
+        raise OptionError(
+            f"global_batch_size={global_batch_size}, but the {type(loader).__qualname__} has batches of {size} in each "
+            f"of {count} processes, which are {size * count}: give it batch_size={global_batch_size} // {count}, and "
+            "choose a global_batch_size that the number of processes divides"
+        )
 
 
 def _position(value: Any) -> int:

@@ -183,8 +183,14 @@ class CheckpointCallback:
         save_timeout_secs: How long waiting for a save may take before it is an error: seconds, or ``"10m"``.
         barrier_timeout_secs: How long a process waits for the others of its program before it raises an error that
             names them: seconds, or ``"10m"``.
+        replicated: The names of extras whose state is the same in all processes: a position in one order that no number
+            of processes enters, a random generator that all seed alike; ``"global_generators"`` for those of Python,
+            numpy and torch. Each save checks that the states are equal, and holds one, which all processes get, however
+            many there are. Objects with an attribute ``replicated_state = True``, ``hf.skip_to`` with a
+            ``global_batch_size`` and Grain's ``ElasticIterator`` need not be named.
         global_generators: Save and restore the global random generators of Python, numpy and torch (on the CPU and on
-            devices), as far as the program has imported them. Each of several processes has its own.
+            devices), as far as the program has imported them. Each of several processes has its own, unless they are
+            ``replicated``.
 
     Attributes:
         extras: The extras by name as they were restored; as they were passed, after a fresh start.
@@ -225,6 +231,7 @@ class CheckpointCallback:
         step_prefix: str | None = None,
         save_timeout_secs: Duration = "1h",
         barrier_timeout_secs: Duration = "10m",
+        replicated: Collection[str] = (),
         global_generators: bool = True,
         **unknown: Never,
     ) -> None:
@@ -247,7 +254,7 @@ class CheckpointCallback:
         if options.grace_secs is not None:
             self._manager.events.add_listener(GraceCheck(seconds(options.grace_secs)))
         self._adapter: StateAdapter = StateAdapter()  # It is replaced at the first state.
-        self._saver = StepSaver(self._manager, self._adapter)
+        self._saver = StepSaver(self._manager, self._adapter, self._options.replicated)
         self._is_adapted = False
         self._preemption = PreemptionSignal(options.preemption_signals())
         self._stop: Stop = OwnStop(self._preemption)  # It is replaced when the run begins.
@@ -522,7 +529,7 @@ class CheckpointCallback:
             check_depth(state)
             self._adapter = adapter_for(state, None if self._options.partial is None else Misfits())
             self._state_checkpointer.handler = self._adapter.handler(self._options)
-            self._saver = StepSaver(self._manager, self._adapter)
+            self._saver = StepSaver(self._manager, self._adapter, self._options.replicated)
             self._is_adapted = True
         return self._adapter
 

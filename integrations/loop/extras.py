@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from ...engine.distributed import current_coordinator
 from ...engine.errors import OptionError, TreeMismatchError
 from ...engine.handlers import DEFAULT_REGISTRY, fresh_types
-from ...engine.pytree import FreshTypes, flatten, is_nnx
+from ...engine.pytree import FreshTypes, flatten, is_nnx, is_torch_tensor
 from ...engine.stateful import (
     begins_epoch,
     drawing_sampler,
     is_plain,
+    is_replicated,
     is_stateful,
     is_torchdata_loader,
     restore_loader,
@@ -30,7 +34,8 @@ from .trees import from_tree, is_stream, to_tree
 logger = logging.getLogger("holdfast")
 
 GRADIENTS = "accumulated_gradients"
-_TAKEN = ("step", "state", "metrics", GRADIENTS)
+CHECKSUMS = "replicated_checksums"  # of the arrays of replicated extras, which are compared as plain values are
+_TAKEN = ("step", "state", "metrics", GRADIENTS, CHECKSUMS)
 _OPTIONS = frozenset(LoopArguments.__dataclass_fields__)
 GLOBAL_GENERATORS = "global_generators"
 
@@ -51,9 +56,18 @@ def moves(extra: Any) -> bool:
     return (changes_in_place(extra) and not is_versioned(extra)) or is_stream(extra)
 
 
-def is_own(extra: Any) -> bool:
+def is_own(name: str, extra: Any, replicated: Collection[str]) -> bool:
     """Return whether each of several processes has an extra of its own, such as the position of its data iterator."""
-    return changes_in_place(extra) or is_plain(extra)
+    return (changes_in_place(extra) or is_plain(extra)) and not (name in replicated or is_replicated(extra))
+
+
+def checksum_of(tree: Any) -> int | None:
+    """Return a checksum of the arrays of a saved state, or None if it has none; those of jax may be sharded."""
+    arrays = [leaf for leaf in flatten(tree).values if isinstance(leaf, np.ndarray) or is_torch_tensor(leaf)]
+    found = 0
+    for array in arrays:
+        found = zlib.crc32(np.ascontiguousarray(array.cpu() if is_torch_tensor(array) else array).tobytes(), found)
+    return found if arrays else None
 
 
 def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:

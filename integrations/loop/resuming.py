@@ -24,16 +24,17 @@ from ...engine.errors import (
     shortened,
     shortened_steps,
 )
+from ...engine.generators import DRAWN, IDLE
 from ...engine.handlers import SavedShares
 from ...engine.manager import EVENTS, CheckpointManager, Peek, Restored, has_finished, note_resume
 from ...engine.pytree import flatten
 from ...engine.sources import Misfits
-from ...engine.stateful import decode_state, encode_state, is_generator, is_stream
+from ...engine.stateful import decode_state, encode_state, is_elastic, is_generator, is_stream
 from ...engine.steps import list_steps, newest_step, series_of
 from ...engine.storage import Location, as_location
-from ..options import Reshard, Resume
+from ..options import Resume
 from .announce import announce
-from .extras import GLOBAL_GENERATORS, GRADIENTS, check_names, is_own, restore_extras, templates_of
+from .extras import CHECKSUMS, GLOBAL_GENERATORS, GRADIENTS, check_names, is_own, restore_extras, templates_of
 from .hyperparameters import Hyperparameters
 from .initial import InitialState
 from .objects import set_gradients
@@ -170,7 +171,7 @@ def restore(
     step, values = restored.step, {}
     saved: dict[str, Any] = {}
     if has_extras:
-        saved, fresh = _saved_extras(manager, restored, extras, options.reshard)
+        saved, fresh = _saved_extras(manager, restored, extras, options)
         if GLOBAL_GENERATORS not in fresh:
             extras = _without_unsaved_generators(extras, saved, step)
         values = _restore_extras(manager, adapter, step, template, extras, saved, fresh)
@@ -197,7 +198,7 @@ def peek(manager: CheckpointManager, resume: Resume) -> Peek | None:
     if found is None:
         return None
     saved = {**(found.extras.get("extras") or {}), **(found.extras.get("process") or {})}
-    given = {name: value for name, value in saved.items() if name not in (GRADIENTS, GLOBAL_GENERATORS)}
+    given = {name: value for name, value in saved.items() if name not in (GRADIENTS, CHECKSUMS, GLOBAL_GENERATORS)}
     return dataclasses.replace(found, extras={name: _decoded(value) for name, value in given.items()})
 
 
@@ -215,16 +216,17 @@ def warn_of_misfits(misfits: Misfits | None, place: str, what: str) -> None:
 
 
 def _saved_extras(
-    manager: CheckpointManager, restored: Restored, extras: Mapping[str, Any], reshard: Reshard | None
+    manager: CheckpointManager, restored: Restored, extras: Mapping[str, Any], options: LoopArguments
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the saved extras by name, and the names of generators that only other processes have saved."""
     common, own = dict(restored.items.get("extras", {})), restored.items.get("process")
+    common.pop(CHECKSUMS, None)
     if isinstance(own, SavedShares):
         shares = own.trees
     elif own is not None or manager.processes.alone:
         return {**common, **(own or {})}, []
     else:  # A single process saves its own extras with the others.
-        names = [name for name, extra in extras.items() if is_own(extra) and name in common]
+        names = [name for name, extra in extras.items() if is_own(name, extra, options.replicated) and name in common]
         shares = ({name: common.pop(name) for name in names},)
     where = f"step {restored.step} in {manager.directory}"
     index, count = manager.processes.index, manager.processes.count
@@ -236,12 +238,14 @@ def _saved_extras(
         if name == GLOBAL_GENERATORS or is_generator(extra):
             if index < len(states):
                 common[name] = states[index]
+            elif (alike := _drawn_alike(name, states)) is not None:
+                common[name] = alike
             else:
                 fresh.append(name)
-        elif not is_stream(extra) and all(_equal(state, states[0]) for state in states):
+        elif (not is_stream(extra) or is_elastic(extra)) and all(_equal(state, states[0]) for state in states):
             common[name] = states[0]
-        elif reshard is not None:
-            common[name] = encode_state(reshard(name, [decode_state(state) for state in states], index, count))
+        elif options.reshard is not None:
+            common[name] = encode_state(options.reshard(name, [decode_state(state) for state in states], index, count))
         else:
             refused.append(name)
     if refused:
@@ -251,16 +255,26 @@ def _saved_extras(
             "to one process each, such as a place in the data, and nothing says which belong to other processes. Give "
             "CheckpointCallback reshard=, a function of (name, states, process_index, process_count) that returns the "
             f"state of one process; or leave {listed} out of restore_or_initialize and pass it to on_step only, to "
-            "start it again"
+            "start it again. A state that is saved as one of all processes (replicated=) needs neither"
         )
     generators = [name for name in shares[-1] if name == GLOBAL_GENERATORS or is_generator(extras.get(name))]
     if fresh:
-        text = "%s was saved by %d processes: process %d keeps its fresh random generators: %s"
+        text = (
+            "%s was saved by %d processes: process %d keeps its fresh random generators, as the program has seeded "
+            "them: %s. Generators that draw alike on all processes must be named in replicated= before the save"
+        )
         logger.warning(text, where, len(shares), index, ", ".join(fresh))
     elif len(shares) > count and index == 0 and generators:
         text = "%s was saved by %d processes, and %d continue: the random generators of the others are left: %s"
         logger.warning(text, where, len(shares), count, ", ".join(generators))
     return common, fresh
+
+
+def _drawn_alike(name: str, states: Sequence[Any]) -> Any | None:
+    """Return the state of a generator from which several processes have drawn alike, as new ones then do, or None."""
+    if name == GLOBAL_GENERATORS:  # Those that no step has drawn from, and that may not be seeded, do not matter.
+        states = [{DRAWN: state[DRAWN], IDLE: {}} for state in states if state.get(DRAWN)]
+    return states[0] if len(states) > 1 and all(_equal(state, states[0]) for state in states) else None
 
 
 def _equal(one: Any, other: Any) -> bool:

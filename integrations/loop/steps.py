@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError, shortened
@@ -15,7 +15,7 @@ from ...engine.handlers import check_savable
 from ...engine.manager import CheckpointManager, plain_metrics
 from ...engine.pytree import FreshTypes
 from ...engine.stateful import encode_state, state_of
-from .extras import GLOBAL_GENERATORS, GRADIENTS, changes_in_place, is_own, moves, tree_of
+from .extras import CHECKSUMS, GLOBAL_GENERATORS, GRADIENTS, changes_in_place, checksum_of, is_own, moves, tree_of
 from .objects import TensorVersions, is_versioned, local_values
 from .states import STATE, StateAdapter, is_deleted
 
@@ -35,11 +35,12 @@ class LastStep:
     before it ends; so every step takes their positions, at any cost.
     """
 
-    def __init__(self, adapter: StateAdapter, versions: TensorVersions) -> None:
+    def __init__(self, adapter: StateAdapter, versions: TensorVersions, replicated: Collection[str]) -> None:
         self.step: int | None = None
         self.metrics: Mapping[str, Any] | None = None
         self.state: Any = None
         self._adapter = adapter
+        self._replicated = replicated
         self._versions = versions  # for extras that are torch modules or optimizers
         self._extras: Mapping[str, Any] = {}
         self._positions: dict[str, Any] = {}
@@ -68,13 +69,21 @@ class LastStep:
                 extras[GRADIENTS] = encode_state(gradients)
             else:
                 self._warn_of_gradients(gradients)
-        own = {} if alone else {name: extras.pop(name) for name, extra in self._extras.items() if is_own(extra)}
+        own = {}
+        if not alone:
+            kept = self._replicated
+            own = {name: extras.pop(name) for name, extra in self._extras.items() if is_own(name, extra, kept)}
+            sums = {name: checksum_of(tree) for name, tree in extras.items() if changes_in_place(self._extras[name])}
+            if sums := {name: found for name, found in sums.items() if found is not None}:
+                extras[CHECKSUMS] = sums
         if extras or not self._adapter.is_component_tree:
             found["extras"] = extras
         return {**found, "process": own} if own else found
 
     def check_savable(self) -> None:
-        """Raise UnsupportedLeafError if a save of the step would raise it."""
+        """Raise OptionError if a replicated extra is missing, UnsupportedLeafError if a save of the step would."""
+        if missing := [name for name in self._replicated if name not in self._extras]:
+            raise OptionError(f"replicated names {missing[0]!r}, and on_step was given no extra of this name")
         self._adapter.check_savable(self.state)
         extras = {name: self._tree_of(name, extra) for name, extra in self._extras.items()}
         check_savable(extras)
@@ -154,13 +163,13 @@ def _taking(extra: Any) -> Callable[[Any], Any]:
 class StepSaver:
     """Saves the last step that the loop has reported."""
 
-    def __init__(self, manager: CheckpointManager, adapter: StateAdapter) -> None:
+    def __init__(self, manager: CheckpointManager, adapter: StateAdapter, replicated: Collection[str]) -> None:
         self._manager = manager
         self._adapter = adapter
         self._saved: int | None = None
         self.fresh_extras: FreshTypes | None = None  # the types of the extras at the start of the run
         self._extra_versions = TensorVersions()
-        self._last = LastStep(adapter, self._extra_versions)
+        self._last = LastStep(adapter, self._extra_versions, replicated)
 
     @property
     def step(self) -> int | None:

@@ -84,6 +84,7 @@ def test_the_arguments_beside_the_options_of_every_callback() -> None:
         "directory",
         "clock",
         "metadata",
+        "replicated",
         "reshard",
         "global_generators",
         "hyperparameters",

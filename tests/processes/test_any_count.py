@@ -1,0 +1,134 @@
+"""Runs that change their number of processes: 4, then 2, then 3, with the data and the generators that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.processes.harness import Process, run_processes
+from torch.utils.data import DataLoader, DistributedSampler
+
+import holdfast as hf
+
+SAMPLES, BATCH = 120, 12  # in an epoch, and of all processes in a step
+STEPS = 4  # of each run: three runs take more than one epoch
+
+
+def torch_batches(index: int, count: int) -> Any:
+    sampler = DistributedSampler(range(SAMPLES), count, index, seed=7)  # type: ignore[arg-type, var-annotated]
+    loader = DataLoader(range(SAMPLES), batch_size=BATCH // count, sampler=sampler)  # type: ignore[arg-type, var-annotated]
+    return hf.skip_to(loader, global_batch_size=BATCH)
+
+
+def grain_batches(index: int, count: int) -> Any:
+    grain: Any = pytest.importorskip("grain")
+    pytest.importorskip("grain.experimental")
+    dataset = grain.MapDataset.range(SAMPLES).shuffle(seed=7).repeat()
+    sharding = grain.sharding.ShardOptions(shard_index=index, shard_count=count)
+    return iter(grain.experimental.ElasticIterator(dataset, BATCH, sharding))
+
+
+class OwnOrder:
+    """A position in one order, declared by an attribute."""
+
+    replicated_state = True
+
+    def __init__(self, index: int, count: int) -> None:
+        self.index, self.count, self.taken = index, count, 0
+
+    def __next__(self) -> list[int]:
+        order = np.concatenate([np.random.default_rng(epoch).permutation(SAMPLES) for epoch in range(2)])
+        batch = order[self.taken : self.taken + BATCH][self.index :: self.count]
+        self.taken += BATCH
+        return [int(sample) for sample in batch]
+
+    def get_state(self) -> int:
+        return self.taken
+
+    def set_state(self, state: int) -> None:
+        self.taken = state
+
+
+class Undeclared(OwnOrder):
+    replicated_state = False
+
+
+BATCHES: dict[str, Callable[[int, int], Any]] = {
+    "DistributedSampler": torch_batches,
+    "ElasticIterator": grain_batches,
+    "attribute": OwnOrder,
+    "replicated=": Undeclared,
+}
+
+
+def train(process: Process, directory: str, kind: str) -> tuple[int, list[list[int]], list[float]]:
+    """Goes on for some steps; returns the first step, the samples of each and a random number of each."""
+    batches, noise = BATCHES[kind](process.index, process.count), np.random.default_rng(0)
+    replicated = ("noise", "data") if kind == "replicated=" else ("noise",)
+    taken, drawn = [], []
+    with hf.CheckpointCallback(directory, save_interval_steps=1, replicated=replicated) as checkpoint:
+        state, start = checkpoint.restore_or_initialize({"w": torch.zeros(2)}, data=batches, noise=noise)
+        for step in range(start, start + STEPS):
+            taken.append(np.asarray(next(batches)).tolist())
+            drawn.append(float(noise.random()))
+            checkpoint.on_step(step + 1, state, data=batches, noise=noise)
+    return start, taken, drawn
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_every_sample_comes_once_with_4_then_2_then_3_processes(tmp_path: Path, kind: str) -> None:
+    steps: list[list[int]] = []
+    numbers: list[float] = []
+    for count in (4, 2, 3):
+        found = run_processes(train, count, str(tmp_path), kind, backend="torch")
+        assert {start for start, _, _ in found} == {len(steps)}
+        steps += [[sample for _, taken, _ in found for sample in taken[step]] for step in range(STEPS)]
+        assert all(drawn == found[0][2] for _, _, drawn in found), "all processes draw alike"
+        numbers += found[0][2]
+    assert [len(step) for step in steps] == [BATCH] * 3 * STEPS
+    assert sorted(chain(*steps[:10])) == list(range(SAMPLES))
+    assert len(set(chain(*steps[10:]))) == 2 * BATCH
+    assert numbers == np.random.default_rng(0).random(3 * STEPS).tolist()
+
+
+def differ(process: Process, directory: str, name: str) -> str:
+    """Saves replicated extras of which one differs; returns the error."""
+    data, noise = OwnOrder(process.index, process.count), np.random.default_rng(0)
+    data.taken += process.index if name == "data" else 0
+    noise.random(process.index if name == "noise" else 0)
+    try:
+        with hf.CheckpointCallback(directory, save_interval_steps=1, replicated=("noise",)) as checkpoint:
+            state, _ = checkpoint.restore_or_initialize({"w": torch.zeros(2)}, data=data, noise=noise)
+            checkpoint.on_step(1, state, data=data, noise=noise)
+    except hf.errors.HoldfastError as error:
+        return f"{error} {error.__cause__} {getattr(error, '__notes__', '')}"
+    return "saved"
+
+
+@pytest.mark.parametrize("name", ["data", "noise"])
+def test_replicated_states_that_differ_are_not_saved(tmp_path: Path, name: str) -> None:
+    found = run_processes(differ, 2, str(tmp_path), name, backend="torch")
+    assert all(f"{name}" in error and error != "saved" for error in found), found
+    assert hf.CheckpointManager(tmp_path, coordinator=hf.processes.Alone()).all_steps() == []
+
+
+def draw(process: Process, directory: str, seed: int | None) -> list[float]:
+    """Draws from the global generator of torch, which all processes have seeded alike or by their rank."""
+    torch.manual_seed(process.index if seed is None else seed)
+    with hf.CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
+        state, start = checkpoint.restore_or_initialize({"w": torch.zeros(2)})
+        drawn = torch.rand(2).tolist()
+        checkpoint.on_step(start + 1, state)
+    return drawn
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_more_processes_draw_alike_where_all_did(tmp_path: Path, seed: int | None) -> None:
+    run_processes(draw, 2, str(tmp_path), seed, backend="torch")
+    one, two, new = run_processes(draw, 3, str(tmp_path), seed, backend="torch")
+    assert (one == two == new) if seed is not None else len({*one, *two, *new}) == 6
