@@ -132,3 +132,40 @@ def test_more_processes_draw_alike_where_all_did(tmp_path: Path, seed: int | Non
     run_processes(draw, 2, str(tmp_path), seed, backend="torch")
     one, two, new = run_processes(draw, 3, str(tmp_path), seed, backend="torch")
     assert (one == two == new) if seed is not None else len({*one, *two, *new}) == 6
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "state", "message"),
+    [
+        (4, 12, None, "batches of 12 in each of 4 processes, which are 48: give it batch_size=12 // 4"),
+        (1, 7, {"epoch": 0, "samples": 24}, "24 samples after the start of epoch 0, which is no multiple of global_ba"),
+        (
+            1,
+            12,
+            {"epoch": 1, "samples": 600},
+            "an epoch of this loader has 10 batches of 12: give it the data of the sa",
+        ),
+    ],
+)
+def test_a_position_of_all_processes_that_does_not_fit_is_refused(
+    count: int, size: int, state: dict[str, int] | None, message: str
+) -> None:
+    sampler = DistributedSampler(range(SAMPLES), count, 0)  # type: ignore[arg-type, var-annotated]
+    loader = DataLoader(range(SAMPLES), batch_size=size, sampler=sampler)  # type: ignore[arg-type, var-annotated]
+    with pytest.raises((hf.errors.OptionError, hf.errors.StateError), match=message):
+        hf.skip_to(loader, global_batch_size=size).set_state(state or {})
+
+
+def test_a_position_of_all_processes_needs_their_batch_size() -> None:
+    with pytest.raises(hf.errors.StateError, match="24 of epoch 3.: give skip_to the global_batch_size"):
+        hf.skip_to([1, 2]).set_state({"epoch": 3, "samples": 24})
+
+
+def test_replicated_names_what_on_step_is_given(tmp_path: Path) -> None:
+    with pytest.raises(hf.errors.OptionError, match="must be the names of extras"):
+        hf.CheckpointCallback(tmp_path, replicated="data")
+    with (
+        hf.CheckpointCallback(tmp_path, replicated=["data"]) as checkpoint,
+        pytest.raises(hf.errors.OptionError, match="replicated names 'data', and on_step was given no extra of this"),
+    ):
+        checkpoint.on_step(1, {"w": np.zeros(2)})

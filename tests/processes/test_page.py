@@ -50,14 +50,15 @@ def train_jax(process: Process, directory: str, program: str) -> None:
 @pytest.mark.examples("docs/several_processes.md", "python 1", "console 1")
 def test_torch(examples: Examples, tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    assert examples.commands() == [f"torchrun --nproc-per-node {count} train.py" for count in (2, 3)]
-    for count in (2, 3):
+    counts = (4, 2, 3)
+    assert examples.commands() == [f"torchrun --nproc-per-node {count} train.py" for count in counts]
+    for count in counts:
         run_processes(train, count, str(tmp_path), examples["python 1"], backend="torch")
     lines = (tmp_path / "output").read_text().splitlines()
-    assert lines == ["steps 0 to 20, of 2 processes", "steps 20 to 40, of 3 processes"]
+    assert lines == [f"steps {7 * run} to {7 * run + 7}, of {count} processes" for run, count in enumerate(counts)]
     found = hf.load(tmp_path / "runs" / "fsdp")
-    assert found["step"] == 40
-    assert found["model"]["0.weight"].shape == (32, 8)
+    assert found["extras"]["data"] == {"epoch": 2, "samples": 12}  # 21 steps of 12 samples, of 120 in an epoch
+    assert found["state"]["model"]["0"]["weight"].shape == (32, 8)
 
 
 @pytest.mark.examples("docs/several_processes.md", "python 2")
