@@ -157,7 +157,7 @@ def test_a_position_of_all_processes_that_does_not_fit_is_refused(
 
 
 def test_a_position_of_all_processes_needs_their_batch_size() -> None:
-    with pytest.raises(hf.errors.StateError, match="24 of epoch 3.: give skip_to the global_batch_size"):
+    with pytest.raises(hf.errors.StateError, match=r"24 of epoch 3\): give skip_to the global_batch_size"):
         hf.skip_to([1, 2]).set_state({"epoch": 3, "samples": 24})
 
 
