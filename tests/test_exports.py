@@ -65,6 +65,7 @@ def test_a_module_is_loaded_with_its_first_use() -> None:
         *(f"holdfast.{name}" for name in MODULES),
         "holdfast.integrations.flax",
         "holdfast.integrations.lightning",
+        "holdfast.integrations.ray",
     ],
 )
 def test_public_names_are_documented(module: str) -> None:

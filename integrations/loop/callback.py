@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import operator
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Never, Protocol, Self, TypeVar, overload
@@ -256,7 +256,7 @@ class CheckpointCallback:
         self._adapter: StateAdapter = StateAdapter()  # It is replaced at the first state.
         self._saver = StepSaver(self._manager, self._adapter, self._options.replicated)
         self._is_adapted = False
-        self._preemption = PreemptionSignal(options.preemption_signals())
+        self._preemption = self._signal(options.preemption_signals())
         self._stop: Stop = OwnStop(self._preemption)  # It is replaced when the run begins.
         self._generators = GlobalGenerators() if options.global_generators else None
         self._names: frozenset[str] = frozenset()
@@ -519,6 +519,9 @@ class CheckpointCallback:
         state = initial.completed(adapter, restored.state)
         self._begin_steps(state, extras)
         return state, restored.step
+
+    def _signal(self, signals: Sequence[signal.Signals]) -> PreemptionSignal:
+        return PreemptionSignal(signals)
 
     def _announce(self, text: str, *args: object) -> None:
         announce(text, *args, shown=self._manager.processes.is_primary)

@@ -105,7 +105,7 @@ class PreemptionSignal:
 
         In such a run, every process must call this after every step.
         """
-        if not self.received and _jax_is_distributed() and _jax_agreement.reached():
+        if not self.received and self.is_agreed and _jax_agreement.reached():
             self.request()
         return self.received
 
@@ -121,7 +121,7 @@ class PreemptionSignal:
                 len(exposed),
                 self._names(),
             )
-        if _jax_is_distributed():
+        if self.is_agreed:
             return False
         if threading.current_thread() is not threading.main_thread():
             logger.warning(

@@ -1,0 +1,8 @@
+"""Checkpoints in the workers of Ray Train: :class:`CheckpointCallback` for ``TorchTrainer`` and ``JaxTrainer``."""
+
+from __future__ import annotations
+
+from .callback import CheckpointCallback, PreemptedError
+from .worker import run_directory
+
+__all__ = ["CheckpointCallback", "PreemptedError", "run_directory"]

@@ -1,0 +1,165 @@
+"""The callback of a training loop in the workers of Ray Train."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from ...engine.errors import StateError
+from ...engine.manager import copy_checkpoint
+from ...engine.steps import list_steps, series_of
+from ...engine.storage import Location
+from ..loop import CheckpointCallback as LoopCallback
+from ..loop import PreemptionSignal, StepOutcome
+from .notices import DRAINED, WorkerSignal
+from .worker import Worker, current_worker
+
+logger = logging.getLogger("holdfast")
+
+
+class PreemptedError(RuntimeError):
+    """Ends the training function of a worker after SIGTERM, when the step is saved, so that Ray starts it again."""
+
+
+class CheckpointCallback(LoopCallback):
+    """:class:`holdfast.CheckpointCallback` for the function that ``TorchTrainer`` or ``JaxTrainer`` runs in workers.
+
+    ::
+
+        def train(config):
+            ...
+            with CheckpointCallback(run_directory(), save_interval_steps=100) as checkpoint:
+                state, start = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
+                for step in range(start, total_steps):
+                    ...
+                    if checkpoint.on_step(step + 1, state, metrics={"loss": loss}).should_stop:
+                        break
+
+    It takes the same options, and does the same outside of Ray Train. In a worker, it also does this:
+
+    - Every saved step is reported to Ray when it is durable: ``ray.train.report`` with the metrics of the step, and
+      with its checkpoint where it lies, so that it is stored once. Reports wait for all workers, so that a step is
+      reported when the next one is saved, at a preemption, or at the end.
+    - A checkpoint that is reported belongs to Ray, whose ``CheckpointConfig(num_to_keep=...)`` deletes it. With
+      ``max_to_keep`` or another option of retention, the callback deletes, and reports only metrics: Ray does not start
+      a run again whose checkpoints are gone. (``Result`` then has neither, as Ray keeps metrics with checkpoints.)
+    - SIGTERM reaches the callback although the loop does not run in the main thread. All workers save the same step and
+      stop; leaving the ``with`` block raises :class:`PreemptedError`, as Ray takes a function that returns for
+      finished. This counts as a failure in ``FailureConfig(max_failures=...)``.
+    - When Ray announces that a node is taken away, all workers save the same step, and go on until Ray ends them. This
+      counts in ``max_preemption_failures``.
+    - A run resumes from the newest step in ``directory``, reported or not. If there is none, it takes a copy of the one
+      that ``ray.train.get_checkpoint()`` returns.
+    """
+
+    _worker: Worker | None = None
+    _unreported: int | None = None  # the step that is saved, or is being saved
+    _reported_step: int | None = None
+    _has_stopped = False
+
+    @property
+    def preempted(self) -> bool:
+        """Whether SIGTERM has arrived, or Ray has announced that a node is taken away."""
+        return super().preempted
+
+    def restore_or_initialize(self, state: Any, *, like: Any = None, **extras: Any) -> tuple[Any, int]:
+        """Restore the newest whole checkpoint, of ``directory`` or of Ray; initialize when there is none.
+
+        The arguments, the result and the errors are those of
+        :meth:`holdfast.CheckpointCallback.restore_or_initialize`.
+
+        Raises:
+            StateError: Ray has started several workers that are not connected.
+        """
+        worker = self._worker
+        if worker is None:
+            return super().restore_or_initialize(state, like=like, **extras)
+        if worker.count > 1 and self.manager.processes.alone:
+            raise StateError(
+                f"Ray has started {worker.count} workers that are not connected, and each would save the whole state "
+                f"to {self.manager.directory}: TorchTrainer connects its workers; with JaxTrainer on CPUs, call "
+                "jax.distributed.initialize() in every worker first"
+            )
+        known = worker.checkpoint()
+        self._fetch(known)
+        state, step = super().restore_or_initialize(state, like=like, **extras)
+        place = self._place(step)
+        if place is not None and (known is None or known.url != place.url):
+            self._unreported = step  # The run ended between the save and the report.
+        return state, step
+
+    def on_step(self, step: int, state: Any, *, metrics: Mapping[str, Any] | None = None, **extras: Any) -> StepOutcome:
+        """Report that an update is done, and save if a save is due, as :meth:`holdfast.CheckpointCallback.on_step`.
+
+        All workers call it for every step, as it reports saved steps to Ray.
+        """
+        return self._after(step, super().on_step(step, state, metrics=metrics, **extras))
+
+    def on_eval(self, step: int, metrics: Mapping[str, Any]) -> StepOutcome:
+        """Report metrics that became known after the step, as :meth:`holdfast.CheckpointCallback.on_eval`."""
+        return self._after(step, super().on_eval(step, metrics))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        if self._worker is None or error is not None:
+            return
+        last = self._saver.step
+        self._report()
+        if last is not None and last != self._reported_step and last in self.manager.all_steps():  # saved at the end
+            self._unreported = last
+            self._report()
+        if self.should_stop and self._preemption.number != DRAINED:
+            raise PreemptedError(
+                f"SIGTERM: step {last} is saved in {self.manager.directory}; Ray is to start the run again"
+            )
+
+    def _signal(self, signals: Sequence[signal.Signals]) -> PreemptionSignal:
+        self._worker = current_worker()
+        return super()._signal(signals) if self._worker is None else WorkerSignal(signals)
+
+    def _fetch(self, known: Location | None) -> None:
+        """Copy the checkpoint that Ray knows of, if the directory has none."""
+        directory = self.manager.directory
+        if known is None or known.url.startswith(f"{directory.url}/") or self._options.resume == "never":
+            return
+        if self.manager.latest_step() is None:
+            logger.info("taking a copy of %s, which Ray has as the last checkpoint", known)
+            copy_checkpoint(known.url, (directory / known.name).url)
+
+    def _after(self, step: int, outcome: StepOutcome) -> StepOutcome:
+        """Report the saved step before this one, which is durable, as a save waits for the one before it."""
+        if self._worker is None:
+            return outcome
+        if outcome.saved:
+            self._report()
+            self._unreported = step
+        if outcome.should_stop and not self._has_stopped:
+            self._has_stopped = True
+            self._report()  # This save is durable already; later ones are not, if the loop goes on.
+        if outcome.should_stop and self._preemption.number == DRAINED:
+            return StepOutcome(outcome.saved, outcome.reason, should_stop=False)
+        return outcome
+
+    def _report(self) -> None:
+        step, self._unreported = self._unreported, None
+        if step is None or self._worker is None:
+            return
+        place = self._place(step)
+        metrics = None if place is None else self.manager.metrics(step)
+        self._worker.report({**(metrics or {}), "step": step}, place if self._registers() else None)
+        self._reported_step = step
+
+    def _registers(self) -> bool:
+        """Return whether Ray can register checkpoints: those in its storage, which the callback does not delete."""
+        assert self._worker is not None
+        inside = self.manager.directory.url.startswith(f"{self._worker.root().url}/")
+        return inside and self._options.max_to_keep is None
+
+    def _place(self, step: int) -> Location | None:
+        steps = list_steps(self.manager.directory, series_of(self._options.step_prefix))
+        return next((one.location for one in steps if one.step == step), None)

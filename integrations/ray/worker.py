@@ -1,0 +1,96 @@
+"""What a worker of Ray Train knows: its rank, its storage, the last checkpoint, and whether its node is drained."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ...engine.errors import OptionError, StateError
+from ...engine.storage import Location, as_location
+
+_SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "az://"}  # by the type of a file system of pyarrow
+
+
+def run_directory(name: str = "checkpoints") -> str:
+    """Return the directory of checkpoints in the storage of this run of Ray Train, for every worker the same.
+
+    Ray registers the checkpoints that lie in there as they are, without a copy. It is ``name`` in the directory that
+    ``RunConfig(storage_path=..., name=...)`` chooses; give both, so that a program that is started again finds it.
+
+    Args:
+        name: The name of the directory.
+
+    Returns:
+        A path, or a URL such as ``s3://bucket/runs/digits/checkpoints``.
+
+    Raises:
+        StateError: This is no worker of Ray Train.
+        OptionError: The storage is of a kind that has no URL, such as a file system of the program's own.
+    """
+    worker = current_worker()
+    if worker is None:
+        raise StateError(
+            "run_directory() is called outside of the function that a trainer of Ray Train runs in workers"
+        )
+    return (worker.root() / name).url
+
+
+def current_worker() -> Worker | None:
+    """Return this process as a worker of Ray Train; None elsewhere, also in a program that does not use Ray."""
+    train: Any = sys.modules.get("ray.train")
+    if train is None:
+        return None
+    try:
+        return Worker(train, train.get_context())
+    except (RuntimeError, DeprecationWarning):  # Ray refuses the call elsewhere, and in trials of Ray Tune.
+        return None
+
+
+class Worker:
+    """A worker of Ray Train, seen from the thread of its training loop."""
+
+    def __init__(self, train: Any, context: Any) -> None:
+        self._train = train
+        self._storage = context.get_storage()
+        self.rank: int = context.get_world_rank()
+        self.count: int = context.get_world_size()
+
+    def root(self) -> Location:
+        """Return the directory of the run, as Ray's storage has it."""
+        return self._location(self._storage.experiment_fs_path)
+
+    def checkpoint(self) -> Location | None:
+        """Return the directory of the last checkpoint that Ray knows of."""
+        found = self._train.get_checkpoint()
+        return None if found is None else self._location(found.path)
+
+    def report(self, metrics: dict[str, Any], step: Location | None) -> None:
+        """Report metrics, and the checkpoint of a step as it lies in the storage; waits for all workers."""
+        checkpoint = None
+        if step is not None:
+            path = self._storage.experiment_fs_path + step.url.removeprefix(self.root().url)
+            checkpoint = self._train.Checkpoint(path, filesystem=self._storage.storage_filesystem)
+        mode = self._train.CheckpointUploadMode.NO_UPLOAD
+        self._train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=mode)
+
+    def _location(self, path: str) -> Location:
+        kind = self._storage.storage_filesystem.type_name
+        if kind not in _SCHEMES:
+            raise OptionError(
+                f"Ray's storage is a file system of the type {kind!r}, which has no URL; choose a storage_path "
+                "on a disk, S3, Google Cloud Storage or Azure, or pass a directory= of your own"
+            )
+        return as_location(_SCHEMES[kind] + path)
+
+
+def is_drained() -> bool:
+    """Return whether Ray has announced that a node of this run will be taken away.
+
+    ``ray.train.get_preemption_info`` is a barrier of all workers, too slow for every step. This reads the value that
+    it agrees on, which each worker has.
+    """
+    context: Any = sys.modules.get("ray.train.v2._internal.execution.context")
+    try:
+        return context is not None and context.get_train_context().preemption_context.preemption_info is not None
+    except (AttributeError, RuntimeError):  # A version of Ray without such notices; a process without a run.
+        return False

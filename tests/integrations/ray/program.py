@@ -1,0 +1,120 @@
+"""A run of TorchTrainer with two workers, as the tests and their faults see it: ``program.py STORAGE KIND``.
+
+The faults: ``none``; ``kill`` and ``term`` send SIGKILL or SIGTERM to the second worker at step 7, once; ``driver``
+kills the driver there; ``drain`` announces that the node is taken away; ``keep`` has Ray keep two checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+STEPS = 12
+
+
+def train(config: dict[str, Any]) -> None:
+    import ray.train
+    import torch
+    import torch.distributed as dist
+
+    from holdfast.integrations.ray import CheckpointCallback, run_directory
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    rank = ray.train.get_context().get_world_rank()
+    directory = run_directory()
+    with CheckpointCallback(directory, save_interval_steps=2, **config["options"]) as checkpoint:
+        state, start = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
+        known = ray.train.get_checkpoint()
+        with Path(config["storage"], f"starts.{rank}").open("a") as file:
+            file.write(f"{start} {known and Path(known.path).name}\n")
+        step = start
+        while step < STEPS:
+            batch = torch.randn(16, 8)
+            loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+            optimizer.step()
+            step += 1
+            if step == 7 and rank == 1:
+                fault(config)
+            outcome = checkpoint.on_step(step, state, metrics={"loss": loss.item()})
+            if outcome.should_stop:
+                break
+            if config["fault"] in ("term", "drain") and step == 8 and start == 0:
+                step = wait_for_notice(checkpoint, step)
+
+
+def wait_for_notice(checkpoint: Any, step: int) -> int:
+    """Return when the notice has arrived, at most some seconds later; both workers are at the same step."""
+    import time
+
+    until = time.monotonic() + 6
+    while not checkpoint.preempted and time.monotonic() < until:
+        time.sleep(0.05)
+    return step
+
+
+def fault(config: dict[str, Any]) -> None:
+    done = Path(config["storage"], "done")
+    if config["fault"] in ("none", "keep") or done.exists():
+        return
+    done.touch()
+    if config["fault"] == "driver":
+        os.kill(config["driver"], signal.SIGKILL)
+        signal.pause()
+    if config["fault"] == "drain":
+        drain()
+        return
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "term": signal.SIGTERM}[config["fault"]])
+
+
+def drain() -> None:
+    """Announce that the node is taken away in a minute, as a cloud's notice reaches Ray."""
+    import time
+
+    import ray
+    from ray._raylet import GcsClient
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    client = GcsClient(address=ray.get_runtime_context().gcs_address)
+    node = ray.get_runtime_context().get_node_id()
+    deadline = int((time.time() + 60) * 1000)
+    print("DRAIN", client.drain_node(node, DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, "a notice", deadline))
+
+
+def main(storage: str, kind: str) -> None:
+    import ray
+    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True)
+    options: dict[str, Any] = {"max_to_keep": 2} if kind == "own" else {}
+    trainer = TorchTrainer(
+        train,
+        train_loop_config={
+            "storage": storage,
+            "fault": "none" if kind == "own" else kind,
+            "driver": os.getpid(),
+            "options": options,
+        },
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(
+            name="run",
+            storage_path=storage,
+            failure_config=FailureConfig(max_failures=2),
+            checkpoint_config=CheckpointConfig(num_to_keep=2 if kind == "keep" else None),
+        ),
+    )
+    result = trainer.fit()
+    print("RESULT", result.metrics, result.checkpoint and result.checkpoint.path)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,84 @@
+"""Runs on a real local cluster of Ray, where it is installed: faults, each resumed to the same bits, stored once."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.documents.examples import Examples
+from tests.equality import assert_same
+
+import holdfast as hf
+
+pytestmark = [
+    pytest.mark.sweep,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray[train]"),
+    pytest.mark.xdist_group("programs"),
+]
+
+PROGRAM = Path(__file__).with_name("program.py")
+EVERY = [2, 4, 6, 8, 10, 12]
+
+
+def run(storage: Path, fault: str) -> int:
+    storage.mkdir(exist_ok=True)
+    environment = {**os.environ, "HOME": str(storage), "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, str(PROGRAM), str(storage), fault]
+    with (storage / "log").open("a") as log:
+        return subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, timeout=240).returncode
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    storage = tmp_path_factory.mktemp("whole")
+    assert run(storage, "none") == 0, (storage / "log").read_text()
+    return storage
+
+
+@pytest.mark.parametrize(
+    ("fault", "starts", "steps"),
+    [
+        ("kill", [0, 6], EVERY),
+        ("term", [0, 9], EVERY),  # beside the step of the notice, which is 9 or 10
+        ("drain", [0], EVERY),
+        ("driver", [0, 6], EVERY),
+        ("keep", [0], [10, 12]),  # Ray deletes
+        ("own", [0], [10, 12]),  # the callback deletes
+    ],
+)
+def test_a_run_is_resumed(fault: str, starts: list[int], steps: list[int], whole: Path, tmp_path: Path) -> None:
+    status = run(tmp_path, fault)
+    if fault == "driver":
+        assert status < 0
+        status = run(tmp_path, fault)
+    log = (tmp_path / "log").read_text()
+    assert status == 0, log
+    for rank in range(2):
+        lines = (tmp_path / f"starts.{rank}").read_text().splitlines()
+        found = [int(line.split()[0]) for line in lines]
+        assert found == starts or (fault == "term" and found == [0, 10])
+    where = tmp_path / "run" / "checkpoints"
+    assert [one.step for one in hf.list_checkpoints(where) if one.step != 9] == steps
+    assert_same(hf.load(where / "12", item="state"), hf.load(whole / "run" / "checkpoints" / "12", item="state"))
+    records = [path for path in (tmp_path / "run").rglob("checkpoint.json") if path.parent.parent != where]
+    assert records == [], "stored once"
+    assert ("RESULT None None" if fault == "own" else f"'step': 12}} {where / '12'}") in log
+
+
+@pytest.mark.examples("docs/ray.md")
+def test_the_page_runs_and_resumes(examples: Examples, tmp_path: Path) -> None:
+    program = examples["python 1"].replace("/tmp/ray_runs", str(tmp_path))
+    (tmp_path / "train_ray.py").write_text(program)
+    assert examples["console 1"] == "$ python train_ray.py\n"
+    for steps in (25, 45):
+        (tmp_path / "train_ray.py").write_text(program.replace('"steps": 25', f'"steps": {steps}'))
+        environment = {**os.environ, "HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0"}
+        command = [sys.executable, str(tmp_path / "train_ray.py")]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+        assert done.returncode == 0, done.stderr
+        assert f"step {steps} in {tmp_path}/linear/checkpoints/{steps}" in done.stdout
+    assert "resumed from step 25" in done.stderr + done.stdout
