@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .callback import CheckpointCallback, PreemptedError
+from .components import RemoteComponent
 from .worker import run_directory
 
-__all__ = ["CheckpointCallback", "PreemptedError", "run_directory"]
+__all__ = ["CheckpointCallback", "PreemptedError", "RemoteComponent", "run_directory"]

@@ -16,7 +16,7 @@ import pytest
 
 import holdfast as hf
 from holdfast.errors import OptionError, StateError
-from holdfast.integrations.ray import CheckpointCallback, PreemptedError, run_directory
+from holdfast.integrations.ray import CheckpointCallback, PreemptedError, RemoteComponent, run_directory
 
 CONTEXT = "ray.train.v2._internal.execution.context"
 
@@ -219,3 +219,64 @@ def test_outside_of_a_worker_it_is_the_ordinary_callback(tmp_path: Path) -> None
         assert checkpoint.on_step(start + 1, state).should_stop
     with pytest.raises(StateError, match="outside"):
         run_directory()
+
+
+class Runner:
+    """An object for an actor, which here is the object itself."""
+
+    def __init__(self, seed: int) -> None:
+        self.total = seed
+
+    def get_state(self, inference_only: bool = False) -> dict[str, Any]:
+        return {"total": self.total, **({"only": True} if inference_only else {})}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.total = state["total"]
+
+
+class Actors:
+    """``ray.remote``, ``ray.get`` and handles, whose calls happen at once."""
+
+    def __init__(self) -> None:
+        self.options: list[dict[str, Any]] = []
+
+    def remote(self, kind: type) -> Any:
+        def options(**given: Any) -> Any:
+            self.options.append(given)
+            return types.SimpleNamespace(remote=lambda *args, **kwargs: handle(kind(*args, **kwargs)))
+
+        def handle(made: Any) -> Any:
+            calls = {name: types.SimpleNamespace(remote=getattr(made, name)) for name in ("get_state", "set_state")}
+            return types.SimpleNamespace(object=made, **calls)
+
+        return types.SimpleNamespace(options=options)
+
+    def get(self, result: Any) -> Any:
+        return result
+
+
+class Team(hf.components.Checkpointable):
+    def __init__(self) -> None:
+        self.runners = [RemoteComponent(Runner, seed, options={"num_cpus": 1}) for seed in range(3)]
+
+    def totals(self) -> list[int]:
+        return [one.actor.object.total for one in self.runners]
+
+
+def test_components_are_saved_restored_and_made_in_their_actors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actors = Actors()
+    monkeypatch.setitem(sys.modules, "ray", actors)
+    team = Team()
+    for one in team.runners:
+        one.actor.object.total += 10
+    assert team.get_state(inference_only=True)["runners/1"] == {"total": 11, "only": True}
+    path = team.save_to_path(tmp_path / "team")
+    fresh = Team()
+    fresh.restore_from_path(path)
+    assert fresh.totals() == [10, 11, 12]
+    assert Team.from_checkpoint(path, allowed=[Runner]).totals() == [10, 11, 12]
+    part = RemoteComponent.from_checkpoint(f"{path}/runners/2", allowed=[Runner])
+    assert part.actor.object.total == 12
+    assert actors.options == [{"num_cpus": 1}] * 10

@@ -82,3 +82,10 @@ def test_the_page_runs_and_resumes(examples: Examples, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert f"step {steps} in {tmp_path}/linear/checkpoints/{steps}" in done.stdout
     assert "resumed from step 25" in done.stderr + done.stdout
+
+
+def test_components_in_actors(tmp_path: Path) -> None:
+    environment = {**os.environ, "HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, str(PROGRAM.with_name("remote_components.py")), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.stdout.endswith("done\n"), done.stderr

@@ -1,0 +1,70 @@
+"""Components in actors of Ray: each is saved, restored and constructed in its actor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..components import Checkpointable
+
+
+class RemoteComponent(Checkpointable):
+    """A component of :mod:`holdfast.components` that lives in an actor of Ray.
+
+    Saves and restores go through the actor: the state is that of the object there. The states of all remote components
+    of a tree are requested at the same time. ``from_checkpoint`` starts the actor again, with the same class,
+    arguments and options.
+
+    ::
+
+        class Team(Checkpointable):
+            def __init__(self, size: int) -> None:
+                self.runners = [RemoteComponent(Runner, seed) for seed in range(size)]
+
+
+        steps = ray.get([runner.actor.step.remote() for runner in team.runners])
+        team.save_to_path("runs/team")
+
+    Args:
+        kind: The class of the object, with ``get_state()`` and ``set_state(state)``, such as a component. It is not one
+            that ``ray.remote`` has made.
+        *args: Arguments of its constructor.
+        options: Options of the actor, such as ``{"num_cpus": 1}``.
+        **kwargs: Arguments of its constructor by name.
+
+    Attributes:
+        actor: The handle of the actor.
+    """
+
+    __remote__ = True
+    __untracked__ = ("actor",)
+
+    def __init__(self, kind: type, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        import ray
+
+        made: Any = ray.remote(kind)
+        self.actor: Any = made.options(**(options or {})).remote(*args, **kwargs)
+
+    def get_state(self, components: Any = None, *, not_components: Any = None, **options: Any) -> Any:
+        """Return the state of the object in the actor.
+
+        Args:
+            components: As for ``Checkpointable.get_state``; passed on if it is given.
+            not_components: As for ``Checkpointable.get_state``; passed on if it is given.
+            **options: Passed on.
+        """
+        import ray
+
+        given = {"components": components, "not_components": not_components}
+        named = {name: names for name, names in given.items() if names is not None}
+        return ray.get(self.actor.get_state.remote(**named, **options))
+
+    def set_state(self, state: Any) -> None:
+        """Set the state of the object in the actor.
+
+        Args:
+            state: What ``get_state`` has returned.
+        """
+        import ray
+
+        ray.get(self.actor.set_state.remote(state))
