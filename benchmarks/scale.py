@@ -4,6 +4,8 @@ First, planning and merging, without a save and without arrays: a tree of many l
 processes, is planned as every process would; process 0 then merges the fragments of all and encodes the index. What is
 measured is what process 0 does and the memory that it takes, fragments included.
 
+Then, opening the checkpoint of such a tree and reading one leaf of it, whose chunks lie in the files of all processes.
+
 Then, the commit: a small tree is saved by the real code, with a thread for each process, to a store in memory whose
 requests take 30 ms (`benchmarks.protocol`). At the end, one of 16 processes dies at each point of a save.
 """
@@ -14,19 +16,23 @@ import argparse
 import json
 import multiprocessing
 import resource
+import tempfile
 import time
 import uuid
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import holdfast as hf
 from holdfast.engine.arrays.assignment import WriteAssignment
 from holdfast.engine.arrays.fragments import Fragment, make_fragment, merge_fragments, short_token
 from holdfast.engine.arrays.plan import Catalog, Layout, chunk_table, plan_files
 from holdfast.engine.distributed import ProcessInfo
-from holdfast.engine.pytree import ArrayLeaf, Part
+from holdfast.engine.format import CheckpointRecord, FileRecord, ItemRecord, crc32c, encode_document
+from holdfast.engine.pytree import ArrayLeaf, Part, flatten, to_document
 
 from .protocol import POINTS, Protocol, simulate
 
@@ -74,12 +80,13 @@ class Scale:
         return self.plan_seconds + self.fragment_seconds + self.merge_seconds + self.index_seconds
 
 
-def make_tree(processes: int, leaves: int) -> tuple[list[str], list[ArrayLeaf]]:
+def make_tree(processes: int, leaves: int, kind: str = "jax") -> tuple[list[str], list[ArrayLeaf]]:
     """Describe a tree; every process holds a shard of every leaf.
 
     Args:
         processes: How many processes there are.
         leaves: How many leaves.
+        kind: What they are.
 
     Returns:
         Their names, and the leaves, which have no pieces.
@@ -93,7 +100,7 @@ def make_tree(processes: int, leaves: int) -> tuple[list[str], list[ArrayLeaf]]:
     for number in range(leaves):
         shape, parts = divided[number % SHAPES]
         names.append(f"params.layers_{number // SHAPES}.block_{number % SHAPES}.kernel")
-        found.append(ArrayLeaf(np.dtype(np.float32), shape, [], False, {"kind": "jax"}, parts))
+        found.append(ArrayLeaf(np.dtype(np.float32), shape, [], False, {"kind": kind}, parts))
     return names, found
 
 
@@ -144,6 +151,113 @@ def measure(processes: int, leaves: int) -> Scale:
         index_bytes=len(encoded_index),
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
     )
+
+
+def write_checkpoint(folder: Path, processes: int, leaves: int) -> str:
+    """Write the checkpoint of such a tree, all of zeros; the data files are sparse, and hold one leaf only.
+
+    Args:
+        folder: Where it is written.
+        processes: How many processes have saved it.
+        leaves: How many leaves the tree has.
+
+    Returns:
+        The leaf that can be read, as ``select=`` takes it.
+    """
+    names, described = make_tree(processes, leaves, kind="numpy")
+    layout, token = Layout(), short_token(uuid.uuid4().hex)
+    catalog = Catalog(names, described, layout)
+    assignment = WriteAssignment(catalog, processes)
+    specs = [encoding.spec for encoding in catalog.encodings]
+    zeros = np.array([crc32c(bytes(spec.chunk_nbytes)) for spec in specs], np.uint32)
+    chosen = len(names) // 2 // SHAPES * SHAPES  # a small one
+    checksum = int(zeros[chosen]).to_bytes(4, "little")
+    (folder / "state" / "d").mkdir(parents=True)
+
+    def fragment_of(process: int) -> Fragment:
+        arrays, numbers = catalog.in_tree_order(*assignment.chunks_of(process))
+        files = plan_files(specs, layout, zip(arrays.tolist(), numbers.tolist(), strict=True))
+        table = chunk_table(files, specs, zeros[arrays])
+        made = make_fragment(
+            catalog, ProcessInfo(process, processes, token), token, table, [file.size for file in files]
+        )
+        ends = made.offsets + made.lengths - len(checksum)
+        for number, (path, size) in enumerate(zip(made.paths, made.sizes, strict=True)):
+            with (folder / "state" / path).open("wb") as file:
+                file.truncate(size)
+                for end in ends[(made.files == number) & (table[:, 0] == chosen)].tolist():
+                    file.seek(end)
+                    file.write(checksum)
+        return made
+
+    index, files = merge_fragments(catalog, map(fragment_of, range(processes)), processes)
+    manifest, nodes = index.encode(node_file="d/index", database_id=bytes(16), created_ns=0)
+    # Any array will do: what is wanted is the structure of a dictionary.
+    structure = flatten(nested(names, np.zeros(1))).structure
+    tree = encode_document("tree", {"tree": to_document(structure, catalog.documents(described))})
+    for path, content in {"d/index": nodes, "manifest.ocdbt": manifest, "tree.json": tree}.items():
+        (folder / "state" / path).write_bytes(content)
+        files[path] = FileRecord(len(content), crc32c(content))
+    record = CheckpointRecord(items={"state": ItemRecord("state", "pytree", files)}, time=0.0)
+    (folder / "checkpoint.json").write_bytes(record.encode())
+    return catalog.names[chosen].replace(".", "/")
+
+
+def nested(names: Sequence[str], value: object) -> dict[str, Any]:
+    """Return nested dictionaries whose leaves have these names."""
+    tree: dict[str, Any] = {}
+    for name in names:
+        *above, last = name.split(".")
+        inner = tree
+        for key in above:
+            inner = inner.setdefault(key, {})
+        inner[last] = value
+    return tree
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What it takes to open a checkpoint of many processes and to read one leaf.
+
+    Attributes:
+        open_cpu_seconds: Of this process, without imports.
+        open_bytes: Bytes that it has read.
+        open_memory_bytes: Memory that it has taken beside what was there before.
+    """
+
+    open_cpu_seconds: float
+    open_bytes: int
+    open_memory_bytes: int
+
+
+def open_one(folder: Path, name: str) -> Opened:
+    """Read one leaf of a checkpoint in this process, which has read nothing of it before."""
+    with tempfile.TemporaryDirectory() as small:  # what a first load imports is no part of it
+        hf.save(f"{small}/one", {"a": np.zeros(3)})
+        hf.load(f"{small}/one", select="a")
+    memory, read = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, bytes_read()
+    began = time.process_time()
+    found = hf.load(folder, select=name)
+    seconds = time.process_time() - began
+    assert found
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return Opened(seconds, bytes_read() - read, peak - memory)
+
+
+def bytes_read() -> int:
+    """Return how many bytes this process has read, from files or the cache of the system."""
+    facts = Path("/proc/self/io").read_text(encoding="ascii")
+    return int(facts.split("rchar: ", 1)[1].split("\n", 1)[0])
+
+
+def open_apart(processes: int, leaves: int) -> Opened:
+    """Write a checkpoint and read a leaf of it, each in a new process."""
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory) / "checkpoint"
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            name = pool.submit(write_checkpoint, folder, processes, leaves).result()
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(open_one, folder, name).result()
 
 
 def measure_apart(processes: int, leaves: int) -> Scale:
@@ -222,16 +336,30 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
     parser.add_argument("--patience", type=float, default=2.0, help="seconds that processes wait for one that died")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each number of processes")
     options = parser.parse_args(arguments)
-    plans, commits = [], []
+    plans, opened, commits = [], [], []
     for count in options.processes or [64, 256, 1024, 4096]:
-        plans.append(measure_apart(count, min(options.leaves, CHUNKS // count)))
+        leaves = min(options.leaves, CHUNKS // count)
+        plans.append(measure_apart(count, leaves))
+        opened.append(open_apart(count, leaves))
         commits.append(simulate(count))
         if options.json:
-            write(json.dumps(asdict(plans[-1]) | asdict(commits[-1])))
+            write(json.dumps(asdict(plans[-1]) | asdict(opened[-1]) | asdict(commits[-1])))
     if options.json:
         return
     write("The work of process 0 for a tree whose leaves are each divided among all processes")
     write(table(plans))
+    write("\nReading one leaf of such a tree")
+    rows = [
+        (
+            f"{plan.processes:,}",
+            f"{plan.leaves:,}",
+            f"{one.open_cpu_seconds:.3f} s",
+            f"{one.open_bytes / 1e6:.2f} MB",
+            f"{one.open_memory_bytes / 1e6:.0f} MB",
+        )
+        for plan, one in zip(plans, opened, strict=True)
+    ]
+    write(aligned(("processes", "leaves", "processor time", "bytes read", "memory"), rows))
     write("\nThe commit of a small tree with a generator of each process; the store takes 30 ms for a request")
     write(commit_table(commits))
     write(f"\nOne of 16 processes dies; the others wait for {options.patience:g} s at most")
