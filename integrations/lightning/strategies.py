@@ -12,7 +12,7 @@ import contextlib
 import glob
 import pickle
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ _SHARDED = "ModelParallelStrategy"
 # The processes of trainers that have ended. Python would warn of processes that are collected while they run.
 _released: list[subprocess.Popen[bytes]] = []
 
+_OPTIMIZERS = "optimizer_states"
 _LARGE = 1 << 20  # bytes, from which on process 0 broadcasts a tensor instead of sending it through the store
 
 Path = tuple[Any, ...]
@@ -173,7 +174,7 @@ class SharedState:
             return True
         if path[0] == "state_dict":
             return len(path) == 2 and unwrapped_name(path[1]) in self._parameters
-        return path[0] == "optimizer_states" and len(path) > 1 and path[1] in self._optimizers
+        return path[0] == _OPTIMIZERS and len(path) > 1 and path[1] in self._optimizers
 
     def _sent(self, large: list[torch.Tensor], value: Any, path: Path, _: Any) -> Any:
         """Return a leaf of process 0, or a placeholder for a tensor that is large, or that the others have."""
@@ -229,7 +230,13 @@ class StateHandler(PyTreeCheckpointHandler):
         chosen = _patterns(name for name, value in rest.items() if flatten(value).values)
         found = super().restore(directory, files=files, select=chosen)
         wanted = {name: template for name, template in item.items() if template is not None}
+        names = _names_by_index(wanted.get(_OPTIMIZERS) or (), outline.get(_OPTIMIZERS) or ())
+        if names:
+            indices = [{name: index for index, name in one.items()} for one in names]
+            wanted[_OPTIMIZERS] = _renamed(wanted[_OPTIMIZERS], indices)
         parts = super().restore(directory, wanted, files=files, select=_patterns(wanted))
+        if names:
+            parts[_OPTIMIZERS] = _renamed(parts[_OPTIMIZERS], names)
         # A selection leaves out containers without leaves.
         return {**_mapped(lambda _one, _path, leaf: leaf, rest, found), **parts}
 
@@ -245,7 +252,7 @@ class ShardedState:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
         states = [get_optimizer_state_dict(self._module, optimizer) for optimizer in self._optimizers]
-        return {"state_dict": get_model_state_dict(self._module), "optimizer_states": states or None}
+        return {"state_dict": get_model_state_dict(self._module), _OPTIMIZERS: states or None}
 
     def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Load a checkpoint that was restored with the template into module and optimizers."""
@@ -257,9 +264,32 @@ class ShardedState:
 
         options = StateDictOptions(strict=strict)
         set_model_state_dict(self._module, dict(checkpoint["state_dict"]), options=options)
-        states = checkpoint.get("optimizer_states", []) if self._optimizers else []
+        states = checkpoint.get(_OPTIMIZERS, []) if self._optimizers else []
         for optimizer, state in zip(self._optimizers, states, strict=True):
             set_optimizer_state_dict(self._module, optimizer, state, options=options)
+
+
+def _names_by_index(templates: Sequence[Any], saved: Sequence[Any]) -> list[dict[int, str]]:
+    """Return the name of each parameter by its index, for optimizers that were saved by index; otherwise nothing.
+
+    Sharded strategies name the parameters of optimizers, others count them through all groups, in the same order.
+    """
+    if not any(isinstance(key, int) for one in saved for key in one["state"]):
+        return []
+    return [dict(enumerate(name for group in one["param_groups"] for name in group["params"])) for one in templates]
+
+
+def _renamed(states: Sequence[Any], keys: Sequence[Mapping[Any, Any]]) -> list[Any]:
+    """Return the states of optimizers with other keys for their parameters."""
+    return [
+        {
+            "state": {key[name]: moments for name, moments in one["state"].items()},
+            "param_groups": [
+                {**group, "params": [key[name] for name in group["params"]]} for group in one["param_groups"]
+            ],
+        }
+        for one, key in zip(states, keys, strict=True)
+    ]
 
 
 def _patterns(names: Iterable[str]) -> list[str]:

@@ -24,6 +24,8 @@ from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from tests.integrations.lightning import program
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from holdfast.integrations.lightning import CheckpointCallback
 
@@ -80,6 +82,9 @@ class Sharded(program.Model):
 
     def configure_model(self) -> None:
         mesh: Any = self.device_mesh
+        if mesh["tensor_parallel"].size() > 1:
+            parallelize_module(self.head, mesh["tensor_parallel"], RowwiseParallel(input_layouts=Replicate()))
+            return
         for layer in (self.backbone, self.head):
             if not isinstance(layer, FSDPModule):  # a trainer configures it once more before it tests
                 fully_shard(layer, mesh=mesh["data_parallel"])
@@ -97,7 +102,8 @@ def resharded(name: str, states: list[Any], index: int, count: int) -> Any:
 
 def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict[str, Any]:
     """Trains as one of several processes; returns what is to be compared bit by bit."""
-    seed = 100 * options.pop("seed", 1) + index
+    # Under tensor parallelism, all processes have the parameters that are not divided, and read the same data.
+    seed = 100 * options.pop("seed", 1) + (0 if options.get("strategy") == "tensor" else index)
     torch.manual_seed(seed)
     random.seed(seed)
     when = {name: options.pop(name) for name in list(options) if name.endswith("_after")}
@@ -106,9 +112,10 @@ def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict
     loader, checkpoint = options.pop("loader", "shuffled"), options.pop("checkpoint", {})
     ckpt_path, noted, tested = options.pop("ckpt_path", None), options.pop("noted", False), options.pop("test", None)
     strategy: Any = options.pop("strategy", "ddp")
-    sharded = strategy == "fsdp2"
+    sharded = strategy in ("fsdp2", "tensor")
     if sharded:
-        strategy = ModelParallelStrategy(data_parallel_size=count, tensor_parallel_size=1)
+        tensor = count if strategy == "tensor" else 1
+        strategy = ModelParallelStrategy(data_parallel_size=count // tensor, tensor_parallel_size=tensor)
     if strategy == "ddp with own buffers":
         strategy = DDPStrategy(broadcast_buffers=False)
     averages = [callbacks.EMAWeightAveraging(decay=0.5)] if options.pop("average", False) else []

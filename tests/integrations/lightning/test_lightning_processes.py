@@ -217,6 +217,46 @@ def test_what_two_processes_had_parts_of(run_together: Run, finish: Callable[...
     assert [moments["step"] for moments in alone["final"]["optimizer"]["state"].values()] == [5.0] * 6
 
 
+WORLDS: dict[str, tuple[int, str]] = {
+    "DDP": (2, "ddp"),
+    "FSDP2": (2, "fsdp2"),
+    "FSDP2 of three": (3, "fsdp2"),
+    "ModelParallel": (2, "tensor"),
+    "single": (1, "auto"),
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("DDP", "FSDP2"),
+        ("FSDP2", "ModelParallel"),
+        ("ModelParallel", "single"),
+        ("single", "ModelParallel"),
+        pytest.param("single", "FSDP2 of three", marks=SWEEP),
+        pytest.param("ModelParallel", "FSDP2 of three", marks=SWEEP),
+        pytest.param("ModelParallel", "DDP", marks=SWEEP),
+        pytest.param("FSDP2 of three", "FSDP2", marks=SWEEP),
+        pytest.param("FSDP2", "DDP", marks=SWEEP),
+        pytest.param("FSDP2", "single", marks=SWEEP),
+        pytest.param("DDP", "ModelParallel", marks=SWEEP),
+    ],
+)
+def test_another_strategy_has_the_same_weights_and_optimizer_states(
+    finish: Callable[..., list[Any]], tmp_path: Path, before: str, now: str
+) -> None:
+    """A run that has reached its last step restores it, and does no step."""
+    found = []
+    for name, seed in ((before, 1), (now, 7)):
+        count, strategy = WORLDS[name]
+        reports = finish(tmp_path, count, strategy=strategy, max_steps=3, seed=seed)
+        found.append(reports[0]["final"])
+    one, other = found
+    assert other["step"] == one["step"] == 3
+    assert other["model"] == one["model"]
+    assert list(other["optimizer"]["state"].values()) == list(one["optimizer"]["state"].values())
+
+
 def test_a_trainer_that_starts_the_others_itself(
     finish: Callable[..., list[Any]], stop: Callable[..., None], tmp_path: Path
 ) -> None:
