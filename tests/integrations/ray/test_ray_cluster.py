@@ -43,7 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("fault", "starts", "steps"),
     [
         ("kill", [0, 6], EVERY),
-        ("term", [0, 9], EVERY),  # beside the step of the notice, which is 9 or 10
+        ("term", [0, 9], EVERY),  # beside the step that all have agreed on
         ("drain", [0], EVERY),
         ("driver", [0, 6], EVERY),
         ("keep", [0], [10, 12]),  # Ray deletes
@@ -60,9 +60,11 @@ def test_a_run_is_resumed(fault: str, starts: list[int], steps: list[int], whole
     for rank in range(2):
         lines = (tmp_path / f"starts.{rank}").read_text().splitlines()
         found = [int(line.split()[0]) for line in lines]
-        assert found == starts or (fault == "term" and found == [0, 10])
+        assert found == starts or (fault == "term" and found[:1] == [0] and found[1] in (10, 11))
     where = tmp_path / "run" / "checkpoints"
-    assert [one.step for one in hf.list_checkpoints(where) if one.step != 9] == steps
+    saved = [one.step for one in hf.list_checkpoints(where)]
+    noticed = {9, 11} if fault in ("term", "drain") else set()
+    assert [step for step in saved if step not in noticed] == steps
     assert_same(hf.load(where / "12", item="state"), hf.load(whole / "run" / "checkpoints" / "12", item="state"))
     records = [path for path in (tmp_path / "run").rglob("checkpoint.json") if path.parent.parent != where]
     assert records == [], "stored once"
