@@ -318,7 +318,12 @@ class _Copy:
 
 
 def _sync_folders(files: list[_File]) -> None:
-    """Make the names of the files durable, deepest first; the commit syncs the folders of the items."""
-    folders = {file.destination.parent for file in files}
+    """Make the names of the files durable, deepest first, and those of the folders inside the items' folders."""
+    folders = set()
+    for file in files:
+        folder = file.destination
+        for _ in file.key[1].split("/"):
+            folder = folder.parent
+            folders.add(folder)
     for folder in sorted(folders, key=lambda one: one.url.count("/"), reverse=True):
         folder.sync_directory()

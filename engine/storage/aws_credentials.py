@@ -98,10 +98,13 @@ def aws_endpoint(service: str) -> str | None:
 
     https://docs.aws.amazon.com/sdkref/latest/guide/feature-ss-endpoints.html
     """
-    found = os.environ.get(f"AWS_ENDPOINT_URL_{service.upper()}") or os.environ.get("AWS_ENDPOINT_URL")
-    if found or os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true":
-        return found
     profile = aws_profile()
+    ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS") or profile.get("ignore_configured_endpoint_urls")
+    if ignored is not None and ignored.lower() == "true":
+        return None
+    found = os.environ.get(f"AWS_ENDPOINT_URL_{service.upper()}") or os.environ.get("AWS_ENDPOINT_URL")
+    if found:
+        return found
     nested = _profiles().get(f"services {profile.get('services')}", {}).get(service, "")
     own = re.search(r"^\s*endpoint_url\s*=\s*(\S+)", nested, re.MULTILINE)
     return own[1] if own else profile.get("endpoint_url")

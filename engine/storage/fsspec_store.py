@@ -375,6 +375,7 @@ class FsspecBackend(ObjectStoreBackend):
 
         def begin() -> Future[Any]:
             answer: Future[Any] = Future()
+            answer.set_running_or_notify_cancel()  # nothing ends the call; what it returns too late is dropped
 
             def run() -> None:
                 try:

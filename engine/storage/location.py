@@ -27,8 +27,11 @@ from .object_store import ObjectStoreBackend
 from .parallel import REQUESTS, UPLOADS, parallel_map
 from .status import UnknownSchemeError, without_secrets
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_COLLAPSED = re.compile(r"(?:file|memory|s3|gs|gcs|https?|az|abfss?|hdfs|sftp|ssh|ftp):/", re.IGNORECASE)
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._-]*)://(.*)", re.DOTALL)  # fsspec has schemes with underscores
+_CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+._-]*::.*://", re.DOTALL)
+_COLLAPSED = re.compile(
+    r"(?:file|memory|s3a?|gs|gcs|https?|az|abfss?|(?:web|arrow_)?hdfs|sftp|ssh|ftp|smb):/", re.IGNORECASE
+)
 _KNOWN = "a path, file:///path, memory://name, s3://bucket/name, gs://bucket/name or az://container/name"
 
 _local = LocalBackend()
@@ -86,6 +89,11 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
         raise InvalidLocationError(f"{place!r} is not a location: expected {_KNOWN}")
     match = _SCHEME.match(text)
     if match is None:
+        if _CHAIN.match(text):
+            raise InvalidLocationError(
+                f"{without_secrets(text)!r} chains file systems of fsspec, which an address cannot name here; pass the "
+                "file system: as_location(path, filesystem=...)"
+            )
         if _COLLAPSED.match(text):
             raise InvalidLocationError(
                 f"{without_secrets(text)!r} looks like a URL that lost a slash; pathlib removes it, so pass URLs as str"

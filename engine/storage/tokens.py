@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import urllib.request
@@ -14,6 +15,7 @@ from .transfer import tls_context
 T = TypeVar("T")
 
 _PAUSE = 60.0  # seconds until a missing token is requested again
+_LONGEST = 1 << 20  # bytes of an answer
 
 
 @dataclass
@@ -36,6 +38,11 @@ class Renewed(Generic[T]):
         self._early = early
         self._lock = threading.Lock()
         self._known: dict[Hashable, _Kept[T]] = {}
+        os.register_at_fork(after_in_child=self._unlock)
+
+    def _unlock(self) -> None:
+        """Replace the lock in a forked process: a thread of the parent, which the child lacks, may hold it."""
+        self._lock = threading.Lock()
 
     def get(self, settings: Hashable) -> T | None:
         """Return the credentials of these settings, None without any; those that have not ended outlast a failure."""
@@ -61,8 +68,16 @@ class Renewed(Generic[T]):
 
 
 def answer_of(request: urllib.request.Request, timeout: float) -> bytes:
-    """Return the body of an answer; bypass proxies, as services of the machine are not behind one."""
+    """Return the body of an answer; bypass proxies, as services of the machine are not behind one.
+
+    The answer must begin within ``timeout`` seconds, and all of it arrive within as many more.
+    """
     handlers = [urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls_context())]
     with urllib.request.build_opener(*handlers).open(request, timeout=timeout) as response:
-        content: bytes = response.read()
+        deadline = time.monotonic() + timeout
+        content = b""
+        while part := response.read1():
+            content += part
+            if time.monotonic() > deadline or len(content) > _LONGEST:
+                raise TimeoutError
     return content

@@ -181,6 +181,20 @@ def test_files_of_a_users_handler_survive_a_power_cut(disk: Disk) -> None:
     assert hf.Checkpointer(Files()).restore(place) == {"one": "first", "two": "second"}
 
 
+def test_copies_survive_a_power_cut(disk: Disk) -> None:
+    """Their items may have folders alone directly inside."""
+    item = {"w": np.arange(3000.0)}
+    kinds = {
+        "files": (Files(), {"one": "first"}),
+        "shares": (hf.handlers.PerProcessCheckpointHandler(hf.PyTreeCheckpointHandler()), item),
+    }
+    for name, (handler, saved) in kinds.items():
+        hf.Checkpointer(handler).save(disk.root / name, saved)
+        hf.copy_checkpoint(disk.root / name, disk.root / f"{name} copied")
+        disk.cut_power(None)
+        assert repr(hf.Checkpointer(handler).restore(disk.root / f"{name} copied")) == repr(saved)
+
+
 # ---- cut off at every call
 
 OPTIONS = hf.CheckpointManagerOptions(max_to_keep=2)

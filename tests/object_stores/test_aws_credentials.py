@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
 import os
+import socketserver
+import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -233,6 +237,70 @@ def test_the_file_names_the_service_and_the_region(
         assert sends(s3)
     with pytest.raises(hf.errors.ObjectNotFoundError, match=rf"endpoint_url in .*config, region {REGION}"):
         hf.save("s3://elsewhere/ckpt", {"x": 1})
+
+
+@pytest.mark.parametrize("where", ["environment", "file"])
+def test_a_configured_service_that_is_to_be_ignored(
+    amazon: Amazon, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = "[default]\nendpoint_url = http://192.0.2.1\n"
+    if where == "environment":
+        monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
+    else:
+        config += "ignore_configured_endpoint_urls = True\n"
+    (tmp_path / ".aws" / "config").write_text(config)
+    assert "endpoint" not in store_spec("s3", "bucket")
+
+
+def test_a_machine_that_answers_byte_by_byte_is_given_up(amazon: Amazon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte arrives in time; all of them would not."""
+    monkeypatch.setattr(aws_credentials, "_MACHINE", 0.2)
+    endless = threading.Event()
+
+    class Drips(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):
+                self.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
+                while not endless.wait(0.02):
+                    self.wfile.write(b"x")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Drips) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+        asks = threading.Thread(target=aws_credentials.aws_credentials, daemon=True)
+        asks.start()
+        asks.join(20)
+        assert not asks.is_alive()
+        endless.set()
+        server.shutdown()
+
+
+FORKED = """
+import os, threading
+from holdfast.engine.storage.tokens import Renewed
+
+asked, go = threading.Event(), threading.Event()
+
+def find():
+    asked.set()
+    go.wait()
+    return "found", 60.0
+
+renewed = Renewed(find, 1.0)
+threading.Thread(target=renewed.get, args=("settings",)).start()
+asked.wait()
+child = os.fork()
+go.set()
+os.write(1, f"{renewed.get('settings')}\\n".encode())  # at once: both print
+if not child:
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def test_a_process_forked_during_a_renewal_asks_itself() -> None:
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=100)
+    assert found.stdout.split() == ["found", "found"], found.stderr
 
 
 def test_amazon_tells_the_region_of_a_bucket(amazon: Amazon, monkeypatch: pytest.MonkeyPatch) -> None:

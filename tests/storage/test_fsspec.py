@@ -11,6 +11,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 import uuid
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.storage.test_storage_conformance import BackendConformance
 
 import holdfast as hf
-from holdfast.engine.storage import Location, Segment, as_location, fsspec_store
+from holdfast.engine.storage import Location, Segment, as_location, fsspec_store, object_store
 
 CANARY = "canary"
 
@@ -138,6 +139,9 @@ def test_what_is_not_promised_is_said_once(tmp_path: pathlib.Path, caplog: pytes
         ("http://host/x", "unknown scheme, 'http'"),
         ("simplecache://x", "unknown scheme"),
         ("zip://x", "unknown scheme"),
+        ("no_library://x", "unknown scheme, 'no_library'"),
+        (f"simplecache::ftp://user:{CANARY}@host/x", "chains file systems.*filesystem="),
+        ("webhdfs:/host/x", "lost a slash"),
         (f"ftp://user:{CANARY}@host/x", "holds a password.*filesystem="),
         ("sftp:/host/x", "lost a slash"),
         ("plain:///a/../b", "'..'"),
@@ -252,6 +256,29 @@ def test_errors_without_secrets(error: Exception, kind: type[Exception], caplog:
                 action()
             assert CANARY not in "".join(traceback.format_exception(caught.value))
     assert CANARY not in caplog.text
+
+
+@pytest.mark.parametrize("error", [None, OSError(CANARY)], ids=["an answer", "an error"])
+def test_what_comes_too_late_is_dropped(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of a call for which nobody waits any more ends in silence."""
+    told: list[Any] = []
+    threads: list[threading.Thread] = []
+    given_up = threading.Event()
+
+    class Late(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+        def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
+            threads.append(threading.current_thread())
+            given_up.wait()
+            if error is not None:
+                raise error
+
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", 0.01)
+    with pytest.raises(hf.errors.StorageUnavailableError, match="no answer"):
+        as_location("/run", filesystem=Late(skip_instance_cache=True)).write_bytes(b"x")
+    given_up.set()
+    threads[0].join()
+    assert not told
 
 
 FORKED = """
