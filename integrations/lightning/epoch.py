@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -286,6 +287,34 @@ logger = logging.getLogger("holdfast")
 MOST = 1000  # The limit on the states that are kept of an epoch, of about 5 KB each.
 
 _GENERATORS = ("torch", "numpy", "python")
+
+
+def batch_sizes(loaders: Sequence[Any]) -> list[int | None]:
+    """Return how many samples a batch of each loader has in this process; None where that is not known."""
+    found = (
+        getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        for loader in loaders
+    )
+    return [size if isinstance(size, int) else None for size in found]
+
+
+def batch_size_ratio(saved: Sequence[int | None] | None, loaders: Sequence[Any]) -> Fraction:
+    """Return how many batches have as many samples as one of the save; 1 where the sizes are not known.
+
+    Raises:
+        StateError: The ratio differs between the loaders, so no number of batches is the same position in all.
+    """
+    sizes = batch_sizes(loaders)
+    if saved is None or len(saved) != len(sizes):
+        return Fraction(1)
+    ratios = {Fraction(before, now) for before, now in zip(saved, sizes, strict=True) if before and now}
+    if len(ratios) > 1:
+        raise StateError(
+            f"the checkpoint was saved by another number of processes, with batches of {list(saved)} samples for the "
+            f"training data loaders, and they have {sizes} now: no number of batches is the same position in all of "
+            "them. Change the sizes of all batches by the same factor"
+        )
+    return ratios.pop() if ratios else Fraction(1)
 
 
 def draws_in_process(loaders: Sequence[Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any, Literal
 
 from ...engine.distributed import ProcessGroup
@@ -114,6 +115,7 @@ class Position:
             position["averages"] = epoch.capture_averages(self._trainer, counts)
             if not epoch.all_stateful(self._loaders()):
                 position["epoch"] = self._epoch
+                position["batch_sizes"] = epoch.batch_sizes(self._loaders())
             elif ahead and is_plain_tree(ahead):
                 position["ahead"] = {"batches": ahead, "done": fetcher.done}
             elif ahead and not self._has_warned:
@@ -134,7 +136,7 @@ class Position:
             _reshard(saved, shares, reshard, processes)
         if before != now and saved["point"] != "epoch":
             saved["point"] = "batch"
-            saved["rescaled"] = before / now
+            saved["rescaled"] = Fraction(before, now)
         if self._keeps_random and "averages" in saved:
             saved["averages"] = {"logged": {}, "metrics": {}}
         if before != now and self._trainer.is_global_zero:
@@ -333,8 +335,17 @@ class Position:
         """Correct the count of batches if the data is divided among another number of processes."""
         if (factor := saved.get("rescaled")) is None:
             return
+        factor *= epoch.batch_size_ratio(saved.get("batch_sizes"), self._loaders())
         ahead, steps = saved["fetched"] - saved["consumed"], self._trainer.accumulate_grad_batches
-        consumed = int(saved["consumed"] * factor) // steps * steps
+        exact: Fraction = saved["consumed"] * factor
+        consumed = int(exact) // steps * steps
+        if consumed != exact and self._trainer.is_global_zero:
+            logger.warning(
+                "the position in the epoch is after %g batches of this number of processes: the epoch continues after "
+                "%d, and the samples between come again",
+                float(exact),
+                consumed,
+            )
         saved["consumed"], saved["fetched"] = consumed, consumed + ahead
         current = self._fit.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = current.completed = consumed

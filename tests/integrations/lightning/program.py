@@ -53,6 +53,8 @@ def training_loader(kind: str) -> Any:
         return DataLoader(dataset, BATCH_SIZE, shuffle=True, generator=torch.Generator().manual_seed(7))
     if kind == "workers":
         return DataLoader(dataset, BATCH_SIZE, shuffle=True, num_workers=1)
+    if kind == "half batches":
+        return DataLoader(dataset, BATCH_SIZE // 2, shuffle=True)
     return DataLoader(dataset, BATCH_SIZE, shuffle=kind == "shuffled")
 
 

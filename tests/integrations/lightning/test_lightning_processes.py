@@ -178,6 +178,18 @@ def test_another_number_of_processes_goes_on(
     assert f"saved by {before} processes that had a share of the data each, and resumed by {now}" in ended[0][2]
 
 
+def test_the_same_batch_of_all_processes_with_another_number(
+    run_together: Run, stop: Callable[..., None], tmp_path: Path
+) -> None:
+    """One process takes batches of the size that two had together, or half of it: the position counts samples."""
+    stop(tmp_path, checkpoint=NEVER, loader="half batches", signal_after=["all", 2])
+    [saved] = hf.list_checkpoints(tmp_path)
+    ended = run_together(tmp_path, 1, checkpoint=NEVER, loader="shuffled", seed=7)
+    assert ended[0][0] == 0, ended[0][2]
+    assert ended[0][1]["began"][1] == saved.step
+    assert "come again" not in ended[0][2]
+
+
 @pytest.mark.parametrize("now", [1, pytest.param(3, marks=SWEEP)])
 def test_places_in_the_data_of_another_number_of_processes(
     run_together: Run, stop: Callable[..., None], tmp_path: Path, now: int
