@@ -60,10 +60,13 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         """Read this process's tree back; the template if there is no tree of this process.
 
         Args:
-            directory: The folder. item: The template, as for trees. process: Read the tree of this process instead.
+            directory: The folder.
+            item: The template, as for trees.
+            process: Read the tree of this process instead.
             every: Where the number of processes differs from that of the save, return the trees of all of them, as
-            :class:`SavedShares`, instead of a warning. files: What the commit record says about the folder. **kwargs:
-            As for trees.
+                :class:`SavedShares`, instead of a warning.
+            files: What the commit record says about the folder.
+            **kwargs: As for trees.
         """
         if every:
             shares = ItemRecord(directory.name, PROCESSES, files or {}).shares()

@@ -91,9 +91,10 @@ def apply_transformations(
 
     Args:
         original_tree: Any tree. Its containers need not be of the same types as those of the new one: dictionaries that
-        were loaded without a template are fine. transformations: `Transform` objects by their keys. new_tree: The
-        structure of the result; its values matter only where they are kept. default_to_original: Which tree is
-        preferred, as above. Transformations with ``use_fallback`` take from the
+            were loaded without a template are fine.
+        transformations: `Transform` objects by their keys.
+        new_tree: The structure of the result; its values matter only where they are kept.
+        default_to_original: Which tree is preferred, as above. Transformations with ``use_fallback`` take from the
             other.
 
     Returns:
