@@ -100,7 +100,7 @@ def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, A
     texts = [patterns] if isinstance(patterns, str) else patterns
     if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) for text in texts):
         return None
-    if any(set(text) & set("*?[(") for text in texts):
+    if any(set(text) & set("*?[(") or "%2E" in text for text in texts):  # patterns have dots, and not their escapes
         return None
     lookup = _Lookup()
     try:

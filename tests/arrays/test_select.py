@@ -95,6 +95,12 @@ def test_patterns(name: str, saved: str) -> None:
     assert paths(hf.load(saved, select=pattern)) == expected
 
 
+@pytest.mark.parametrize("select", ["a%2Eb/c%2Fd", "a%2Eb/*"], ids=["a path", "a pattern"])
+def test_a_path_has_dots_and_not_their_escapes(select: str, saved: str) -> None:
+    with pytest.raises(hf.TreeMismatchError, match="a%2Eb/.* matches no leaf"):
+        hf.load(saved, select=select)
+
+
 def test_patterns_cross_the_dots_of_a_state_dict(tmp_path: Path) -> None:
     """As torch.save and Lightning write it, or a module's state dict saved with hf.save."""
     block = {"attention.lora_A.weight": torch.ones(2), "attention.weight": torch.zeros(3), "norm.bias": torch.ones(1)}
