@@ -260,13 +260,15 @@ class KvStoreBackend(ObjectStoreBackend):
         """Return the client for bulk data, if this store has one."""
         if not self.is_remote:
             return None
-        with self._lock:
-            if self._bulk is None:
-                from .gcs_transfer import GcsTransfer
-                from .s3_transfer import S3Transfer
+        bulk = self._bulk
+        if bulk is None:
+            from .gcs_transfer import GcsTransfer
+            from .s3_transfer import S3Transfer
 
-                self._bulk = (S3Transfer if self.scheme == "s3" else GcsTransfer).open(self.spec)
-            return self._bulk
+            # Without the lock, as this waits for a network, and a process that is forked then would keep it locked for
+            # good. Two threads may both make a client; either one is fine.
+            bulk = self._bulk = (S3Transfer if self.scheme == "s3" else GcsTransfer).open(self.spec)
+        return bulk
 
     def _patience(self, key: str, action: str, nbytes: int) -> Patience:
         from .transfer import Patience

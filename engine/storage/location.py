@@ -447,7 +447,7 @@ class Location:
         return self._object_store().write_bytes_if(self._key, data, expected)
 
     def remove_if(self, expected: bytes) -> None:
-        """Delete a small object, only while its content is ``expected``; S3 may not check that atomically."""
+        """Delete a small object, only while its content is ``expected``; S3 and Azure may not do so atomically."""
         self._object_store().remove_if(self._key, expected)
 
     def make_directory(self, *, sync: bool = True) -> bool:

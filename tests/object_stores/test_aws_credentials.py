@@ -276,31 +276,39 @@ def test_a_machine_that_answers_byte_by_byte_is_given_up(amazon: Amazon, monkeyp
 
 
 FORKED = """
-import os, threading
-from holdfast.engine.storage.tokens import Renewed
+import os, sys, threading
+from holdfast.engine.storage import as_location
 
-asked, go = threading.Event(), threading.Event()
-
-def find():
-    asked.set()
-    go.wait()
-    return "found", 60.0
-
-renewed = Renewed(find, 1.0)
-threading.Thread(target=renewed.get, args=("settings",)).start()
-asked.wait()
-child = os.fork()
-go.set()
-os.write(1, f"{renewed.get('settings')}\\n".encode())  # at once: both print
-if not child:
-    os._exit(0)
-os.waitpid(child, 0)
+keys, parent, child = sys.argv[1:]
+place = as_location("s3://bucket/x")
+os.environ["PIPE"] = parent
+asks = threading.Thread(target=place.can_share)
+asks.start()
+pipe = open(parent, "w")  # returns when the program that prints the keys has opened it
+process = os.fork()
+if not process:
+    pipe.close()
+    os.environ["PIPE"] = child
+    os._exit(10 + place.can_share())
+print(keys, file=pipe)
+pipe.close()
+asks.join()
+with open(child, "w") as pipe:
+    print(keys, file=pipe)
+print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
 """
 
 
-def test_a_process_forked_during_a_renewal_asks_itself() -> None:
-    found = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=100)
-    assert found.stdout.split() == ["found", "found"], found.stderr
+def test_a_process_that_is_forked_during_a_search_searches_itself(amazon: Amazon, tmp_path: Path) -> None:
+    pipes = [tmp_path / "parent", tmp_path / "child"]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    (tmp_path / ".aws" / "config").write_text("[default]\ncredential_process = sh -c 'cat \"$PIPE\"'\n")
+    keys = json.dumps({"Version": 1, "AccessKeyId": KEY_ID, "SecretAccessKey": SECRET})
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED, keys, *pipes], capture_output=True, text=True, timeout=50
+    )
+    assert found.stdout == "11\n", found.stderr
 
 
 def test_amazon_tells_the_region_of_a_bucket(amazon: Amazon, monkeypatch: pytest.MonkeyPatch) -> None:
