@@ -154,7 +154,7 @@ class ArrayDatabase:
         known = None if self._files is None else self._files.get(INDEX)
         if self._complete or not ranges:
             return
-        if known is None or known.size <= max(_WHOLE, NODE_LIMIT * len(ranges)):
+        if known is None or not max(_WHOLE, NODE_LIMIT * len(ranges)) < known.size <= _INDEX_LIMIT:
             self._know_all()
             return
         with self._lock, naming(self._location), self._open(INDEX) as file:

@@ -107,9 +107,13 @@ def decode_database(
     *,
     source: str = MANIFEST_NAME,
     memory_limit: int = _MEMORY_LIMIT,
+    checksums: bool = True,
 ) -> Entries:
-    """Decode the newest version of a database; ``read_node`` takes a file, an offset and the most bytes to return."""
-    database = Database(manifest, source=source, memory_limit=memory_limit)
+    """Decode the newest version of a database; ``read_node`` takes a file, an offset and the most bytes to return.
+
+    Without ``checksums``, which only holdfast writes beside its nodes, no byte is asked for that is not part of a node.
+    """
+    database = Database(manifest, source=source, memory_limit=memory_limit, checksums=checksums)
     database.decode(lambda places: (read_node(*place) for place in places))
     return database.entries
 
@@ -198,10 +202,9 @@ class _Reference:
     end: bytes | None  # the upper bound of the keys below; None for no bound
     key_count: int  # keys below
 
-    @property
-    def place(self) -> NodePlace:
-        """Where to read it; a leaf node with the checksums that may follow."""
-        more = 0 if self.height else len(CHECKSUMS_MAGIC) + 4 * min(self.key_count, self.length)
+    def place(self, checksums: bool) -> NodePlace:
+        """Return where to read it; a leaf node with the checksums that may follow, if they are wanted."""
+        more = len(CHECKSUMS_MAGIC) + 4 * min(self.key_count, self.length) if checksums and not self.height else 0
         return NodePlace(self.file, self.offset, self.length + more)
 
     def overlaps(self, starts: Sequence[bytes], ranges: Sequence[KeyRange]) -> bool:
@@ -219,7 +222,15 @@ class Database:
     counts against one limit; only a node that overlaps no other node raises it.
     """
 
-    def __init__(self, manifest: bytes, *, source: str = MANIFEST_NAME, memory_limit: int = _MEMORY_LIMIT) -> None:
+    def __init__(
+        self,
+        manifest: bytes,
+        *,
+        source: str = MANIFEST_NAME,
+        memory_limit: int = _MEMORY_LIMIT,
+        checksums: bool = True,
+    ) -> None:
+        self._checksums = checksums
         self._root = root = decode_manifest(manifest, source)
         self.key_count = 0 if root is None else root.key_count  # keys in the tree
         self.entries = Entries()  # what has been decoded so far, in the order of the keys if that was done at once
@@ -273,7 +284,7 @@ class Database:
             nodes = [(node, is_wanted(node)) for node in level[start : start + _NODES_AT_A_TIME]]
             chosen = [node for node, wanted in nodes if wanted]
             self._check_sizes(chosen)
-            found = iter(read_nodes([node.place for node in chosen]) if chosen else ())
+            found = iter(read_nodes([node.place(self._checksums) for node in chosen]) if chosen else ())
             for node, wanted in nodes:
                 if wanted:
                     self._spend(node.length + _NODE_BYTES, node.file)

@@ -235,4 +235,5 @@ def _read_database(location: Location) -> Entries:
         with (location / path).open_data() as file:
             return file.read(offset, length).tobytes()
 
-    return decode_database((location / MANIFEST_NAME).read_bytes(limit=_MANIFEST_LIMIT), node)
+    manifest = (location / MANIFEST_NAME).read_bytes(limit=_MANIFEST_LIMIT)
+    return decode_database(manifest, node, checksums=False)
