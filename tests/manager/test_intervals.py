@@ -388,7 +388,7 @@ def test_without_events_it_begins_anew(tmp_path: Path) -> None:
     clock = FakeClock()
     train(tmp_path, clock, 10, "auto 20s to 1h")
     (tmp_path / "events.jsonl").unlink()
-    assert train(tmp_path, clock, 2, "auto 20s to 1h")[0] == (12, "every 20s, learned")
+    assert train(tmp_path, clock, 2, "auto 20s to 1h")[0][1] == "every 20s, learned"
 
 
 @pytest.mark.parametrize("place", ["memory://tests/learned/run", "run"])
