@@ -531,7 +531,8 @@ class Location:
             awaited: As for :meth:`write_data`.
             sync: As for :meth:`write_data`.
         """
-        if not self.is_local:
+        backend = self._writing()
+        if not isinstance(backend, LocalBackend):
             parallel_map(
                 lambda file: (self / file.name).write_data(file.size, file.segments),
                 files,
@@ -540,7 +541,8 @@ class Location:
             )
             return
         for file in files:
-            (self / file.name).write_data(file.size, file.segments, awaited, sync=sync)
+            _check_segments(file.size, file.segments)
+            backend.write_data((self / file.name)._key, file.size, file.segments, awaited, sync=sync)
 
     def open_data(self, *, size: int | None = None, cached: bool | None = False) -> DataReader:
         """Open a bulk data file for reading; use it as a context manager, or close it.
