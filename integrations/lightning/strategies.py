@@ -274,7 +274,7 @@ def _names_by_index(templates: Sequence[Any], saved: Sequence[Any]) -> list[dict
 
     Sharded strategies name the parameters of optimizers, others count them through all groups, in the same order.
     """
-    if not any(isinstance(key, int) for one in saved for key in one["state"]):
+    if not templates or not any(isinstance(key, int) for one in saved for key in one["state"]):
         return []
     return [dict(enumerate(name for group in one["param_groups"] for name in group["params"])) for one in templates]
 
