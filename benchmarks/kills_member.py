@@ -185,6 +185,8 @@ def train_torch(member: Member) -> int:
         world_size=member.count,
     )
     distributed.barrier()  # torch waits without a deadline of its own for a store that is silent in that call
+    # On a busy machine, several threads divide an update of Adam in other ways, with other bits at the borders.
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 4096), torch.nn.Dropout(0.3), torch.nn.Linear(4096, 1))
     optimizer = torch.optim.Adam(model.parameters())
