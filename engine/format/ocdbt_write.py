@@ -312,7 +312,7 @@ class ArrayIndex:
             raise ValueError(f"the arrays have {starts[-1]} chunks, but the columns have other lengths")
 
     def encode(
-        self, *, node_file: str, database_id: bytes, created_ns: int, node_limit: int = 1 << 20, batch: int = 1 << 20
+        self, *, node_file: str, database_id: bytes, created_ns: int, node_limit: int = NODE_LIMIT, batch: int = 1 << 20
     ) -> tuple[bytes, bytes]:
         """Encode the index as an OCDBT database; return its manifest and its node file.
 
