@@ -41,7 +41,7 @@ from .write import INDEX, MANIFEST
 Report = Callable[[str, int, str], None]  # takes a file ("" for the index), the number of an array, what is wrong
 
 _SMALL_FILE_LIMIT = 512 << 20  # bytes of a file that is read in one piece
-_WHOLE = 2 * NODE_LIMIT  # bytes of an index that is read in one piece, whatever is wanted of it
+_WHOLE = 2 * NODE_LIMIT  # bytes of an index that is always read in one piece
 _READS = 16  # nodes that are read at a time from an object store
 _INDEX_LIMIT = 8 << 30  # bytes of an index; one over ten million chunks takes some 200 MB
 
@@ -166,7 +166,7 @@ class ArrayDatabase:
 
             def read(place: NodePlace) -> bytes:
                 if place.file != INDEX:
-                    return self._read_nodes([place])[0]
+                    return self._read_node(place)
                 with required(self._location / INDEX):
                     length = min(place.length, max(0, size - place.offset))
                     self.bytes_read += length
@@ -192,7 +192,7 @@ class ArrayDatabase:
             def read(places: Sequence[NodePlace]) -> Iterator[bytes]:
                 for place in places:
                     inside = index and place.file == INDEX
-                    yield index[place.offset : place.offset + place.length] if inside else self._read_nodes([place])[0]
+                    yield index[place.offset : place.offset + place.length] if inside else self._read_node(place)
 
             self._index.decode(read)
             self._take_entries()
@@ -204,15 +204,13 @@ class ArrayDatabase:
         self._entries = self._index.entries
         self._rows.update(zip(self._entries.keys[first:], range(first, len(self._entries)), strict=True))
 
-    def _read_nodes(self, places: Sequence[NodePlace]) -> list[bytes]:
-        """Read nodes of a file that the commit record does not have a digest of, or of a folder without a record."""
-        found = []
-        for path, offset, length in places:
-            with self._open(path) as file, required(self._location / path):
-                length = min(length, max(0, file.size - offset))
-                self.bytes_read += length
-                found.append(file.read(offset, length).tobytes())
-        return found
+    def _read_node(self, place: NodePlace) -> bytes:
+        """Read a node of a file that the commit record does not have a digest of, or of a folder without a record."""
+        path, offset, length = place
+        with self._open(path) as file, required(self._location / path):
+            length = min(length, max(0, file.size - offset))
+            self.bytes_read += length
+            return file.read(offset, length).tobytes()
 
     def _open(self, path: str, *, cached: bool | None = False) -> DataReader:
         known = None if self._files is None else self._files.get(path)

@@ -316,7 +316,8 @@ class Primary:
         """Make the checkpoint exist."""
         assert record is not None, "process 0 makes the record"
         self._pending.commit(record)
-        committed = _Committed(record, record.nbytes - record.shared_bytes, record.shared_bytes)
+        shared = record.shared_bytes
+        committed = _Committed(record, record.nbytes - shared, shared)
         if self._rendezvous is None:
             return committed
         self._committed = True

@@ -61,7 +61,7 @@ class WorkerSignal(PreemptionSignal):
         import ray
 
         try:
-            # An actor of Ray Train runs a function for whoever holds its handle, in its main thread.
+            # An actor of Ray Train runs a function for each holder of its handle, in its main thread.
             actor: Any = ray.get_runtime_context().current_actor
             ray.get(actor.execute.remote(_call, id(self), method), timeout=_TIMEOUT)
         except Exception as error:
