@@ -3,7 +3,7 @@
 Small saves, a few leaves of many, many small leaves, the start of a program, several processes of one machine, sharded
 loads, a tree of medium size, and parts of arrays. Each row is one program, in which the contenders take turns; a new
 process runs it, so that nothing of other rows is in memory. Saves are fsynced, and what is said to be loaded cold is
-dropped from the page cache before. A row that fails is named, and the others go on.
+dropped from the page cache before. A row that fails is named, and the others continue.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 After a save, the next step changes every array in place (torch) or donates it (jax). The *call* is the time until the
 save returned. The *delay* is the time from the call until such a step is done on the device, less the time of a step
 without a save: also what the device waits for, and what a program has to wait for before it may change arrays. In every
-other save the loop goes on until the checkpoint is durable: *late* is by how much the slowest of those steps was slower
+other save the loop runs on until the checkpoint is durable: *late* is by how much the slowest of those steps was slower
 than a step without a save. In the others it waits: *durable* is the time from the call until the checkpoint is.
 
 Each contender is one process, which takes the sizes in turn and reports each save, so that a run that is cut leaves
@@ -365,7 +365,7 @@ def measure(
             _check_host(gigabytes, place)
             for found in _rounds(CONTENDERS[name](device, gigabytes, place), rounds, place, ends, deadline):
                 report({"contender": name, "gigabytes": gigabytes, **found})
-        except Exception as error:  # the others go on
+        except Exception as error:  # the others continue
             text = str(error).strip().partition("\n")[0]
             report({"contender": name, "gigabytes": gigabytes, "error": f"{type(error).__name__}: {text}"})
         shutil.rmtree(place)
@@ -388,7 +388,7 @@ def _rounds(contender: Contender, rounds: int, directory: Path, ends: float, dea
 
 
 def _save(contender: Contender, path: Path, *, beside: bool) -> dict[str, float | None]:
-    """Save once; go on with steps until that is durable, or wait for it."""
+    """Save once; continue with steps until that is durable, or wait for it."""
     alone = statistics.median(_seconds(contender.step) for _ in range(STEPS_ALONE))
     called = time.perf_counter()
     saving = contender.save(path)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.kills``: kills a saving run at random instants; the next run checks the directory.
+"""``python -m benchmarks.kills``: kills a saving run at random moments; the next run checks the directory.
 
 With ``--processes``, it signals runs of several connected processes instead: see ``kills_connected.py``.
 
@@ -68,7 +68,7 @@ class Ledger:
 
 
 def live_and_die(directory: Path, ledger: Ledger, generator: random.Random, save_seconds: float) -> None:
-    """Fork one life, kill it at a random instant, and record its reports."""
+    """Fork one life, kill it at a random moment, and record its reports."""
     assert threading.active_count() == 1, "a process with threads must not fork"
     reading, writing = os.pipe()
     child = os.fork()
@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--barrier", type=float, default=8.0, help="their barrier timeout, in seconds")
     parser.add_argument("--directory", type=Path, default=Path("runs"), help="where to save; ./runs unless given")
     parser.add_argument(
-        "--seed", type=int, default=None, help="seed of the random instants; by default a new one each time"
+        "--seed", type=int, default=None, help="seed of the random moments; by default a new one each time"
     )
     options = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed

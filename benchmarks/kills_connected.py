@@ -1,6 +1,6 @@
-"""Kills of runs of several connected processes: signals at each instant, and what the next start makes of it.
+"""Kills of runs of several connected processes: signals at each moment, and what the next start makes of it.
 
-One process that has everything imported forks the processes of a run. One of them, or each, waits at a certain instant
+One process that has everything imported forks the processes of a run. One of them, or each, waits at a certain moment
 for the signal; then the same run is started again, and has to end with the bits of an uninterrupted one.
 """
 
@@ -38,7 +38,7 @@ LIMIT = 2.2  # barriers after the signal until a process must have ended; a tent
 HANG = 4.0  # barriers after the signal until a process counts as hanging
 STOPPED_SECONDS = 1.0  # until processes that were all stopped are killed
 NOTICE: dict[Framework, float] = {"torch": 0.1, "jax": 0.4}  # seconds a step; jax looks for SIGTERM once a second
-NOT_REACHED = "ended before the instant"
+NOT_REACHED = "ended before the moment"
 IMPORTS: dict[Framework, list[str]] = {
     "torch": ["torch", "torch.distributed", "torch._dynamo"],  # the last is what optimizers import
     "jax": ["jax", "jax.numpy"],
@@ -257,7 +257,7 @@ def _free_port() -> int:
 
 
 def cases(counts: Sequence[int], seed: int) -> Iterator[Case]:
-    """Return cases without end: every signal at every instant to process 0, another one and all, in random order."""
+    """Return cases without end: every signal at every moment to process 0, another one and all, in random order."""
     generator = random.Random(seed)
     while True:
         kinds = list(itertools.product(counts, SIGNALS, (*LOOP, *CALLS), ("first", "other", "all")))
@@ -334,7 +334,7 @@ class Kills:
     def _check_end(self, case: Case, life: Life) -> list[str]:
         problems = []
         if not life.signalled and set(life.statuses.values()) != {0}:
-            problems.append(f"the instant did not come: {life.statuses} {life.said('error')}")
+            problems.append(f"the moment did not come: {life.statuses} {life.said('error')}")
         if life.hung:
             problems.append(f"processes {life.hung} were there {HANG:g} barriers after the signal")
         for index, seconds in life.seconds.items():

@@ -1,4 +1,4 @@
-"""One process of a training run of several that will be signalled at a certain instant; see ``kills_connected.py``.
+"""One process of a training run of several that will be signalled at a certain moment; see ``kills_connected.py``.
 
 It tells the parent, line by line, what it has reached:
 
@@ -6,7 +6,7 @@ It tells the parent, line by line, what it has reached:
     entered                it takes signals now
     step STEP DIGEST       a step is done
     leaving                all steps are done; when the callback has ended, it takes no signals any more
-    reached PHASE          the instant at which this process was told to wait for the parent
+    reached PHASE          the moment at which this process was told to wait for the parent
     error TEXT             the exception with which it ends
 """
 
@@ -36,7 +36,7 @@ STEPS = 8
 SAVE_EVERY = 2
 WIDTH = 16  # features of the model; a multiple of every number of processes
 
-# The class and the method that is called at an instant, and whether the instant is after the call.
+# The class and the method that is called at an moment, and whether the moment is after the call.
 CALLS: dict[str, tuple[type, Callable[..., Any], bool]] = {
     "taking the directory over": (hf.CheckpointManager, hf.CheckpointManager.acquire, False),
     "asking for the steps": (ProcessGroup, ProcessGroup.decide, False),
@@ -60,7 +60,7 @@ ON_A_SAVE = ("snapshot", "writing", "written", "at the barrier", "after the barr
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The instant at which a process waits for the parent: at a phase, the ``turn``-th time that it comes there."""
+    """The moment at which a process waits for the parent: at a phase, the ``turn``-th time that it comes there."""
 
     phase: str
     turn: int
@@ -77,7 +77,7 @@ class Member:
         barrier: The barrier timeout, in seconds.
         order: Where to wait for the parent, if anywhere.
         says: The pipe for lines to the parent.
-        hears: The pipe through which the parent lets it go on.
+        hears: The pipe through which the parent lets it continue.
         step_seconds: How long it sleeps at each step.
     """
 
@@ -95,7 +95,7 @@ class Member:
         os.write(self._says, f"{' | '.join(line.splitlines())[:2000]}\n".encode())
 
     def reached(self, phase: str) -> None:
-        """Wait for the parent, if this is the instant of the order."""
+        """Wait for the parent, if this is the moment of the order."""
         if self._order is None or phase != self._order.phase:
             return
         self._turns += 1

@@ -11,7 +11,7 @@ class TickingClock:
 
     Args:
         time: The time at the beginning, in seconds.
-        by: How many seconds it goes on.
+        by: How many seconds it advances.
     """
 
     def __init__(self, time: float = 1000.0, by: float = 1.0) -> None:

@@ -74,7 +74,7 @@ def place() -> Iterator[str]:
 
 @pytest.fixture(params=[pytest.param(False, id="some"), pytest.param(True, id="every", marks=pytest.mark.sweep)])
 def every(request: pytest.FixtureRequest) -> bool:
-    """Whether a test tries every instant, step or byte; the default run tries some, which differ from case to case."""
+    """Whether a test tries every moment, step or byte; the default run tries some, which differ from case to case."""
     return bool(request.param)
 
 

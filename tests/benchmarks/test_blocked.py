@@ -71,7 +71,7 @@ def test_a_device(blocked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("gigabytes", "message"), [(1e9, "disk of .*GB are needed"), (0.001, "stopped after")])
 def test_a_contender_that_cannot_be_measured(blocked: Any, tmp_path: Path, gigabytes: float, message: str) -> None:
-    """What does not fit is left out, and so is a process whose time is over; the others go on."""
+    """What does not fit is left out, and so is a process whose time is over; the others continue."""
     found: list[dict[str, Any]] = []
     measure = blocked.devices.measure if gigabytes > 1 else blocked.devices.measure_apart
     measure("the disk", "cpu", [gigabytes], 1, tmp_path / "d", 0.01, found.append)

@@ -1,4 +1,4 @@
-"""A run killed at random instants, and the check that would notice if something were wrong afterwards."""
+"""A run killed at random moments, and the check that would notice if something were wrong afterwards."""
 
 from __future__ import annotations
 

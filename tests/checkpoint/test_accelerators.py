@@ -1,4 +1,4 @@
-"""Snapshots of torch tensors on GPUs: the program goes on while the copies run, and a checkpoint holds what was there.
+"""Snapshots of torch tensors on GPUs: the program continues while the copies run, and a checkpoint has the old values.
 
 Every story is told on the host, on a GPU that is simulated (`tests/accelerators.py`), and on a GPU where there is one.
 """
@@ -114,7 +114,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 class Saves:
-    """Saves with one handler, as a manager has one: in two parts, between which the program goes on."""
+    """Saves with one handler, as a manager has one: in two parts, between which the program continues."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
         self.handler = hf.PyTreeCheckpointHandler(**options)

@@ -40,7 +40,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 def _instants(every: bool, stride: int, kind: Kind, old: int | None, case: int, first: int) -> Iterator[int]:
-    """Numbers the instants to try: the first two, and all others or one of ``stride``, others in every case."""
+    """Numbers the moments to try: the first two, and all others or one of ``stride``, others in every case."""
     yield from range(first, first + 2)
     shift = (list(KINDS).index(kind.name) + 3 * bool(old) + 5 * case) % stride
     yield from itertools.count(first + 2 + (0 if every else shift), 1 if every else stride)

@@ -3,7 +3,7 @@
 ``python programs.py DIR STEPS [MISTAKE ...] [TROUBLE@STEP ...]``: a linear model on shuffled data with noise. Troubles
 happen once each: ``crash``, ``kill``, ``hang``, ``term``. Mistakes: ``no-generator`` and ``no-loader`` leave out of the
 checkpoints what the loop depends on, ``sum`` adds numbers in an order of its own, ``unseeded`` is not seeded,
-``deaf`` goes on after a preemption, ``fresh`` never resumes.
+``deaf`` continues after a preemption, ``fresh`` never resumes.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def test_the_cause_of_a_difference(
 
 
 def test_a_program_that_begins_in_another_way_each_time(tmp_path: Path) -> None:
-    """What is not seeded and saved goes on exactly: the interrupted run begins with a checkpoint of the first."""
+    """What is not seeded and saved continues exactly: the interrupted run begins with a checkpoint of the first."""
     report = drill(tmp_path, "--steps", 6, "--at", 4, "--", *PROGRAM, "run", 40, "unseeded")
     assert (report["passed"], report["unseeded"]) == (True, ["noise"])
     assert "(noise not seeded): the interrupted run began with the checkpoint of step 1" in report["warnings"][0]
@@ -480,7 +480,7 @@ with hf.CheckpointCallback("real", save_interval_steps=1) as checkpoint:
 sys.exit(checkpoint.exit_status)
 """
 
-# A program that starts another one with an environment of its own, and goes on whatever becomes of it.
+# A program that starts another one with an environment of its own, and continues whatever becomes of it.
 PARENT = """
 import os, subprocess, sys
 own = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ}

@@ -97,7 +97,7 @@ def initialized() -> dict[str, Any]:
 
 
 def standard_recipe(directory: Path, num_steps: int, *, by_hand: bool) -> dict[str, Any]:
-    """The recipe from beginning to end; a second call goes on where the first one stopped."""
+    """The recipe from beginning to end; a second call continues where the first one stopped."""
     train_state = initialized()
     options = CheckpointManagerOptions(max_to_keep=3, keep_period=2)
     mngr = CheckpointManager(directory, PyTreeCheckpointer(), options=options)

@@ -89,7 +89,7 @@ def test_mlflow(examples: Examples, names: dict[str, Any], monkeypatch: pytest.M
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.examples("docs/loggers.md", "python 2")
 def test_mlflow_itself(examples: Examples, names: dict[str, Any]) -> None:
-    """The second start goes on in the same run."""
+    """The second start continues in the same run."""
     mlflow: Any = importlib.import_module("mlflow")
     mlflow.set_tracking_uri(f"sqlite:///{Path.cwd()}/mlflow.db")
     for steps in ([0, 1, 2], [0, 1, 2, 2]):

@@ -139,7 +139,7 @@ def test_a_run_becomes_that_of_a_manager(tmp_path: Path) -> None:
         like = {"w": jnp.zeros(4), "n": 0}
         assert manager.restore(10, args=ocp.args.StandardRestore(like))["w"].tolist() == [10] * 4
         assert manager.restore(3)["n"] == 3
-        manager.save(11, args=ocp.args.StandardSave(like), metrics={"loss": 1.0})  # and it goes on from there
+        manager.save(11, args=ocp.args.StandardSave(like), metrics={"loss": 1.0})  # and it continues from there
         manager.wait_until_finished()
         assert manager.all_steps() == [3, 10, 11]
     assert hf.load(tmp_path / "theirs")["w"].tolist() == [0] * 4

@@ -262,7 +262,7 @@ KILLED = """
 import os, sys
 import numpy as np
 from holdfast import graph
-directory, instant = sys.argv[1], int(sys.argv[2])
+directory, moment = sys.argv[1], int(sys.argv[2])
 checkpoint = graph.Checkpoint(w=np.zeros(1000))
 manager = graph.CheckpointManager(checkpoint, directory, 3)
 manager.restore_or_initialize()
@@ -272,7 +272,7 @@ def deadly(real):
     def call(*arguments, **keywords):
         global calls
         calls += 1
-        if calls > instant:
+        if calls > moment:
             os._exit(9)
         return real(*arguments, **keywords)
     return call
@@ -284,9 +284,9 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("instant", [0, 3, 6, 9])
-def test_a_crash_at_any_write_leaves_a_whole_checkpoint(tmp_path: Path, instant: int) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path), str(instant)]
+@pytest.mark.parametrize("moment", [0, 3, 6, 9])
+def test_a_crash_at_any_write_leaves_a_whole_checkpoint(tmp_path: Path, moment: int) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path), str(moment)]
     code = subprocess.run(command, check=False).returncode
     assert code in (0, 9)
     checkpoint = graph.Checkpoint(w=np.full(1000, 7.0))

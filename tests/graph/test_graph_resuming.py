@@ -1,4 +1,4 @@
-"""The training example: train, save every ten steps, build everything anew, go on; bit for bit as without the break."""
+"""The training example saves every ten steps and is built anew, and continues bit for bit as without a break."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_a_resumed_run_ends_as_one_without_a_break(make: Callable[[int], Any], p
         assert [int(re.findall(r"\d+", line)[-1]) for line in said[1:]] == [6, 7, 8, 9, 10]
         assert manager.checkpoints == [f"{place}/ckpt-{number}" for number in (8, 9, 10)]
     for _ in range(50):
-        run.train()  # the first run goes on, without a break
+        run.train()  # the first run continues, without a break
     assert resumed.state() == run.state()
     np.testing.assert_array_equal(next(resumed.batches)[0], next(run.batches)[0])
 

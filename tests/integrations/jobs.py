@@ -126,7 +126,7 @@ def with_grain(kind: str) -> Any:
 
 
 def loop_with_position(kind: str, directory: str, signal_at: int | None) -> None:
-    """A loop of torch that goes on with the very next batch; it notes the samples of every update."""
+    """A loop of torch that continues with the very next batch; it notes the samples of every update."""
     import torch
 
     from holdfast import CheckpointCallback

@@ -352,7 +352,7 @@ def test_objects_that_do_not_match_stay_as_they_are(place: str, state: Any, line
             checkpoint.restore_or_initialize(state)
         assert all(line in str(caught.value) for line in lines), str(caught.value)
         assert all(map(torch.equal, before.values(), net.state_dict().values()))
-        with pytest.raises(hf.errors.StateError, match="has not restored"):  # and the loop cannot go on without it
+        with pytest.raises(hf.errors.StateError, match="has not restored"):  # and the loop cannot continue without it
             checkpoint.on_step(2, state)
 
 

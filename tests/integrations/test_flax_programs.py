@@ -41,7 +41,7 @@ Interrupt = Callable[[int, hf.CheckpointCallback], None]
 
 
 def never(step: int, checkpoint: hf.CheckpointCallback) -> None:
-    """Lets the program go on."""
+    """Lets the program continue."""
 
 
 class Pipeline:

@@ -49,7 +49,7 @@ def outcome(program: Callable[..., Any], *arguments: Any, **options: Any) -> Any
 
 
 @pytest.mark.parametrize(
-    ("name", "instant"),
+    ("name", "moment"),
     [
         ("jax", "after some steps"),
         ("jax", "in the middle of an upload"),
@@ -58,10 +58,10 @@ def outcome(program: Callable[..., Any], *arguments: Any, **options: Any) -> Any
     ],
 )
 def test_killed_and_started_on_another_machine(
-    tmp_path: Path, launch: dict[str, Any], undisturbed: Callable[[str], Any], name: str, instant: str
+    tmp_path: Path, launch: dict[str, Any], undisturbed: Callable[[str], Any], name: str, moment: str
 ) -> None:
     program, directory, mirror = PROGRAMS[name], f"{tmp_path}/run", f"{tmp_path}/mirror"
-    run_outcomes(program, 1, directory, mirror, {}, kill=(0, instant), backend="none", **launch[name])
+    run_outcomes(program, 1, directory, mirror, {}, kill=(0, moment), backend="none", **launch[name])
     there = hf.list_checkpoints(mirror)
     assert there
     assert hf.verify(mirror).ok

@@ -348,9 +348,9 @@ def resumable(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]
     return directory, events_of(shutil.copytree(directory, directory.with_name("copy")))
 
 
-@pytest.mark.parametrize("instant", range(20))
+@pytest.mark.parametrize("moment", range(20))
 def test_a_resumed_jax_run_stops_at_a_signal_of_any_instant(
-    monkeypatch: pytest.MonkeyPatch, resumable: tuple[Path, list[str]], tmp_path: Path, instant: int
+    monkeypatch: pytest.MonkeyPatch, resumable: tuple[Path, list[str]], tmp_path: Path, moment: int
 ) -> None:
     directory, whole = resumable
     service = JaxService(monkeypatch)
@@ -358,13 +358,13 @@ def test_a_resumed_jax_run_stops_at_a_signal_of_any_instant(
 
     def event(name: str) -> None:
         events.append(name)
-        if len(events) == instant + 1:
+        if len(events) == moment + 1:
             service.notice()
 
     run = shutil.copytree(directory, tmp_path / "run")
     done = resumed_run(run, event)
-    assert len(events) > instant, f"the run has only {whole} instants"
-    after = whole[: instant + 1]
+    assert len(events) > moment, f"the run has only {whole} moments"
+    after = whole[: moment + 1]
     steps = after.count("computed")
     assert done in (steps, steps + 1)  # the one under way is the last, or the next, if it is reported already
     assert done < 9

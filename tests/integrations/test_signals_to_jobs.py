@@ -39,7 +39,7 @@ def job(server: Server) -> Job:
     return run
 
 
-ONCE = {"a spawned process"}  # the others go on as the first does
+ONCE = {"a spawned process"}  # the others continue as the first does
 SWEPT = {"torch", "torch, spawned", "torch, by a fork server", "a process", "a process of a fork server"}
 
 

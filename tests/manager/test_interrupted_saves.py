@@ -60,13 +60,13 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Inter
         assert found.go.wait(30)
         write(self, *args, **options)
 
-    def at(instant: str) -> Interrupt:
+    def at(moment: str) -> Interrupt:
         def start(thread: threading.Thread) -> None:
             if thread.name != "holdfast-save" or found.threads:
                 real(thread)
                 return
             found.threads.append(thread)
-            getattr(found, instant)(lambda: real(thread), thread)
+            getattr(found, moment)(lambda: real(thread), thread)
             raise KeyboardInterrupt
 
         monkeypatch.setattr(threading.Thread, "start", start)
@@ -79,18 +79,18 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Inter
             thread.join()
 
 
-INSTANTS = {"never": False, "later": False, "writing": True, "committed": True}  # whether the step is saved
+MOMENTS = {"never": False, "later": False, "writing": True, "committed": True}  # whether the step is saved
 
 
-@pytest.mark.parametrize("instant", INSTANTS)
+@pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("replaces", [False, True], ids=["a new step", "a step that is replaced"])
-def test_an_interrupt_while_the_thread_starts(instant: str, replaces: bool, tmp_path: Path, interrupt: Any) -> None:
-    saved = INSTANTS[instant]
+def test_an_interrupt_while_the_thread_starts(moment: str, replaces: bool, tmp_path: Path, interrupt: Any) -> None:
+    saved = MOMENTS[moment]
     with hf.CheckpointManager(tmp_path) as manager:
         manager.save(1, TREE)
         manager.wait_until_finished()
         step = 1 if replaces else 2
-        found = interrupt(instant)
+        found = interrupt(moment)
         with pytest.raises(KeyboardInterrupt) as kept:  # as a notebook keeps the last error
             manager.save(step, NEW, force=replaces)
         for rest in found.rest:

@@ -181,7 +181,7 @@ OURS = (
 
 
 def life(run: Path, name: str) -> list[Exception]:
-    """Lets a run go on, and looks at it in every way; returns what was refused."""
+    """Lets a run continue, and looks at it in every way; returns what was refused."""
     refused: list[Exception] = []
 
     def go_on() -> None:

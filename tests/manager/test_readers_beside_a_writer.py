@@ -58,8 +58,8 @@ STEP: dict[str, Read] = {
 
 
 @pytest.fixture
-def run(instant: str, place: str, tmp_path: Any) -> hf.storage.Location:
-    return hf.storage.as_location(tmp_path / "run" if instant == "data on a disk" else place)
+def run(moment: str, place: str, tmp_path: Any) -> hf.storage.Location:
+    return hf.storage.as_location(tmp_path / "run" if moment == "data on a disk" else place)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], ob
     return schedule
 
 
-INSTANTS = ["state/manifest.ocdbt", "state/tree.json", "data", "data on a disk"]
+MOMENTS = ["state/manifest.ocdbt", "state/tree.json", "data", "data on a disk"]
 
 
 def writer(run: hf.storage.Location) -> hf.CheckpointManager:
@@ -97,18 +97,18 @@ def writer(run: hf.storage.Location) -> hf.CheckpointManager:
     return manager
 
 
-@pytest.mark.parametrize("instant", INSTANTS)
+@pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("read", [*NEWEST.values(), *STEP.values()], ids=[*NEWEST, *(f"{name} 2" for name in STEP)])
-def test_a_step_is_replaced_meanwhile(instant: str, read: Read, run: hf.storage.Location, meanwhile: Any) -> None:
+def test_a_step_is_replaced_meanwhile(moment: str, read: Read, run: hf.storage.Location, meanwhile: Any) -> None:
     with writer(run) as manager:
-        meanwhile(instant, lambda: manager.save(2, tree(10), force=True))
+        meanwhile(moment, lambda: manager.save(2, tree(10), force=True))
         assert read(run) in (10, None)
 
 
-@pytest.mark.parametrize("instant", INSTANTS)
+@pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("read", NEWEST.values(), ids=NEWEST)
 def test_the_newest_step_is_deleted_meanwhile(
-    instant: str, read: Read, run: hf.storage.Location, meanwhile: Any
+    moment: str, read: Read, run: hf.storage.Location, meanwhile: Any
 ) -> None:
     with writer(run) as manager:
 
@@ -116,17 +116,17 @@ def test_the_newest_step_is_deleted_meanwhile(
             manager.save(3, tree(3))
             manager.delete(2)
 
-        meanwhile(instant, act)
+        meanwhile(moment, act)
         assert read(run) in (3, None)
 
 
-@pytest.mark.parametrize("instant", ["data", "data on a disk"])
+@pytest.mark.parametrize("moment", ["data", "data on a disk"])
 @pytest.mark.parametrize("read", STEP.values(), ids=STEP)
 def test_a_step_that_was_asked_for_is_deleted_meanwhile(
-    instant: str, read: Read, run: hf.storage.Location, meanwhile: Any
+    moment: str, read: Read, run: hf.storage.Location, meanwhile: Any
 ) -> None:
     with writer(run) as manager:
-        meanwhile(instant, lambda: manager.delete(2))
+        meanwhile(moment, lambda: manager.delete(2))
         with pytest.raises(hf.CheckpointNotFoundError):
             read(run)
 

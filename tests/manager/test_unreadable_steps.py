@@ -147,7 +147,7 @@ def test_what_cannot_be_moved_aside_either(run: Path, disk: BrokenDisk, caplog: 
             hf.errors.StorageError, match=r"run/3: this step cannot be read .*Repair the file system or remove"
         ):
             manager.save(3, tree(3))
-        manager.save(4, tree(4))  # the run goes on
+        manager.save(4, tree(4))  # the run continues
         manager.wait_until_finished()
         assert manager.all_steps() == [1, 2, 4]
     disk.is_repaired()

@@ -97,7 +97,7 @@ def test_a_store_that_is_silent_for_a_while_is_no_other_run(store: Store) -> Non
 
 
 def older_run(process: Process, environment: dict[str, str], url: str) -> str:
-    """Saves step 1, and step 2 when it is allowed to go on; returns how that ended."""
+    """Saves step 1, and step 2 when it is allowed to continue; returns how that ended."""
     assert process.count == 1
     os.environ.update(environment)
     with contextlib.suppress(hf.SaveFailedError), hf.CheckpointManager(url) as run:

@@ -156,7 +156,7 @@ def run_outcomes(
         devices_per_process: See there.
         timeout: See there.
         kill: Which process dies at which event; see `Process.reached`. It has to get there.
-        recoverable: With jax, whether the others go on when one dies. Nothing makes them survive process 0.
+        recoverable: With jax, whether the others continue when one dies. Nothing makes them survive process 0.
         heartbeat: With jax, seconds until the others take notice of it.
         store: With torch, where the processes find each other: as torchrun does it, or in a file.
         launch: Runs the request in another launcher than the backend's, and returns the statuses.

@@ -63,7 +63,7 @@ def train(
 
 @pytest.mark.parametrize(("terminate", "mirrored"), [(3, False), (8, True)])
 def test_a_preemption_of_one_process(tmp_path: Path, terminate: int, mirrored: bool) -> None:
-    """With a mirror, the last step is there when the run ends, and all processes go on from it on another machine."""
+    """With a mirror, the last step is there when the run ends; all processes resume from it on another machine."""
     pytest.importorskip("jax")
     mirror = str(tmp_path / "mirror") if mirrored else None
     whole = run_processes(train, COUNT, str(tmp_path / "whole"), None)

@@ -1,4 +1,4 @@
-"""Runs that more processes go on with than saved them: no two processes draw the same numbers from then on."""
+"""Runs that more processes continue with than saved them: no two processes draw the same numbers from then on."""
 
 from __future__ import annotations
 

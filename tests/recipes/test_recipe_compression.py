@@ -42,7 +42,7 @@ def test_arrays_are_compressed_when_asked(
     run(load_configuration(recipe, ["train.steps=2", *SHORT, *asked]))
     assert levels(tmp_path / "run" / "checkpoints" / "2" / "state") == {level}
     assert hf.verify(tmp_path / "run" / "checkpoints").ok
-    run(load_configuration(recipe, ["train.steps=3", *SHORT]))  # goes on from there
+    run(load_configuration(recipe, ["train.steps=3", *SHORT]))  # continues from there
     assert hf.load(tmp_path / "run" / "checkpoints", item="state")
 
 

@@ -281,7 +281,7 @@ def _folds(run: Run) -> Any:
 
 
 def _early_stopping(run: Run) -> Any:
-    """Counts in a plain dictionary and in extras what decides how the loop goes on."""
+    """Counts in a plain dictionary and in extras what decides how the loop continues."""
     run.seed()
     state: Any = {**_new_state(network()), "progress": {"best": float("inf"), "waited": 0, "losses": []}}
     with run.callback() as checkpoint:

@@ -1,4 +1,4 @@
-"""partial= of the Lightning callback: programs that have changed since their checkpoint, and go on."""
+"""partial= of the Lightning callback: programs that have changed since their checkpoint, and continue."""
 
 from __future__ import annotations
 
@@ -419,7 +419,7 @@ def test_an_average_and_a_new_layer(program: Any, new_directory: NewDirectory) -
 
 @pytest.mark.needs("lightning", "2.6")
 def test_an_average_no_more(program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture) -> None:
-    """The state dict of such a checkpoint is the average: training would go on from it, and say nothing."""
+    """The state dict of such a checkpoint is the average: training would continue from it, and say nothing."""
     directory = new_directory()
     fit(program, directory, STEPS, LAYERS, adam, callbacks=(parts.EMAWeightAveraging(decay=0.5),))
     saved = hf.load(f"{directory}/{STEPS}")

@@ -1,4 +1,4 @@
-"""Trainers of several processes, under DDP: one checkpoint, and a run that goes on bit for bit on all of them."""
+"""Trainers of several processes, under DDP: one checkpoint, and a run that continues bit for bit on all of them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_two_processes_write_one_checkpoint(finish: Callable[..., list[Any]], tm
     best = min(losses, key=losses.__getitem__)
     weights = load_checkpoint(tmp_path / str(best))["state_dict"]["head.weight"].tolist()
     assert [report["tested"] for report in reports] == [[str(tmp_path / str(best)), weights]] * 2
-    # It goes on, in all processes with what process 0 had; a path that is named wins.
+    # It continues, in all processes with what process 0 had; a path that is named wins.
     longer = finish(tmp_path, checkpoint=options, noted=True, ckpt_path=str(tmp_path / str(best)), max_epochs=4)
     assert [report["first_step"] for report in longer] == [best, best]
     assert [report["began"][0] for report in longer] == [weights, weights]

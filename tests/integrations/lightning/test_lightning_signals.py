@@ -71,7 +71,7 @@ def test_a_loader_with_workers(run_process: Callable[..., tuple[int, Any, str]],
         status, resumed, said = run_process(directory, seed=step, **options)
         assert (status, resumed["first_step"]) == (0, step), said
         assert resumed["final"] == whole["final"]
-        # The validation after the last step of an epoch is left to the run that goes on.
+        # The validation after the last step of an epoch is left to the run that continues.
         assert resumed["events"] == [event for event in whole["events"] if event[1] >= step]
 
 
@@ -100,7 +100,7 @@ def test_signal_between_batches_is_kept_for_users_own_handler(program: Any, new_
 
 
 def test_signal_when_the_step_is_saved_already(program: Any, new_directory: NewDirectory) -> None:
-    # The first batch after step 2 begins an accumulation: the run need not go on to its end.
+    # The first batch after step 2 begins an accumulation: the run need not continue to its end.
     directory = new_directory()
     recorder = program.Recorder(signal_after=2)
     with pytest.raises(Preempted):

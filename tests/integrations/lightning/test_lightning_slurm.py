@@ -106,7 +106,7 @@ def test_the_requeue_signal_saves_and_requeues(
     assert [entry.reason for entry in hf.list_checkpoints(tmp_path / "run")] == ["preempted"]
     assert not list(tmp_path.glob("hpc_ckpt*"))
 
-    # The requeued job goes on to its end, and is not requeued again.
+    # The requeued job continues to its end, and is not requeued again.
     trainer = trainer_of(tmp_path / "run", environment=SLURMEnvironment(), save_at_end=True)
     trainer.fit(program.Model(), program.training_loader("shuffled"), program.validation_loader())
     assert trainer.global_step == 10
