@@ -231,6 +231,7 @@ class Database:
         checksums: bool = True,
     ) -> None:
         self._checksums = checksums
+        self._followed: bool | None = None  # whether checksums follow the leaf nodes; the first one decides
         self._root = root = decode_manifest(manifest, source)
         self.key_count = 0 if root is None else root.key_count  # keys in the tree
         self.entries = Entries()  # what has been decoded so far, in the order of the keys if that was done at once
@@ -375,7 +376,12 @@ class Database:
         self._keys += keys
         self._inline += values
         checksums = np.full(count, -1, np.int64)
-        if following.startswith(CHECKSUMS_MAGIC):
+        followed = following.startswith(CHECKSUMS_MAGIC)
+        if self._followed is None:
+            self._followed = followed
+        if followed != self._followed:
+            cursor.fail(f"checksums follow some nodes; after this one, found {following[: len(CHECKSUMS_MAGIC)]!r}")
+        if followed:
             if len(following) < len(CHECKSUMS_MAGIC) + 4 * len(places):
                 cursor.fail(f"it lacks the checksums of its {len(places)} values")
             checksums[places] = np.frombuffer(following, "<u4", len(places), len(CHECKSUMS_MAGIC))

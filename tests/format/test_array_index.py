@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.engine.errors import DamagedCheckpointError
 from holdfast.engine.format import (
+    CHECKSUMS_MAGIC,
     ArrayIndex,
     Entries,
     chunk_keys,
@@ -122,6 +125,17 @@ def test_nodes_keep_to_their_limit_with_many_files() -> None:
     assert len(decode_database(manifest, read)) == 6020
     assert max(sizes) <= 10_000
     assert len(sizes) < 1.5 * len(nodes) / 10_000 + 3  # and use it
+
+
+def test_checksums_follow_every_node_or_none() -> None:
+    index = make_index({f"layers.{i}.kernel": (300,) for i in range(20)})
+    manifest, nodes = index.encode(node_file="d/index", database_id=bytes(16), created_ns=1, node_limit=10_000)
+    letters = [found.start() for found in re.finditer(re.escape(CHECKSUMS_MAGIC), nodes)]
+    assert len(letters) > 3
+    for position in letters:
+        damaged = nodes[:position] + b"h" + nodes[position + 1 :]
+        with pytest.raises(DamagedCheckpointError, match="checksums follow some nodes"):
+            decode_database(manifest, lambda _, start, size, nodes=damaged: nodes[start : start + size])
 
 
 def test_tensorstore_reads_it() -> None:
