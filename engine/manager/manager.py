@@ -474,6 +474,7 @@ class CheckpointManager:
         step = valid_step(step)
         self._background.join()
         self.acquire()
+        self.processes.barrier(f"before delete after {step}")  # others may still be restoring one of these steps
         deleted: list[int] = self.processes.decide(f"delete after {step}", self._run.delete_after, step)
         if not self.processes.is_primary:
             for one in deleted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,10 @@ def as_dict(entries: Entries) -> dict[bytes, tuple[bytes | None, str, int, int]]
         key: (value, "" if value is not None else entries.files[file], offset, length)
         for key, value, (file, offset, length) in zip(entries.keys, entries.inline, places, strict=True)
     }
+
+
+def part(content: bytes, path: str, offset: int, length: int) -> bytes:
+    return content[offset : offset + length]
 
 
 def check(index: ArrayIndex, node_limit: int, **options: int) -> bytes:
@@ -135,7 +140,7 @@ def test_checksums_follow_every_node_or_none() -> None:
     for position in letters:
         damaged = nodes[:position] + b"h" + nodes[position + 1 :]
         with pytest.raises(DamagedCheckpointError, match="checksums follow some nodes"):
-            decode_database(manifest, lambda _, start, size, nodes=damaged: nodes[start : start + size])
+            decode_database(manifest, partial(part, damaged))
 
 
 def test_tensorstore_reads_it() -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.processes.threads import MemoryCoordinator, together
 
 import holdfast as hf
+from holdfast.engine.distributed import Coordinator
 
 
 def trained(place: str, *steps: int, branch: str = "old", **options: Any) -> None:
@@ -66,6 +71,33 @@ def test_delete_after(place: str, caplog: pytest.LogCaptureFixture) -> None:
             manager.delete_after(-1)
     with pytest.raises(hf.errors.StateError, match="read_only"):
         hf.CheckpointManager(place, options=hf.CheckpointManagerOptions(read_only=True)).delete_after(1)
+
+
+def test_delete_after_waits_for_processes_that_still_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(str(tmp_path), 1, 2)
+    first_is_there = threading.Event()
+    all_of = MemoryCoordinator.try_get_all
+
+    def noting(self: MemoryCoordinator, keys: Sequence[str]) -> list[bytes] | None:
+        if self.process_index == 0 and "delete%20after" in keys[0]:
+            first_is_there.set()
+        return all_of(self, keys)
+
+    monkeypatch.setattr(MemoryCoordinator, "try_get_all", noting)
+
+    def run(coordinator: Coordinator) -> list[str]:
+        first = coordinator.process_index == 0
+        manager = hf.CheckpointManager(tmp_path, coordinator=coordinator)
+        manager.acquire()
+        if not first:
+            assert first_is_there.wait(20)
+        found = manager.restore(2)["branch"]
+        manager.delete_after(1)
+        first_is_there.set()
+        manager.close()
+        return [found, *map(str, manager.all_steps())]
+
+    assert together(2, run) == [["old", "1"]] * 2
 
 
 def test_the_save_that_is_under_way_counts(place: str) -> None:
