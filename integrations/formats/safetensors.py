@@ -6,14 +6,20 @@ endian and in C order, without gaps (https://huggingface.co/docs/safetensors, "F
 A tensor's name becomes a path, cut at its dots: ``layers.0.weight`` is the leaf ``layers/0/weight``, with text keys.
 Where the names do not fit into one tree (``a`` beside ``a.b``, or ``a..b``), the tree is one dictionary of whole names.
 A file that holdfast exported notes in its metadata the containers, and the values that are not tensors.
+
+``HuggingFaceStorageWriter`` of torch.distributed.checkpoint writes files for each process and no index: their metadata
+have the index of the first element of each tensor in the whole one (torch/distributed/checkpoint/_hf_utils.py).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeGuard
 
 import ml_dtypes
@@ -48,6 +54,10 @@ _HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
 _METADATA = "__metadata__"
 _ALIGNMENT = 8  # bytes; the reference implementation aligns the tensors to it
 _LARGEST_SIZE = 1 << 62
+# Names of the files of a folder without an index: the process, the model, the number of the file, how many there are.
+_NUMBERED = re.compile(r"(?:shard-([0-9]{5,18})-)?(.+)-([0-9]{5,18})-of-([0-9]{5,18})\.safetensors")
+_SHARDING = "DCP_SHARDING_INFO"  # the member of the metadata that has the places of parts
+_OFFSETS = "saved_offsets"
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -202,22 +212,25 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
     indexes = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
     if indexes:
         return _open(location, *_indexed(location, indexes[0]))
-    files = [name for name in names if name.endswith(SUFFIX)]
-    return _open(location, {files[0]: location / files[0]}) if len(files) == 1 else None
+    files = sorted(name for name in names if name.endswith(SUFFIX))
+    if _are_numbered(location, files) or len(files) == 1:
+        return _open(location, {file: location / file for file in files})
+    return None
 
 
 def _open(location: Location, files: Mapping[str, Location], weight_map: Mapping[str, str] | None = None) -> SingleTree:
-    tensors: dict[str, StoredArray] = {}
+    parts: dict[str, list[StoredArray]] = {}
     note, nbytes = None, 0
     for path, file in files.items():
         header, size = _header(file, path)
         nbytes += size
         note = header.metadata.get(TREE_NOTE)
-        tensors |= {
-            name: tensor
-            for name, tensor in header.tensors.items()
-            if weight_map is None or weight_map.get(name) == path
-        }
+        # A file that is opened by itself is what it holds, not a part.
+        found = _placed(file, header) if path and weight_map is None else header.tensors
+        for name, tensor in found.items():
+            if weight_map is None or weight_map.get(name) == path:
+                parts.setdefault(name, []).append(tensor)
+    tensors = {name: _joined(location, name, found) for name, found in parts.items()}
     if weight_map is not None:
         missing = sorted(weight_map.keys() - tensors.keys())
         if missing:
@@ -229,6 +242,75 @@ def _open(location: Location, files: Mapping[str, Location], weight_map: Mapping
         tensors = {name: tensors[name] for name in weight_map}
     tree = _noted(location, note, tensors, nbytes) if note is not None and len(files) == 1 else None
     return SingleTree("safetensors", location, tree or _cut(location, tensors, nbytes), nbytes)
+
+
+def _are_numbered(location: Location, files: Collection[str]) -> bool:
+    """Whether files are parts of one model by their names; refuse them if one is missing."""
+    matches = [match for name in files if (match := _NUMBERED.fullmatch(name)) is not None]
+    if not matches or len(matches) < len(files) or len({match.group(2, 4) for match in matches}) > 1:
+        return False
+    count = int(matches[0][4])
+    missing = _first_missing({int(match[3]) for match in matches})
+    lost = f"{missing} of {count}" if missing <= count else ""
+    processes = {int(match[1]) for match in matches if match[1]}
+    missing = _first_missing(processes)
+    if missing <= max(processes, default=0):
+        lost = f"those of shard {missing}"
+    if lost:
+        raise DamagedCheckpointError(
+            f"{location} has {len(files)} numbered files of safetensors and no {INDEX_SUFFIX[1:]}, and of these files "
+            f"{lost} is missing: the save did not finish, or files were lost. Copy the missing ones here, load another "
+            "checkpoint, or give the path of a file to load what it holds"
+        )
+    return True
+
+
+def _first_missing(numbers: Collection[int]) -> int:
+    return next(number for number in itertools.count(1) if number not in numbers)
+
+
+def _placed(file: Location, header: Header) -> Tensors:
+    """Return the tensors of a file at their places in the whole ones, where its metadata has these."""
+    with naming(file, ": the places of its tensors cannot be read"):
+        try:
+            places = json.loads(header.metadata.get(_SHARDING, "{}"))
+            if not isinstance(places, dict):
+                raise ValueError("not an object")
+            return {
+                name: _at(tensor, places[name][_OFFSETS]) if name in places else tensor
+                for name, tensor in header.tensors.items()
+            }
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            raise DamagedCheckpointError(f"{_SHARDING} in its header: {error}") from error
+
+
+def _at(tensor: StoredArray, start: Any) -> StoredArray:
+    if not _sizes(start) or len(start) != len(tensor.shape):
+        raise ValueError(f"{start!r:.200} is no index of a tensor of shape {tensor.shape}")
+    part = replace(tensor.whole(), start=tuple(start))
+    return StoredArray(tensor.dtype, tensor.shape, tensor.details, lambda: [part])
+
+
+def _joined(location: Location, name: str, tensors: Sequence[StoredArray]) -> StoredArray:
+    """Return the tensor that is in parts, whose shape is known from them alone."""
+    first = tensors[0]
+    parts = [tensor.whole() for tensor in tensors]
+    odd = next((one for one in tensors if one.dtype != first.dtype or len(one.shape) != len(first.shape)), None)
+    if odd is not None:
+        raise DamagedCheckpointError(
+            f"{location}: the parts of tensor {name!r:.200} do not fit together: {parts[0].file} has "
+            f"{first.dtype}{list(first.shape)}, {odd.whole().file} has {odd.dtype}{list(odd.shape)}"
+        )
+    ends = [[begin + size for begin, size in zip(part.start, part.shape, strict=True)] for part in parts]
+    shape = tuple(map(max, zip(*ends, strict=True)))
+    count = sum(math.prod(part.shape) for part in parts)
+    if count != math.prod(shape):
+        raise DamagedCheckpointError(
+            f"{location}: tensor {name!r:.200} is not whole: its {len(parts)} parts, the first in {parts[0].file}, "
+            f"have {count} elements of a shape of {list(shape)}: files were lost, or are of another save. Copy the "
+            "missing ones here, or load another checkpoint"
+        )
+    return StoredArray(first.dtype, shape, first.details, lambda: parts)
 
 
 def tensor_name(leaf_name: str) -> str:
