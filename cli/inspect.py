@@ -15,6 +15,7 @@ from ..engine.clock import format_size
 from ..engine.errors import CheckpointNotFoundError, OptionError, TreeMismatchError, shortened_steps
 from ..engine.exit_status import DONE, FAILED
 from ..engine.inspection import CheckpointSummary, LeafSummary, describe, list_checkpoints, shared_bytes
+from ..engine.inspection import verify as verify_checkpoints
 from ..engine.pytree import PathFilter
 from ..engine.sources import (
     CheckpointSource,
@@ -26,7 +27,6 @@ from ..engine.sources import (
     open_at,
 )
 from ..engine.storage import Location
-from ..engine.verification import verify as verify_checkpoints
 from .arguments import AsJson, Directory, Select, Step
 from .log import configure_logging
 from .places import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below, where_else

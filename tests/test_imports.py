@@ -33,11 +33,10 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {  # of modules and folders: ea
         ("sources",),
         ("checkpoint",),
         ("manager",),
-        ("opening",),
-        ("api", "inspection", "verification"),
+        ("api", "inspection"),
     ),
     "integrations": (
-        ("options", "workers"),
+        ("options",),
         ("formats",),
         ("graph",),
         ("components",),

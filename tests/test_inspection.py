@@ -13,7 +13,7 @@ import pytest
 from tests.clocks import TickingClock
 
 import holdfast as hf
-from holdfast.engine import verification
+from holdfast.engine import inspection
 from holdfast.engine.sources import discovery
 
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192)
@@ -321,7 +321,7 @@ def test_a_step_that_is_deleted_before_it_is_verified_is_not_missed(
         shutil.rmtree(tmp_path / "1")
         return found
 
-    monkeypatch.setattr(verification, "find_steps", deleting)
+    monkeypatch.setattr(inspection, "find_steps", deleting)
 
     assert [(one.step, one.problems) for one in hf.verify(tmp_path).checkpoints] == [(2, ())]
 

@@ -17,7 +17,6 @@ from .codecs import (
     extend,
 )
 from .documents import DOCUMENT_LIMIT, decode_document, encode_document
-from .dtypes import DType, Stored, dtype_from_name, dtype_name, storage_dtype
 from .msgpack import ARRAY_EXTENSION, array_of, decode_array, decode_msgpack, encode_arrays
 from .ocdbt_read import (
     CHECKSUMS_MAGIC,
@@ -54,8 +53,13 @@ from .record import (
 )
 from .zarr import (
     ArrayMetadata,
+    DType,
+    Stored,
     chunk_keys,
     decode_array_metadata,
+    dtype_from_name,
+    dtype_name,
     encode_array_metadata,
     metadata_key,
+    storage_dtype,
 )

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError
-from .dtypes import dtype_from_name, dtype_name
+from .zarr import dtype_from_name, dtype_name
 
 ARRAY_EXTENSION = 1  # type of the extension that holds an array
 

@@ -17,7 +17,6 @@ from .events import (
     read_events,
     read_run_events,
 )
-from .identity import stored_identity, stored_options, stored_rules
 from .intervals import DAY, Experience, LearnedInterval, Loss, save_interval
 from .manager import CheckpointManager, best_step_in, note_resume, settle_mirror
 from .metrics import Metric, better, metric_name, metric_value, number_of, plain_metrics
@@ -35,5 +34,6 @@ from .options import (
     refuse_options,
     retention_rules,
 )
+from .ownership import stored_identity, stored_options, stored_rules
 from .resuming import Peek, Restored
 from .retention import KeepAll, Rule, StepInfo, best, infos_of, reasons

@@ -19,8 +19,7 @@ from ..errors import (
 from ..format import CheckpointRecord
 from ..steps import StepEntry, list_steps, read_record, read_steadily, store_metadata, stored_metadata
 from ..storage import Location, Place, as_location
-from .identity import copy_options
-from .ownership import Ownership
+from .ownership import Ownership, copy_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

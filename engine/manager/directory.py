@@ -58,10 +58,9 @@ from ..steps import (
 )
 from ..storage import Entry, Location, Place, SaveLock, as_location, is_unreadable, max_concurrency, parallel_map
 from .events import EVENTS, ROTATED
-from .identity import OPTIONS, Doomed, RunIdentity, new_run, store_identity, stored_identity
 from .metrics import metric_name, plain_metrics
 from .options import CheckpointManagerOptions, options_document, retention_rules
-from .ownership import Ownership
+from .ownership import OPTIONS, Doomed, Ownership, RunIdentity, new_run, store_identity, stored_identity
 from .retention import KeepAll, KeepBest, StepInfo, info_of, kept_steps, reasons
 
 _logger = logging.getLogger("holdfast")

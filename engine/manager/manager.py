@@ -21,12 +21,12 @@ from ..storage import Location, Place, as_location
 from .access import RunAccess
 from .decisions import Decision, Rollback, SaveDecisions, Wanted
 from .directory import record_metrics as add_metrics
-from .identity import stored_options
 from .intervals import LearnedInterval
 from .items import ItemSet
 from .metrics import as_given, plain_metrics
 from .mirror import MirrorStatus
 from .options import CheckpointManagerOptions, mirror_of, save_triggers
+from .ownership import stored_options
 from .resuming import Peek, Restored, Resume
 from .retention import best, newest_with
 from .saving import Saves

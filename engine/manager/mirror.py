@@ -36,8 +36,8 @@ from .copying import follow
 from .decisions import Moment, decide
 from .directory import RunDirectory
 from .events import RunEvents
-from .identity import RunIdentity, stored_options
 from .options import CheckpointManagerOptions, Mirror, mirror_of, save_triggers
+from .ownership import RunIdentity, stored_options
 
 _logger = logging.getLogger("holdfast")
 

@@ -1,7 +1,7 @@
 """Which checkpoints a path stands for: one of our own or of another library, or those of a directory of steps.
 
 All interfaces see a directory through :func:`find_steps`: the steps that holdfast wrote, or else those that another
-library wrote, and which of them is the newest. The rules for our own are those of ``steps/listing.py``; of another
+library wrote, and which of them is the newest. The rules for our own are those of ``engine/steps.py``; of another
 library, the format decides which steps belong together, and the newest is the one that its writer noted, or else the
 highest.
 

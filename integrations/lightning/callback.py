@@ -27,11 +27,10 @@ from ..loop import (
     warn_of_misfits,
 )
 from ..options import Partial, Reshard, Resume
-from .arguments import CallbackArguments
 from .io import ResumePath, ResumingCallback, install, redirect_resume
 from .saver import FitSaver
 from .stopping import Preempted, Signals, leave
-from .store import Published, RunStore
+from .store import CallbackArguments, Published, RunStore
 from .strategies import check_strategy, is_sharded
 from .trees import POSITION
 from .wall import (

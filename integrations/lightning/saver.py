@@ -14,14 +14,12 @@ from ...engine.errors import SaveFailedError, StateError, shortened
 from ...engine.manager import event_scalars, guarded, note_resume
 from ...engine.sources import Misfits
 from ..loop import PreemptionSignal, Stop, TensorVersions, announce, barrier_exit, unfinished_neighbour, warn_of_misfits
-from .arguments import CallbackArguments
 from .fitting import Fitting
 from .io import ResumePath
 from .position import Point, Position
-from .stopping import leave
-from .store import Published, RunStore
+from .stopping import Copies, StateBeforeValidation, leave
+from .store import CallbackArguments, Published, RunStore
 from .trees import POSITION
-from .validation import Copies, StateBeforeValidation
 from .wall import (
     LoopHooks,
     callbacks_of,

@@ -1,4 +1,4 @@
-"""The checkpoints of one run, for the callback and for Lightning's ``CheckpointIO``."""
+"""The arguments of the callback, and the checkpoints of a run for the callback and Lightning's ``CheckpointIO``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import io
 import logging
 import os
 import secrets
+import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,19 +20,74 @@ from ...engine.api import load
 from ...engine.checkpoint import AsyncCheckpointer
 from ...engine.clock import seconds
 from ...engine.distributed import ProcessGroup, current_coordinator
-from ...engine.errors import CheckpointNotFoundError, HoldfastError, InvalidLocationError, StateError
+from ...engine.errors import CheckpointNotFoundError, HoldfastError, InvalidLocationError, OptionError, StateError
 from ...engine.format import ITEM, RECORD, CheckpointRecord
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler, SavedShares
-from ...engine.manager import CheckpointManager, CheckpointManagerOptions, metric_name, metric_value
+from ...engine.manager import (
+    CheckpointManager,
+    CheckpointManagerOptions,
+    has_triggers,
+    limits,
+    metric_name,
+    metric_value,
+)
 from ...engine.observer import process_observer
 from ...engine.pytree import flatten
 from ...engine.steps import list_steps, newest_step, prefix_of, read_record, read_steadily, series_and_step, series_of
 from ...engine.storage import TEMPORARY_PREFIX, Location, Place, as_location
 from ..loop import WITHOUT_GRACE, GraceCheck, all_steps
 from ..options import ProgramOptions, Resume
-from .arguments import CallbackArguments
 from .strategies import SharedState, StateHandler
 from .trees import POSITION, from_tree, plain_weights, to_tree
+
+_EXPORTS = (".safetensors", ".ckpt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallbackArguments(ProgramOptions):
+    """The arguments of :class:`~holdfast.integrations.lightning.CheckpointCallback`."""
+
+    dirpath: Place = field(kw_only=False)
+    every_n_epochs: int | None = field(default=None, metadata=limits(1))
+    save_on_exception: bool = False
+    export_best: Place | None = None
+    links: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.item_intervals:
+            raise OptionError(
+                f"item_intervals={self.item_intervals!r}: a checkpoint of a Lightning run has the items state and, of "
+                "several processes, process, and a run resumes from both; leave it out"
+            )
+        if self.export_best is not None:
+            if self.best_fn is None:
+                raise OptionError("export_best= needs best_fn: the name of a metric, or a function of the metrics")
+            if not self.export_place.name.endswith(_EXPORTS):
+                raise OptionError(f"export_best={self.export_best!r} must end in {' or '.join(_EXPORTS)}")
+
+    @property
+    def export_place(self) -> Location:
+        """The file of ``export_best``."""
+        assert self.export_best is not None
+        text = str(self.export_best)
+        is_relative = "://" not in text and not text.startswith(("/", "~"))
+        return as_location(self.dirpath) / text if is_relative else as_location(self.export_best)
+
+    def manager_options(self) -> CheckpointManagerOptions:
+        """Return the same options for a manager, which does not count epochs."""
+        options = super().manager_options()
+        if has_triggers(self) or self.every_n_epochs is None:
+            return options
+        # Without any trigger, the manager would save every step.
+        return replace(options, save_interval_steps=sys.maxsize, save_interval_secs=None)
+
+    def epoch_reason(self, epochs: int) -> str | None:
+        """Return why a save is due after so many epochs, or None."""
+        if self.every_n_epochs is None or epochs % self.every_n_epochs:
+            return None
+        return "every epoch" if self.every_n_epochs == 1 else f"every {self.every_n_epochs} epochs"
+
 
 PROCESS = "process"
 """The item with the position of each of several processes."""

@@ -13,6 +13,7 @@ from . import storage as storage
 from . import type_handlers as type_handlers
 from .engine.api import load as load
 from .engine.api import load_transformed as load_transformed
+from .engine.api import open as open  # noqa: A004
 from .engine.api import save as save
 from .engine.arrays import Layout as Layout
 from .engine.checkpoint import AsyncCheckpointer as AsyncCheckpointer
@@ -32,6 +33,7 @@ from .engine.handlers import RestoreArgs as RestoreArgs
 from .engine.handlers import SaveArgs as SaveArgs
 from .engine.inspection import describe as describe
 from .engine.inspection import list_checkpoints as list_checkpoints
+from .engine.inspection import verify as verify
 from .engine.manager import CheckpointManager as CheckpointManager
 from .engine.manager import CheckpointManagerOptions as CheckpointManagerOptions
 from .engine.manager import Mirror as Mirror
@@ -40,11 +42,9 @@ from .engine.manager import Restored as Restored
 from .engine.manager import copy_checkpoint as copy_checkpoint
 from .engine.manager import event_scalars as event_scalars
 from .engine.manager import record_metrics as record_metrics
-from .engine.opening import open as open  # noqa: A004
 from .engine.pytree import Transform as Transform
 from .engine.pytree import apply_transformations as apply_transformations
 from .engine.stateful import skip_to as skip_to
-from .engine.verification import verify as verify
 from .integrations.formats.convert import export_checkpoint as export_checkpoint
 from .integrations.formats.convert import import_checkpoint as import_checkpoint
 from .integrations.formats.orbax.export import add_orbax_metadata as add_orbax_metadata

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from .engine.api import (
+    ArrayHandle,
+    OpenCheckpoint,
+)
 from .engine.arrays import (
     Problem,
 )
@@ -13,23 +17,17 @@ from .engine.clock import (
 )
 from .engine.inspection import (
     CheckpointSummary,
+    CheckpointVerification,
     LeafSummary,
+    VerifyReport,
 )
 from .engine.manager import (
     CopyReport,
     Decision,
     MirrorStatus,
 )
-from .engine.opening import (
-    ArrayHandle,
-    OpenCheckpoint,
-)
 from .engine.pytree import (
     LeafMetadata,
-)
-from .engine.verification import (
-    CheckpointVerification,
-    VerifyReport,
 )
 from .integrations.formats.convert import (
     Conversion,

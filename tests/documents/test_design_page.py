@@ -65,8 +65,9 @@ def defined_names() -> frozenset[str]:
 
 
 def methods_of(package: str, name: str) -> set[str] | None:
-    """The methods of a class of a package; none for a function; None if the package defines neither."""
-    for path in (ROOT / "src" / "holdfast" / "engine" / package).rglob("*.py"):
+    """The methods of a class of a package or module; none for a function; None if neither is defined there."""
+    place = ROOT / "src" / "holdfast" / "engine" / package
+    for path in place.rglob("*.py") if package.endswith("/") else [place.with_suffix(".py")]:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
                 return {part.name for part in node.body if isinstance(part, ast.FunctionDef)}

@@ -25,7 +25,7 @@ from holdfast.engine.manager.options import save_triggers
 from holdfast.engine.manager.retention import KeepBest, KeepLatest, KeepPeriod, KeepPinned, KeepSteps, KeepTimeInterval
 from holdfast.integrations.flax import CheckpointCallback as FlaxCallback
 from holdfast.integrations.lightning import CheckpointCallback as LightningCallback
-from holdfast.integrations.lightning.arguments import CallbackArguments as LightningArguments
+from holdfast.integrations.lightning.store import CallbackArguments as LightningArguments
 from holdfast.integrations.loop import LoopArguments
 from holdfast.integrations.options import CallbackOptions
 from holdfast.recipes.configuration import load_configuration

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from tests.dtypes import DTYPES, EXTENDED
 
 from holdfast.engine.errors import UnsupportedLeafError
-from holdfast.engine.format.dtypes import dtype_from_name, dtype_name, storage_dtype
+from holdfast.engine.format.zarr import dtype_from_name, dtype_name, storage_dtype
 from holdfast.engine.pytree import ArrayLeaf, describe
 from holdfast.engine.pytree.host_leaves import check_storable, number_kind
 from holdfast.engine.pytree.materialize import exact_cast

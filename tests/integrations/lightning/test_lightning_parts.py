@@ -27,9 +27,9 @@ import holdfast as hf
 from holdfast.integrations.lightning import wall
 from holdfast.integrations.lightning.epoch import capture_generators, restore_generators
 from holdfast.integrations.lightning.saver import MetricsLedger
+from holdfast.integrations.lightning.stopping import Copies
 from holdfast.integrations.lightning.strategies import StateHandler
 from holdfast.integrations.lightning.trees import from_tree, to_tree
-from holdfast.integrations.lightning.validation import Copies
 from holdfast.integrations.lightning.wall import LoopHooks, check_version, missing_names
 
 CPU = torch.device("cpu")
