@@ -120,12 +120,11 @@ def measure(processes: int, leaves: int) -> Scale:
     catalog = Catalog(names, described, layout)
     assignment = WriteAssignment(catalog, processes)
     planned = time.perf_counter()
-    specs = [encoding.spec for encoding in catalog.encodings]
 
     def fragment_of(process: int) -> bytes:
         arrays, numbers = catalog.in_tree_order(*assignment.chunks_of(process))
-        files = plan_files(specs, layout, zip(arrays.tolist(), numbers.tolist(), strict=True))
-        table = chunk_table(files, specs, np.zeros(len(arrays), np.uint32))
+        files = plan_files(catalog.lengths, layout, (arrays, numbers))
+        table = chunk_table(files, np.zeros(len(arrays), np.uint32))
         table[:, 5] = table[:, 3] % (1 << 32)  # any checksums
         sizes = [file.size for file in files]
         return make_fragment(catalog, ProcessInfo(process, processes, token), token, table, sizes).encode()
@@ -168,16 +167,15 @@ def write_checkpoint(folder: Path, processes: int, leaves: int) -> str:
     layout, token = Layout(), short_token(uuid.uuid4().hex)
     catalog = Catalog(names, described, layout)
     assignment = WriteAssignment(catalog, processes)
-    specs = [encoding.spec for encoding in catalog.encodings]
-    zeros = np.array([crc32c(bytes(spec.chunk_nbytes)) for spec in specs], np.uint32)
+    zeros = catalog.column([crc32c(bytes(kind.spec.chunk_nbytes)) for kind in catalog.kinds], np.uint32)
     chosen = len(names) // 2 // SHAPES * SHAPES  # a small one
     checksum = int(zeros[chosen]).to_bytes(4, "little")
     (folder / "state" / "d").mkdir(parents=True)
 
     def fragment_of(process: int) -> Fragment:
         arrays, numbers = catalog.in_tree_order(*assignment.chunks_of(process))
-        files = plan_files(specs, layout, zip(arrays.tolist(), numbers.tolist(), strict=True))
-        table = chunk_table(files, specs, zeros[arrays])
+        files = plan_files(catalog.lengths, layout, (arrays, numbers))
+        table = chunk_table(files, zeros[arrays])
         made = make_fragment(
             catalog, ProcessInfo(process, processes, token), token, table, [file.size for file in files]
         )

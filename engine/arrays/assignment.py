@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,11 +73,11 @@ class ArrayClass:
 
 
 def _array_classes(catalog: Catalog, processes: int) -> list[ArrayClass]:
-    numbers_of: dict[int, list[int]] = {}
-    for number, encoding in enumerate(catalog.encodings):
-        numbers_of.setdefault(id(encoding), []).append(number)
+    order = np.argsort(catalog.kind_of, kind="stable")
+    ends = np.cumsum(np.bincount(catalog.kind_of, minlength=len(catalog.kinds)))
     classes = []
-    for numbers in numbers_of.values():
+    # They are in the order of the keys, which does not depend on that of the tree.
+    for numbers in sorted(np.split(order, ends[:-1]), key=itemgetter(0)) if len(order) else ():
         encoding = catalog.encodings[numbers[0]]
         spec, parts = encoding.spec, encoding.parts
         replicas: ReplicaGroups | None = None
@@ -91,7 +92,7 @@ def _array_classes(catalog: Catalog, processes: int) -> list[ArrayClass]:
                     f"the leaf {format_path(catalog.names[numbers[0]])} cannot be saved: {error}"
                 ) from error
         nbytes = round_up(spec.chunk_nbytes + CHECKSUM_BYTES, CHUNK_ALIGNMENT)
-        classes.append(ArrayClass(np.array(numbers, np.int64), spec.chunks, nbytes, replicas))
+        classes.append(ArrayClass(numbers, spec.chunks, nbytes, replicas))
     return classes
 
 

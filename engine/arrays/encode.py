@@ -6,10 +6,11 @@ known only after compression.
 
 from __future__ import annotations
 
-import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +20,10 @@ from ..errors import StateError, UnsupportedLeafError
 from ..format import ContentDigest, compress_chunks, content_digest, crc32c, extend
 from ..pytree import Box, CastProblem, Piece, cast_checked, format_path
 from ..storage import CORES, Segment, parallel_map, round_up
-from .plan import CHECKSUM_BYTES, ArraySpec, Bytes, Layout, PlannedSegment, batches, checksum_after
+from .plan import CHECKSUM_BYTES, ArraySpec, Bytes, Integers, Layout, PlannedSegment, batches, checksum_after
 
 _STEP = 1 << 20  # a piece this large is still in the second-level cache when it is copied after its checksum was taken
-_SMALL = 64 << 10  # chunks up to this size are joined before they are handed on, to save a step for each
+_SMALL = 64 << 10  # chunks up to this size are joined before they are handed on
 _FILE_BYTES = 128 << 20  # content of one data file of compressed chunks, before compression
 _FILES = 2  # number of such files that are compressed or written, and thus in memory, at a time
 _GROUP_BYTES = 16 << 20
@@ -41,56 +42,87 @@ class Source(NamedTuple):
     name: str = ""  # the leaf's name, for errors
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Sources:
+    """The sources of arrays by their numbers, as columns: a tree has many small arrays."""
+
+    specs: Sequence[ArraySpec]
+    dtypes: Sequence[np.dtype[np.generic]]
+    pieces: Sequence[Sequence[Piece]]
+    names: Sequence[str]
+
+    def __getitem__(self, array: int) -> Source:
+        return Source(self.specs[array], self.dtypes[array], self.pieces[array], self.names[array])
+
+
 def segment_parts(
     segment: PlannedSegment,
-    sources: Sequence[Source],
+    sources: Sources,
     checksums: NDArray[np.uint32],
     digests: Digests | None = None,
 ) -> Iterator[Bytes]:
     """Generate the bytes of a segment: chunks, checksums and the gaps between them; note checksums and digests."""
-    position = segment.offset
-    joined: list[bytes] = []
-    waiting = 0
-    for place, chunk in enumerate(segment.chunks, segment.first):
-        source = sources[chunk.array]
-        gap = chunk.offset - position
-        data = chunk_bytes(source, chunk.number)
-        full = source.spec.chunk_nbytes
-        position = chunk.offset + full + CHECKSUM_BYTES
-        if full <= _SMALL:
-            raw = data.tobytes() if len(data) == full else data.tobytes().ljust(full, b"\0")
-            checksum = checksums[place] = crc32c(raw)
-            joined += (bytes(gap), raw, struct.pack("<I", checksum))
-            waiting += gap + full + CHECKSUM_BYTES
-            if waiting < _STEP:
+    # A chunk is followed by its checksum and the zeros before the next one.
+    ends = np.append(segment.offsets[1:], segment.offset + segment.size)
+    sizes = segment.lengths - CHECKSUM_BYTES
+    tails = (ends - segment.offsets - sizes).tolist()
+    large = [*np.flatnonzero(sizes > _SMALL).tolist(), len(tails)]
+    first = 0
+    for place in large:
+        while first < place:
+            # Small chunks are joined, to save those who take the parts a step for each.
+            stop = int(np.searchsorted(segment.offsets, segment.offsets[first] + _STEP))
+            some = slice(first, min(stop, place))
+            contents = _small_chunks(segment.arrays[some], segment.numbers[some], sources)
+            found = list(map(crc32c, contents))
+            checksums[segment.first + some.start : segment.first + some.stop] = found
+            follow = [checksum.to_bytes(size, "little") for checksum, size in zip(found, tails[some], strict=True)]
+            yield _join(chain.from_iterable(zip(contents, follow, strict=True)))
+            first = some.stop
+        if place < len(tails):
+            chunk = int(segment.arrays[place]), int(segment.numbers[place])
+            checksum = yield from _large_chunk(sources[chunk[0]], chunk, digests)
+            checksums[segment.first + place] = checksum
+            yield _join([checksum.to_bytes(tails[place], "little")])
+            first = place + 1
+
+
+def _small_chunks(arrays: Integers, numbers: Integers, sources: Sources) -> list[bytes]:
+    """Return the bytes of chunks, mostly of arrays of one chunk: the work for each must be next to nothing."""
+    found = []
+    specs, dtypes, pieces = sources.specs, sources.dtypes, sources.pieces
+    for array, number in zip(arrays.tolist(), numbers.tolist(), strict=True):
+        spec, own = specs[array], pieces[array]
+        if spec.chunks == len(own) == 1:
+            values = own[0].array
+            if values.dtype == dtypes[array] and values.shape == spec.chunk_shape:
+                found.append(values.tobytes())
                 continue
-            yield _join(joined)
-            joined, waiting = [], 0
-            continue
-        yield _join([*joined, bytes(gap)])
-        joined, waiting = [], 0
-        checksum = 0
-        noted = digests is not None and chunk[:2] in digests
-        digest = ContentDigest() if noted else None
-        for start in range(0, len(data), _STEP):
-            part = data[start : start + _STEP]
-            checksum = extend(checksum, part)
-            if digest is not None:
-                digest.update(part)
-            yield part
-        if digests is not None and digest is not None:
-            digests[chunk[:2]] = digest.digest()
-        for start in range(len(data), full, _STEP):
-            part = np.zeros(min(_STEP, full - start), np.uint8)
-            checksum = extend(checksum, part)
-            yield part
-        checksums[place] = checksum
-        yield _join([struct.pack("<I", checksum)])
-    if joined:
-        yield _join(joined)
+        found.append(chunk_bytes(sources[array], number).tobytes().ljust(spec.chunk_nbytes, b"\0"))
+    return found
 
 
-def _join(parts: list[bytes]) -> Bytes:
+def _large_chunk(source: Source, chunk: tuple[int, int], digests: Digests | None) -> Generator[Bytes, None, int]:
+    """Generate the bytes of a chunk, and return its checksum; note its digest, if that is wanted."""
+    data, full = chunk_bytes(source, chunk[1]), source.spec.chunk_nbytes
+    digest = ContentDigest() if digests is not None and chunk in digests else None
+    checksum = 0
+    for start in range(0, len(data), _STEP):
+        part = data[start : start + _STEP]
+        checksum = extend(checksum, part)
+        if digest is not None:
+            digest.update(part)
+        yield part
+    if digests is not None and digest is not None:
+        digests[chunk] = digest.digest()
+    for start in range(len(data), full, _STEP):
+        part = np.zeros(min(_STEP, full - start), np.uint8)
+        checksum = extend(checksum, part)
+        yield part
+    return checksum
+
+
+def _join(parts: Iterable[bytes]) -> Bytes:
     return np.frombuffer(b"".join(parts), np.uint8)
 
 
@@ -167,7 +199,7 @@ class ChunkToCompress(NamedTuple):
 
 def write_compressed(
     chunks: Sequence[ChunkToCompress],
-    sources: Sequence[Source],
+    sources: Sources,
     layout: Layout,
     first_file: int,
     write: Callable[[int, int, Sequence[Segment]], None],
@@ -179,7 +211,7 @@ def write_compressed(
     """Compress chunks with several threads; write one file while the chunks of another are compressed."""
 
     def size(chunk: ChunkToCompress) -> int:
-        return sources[chunk.array].spec.chunk_nbytes
+        return sources.specs[chunk.array].chunk_nbytes
 
     files_of = list(batches(chunks, size, min(_FILE_BYTES, layout.data_file_bytes)))
 
@@ -202,7 +234,7 @@ def write_compressed(
 
 def _compressed(
     batch: Sequence[ChunkToCompress],
-    sources: Sequence[Source],
+    sources: Sources,
     digests: Digests | None,
     awaited: threading.Event | None,
     group_chunks: int,
@@ -211,7 +243,7 @@ def _compressed(
     groups: list[list[int]] = []
     current: dict[tuple[int, int], list[int]] = {}
     for position, chunk in enumerate(batch):
-        nbytes = sources[chunk.array].spec.chunk_nbytes
+        nbytes = sources.specs[chunk.array].chunk_nbytes
         group = current.get((nbytes, chunk.level))
         if group is None or len(group) == group_chunks or (len(group) + 1) * nbytes > _GROUP_BYTES:
             group = current[nbytes, chunk.level] = []

@@ -221,15 +221,14 @@ def _check_complete(catalog: Catalog, file_ids: NDArray[np.int32], lengths: NDAr
             f"{_owner(catalog, chunk, processes)}; {missing.size} of {len(file_ids)} chunks are missing"
         )
     counts = np.diff(catalog.starts)
-    plain = np.array([encoding.compression is None for encoding in catalog.encodings], bool)
-    sizes = np.array([encoding.spec.chunk_nbytes + CHECKSUM_BYTES for encoding in catalog.encodings], np.int64)
-    wrong = np.flatnonzero(np.repeat(plain, counts) & (lengths != np.repeat(sizes, counts)))
+    plain = catalog.column([kind.compression is None for kind in catalog.kinds], bool)
+    expected = np.repeat(catalog.lengths, counts)
+    wrong = np.flatnonzero(np.repeat(plain, counts) & (lengths != expected))
     if wrong.size:
         chunk = int(wrong[0])
-        expected = int(np.repeat(sizes, counts)[chunk])
         raise DamagedCheckpointError(
             f"{_chunk(catalog, chunk)} takes {int(lengths[chunk])} bytes in the data file of process "
-            f"{_owner(catalog, chunk, processes)}; expected {expected}"
+            f"{_owner(catalog, chunk, processes)}; expected {expected[chunk]}"
         )
 
 

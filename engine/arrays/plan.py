@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -214,10 +214,11 @@ class Catalog:
         chunk_bytes: Mapping[str, int] | None = None,
     ) -> None:
         compression, chunk_bytes = compression or {}, chunk_bytes or {}
-        known: dict[tuple[Any, ...], ArrayEncoding] = {}
+        known: dict[tuple[Any, ...], int] = {}
+        kinds: list[ArrayEncoding] = []  # equal arrays share one
         arrays: list[str] = []
         positions: list[int] = []
-        encodings: list[ArrayEncoding] = []
+        kind_of: list[int] = []
         for position, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if isinstance(leaf, ValueLeaf):
                 continue
@@ -226,20 +227,29 @@ class Catalog:
             # Leaves of one sharding share their list of parts: comparing thousands of lists would take longer than
             # everything else.
             key = (leaf.shape, leaf.dtype, limit, level, id(leaf.parts))
-            encoding = known.get(key)
-            if encoding is None:
-                encoding = known[key] = _encoding(name, leaf, limit, level)
+            kind = known.get(key)
+            if kind is None:
+                kind = known[key] = len(kinds)
+                kinds.append(_encoding(name, leaf, limit, level))
             arrays.append(name)
             positions.append(position)
-            encodings.append(encoding)
+            kind_of.append(kind)
         order = key_order(arrays)
         self.names = [arrays[i] for i in order]
         self.positions: Integers = np.array([positions[i] for i in order], np.int64)  # positions among the leaves
-        self.encodings = [encodings[i] for i in order]  # equal arrays share one object
+        self.encodings = [kinds[kind_of[i]] for i in order]  # equal arrays share one object
+        self.kinds = kinds  # the distinct ones
+        self.kind_of: Integers = np.array([kind_of[i] for i in order], np.int64)  # the position there of each array's
         # The number of the first chunk of each array, counted over all arrays; last, the number of all chunks.
         self.starts: Integers = np.zeros(len(order) + 1, np.int64)
-        np.cumsum([encoding.spec.chunks for encoding in self.encodings], out=self.starts[1:])
+        np.cumsum(self.column([kind.spec.chunks for kind in kinds]), out=self.starts[1:])
+        # Bytes of a chunk of each array that is not compressed, with its checksum.
+        self.lengths = self.column([kind.spec.chunk_nbytes + CHECKSUM_BYTES for kind in kinds])
         self._values = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, ValueLeaf)]
+
+    def column(self, values: Sequence[Any], dtype: Any = np.int64) -> NDArray[Any]:
+        """Return a value for each array, given those of the `kinds`."""
+        return np.array(values, dtype)[self.kind_of]
 
     def documents(self, leaves: Sequence[HostLeaf]) -> list[dict[str, Any]]:
         """Return the entries of ``tree.json`` for all leaves, in the order of the tree."""
@@ -305,21 +315,19 @@ def _encoding(name: str, leaf: ArrayLeaf, limit: int, level: int | None) -> Arra
 # ---- data files
 
 
-class Chunk(NamedTuple):
-    """A chunk in its data file: the number of its array, its own number there, and its first byte in the file."""
-
-    array: int
-    number: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PlannedSegment:
-    """A run of chunks that one thread writes; its size in bytes includes checksums and padding."""
+    """A run of chunks that one thread writes; its size in bytes includes checksums and padding.
+
+    The columns have one element for each of its chunks, in the order of their places.
+    """
 
     offset: int
     size: int
-    chunks: list[Chunk]
+    arrays: Integers  # the numbers of the arrays
+    numbers: Integers  # the chunks' own numbers there
+    offsets: Integers  # first bytes in the file
+    lengths: Integers  # bytes there, with the checksum
     first: int  # the number of chunks in the segments and files before
 
 
@@ -331,60 +339,48 @@ class PlannedFile:
     segments: list[PlannedSegment]
 
 
-def plan_files(arrays: Sequence[ArraySpec], layout: Layout, *groups: Iterable[tuple[int, int]]) -> list[PlannedFile]:
-    """Place chunks in data files, each group in files of its own; without groups, all chunks of all arrays."""
-    if not groups:
-        groups = (((number, chunk) for number, array in enumerate(arrays) for chunk in range(array.chunks)),)
-    sizes = [array.chunk_nbytes + CHECKSUM_BYTES for array in arrays]
+def plan_files(lengths: Integers, layout: Layout, *groups: ChunkIds) -> list[PlannedFile]:
+    """Place chunks in data files, each group in files of its own; ``lengths`` has the bytes of one of each array."""
     files: list[PlannedFile] = []
-    segments: list[PlannedSegment] = []
-    placed: list[Chunk] = []
     before = 0
-    start = end = 0  # the open segment begins at `start`; the checksum of its last chunk ends at `end`
-
-    def close_segment() -> None:
-        nonlocal placed, before, start
-        if placed:
-            segments.append(PlannedSegment(start, end - start, placed, before))
-            before += len(placed)
-            placed = []
-        start = round_up(end)
-
-    def close_file() -> None:
-        nonlocal segments, start, end
-        close_segment()
+    for arrays, numbers in groups:
+        sizes = lengths[arrays]
+        padded = -(-sizes // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
+        # Where the chunks would begin and end if all were in one segment.
+        starts = np.cumsum(padded) - padded
+        ends = starts + sizes
+        segments: list[PlannedSegment] = []
+        first = offset = 0
+        while first < len(arrays):
+            if offset and offset + int(sizes[first]) > layout.data_file_bytes:
+                files.append(_file(segments))
+                segments, offset = [], 0
+            room = min(layout.segment_bytes, layout.data_file_bytes - offset) + int(starts[first])
+            stop = max(first + 1, int(np.searchsorted(ends, room, "right")))
+            some = slice(first, stop)
+            size = int(ends[stop - 1] - starts[first])
+            offsets = starts[some] + (offset - int(starts[first]))
+            segments.append(
+                PlannedSegment(offset, size, arrays[some], numbers[some], offsets, sizes[some], before + first)
+            )
+            first, offset = stop, round_up(offset + size)
+        before += len(arrays)
         if segments:
-            files.append(PlannedFile(end, segments))
-            segments = []
-        start = end = 0
-
-    for chunks in groups:
-        for array, number in chunks:
-            size = sizes[array]
-            offset = round_up(end, CHUNK_ALIGNMENT)
-            if placed and offset + size - start > layout.segment_bytes:
-                close_segment()
-                offset = start
-            if offset and offset + size > layout.data_file_bytes:
-                close_file()
-                offset = start
-            placed.append(Chunk(array, number, offset))
-            end = offset + size
-        close_file()
+            files.append(_file(segments))
     return files
 
 
-def chunk_table(
-    files: Sequence[PlannedFile], arrays: Sequence[ArraySpec], checksums: NDArray[np.uint32], first: int = 0
-) -> Integers:
+def _file(segments: list[PlannedSegment]) -> PlannedFile:
+    return PlannedFile(segments[-1].offset + segments[-1].size, segments)
+
+
+def chunk_table(files: Sequence[PlannedFile], checksums: NDArray[np.uint32], first: int = 0) -> Integers:
     """Return a row for each placed chunk: array, number in it, file (from ``first`` on), offset, length, checksum."""
-    rows = [
-        (*chunk[:2], number, chunk.offset, 0, 0)
-        for number, file in enumerate(files, first)
-        for segment in file.segments
-        for chunk in segment.chunks
-    ]
-    table = np.array(rows, np.int64).reshape(-1, 6)
-    lengths = np.array([array.chunk_nbytes + CHECKSUM_BYTES for array in arrays], np.int64)
-    table[:, 4], table[:, 5] = lengths[table[:, 0]], checksums
+    table: Integers = np.empty((len(checksums), 6), np.int64)
+    table[:, 5] = checksums
+    for number, file in enumerate(files, first):
+        for one in file.segments:
+            rows = table[one.first : one.first + len(one.arrays)]
+            rows[:, 0], rows[:, 1], rows[:, 2] = one.arrays, one.numbers, number
+            rows[:, 3], rows[:, 4] = one.offsets, one.lengths
     return table

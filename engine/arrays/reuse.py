@@ -28,8 +28,8 @@ import numpy as np
 from ..errors import DamagedCheckpointError, StorageError
 from ..format import content_digest, crc32c
 from ..storage import Buffer, FileIdentity, Location, max_concurrency, parallel_map
-from .encode import Digests, Source, chunk_bytes, chunk_view
-from .plan import CHECKSUM_BYTES, Bytes, Catalog, Integers
+from .encode import Digests, Source, Sources, chunk_bytes, chunk_view
+from .plan import CHECKSUM_BYTES, Bytes, Catalog, ChunkIds, Integers
 
 _logger = logging.getLogger("holdfast")
 
@@ -91,7 +91,7 @@ class SharedFiles:
     """The chunks that a save shares with earlier steps, and how it writes the others."""
 
     # The chunks to write: those that have not changed lately, and the others. Each group goes into files of its own.
-    groups: tuple[list[tuple[int, int]], ...]
+    groups: list[ChunkIds]
     linked: list[WrittenFile] = field(default_factory=list)  # files of earlier steps, which have their names here now
     # A row for each chunk in them: array, number in the array, file among these, offset, length and checksum.
     rows: list[tuple[int, ...]] = field(default_factory=list)
@@ -166,8 +166,8 @@ class WrittenSteps:
         self,
         folder: Location,
         catalog: Catalog,
-        sources: Sequence[Source],
-        chunks: list[tuple[int, int]],
+        sources: Sources,
+        chunks: ChunkIds,
         awaited: threading.Event | None = None,
     ) -> SharedFiles:
         """Link the files of an earlier step that hold unchanged chunks; return them, and the chunks to write.
@@ -177,26 +177,22 @@ class WrittenSteps:
         if self._pending is None:  # the first of its groups
             self._pending = _WrittenStep(self._step, folder)
             self._before, self._seen = self._seen, {}
-        large = [encoding.spec.chunk_nbytes > _SMALLEST_CHUNK for encoding in catalog.encodings]
-        if self._off or not any(large):
-            return SharedFiles((chunks,))
-        steady: list[tuple[int, int]] = []
-        others: list[tuple[int, int]] = []
-        asked: list[tuple[int, int]] = []  # chunks whose digests are compared
-        shared = SharedFiles((steady, others))
+        large = catalog.lengths[chunks[0]] > _SMALLEST_CHUNK + CHECKSUM_BYTES
+        if self._off or not large.any():
+            return SharedFiles([chunks])
+        steady = np.zeros(len(large), bool)
+        written = np.ones(len(large), bool)
+        asked: dict[tuple[int, int], int] = {}  # chunks whose digests are compared, with their places among the chunks
+        shared = SharedFiles([])
         keys = shared.keys
-        for chunk in chunks:
-            array, number = chunk
-            if not large[array]:
-                others.append(chunk)
-                continue
+        for place in np.flatnonzero(large).tolist():
+            chunk = array, number = int(chunks[0][place]), int(chunks[1][place])
             key = keys[chunk] = f"{catalog.names[array]}\t{catalog.encodings[array].text}", number
             sample = _sample(sources[array], number)
             known = self._before.get(key)
             if known is None:
                 self._seen[key] = _SeenChunk(sample)
                 shared.digests[chunk] = None
-                others.append(chunk)
                 continue
             self._seen[key] = known
             same, known.sample = sample == known.sample, sample
@@ -204,29 +200,26 @@ class WrittenSteps:
                 known.rest -= 1
                 if not known.rest:  # the next save compares with this one
                     shared.digests[chunk] = None
-                others.append(chunk)
             elif not same:
                 known.digest = None
-                others.append(chunk)
             elif known.digest is None:
                 shared.digests[chunk] = None
-                steady.append(chunk)
+                steady[place] = True
             else:
-                asked.append(chunk)
+                asked[chunk] = place
         if asked:
-            digests = _digests_of(asked, sources, awaited)
+            digests = _digests_of(list(asked), sources, awaited)
             self._link(self._pending, shared, {keys[chunk]: (chunk, digest) for chunk, digest in digests.items()})
             linked = {row[:2] for row in shared.rows}
             for chunk, digest in digests.items():
                 unchanged = self._note_digest(self._seen[keys[chunk]], digest)
                 if chunk in linked:
+                    written[asked[chunk]] = False
                     continue
-                (steady if unchanged else others).append(chunk)
+                steady[asked[chunk]] = unchanged
                 if self._seen[keys[chunk]].digest is not None:
                     shared.digests[chunk] = None
-            order = {chunk: position for position, chunk in enumerate(chunks)}
-            steady.sort(key=order.__getitem__)
-            others.sort(key=order.__getitem__)
+        shared.groups += [(chunks[0][some], chunks[1][some]) for some in (steady & written, ~steady & written)]
         return shared
 
     def _note_digest(self, known: _SeenChunk, digest: bytes) -> bool:
@@ -380,7 +373,7 @@ def _sample(source: Source, number: int) -> bytes | None:
 
 
 def _digests_of(
-    chunks: Sequence[tuple[int, int]], sources: Sequence[Source], awaited: threading.Event | None
+    chunks: Sequence[tuple[int, int]], sources: Sources, awaited: threading.Event | None
 ) -> dict[tuple[int, int], bytes]:
     def digest(chunk: tuple[int, int]) -> bytes:
         data: Bytes = chunk_bytes(sources[chunk[0]], chunk[1])

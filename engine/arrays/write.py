@@ -23,7 +23,7 @@ from ..format import FileRecord, crc32c, encode_document
 from ..pytree import ArrayLeaf, Box, Details, Piece, TreeDef, ValueLeaf, format_path, to_document
 from ..storage import DataFile, Location, Segment, max_concurrency, parallel_map
 from .assignment import WriteAssignment
-from .encode import ChunkToCompress, Digests, Source, segment_parts, write_compressed
+from .encode import ChunkToCompress, Digests, Sources, segment_parts, write_compressed
 from .fragments import Fragment, data_path, make_fragment, merge_fragments, short_token
 from .plan import (
     ArraySpec,
@@ -162,7 +162,6 @@ class TreeWriter:
         token = short_token(member.token or os.urandom(16).hex())
         chunks = self._chunks_of(member)
         sources = self._sources(chunks)
-        specs = [encoding.spec for encoding in self._catalog.encodings]
         layout = self._layout if location.is_local else self._layout.for_uploads()
         linked: list[WrittenFile] = []
         sizes: list[int] = []
@@ -173,13 +172,13 @@ class TreeWriter:
             return data_path(token, member.index, number)
 
         for group in self._in_turn(chunks):
-            shared = SharedFiles((group,))
+            shared = SharedFiles([group])
             if self._reuse is not None:
                 shared = self._reuse.share(location, self._catalog, sources, group, member.awaited)
             first = len(sizes)
             plain, packed = self._divided(shared.groups)
-            files = plan_files(specs, layout, *plain)
-            checksums = np.zeros(sum(map(len, plain)), np.uint32)
+            files = plan_files(self._catalog.lengths, layout, *plain)
+            checksums = np.zeros(sum(len(arrays) for arrays, _ in plain), np.uint32)
             location.write_data_files(
                 [
                     DataFile(path(number), file.size, _segments(file, sources, checksums, shared.digests))
@@ -188,7 +187,7 @@ class TreeWriter:
                 member.awaited,
                 sync=sync,
             )
-            table = chunk_table(files, specs, checksums, first)
+            table = chunk_table(files, checksums, first)
             sizes += [file.size for file in files]
             for one in packed:
 
@@ -222,7 +221,7 @@ class TreeWriter:
         self._own = fragment
         return b""
 
-    def _in_turn(self, chunks: ChunkIds) -> Iterator[list[tuple[int, int]]]:
+    def _in_turn(self, chunks: ChunkIds) -> Iterator[ChunkIds]:
         """Generate groups of chunks that have arrived on the host, so that writes overlap with copies from devices."""
         leaves = self._tree.leaves
         positions = self._catalog.positions[chunks[0]]
@@ -230,7 +229,7 @@ class TreeWriter:
         for count in leaves.in_turn() if isinstance(leaves, Snapshot) else (len(leaves),):
             end = int(np.searchsorted(positions, count))
             if end > start or count == len(leaves):
-                yield list(zip(chunks[0][start:end].tolist(), chunks[1][start:end].tolist(), strict=True))
+                yield chunks[0][start:end], chunks[1][start:end]
             start = end
 
     def merge(self, location: Location, fragments: Sequence[bytes]) -> dict[str, FileRecord]:
@@ -261,42 +260,39 @@ class TreeWriter:
         make = partial(Catalog, tree.names, tree.leaves, self._layout, self._compression, self._chunk_bytes)
         return self.plan.catalog(make)
 
-    def _divided(
-        self, groups: Sequence[list[tuple[int, int]]]
-    ) -> tuple[list[list[tuple[int, int]]], list[list[ChunkToCompress]]]:
+    def _divided(self, groups: Sequence[ChunkIds]) -> tuple[list[ChunkIds], list[list[ChunkToCompress]]]:
         """Divide each group of chunks into those stored as they are and those to compress."""
-        levels = [encoding.compression for encoding in self._catalog.encodings]
-        if not any(levels):
+        catalog = self._catalog
+        if all(kind.compression is None for kind in catalog.kinds):
             return list(groups), []
-        plain = [[chunk for chunk in group if levels[chunk[0]] is None] for group in groups]
-        packed = [
-            [ChunkToCompress(*chunk, level) for chunk in group if (level := levels[chunk[0]]) is not None]
-            for group in groups
-        ]
+        levels = catalog.column([kind.compression or 0 for kind in catalog.kinds])
+        plain: list[ChunkIds] = []
+        packed: list[list[ChunkToCompress]] = []
+        for arrays, numbers in groups:
+            level = levels[arrays]
+            stored, some = level == 0, level > 0
+            plain.append((arrays[stored], numbers[stored]))
+            columns = (column[some].tolist() for column in (arrays, numbers, level))
+            packed.append(list(map(ChunkToCompress, *columns)))
         return plain, [group for group in packed if group]
 
-    def _sources(self, chunks: ChunkIds) -> list[Source]:
-        """Return the sources of all arrays, by number; arrays of which nothing is written have no pieces."""
-        catalog = self._catalog
-        written = np.zeros(len(catalog.encodings), bool)
-        written[chunks[0]] = True
-        sources = []
-        for needed, position, encoding in zip(
-            written.tolist(), catalog.positions.tolist(), catalog.encodings, strict=True
-        ):
-            pieces: Sequence[Piece] = ()
-            if needed:
-                leaf = self._tree.leaves[position]
-                assert isinstance(leaf, ArrayLeaf)
-                extra = encoding.stored.extra
-                pieces = leaf.pieces if extra is None else [_raw(piece, extra) for piece in leaf.pieces]
-            sources.append(Source(encoding.spec, encoding.stored.numpy, pieces, self._tree.names[position]))
-        return sources
+    def _sources(self, chunks: ChunkIds) -> Sources:
+        """Return the sources of all arrays, by number."""
+        catalog, leaves = self._catalog, self._tree.leaves
+        pieces: list[Sequence[Piece]] = []
+        for position in catalog.positions.tolist():
+            leaf = leaves[position]
+            assert isinstance(leaf, ArrayLeaf)
+            pieces.append(leaf.pieces)
+        extra = catalog.column([kind.stored.extra is not None for kind in catalog.kinds], bool)
+        for array in np.unique(chunks[0][extra[chunks[0]]]).tolist():
+            width = catalog.encodings[array].stored.extra or 0
+            pieces[array] = [_raw(piece, width) for piece in pieces[array]]
+        encodings = catalog.encodings
+        return Sources([one.spec for one in encodings], [one.stored.numpy for one in encodings], pieces, catalog.names)
 
 
-def _segments(
-    file: PlannedFile, sources: Sequence[Source], checksums: NDArray[np.uint32], digests: Digests
-) -> list[Segment]:
+def _segments(file: PlannedFile, sources: Sources, checksums: NDArray[np.uint32], digests: Digests) -> list[Segment]:
     """Return the segments of a data file, which encode their chunks when they are read."""
     return [
         Segment(one.offset, one.size, partial(segment_parts, one, sources, checksums, digests), lasting=True)

@@ -6,14 +6,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.engine.arrays.encode import ChunkToCompress, Source, write_compressed
+from holdfast.engine.arrays.encode import ChunkToCompress, Source, Sources, write_compressed
 from holdfast.engine.arrays.plan import ArraySpec, Layout
 from holdfast.engine.format import crc32c, decompress
 from holdfast.engine.pytree import Piece
@@ -27,10 +27,11 @@ def source(size: int, chunk: int) -> Source:
     return Source(ArraySpec((size,), (chunk,), 4), np.dtype("<i4"), [Piece((0,), values)])
 
 
-SOURCES = [source(20_000, 2000), source(3, 3), source(9999, 1000), source(5000, 5000)]
+ALL = [source(20_000, 2000), source(3, 3), source(9999, 1000), source(5000, 5000)]
+SOURCES = Sources(*zip(*ALL, strict=True))
 CHUNKS = [
     ChunkToCompress(array, number, level)
-    for level, (array, one) in enumerate(enumerate(SOURCES), 1)
+    for level, (array, one) in enumerate(enumerate(ALL), 1)
     for number in range(one.spec.chunks)
 ]
 
@@ -82,7 +83,7 @@ def test_a_file_that_cannot_be_written() -> None:
 
 
 def test_a_chunk_that_cannot_be_read() -> None:
-    broken: list[Any] = [*SOURCES[:2], SOURCES[2]._replace(pieces=[]), SOURCES[3]]
+    broken = replace(SOURCES, pieces=[*SOURCES.pieces[:2], [], SOURCES.pieces[3]])
     with pytest.raises(hf.errors.StateError, match=r"this process must write (1000|999) elements"):
         write_compressed(CHUNKS, broken, LAYOUT, 0, Files().write)
 

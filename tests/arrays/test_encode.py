@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast.engine.arrays.encode import Source, segment_parts
-from holdfast.engine.arrays.plan import ArraySpec, chunk_shape, plan_files
+from holdfast.engine.arrays.encode import Source, Sources, segment_parts
+from holdfast.engine.arrays.plan import (
+    CHECKSUM_BYTES,
+    ArraySpec,
+    PlannedFile,
+    PlannedSegment,
+    chunk_shape,
+    plan_files,
+)
 from holdfast.engine.format import crc32c
 from holdfast.engine.pytree import Piece
 
@@ -22,15 +30,27 @@ def source_of(array: Any, limit: int, pieces: list[Piece] | None = None) -> Sour
     return Source(spec, dtype, pieces or [Piece((0,) * array.ndim, array)])
 
 
+def plan(sources: list[Source], layout: hf.Layout) -> list[PlannedFile]:
+    counts = [source.spec.chunks for source in sources]
+    arrays = np.repeat(np.arange(len(sources)), counts)
+    numbers = np.concatenate([np.arange(count) for count in counts])
+    lengths = np.array([source.spec.chunk_nbytes + CHECKSUM_BYTES for source in sources])
+    return plan_files(lengths, layout, (arrays, numbers))
+
+
+def parts_of(segment: PlannedSegment, sources: list[Source], checksums: Any) -> Iterator[Any]:
+    return segment_parts(segment, Sources(*zip(*sources, strict=True)), checksums)
+
+
 def files_of(sources: list[Source], layout: hf.Layout) -> list[bytes]:
     contents = []
-    files = plan_files([source.spec for source in sources], layout)
+    files = plan(sources, layout)
     checksums = np.zeros(sum(source.spec.chunks for source in sources), np.uint32)
     for file in files:
         content = bytearray(file.size)
         for segment in file.segments:
             parts = []
-            for part in segment_parts(segment, sources, checksums):
+            for part in parts_of(segment, sources, checksums):
                 assert part.dtype == np.uint8
                 assert part.ndim == 1
                 parts.append(part.tobytes())  # before the next one is generated
@@ -40,8 +60,9 @@ def files_of(sources: list[Source], layout: hf.Layout) -> list[bytes]:
         contents.append(bytes(content))
     noted = iter(checksums.tolist())
     for whole, file in zip(contents, files, strict=True):
-        for chunk in (chunk for segment in file.segments for chunk in segment.chunks):
-            assert crc32c(whole[chunk.offset : chunk.offset + sources[chunk.array].spec.chunk_nbytes]) == next(noted)
+        for segment in file.segments:
+            for offset, length in zip(segment.offsets.tolist(), segment.lengths.tolist(), strict=True):
+                assert crc32c(whole[offset : offset + length - CHECKSUM_BYTES]) == next(noted)
     return contents
 
 
@@ -49,18 +70,19 @@ def arrays_of(sources: list[Source], layout: hf.Layout) -> list[Any]:
     """Reads the arrays back out of the files, chunk by chunk, and checks every checksum."""
     contents = files_of(sources, layout)
     arrays = [np.zeros(source.spec.shape, source.dtype) for source in sources]
-    for file, content in zip(plan_files([s.spec for s in sources], layout), contents, strict=True):
+    for file, content in zip(plan(sources, layout), contents, strict=True):
         for segment in file.segments:
-            for chunk in segment.chunks:
-                spec = sources[chunk.array].spec
-                end = chunk.offset + spec.chunk_nbytes
-                data = content[chunk.offset : end]
+            columns = (segment.arrays, segment.numbers, segment.offsets)
+            for number, chunk, offset in zip(*(column.tolist() for column in columns), strict=True):
+                spec, array = sources[number].spec, arrays[number]
+                end = offset + spec.chunk_nbytes
+                data = content[offset:end]
                 assert int.from_bytes(content[end : end + 4], "little") == crc32c(data)
-                values = np.frombuffer(data, sources[chunk.array].dtype).reshape(spec.chunk_shape)
-                start = np.array(np.unravel_index(chunk.number, spec.grid) if spec.grid else ()) * spec.chunk_shape
+                values = np.frombuffer(data, sources[number].dtype).reshape(spec.chunk_shape)
+                start = np.array(np.unravel_index(chunk, spec.grid) if spec.grid else ()) * spec.chunk_shape
                 part = tuple(slice(int(i), int(i) + n) for i, n in zip(start, spec.chunk_shape, strict=True))
-                inside = tuple(slice(0, n) for n in arrays[chunk.array][part].shape)
-                arrays[chunk.array][part] = values[inside]
+                inside = tuple(slice(0, n) for n in array[part].shape)
+                array[part] = values[inside]
                 outside = np.ones(spec.chunk_shape, bool)
                 outside[inside] = False
                 assert not values[outside].any()  # padding is zero
@@ -96,18 +118,18 @@ def test_any_array(name: str, chunk_bytes: int) -> None:
 def test_large_chunks_come_in_parts_that_stay_in_the_cache() -> None:
     array = np.arange(5 << 20, dtype=np.uint8)
     source = source_of(array, 8 << 20)
-    (file,) = plan_files([source.spec], hf.Layout())
+    (file,) = plan([source], hf.Layout())
     (segment,) = file.segments
-    parts = [part for part in segment_parts(segment, [source], np.zeros(1, np.uint32)) if len(part)]
+    parts = [part for part in parts_of(segment, [source], np.zeros(1, np.uint32)) if len(part)]
     assert max(map(len, parts)) <= 1 << 20
     assert np.shares_memory(parts[0], array)  # no copies
 
 
 def test_small_chunks_are_joined() -> None:
     sources = [source_of(BASE[:256], 4096)] * 5000
-    (file,) = plan_files([source.spec for source in sources], hf.Layout())
+    (file,) = plan(sources, hf.Layout())
     (segment,) = file.segments
-    assert len(list(segment_parts(segment, sources, np.zeros(5000, np.uint32)))) < 10
+    assert len(list(parts_of(segment, sources, np.zeros(5000, np.uint32)))) < 10
 
 
 @settings(deadline=None, max_examples=60)

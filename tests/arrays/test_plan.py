@@ -6,6 +6,7 @@ import math
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from holdfast.engine.arrays.plan import (
     ArraySpec,
     PlannedFile,
     chunk_shape,
+    chunk_table,
     plan_files,
 )
 from holdfast.engine.storage import PAGE
@@ -66,27 +68,66 @@ def test_chunks_are_contiguous_even_and_small(shape: tuple[int, ...], itemsize: 
         assert count * chunk[cut] - sizes[cut] < count  # less than one row of padding for each chunk
 
 
-def whole_plan(arrays: list[ArraySpec], layout: hf.Layout) -> list[PlannedFile]:
-    files = plan_files(arrays, layout)
-    planned = [chunk for file in files for segment in file.segments for chunk in segment.chunks]
-    wanted = [(array, number) for array, spec in enumerate(arrays) for number in range(spec.chunks)]
-    assert [(chunk.array, chunk.number) for chunk in planned] == wanted
-    for file in files:
-        chunks = [chunk for segment in file.segments for chunk in segment.chunks]
-        ends = [chunk.offset + arrays[chunk.array].chunk_nbytes + CHECKSUM_BYTES for chunk in chunks]
-        assert all(chunk.offset % CHUNK_ALIGNMENT == 0 for chunk in chunks)
-        assert all(end <= chunk.offset for end, (_, chunk) in zip(ends, pairwise(chunks), strict=False))
-        assert file.size == ends[-1]
-        assert file.size <= layout.data_file_bytes or len(chunks) == 1
+Placed = tuple[int, int, int, int, int]  # a chunk: the numbers of its file, segment, array and its own, and its offset
+
+
+def one_after_the_other(
+    arrays: list[ArraySpec], layout: hf.Layout, groups: list[list[tuple[int, int]]]
+) -> list[Placed]:
+    """The rule itself: a chunk goes behind the last one, unless its segment or its file would become too large."""
+    found: list[Placed] = []
+    file = -1
+    for group in groups:
+        file, segment, start, end = file + 1, 0, 0, 0
+        for array, number in group:
+            size = arrays[array].chunk_nbytes + CHECKSUM_BYTES
+            offset = -(-end // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
+            if end and (offset + size - start > layout.segment_bytes or offset + size > layout.data_file_bytes):
+                segment, start = segment + 1, -(-end // PAGE) * PAGE
+                offset = start
+                if start + size > layout.data_file_bytes:
+                    file, segment, start, offset = file + 1, 0, 0, 0
+            found.append((file, segment, array, number, offset))
+            end = offset + size
+        file -= not group
+    return found
+
+
+def whole_plan(arrays: list[ArraySpec], layout: hf.Layout, divided: int = 0) -> list[PlannedFile]:
+    """Plan all chunks of arrays, in two groups where ``divided`` is odd; check the plan."""
+    chunks = [(array, number) for array, spec in enumerate(arrays) for number in range(spec.chunks)]
+    groups = [chunks[::2], chunks[1::2]] if divided % 2 else [chunks]
+    columns = [np.array(group, np.int64).reshape(-1, 2).T for group in groups]
+    lengths = np.array([spec.chunk_nbytes + CHECKSUM_BYTES for spec in arrays], np.int64)
+    files = plan_files(lengths, layout, *((column[0], column[1]) for column in columns))
+    assert [
+        (number, position, *chunk)
+        for number, file in enumerate(files)
+        for position, segment in enumerate(file.segments)
+        for chunk in zip(segment.arrays.tolist(), segment.numbers.tolist(), segment.offsets.tolist(), strict=True)
+    ] == one_after_the_other(arrays, layout, groups)
+    checksums = np.arange(len(chunks), dtype=np.uint32)
+    table = chunk_table(files, checksums, 7)
+    placed = iter(table.tolist())
+    for number, file in enumerate(files, 7):
+        assert file.size <= layout.data_file_bytes or sum(len(segment.arrays) for segment in file.segments) == 1
         assert file.segments[0].offset == 0
         for one, other in pairwise(file.segments):
             assert one.offset + one.size <= other.offset
         for segment in file.segments:
             assert segment.offset % PAGE == 0
-            assert segment.chunks[0].offset == segment.offset
-            last = segment.chunks[-1]
-            assert last.offset + arrays[last.array].chunk_nbytes + CHECKSUM_BYTES == segment.offset + segment.size
-            assert segment.size <= layout.segment_bytes or len(segment.chunks) == 1
+            assert segment.offsets[0] == segment.offset
+            assert (segment.offsets % CHUNK_ALIGNMENT == 0).all()
+            ends = segment.offsets + segment.lengths
+            assert (ends[:-1] <= segment.offsets[1:]).all()
+            assert ends[-1] == segment.offset + segment.size
+            assert segment.size <= layout.segment_bytes or len(segment.arrays) == 1
+            assert (segment.lengths == lengths[segment.arrays]).all()
+            for place, array in enumerate(segment.arrays.tolist()):
+                row = (array, segment.numbers[place], number, segment.offsets[place], segment.lengths[place])
+                assert next(placed) == [*row, segment.first + place]
+        assert file.size == ends[-1]
+    assert next(placed, None) is None
     return files
 
 
@@ -99,14 +140,16 @@ def whole_plan(arrays: list[ArraySpec], layout: hf.Layout) -> list[PlannedFile]:
         segment_bytes=st.integers(4096, 40_000),
         data_file_bytes=st.integers(4096, 200_000),
     ),
+    st.integers(0, 1),
 )
-def test_every_chunk_has_its_place(arrays: list[tuple[tuple[int, ...], int]], layout: hf.Layout) -> None:
-    whole_plan([ArraySpec(s, chunk_shape(s, size, layout.chunk_bytes), size) for s, size in arrays], layout)
+def test_every_chunk_has_its_place(arrays: list[tuple[tuple[int, ...], int]], layout: hf.Layout, divided: int) -> None:
+    specs = [ArraySpec(s, chunk_shape(s, size, layout.chunk_bytes), size) for s, size in arrays]
+    whole_plan(specs, layout, divided)
 
 
 def test_nothing_to_write_needs_no_file() -> None:
-    assert plan_files([], hf.Layout()) == []
-    assert plan_files([ArraySpec((0, 3), (1, 3), 8)], hf.Layout()) == []
+    assert whole_plan([], hf.Layout()) == []
+    assert whole_plan([ArraySpec((0, 3), (1, 3), 8)], hf.Layout()) == []
 
 
 def test_many_small_arrays_share_a_segment() -> None:
