@@ -177,43 +177,46 @@ tree = {f"layer{number}": np.full(int((4 << 20) * scale), number, np.float32) fo
 hf.save(directory / "ours", tree)
 nbytes = sum(array.nbytes for array in tree.values())
 program = '''
-import resource, sys
+import sys, time
 import torch.distributed as dist
 import holdfast as hf
 rank, world, store, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 if store:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-import time
 load = hf.load
+def bytes_read():
+    return int(next(line for line in open("/proc/self/io") if line.startswith("read_bytes")).split()[1])
 print("ready", flush=True)
-sys.stdin.readline()
-began = time.perf_counter()
-load(path)
-taken = time.perf_counter() - began
-read = int(next(line for line in open("/proc/self/io") if line.startswith("read_bytes")).split()[1])
-print(taken, read)
+for _ in sys.stdin:
+    before, began = bytes_read(), time.perf_counter()
+    load(path)
+    print(time.perf_counter() - began, bytes_read() - before, flush=True)
 '''
-read = []
-def load(world, store):
-    make_cold(directory / "ours")
+def start(world, store):
     arguments = [str(world), str(store), str(directory / "ours")]
     commands = [[sys.executable, "-c", program, str(rank), *arguments] for rank in range(world)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     started = [subprocess.Popen(command, **pipes) for command in commands]
     for one in started:
         one.stdout.readline()
-    for one in started:
+    return started
+def load(processes):
+    make_cold(directory / "ours")
+    for one in processes:
         one.stdin.write("go\\n")
         one.stdin.flush()
-    found = [one.communicate()[0].split() for one in started]
+    found = [one.stdout.readline().split() for one in processes]
     return max(float(taken) for taken, _ in found), sum(int(count) for _, count in found)
+contenders = {"one process": start(1, ""), "holdfast": start(4, directory / "store"), "not connected": start(4, "")}
 for turn in range(rounds):
-    store = directory / f"store{turn}"
-    for world, name, store in ((1, "one process", ""), (4, "holdfast", store), (4, "not connected", "")):
-        taken, count = load(world, store)
+    for name, processes in contenders.items():
+        taken, count = load(processes)
         values.setdefault(name, []).append(taken)
-        if world > 1:
+        if len(processes) > 1:
             values.setdefault(f"bytes from the disk, times the checkpoint: {name}", []).append(count / nbytes)
+for processes in contenders.values():
+    for one in processes:
+        one.communicate()
 """
 SHARDED = """
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
