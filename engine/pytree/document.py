@@ -8,11 +8,13 @@ from ``1``; keys that are tuples are lists. A document never names code to run.
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from ..errors import DamagedCheckpointError
@@ -92,51 +94,63 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
 
 
 def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, Any], list[int]] | None:
-    """Return the document of the leaves at some paths without wildcards, and their positions in the tree.
+    """Return the document of the leaves that match patterns, and their positions in the tree.
 
-    They are looked up, without an object for each other leaf. None where that cannot be told: with wildcards, for a
-    path that is not there, and for a document that is not what `to_document` writes.
+    They are looked up, without an object for each other leaf. None where that cannot be told: with ``**`` before the
+    end, for a pattern that matches nothing, and for a document that is not what `to_document` writes.
     """
     texts = [patterns] if isinstance(patterns, str) else patterns
     if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) for text in texts):
         return None
-    if any(set(text) & set("*?[(") or "%2E" in text for text in texts):  # patterns have dots, and not their escapes
+    if any("(" in text or "%2E" in text for text in texts):  # patterns have dots, and not their escapes
         return None
-    lookup = _Lookup()
+    lookup, chosen = _Lookup(), _Chosen()
     try:
         for text in texts:
-            if not lookup.find(document["tree"], text.split("/"), 0, ()):
+            if not lookup.find(document["tree"], text.split("/"), 0, chosen):
                 return None
-        chosen = lookup.below(document["tree"], ())
-        numbers = sorted(lookup.found.values())
-        leaves = document["leaves"]
-        return {**document, "tree": chosen, "leaves": [leaves[number] for number in numbers]}, numbers
+        tree = lookup.below(document["tree"], chosen)
+        leaves, numbers = document["leaves"], list(chosen.leaves())
+        return {**document, "tree": tree, "leaves": [leaves[number] for number in numbers]}, numbers
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError):
         return None  # reading all of the document says what is wrong with it
+
+
+class _Chosen(dict[int, "int | _Chosen"]):
+    """The children of a container that were found, by their indexes: positions of leaves, and containers."""
+
+    def leaves(self) -> Iterator[int]:
+        """Return the positions of all leaves in the tree, ascending."""
+        for _, found in sorted(self.items()):
+            if isinstance(found, int):
+                yield found
+            else:
+                yield from found.leaves()
 
 
 class _Lookup:
     """Finds leaves in the document of containers."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[int, ...], int] = {}  # the positions of leaves in the tree, by the way to each
         self._counts: dict[int, int] = {}  # leaves below containers; keys are their identities
 
-    def find(self, node: Any, keys: list[str], before: int, way: tuple[int, ...]) -> bool:
-        """Note the leaves at a path below a container that ``before`` leaves precede; return whether there are any."""
-        if node is None:
-            if not keys:
-                self.found[way] = before
-            return not keys
+    def find(self, node: dict[str, Any], keys: list[str], before: int, chosen: _Chosen) -> bool:
+        """Note the leaves that match below a container that ``before`` leaves precede; return whether there are any."""
         any_found = False
-        # A key with dots is one key, and also the keys between its dots.
-        for count in range(1, len(keys) + 1):
-            if count > 1 and any("." in key for key in keys[:count]):
-                break
-            index = _index_of(node, ".".join(keys[:count]).replace(".", "%2E"))
-            if index is not None:
-                preceding = before + self._count(node["children"][:index])
-                any_found |= self.find(node["children"][index], keys[count:], preceding, (*way, index))
+        begin, preceding = 0, before
+        for index, rest in sorted(_steps(node, keys), key=itemgetter(0)):
+            child = node["children"][index]
+            preceding += self._count(node["children"][begin:index])
+            begin = index
+            if child is None:
+                if not rest or rest == ["**"]:
+                    chosen[index] = preceding
+                    any_found = True
+            elif rest:
+                below = chosen.get(index, _Chosen())
+                if isinstance(below, _Chosen) and self.find(child, rest, preceding, below):
+                    chosen[index] = below
+                    any_found = True
         return any_found
 
     def _count(self, children: list[Any]) -> int:
@@ -151,21 +165,49 @@ class _Lookup:
             count = self._counts[id(node)] = self._count(node["children"])
         return count
 
-    def below(self, node: dict[str, Any], way: tuple[int, ...]) -> Any:
+    def below(self, node: dict[str, Any], chosen: _Chosen) -> Any:
         """Return the container with the leaves that were found below it, as `TreeDocument.select` does."""
-        if node is None:
-            return None
-        depth = len(way)
-        indexes = sorted({found[depth] for found in self.found if found[:depth] == way})
         children = node["children"]
-        kept = {index: self.below(children[index], (*way, index)) for index in indexes}
+        kept = {
+            index: None if isinstance(found, int) else self.below(children[index], found)
+            for index, found in sorted(chosen.items())
+        }
         if all(index in kept or (child is not None and not self._below(child)) for index, child in enumerate(children)):
             return {**node, "children": [kept.get(index, child) for index, child in enumerate(children)]}
         keys = node.get("keys")
-        named = indexes if keys is None else [keys[index] for index in indexes]
+        named = list(kept) if keys is None else [keys[index] for index in kept]
         kind = "dict" if keys is None else node["type"]
         label = {} if keys is None else {name: node[name] for name in ("class",) if name in node}
         return {"type": kind, **label, "keys": named, "children": list(kept.values())}
+
+
+def _steps(node: dict[str, Any], keys: list[str]) -> Iterator[tuple[int, list[str]]]:
+    """Return the children of a container to which keys of a pattern lead, and the keys that remain for each."""
+    wild = any(set(key) & set("*?[") for key in keys)
+    segments = node["keys"] if "keys" in node else range(len(node["children"]))
+    if wild and any("%2E" in key for key in segments if isinstance(key, str)):
+        raise ValueError("a key with dots is also the keys between them")
+    if keys[0] == "**":
+        if len(keys) > 1:
+            raise ValueError("leaves at any depth")
+        yield from ((index, keys) for index in range(len(segments)))
+    elif set(keys[0]) & set("*?["):
+        matches = re.compile(fnmatch.translate(keys[0])).fullmatch
+        yield from ((index, keys[1:]) for index, key in enumerate(segments) if matches(_text_of(key)))
+    else:
+        # A key with dots is one key, and also the keys between its dots.
+        for count in range(1, len(keys) + 1):
+            if count > 1 and any("." in key for key in keys[:count]):
+                break
+            index = _index_of(node, ".".join(keys[:count]).replace(".", "%2E"))
+            if index is not None:
+                yield index, keys[count:]
+
+
+def _text_of(key: Any) -> str:
+    if not isinstance(key, str | int):
+        raise ValueError("a key of another type")
+    return str(key)
 
 
 def _index_of(node: dict[str, Any], segment: str) -> int | None:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ids import plain_id
 
-from holdfast.engine.errors import DamagedCheckpointError
-from holdfast.engine.pytree import flatten, from_document, split, to_document
+from holdfast.engine.errors import DamagedCheckpointError, TreeMismatchError
+from holdfast.engine.pytree import choose, flatten, from_document, leaves_at, split, to_document
 
 
 class Pair(NamedTuple):
@@ -24,6 +24,15 @@ class Pair(NamedTuple):
 @dataclass
 class Box:
     content: Any
+
+
+KEYS = st.sampled_from(["a", "b", "ab", "a.b", "b.0", "0", 0, 1, ("a", 1)])
+TREES = st.recursive(
+    st.just(0),
+    lambda children: st.dictionaries(KEYS, children, max_size=4) | st.lists(children, max_size=3),
+    max_leaves=12,
+)
+PATTERNS = st.lists(st.sampled_from(["**", "*", "?", "a", "b*", "[ab]", "a.b", "b", "0"]), min_size=1, max_size=3)
 
 
 def through_json(tree: Any) -> Any:
@@ -201,3 +210,28 @@ def test_empty_containers_stay_unless_a_leaf_beside_them_goes() -> None:
     assert containers.select([True, True]).build([1, 2]) == tree
     assert containers.select([True, False]).build([1]) == {"a": [(), {"b": 1}, {"c": {}}]}
     assert containers.select([False, True]).build([2]) == {"d": {"e": 2}}
+
+
+@settings(max_examples=200)
+@given(tree=TREES, patterns=st.lists(PATTERNS.map("/".join), min_size=1, max_size=3))
+def test_looking_leaves_up_and_reading_all_agree(tree: Any, patterns: list[str]) -> None:
+    flat = flatten(tree)
+    document = to_document(flat.structure, [{"kind": "none", "value": number} for number in range(len(flat.names))])
+    names, leaves, containers = from_document(document)
+    try:
+        flags = choose(names, patterns)
+    except TreeMismatchError:
+        assert leaves_at(document, patterns) is None
+        return
+    found = leaves_at(document, patterns)
+    if found is None:
+        containers_as_text = json.dumps(document["tree"])
+        rare = "%2E" in containers_as_text or '["a", 1]' in containers_as_text or flat.structure is None
+        assert rare or any("**" in pattern.split("/")[:-1] for pattern in patterns)
+        return
+    chosen, numbers = found
+    assert numbers == [number for number, flag in enumerate(flags) if flag]
+    some, details, kept = from_document(json.loads(json.dumps(chosen)))
+    assert some == [names[number] for number in numbers]
+    assert details == [leaves[number] for number in numbers]
+    assert kept.build(numbers) == containers.select(flags).build(numbers)
