@@ -7,6 +7,7 @@ from .base import (
     AsyncCheckpointHandler,
     CheckpointHandler,
     Files,
+    JsonCheckpointHandler,
     PreparedCheckpointHandler,
     PreparedItem,
     SaveFuture,
@@ -16,7 +17,6 @@ from .base import (
     run_coroutine,
     write_alone,
 )
-from .json import JsonCheckpointHandler
 from .per_process import PerProcessCheckpointHandler, ProcessShare, SavedShares, own_share
 from .pytree import ArrayCheckpointHandler, PyTreeCheckpointHandler, check_savable, flat_template, fresh_types
 from .registry import (

@@ -8,18 +8,22 @@ from .device_arrays import Arrival, Copy, DeviceArray, PinnedMemory, default_pin
 from .document import TreeDocument, from_document, leaves_at, to_document
 from .flatten import (
     MAX_DEPTH,
+    PACKED_FROM,
     Flattened,
     Key,
     KeyProblem,
     Outline,
+    PackedNumbers,
     TreeDef,
     collection_paused,
     flatten,
     is_leaf,
     key_segments,
+    pack_numbers,
+    pack_tree,
+    packed_again,
     unflatten,
 )
-from .fresh import FreshTypes, GrowthProblem, LeafType, as_saved, leaf_names, new_leaf, recorded_types, regrown
 from .host_leaves import encode_value, is_python_value, number_kind
 from .jax_leaves import is_key, template_sharding
 from .leaves import (
@@ -61,8 +65,22 @@ from .names import (
     unescape_key,
     unwrapped_name,
 )
-from .packing import PACKED_FROM, PackedNumbers, pack_numbers, pack_tree, packed_again
-from .template import LeafRequest, LeafTemplate, compare, compare_metadata, describe_template, with_request
+from .template import (
+    FreshTypes,
+    GrowthProblem,
+    LeafRequest,
+    LeafTemplate,
+    LeafType,
+    as_saved,
+    compare,
+    compare_metadata,
+    describe_template,
+    leaf_names,
+    new_leaf,
+    recorded_types,
+    regrown,
+    with_request,
+)
 from .torch_leaves import STRIDES, copy_tensors, is_permuted, tensor_like, tensor_of, tensors_over, with_strides
 from .transform import (
     Call,

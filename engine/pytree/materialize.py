@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError, TreeMismatchError, difference
 from . import jax_leaves, torch_leaves
-from .flatten import collection_paused
+from .flatten import collection_paused, packed_again
 from .host_leaves import decode_bytes, decode_value, number_kind
 from .leaves import ARRAY_KINDS, NUMBER_KINDS, NUMBERS, STATIC, Box, Saved, spell, whole
 from .names import format_path
-from .packing import packed_again
 from .template import LeafTemplate
 
 _INFO: Any = ml_dtypes  # iinfo and finfo of all dtypes, which come without types themselves

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from .comparison import LeafDifference, LeafStatistics, compare_checkpoints, leaf_path, leaf_statistics, trees_in
 from .discovery import (
+    GRAPH,
+    KIND,
+    NativeCheckpoint,
+    NativeTree,
+    PreparedGraph,
     check_unclaimed,
     described_steps,
     find_checkpoint,
@@ -28,7 +33,6 @@ from .files import (
     replacing,
     total_bytes,
 )
-from .native import GRAPH, KIND, NativeCheckpoint, NativeTree, PreparedGraph
 from .protocol import (
     JSON,
     METRICS,

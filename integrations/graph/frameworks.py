@@ -12,11 +12,10 @@ import numpy as np
 
 from ...engine.pytree import STRIDES, is_jax_array, is_nnx, is_python_value, is_torch_tensor, loaded, pack_tree
 from ...engine.stateful import decode_state, encode_state, hashable, is_dense
-from .outside import is_actor_class
+from .outside import STRIPPED_BY_TORCH, is_actor_class, module_prefixes
 from .paths import Path
 from .slots import PartState
 from .tracked import Node, Value
-from .wrappers import STRIPPED_BY_TORCH, module_prefixes
 
 # ---- torch modules and tensors
 

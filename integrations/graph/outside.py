@@ -1,4 +1,4 @@
-"""Leave out objects without state, and refuse objects whose values are not in their Python attributes.
+"""Leave out objects without state, refuse those whose values are not in Python attributes, look through wrappers.
 
 The walk reads attributes. The values that an extension type, a framework's runtime or another process holds would be
 silently lost, so an object is walked only if its class is made of Python attributes alone.
@@ -13,7 +13,7 @@ import re
 import struct
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ...engine.errors import shortened
-from ...engine.pytree import class_name, loaded
+from ...engine.pytree import WRAPPED, class_name, loaded
 
 _ADVICE = (
     "give it get_state() and set_state(state), or state_dict() and load_state_dict(state), or put it into an object "
@@ -157,3 +157,53 @@ def _hiding(kind: Any) -> Any | None:
 
 def class_name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+# ---- wrappers around one module: DDP, ``torch.compile``, Fabric, activation checkpointing
+#
+# A graph has the module instead. So a path does not depend on how a program runs its module, and a module that was
+# saved bare restores into a wrapped one, and vice versa.
+
+_CHECKPOINTED = "_checkpoint_wrapped_module"
+STRIPPED_BY_TORCH = f"{_CHECKPOINTED}."  # state_dict() leaves this prefix out, and load_state_dict() adds it again
+# The attributes that hold the module, by the names of the wrappers' classes.
+_CLASSES = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "_FabricModule": "_original_module",
+    "CheckpointWrapper": _CHECKPOINTED,
+    "OffloadWrapper": _CHECKPOINTED,
+}
+_DICTIONARIES = {"", "dict", "ordered_dict", "OrderedDict", "collections.OrderedDict"}
+_WRAPPING = {"torch", "lightning", "lightning_fabric", "pytorch_lightning"}
+
+
+def unwrapped(value: Any) -> Any:
+    """Return the module inside wrappers; any other object as it is."""
+    while (name := _attribute(type(value))) is not None:  # type: ignore[arg-type]  # mypy takes the class for an instance
+        value = getattr(value, name)
+    return value
+
+
+def module_prefixes(module: Any, bare: str = "", wrapped: str = "") -> Iterator[tuple[str, str]]:
+    """Generate the prefix of each module in a state dict: without the names of wrappers, and with them."""
+    yield bare, wrapped
+    inside = _attribute(type(module))  # type: ignore[arg-type]  # mypy takes the class for an instance
+    for name, child in module._modules.items():
+        if child is not None and name == inside:
+            yield from module_prefixes(child, bare, wrapped if name == _CHECKPOINTED else f"{wrapped}{name}.")
+        elif child is not None:
+            yield from module_prefixes(child, f"{bare}{name}.", f"{wrapped}{name}.")
+
+
+@lru_cache(maxsize=1024)  # many objects have few types
+def _attribute(kind: Any) -> str | None:
+    names = (_CLASSES.get(base.__name__) for base in kind.__mro__ if base.__module__.partition(".")[0] in _WRAPPING)
+    return next((name for name in names if name is not None), None)
+
+
+def wrapped_nodes(label: str, edges: Mapping[str, int]) -> list[int]:
+    """Return the nodes of the wrapped modules in a saved wrapper, or in a dictionary of its values."""
+    inside = [edges[name] for name in WRAPPED if name in edges]
+    return inside if inside and (label in _DICTIONARIES or label.endswith(tuple(_CLASSES))) else []

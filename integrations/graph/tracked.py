@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsIndex
 
 from ...engine.errors import OptionError, UnsupportedLeafError
 from ...engine.pytree import loaded, opens_as
+from .outside import unwrapped
 from .paths import Path, format_node_path
-from .wrappers import unwrapped
 
 
 class Resumable(Protocol):

@@ -44,11 +44,10 @@ from .frameworks import (
     variable_accessors,
 )
 from .keras import VARIABLE, bare_variable, keras_children, keras_kind, variable_slot, why_not_saved
-from .outside import is_actor_class, is_code_or_tool, why_more, why_refused
+from .outside import is_actor_class, is_code_or_tool, unwrapped, why_more, why_refused
 from .paths import Path
 from .slots import BoxSlot, MemberSlot, PartSlot, Place, Slot, StateSlot
 from .tracked import Node, TrackedDict, TrackedList, Untracked, Value, tracked_attributes
-from .wrappers import unwrapped
 
 COUNTER = "save_counter"  # name of the edge to the number of a checkpoint's last numbered save
 

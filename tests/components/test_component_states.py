@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import os
 import subprocess
@@ -20,7 +21,6 @@ from flax import struct
 
 import holdfast as hf
 from holdfast.components import Checkpointable, read_state
-from holdfast.engine.pytree import packing
 from holdfast.engine.storage import as_location
 from holdfast.integrations.components.constructor_spec import SpecDecoder, encode_spec
 from holdfast.integrations.components.permissions import Permissions
@@ -202,7 +202,7 @@ def test_a_restore_packs_no_list_of_the_program(tmp_path: Path, monkeypatch: pyt
     def packs(items: list[Any]) -> Any:
         raise AssertionError("a list was packed")
 
-    monkeypatch.setattr(packing, "_mixed", packs)
+    monkeypatch.setattr(importlib.import_module("holdfast.engine.pytree.flatten"), "_mixed", packs)
     running = Tree()
     running.part = [0, False, *[0.0] * 5_000]
     running.restore_from_path(path)

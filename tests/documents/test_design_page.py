@@ -24,6 +24,7 @@ OBJECTS = {"manager": "CheckpointManager", "handler": "PyTreeCheckpointHandler"}
 ELSEWHERE = {  # names of other libraries
     *("DTensor", "_StridedShard", "PostLocalSGDState", "StandardCheckpointer", "CompositeCheckpointHandler"),
     *("jax_enable_recoverability", "heartbeat_timeout_seconds", "array_metadatas", "optimizer_states", "state_dict"),
+    "HuggingFaceStorageWriter",
 }
 
 
