@@ -1,31 +1,38 @@
-"""A save of thousands of processes, simulated: the real code in a thread for each, a store with latency, and deaths.
+"""A save of thousands of processes, simulated: the real code in a thread for each, in simulated time, and its failures.
 
 Each process is a thread that makes the save that a manager makes. Their coordinator is a dictionary, which counts the
 bytes that leave process 0, where jax and torch keep the store. The object store is a dictionary, too: each request
-takes a latency and the time of its bytes. All processes share the cores of this machine, so the time of a save says
-little; that of the commit does: it begins when the last process has written its share, and all others only wait then.
+takes a latency and the time of its bytes. Nobody waits for any of that: time is simulated (`virtual_time`), so that
+each process computes as if it had a core of its own.
+
+A fault is that of one process: it ends before one of its calls to either store, is slow, or is cut off.
 """
 
 from __future__ import annotations
 
-import sys
+import gc
 import threading
-import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
 import holdfast as hf
 from holdfast.engine.checkpoint.save import ItemToSave, Save
-from holdfast.engine.distributed import next_rendezvous
+from holdfast.engine.distributed import BoundedCoordinator, Coordinator, next_rendezvous
 from holdfast.engine.format import CheckpointRecord
+from holdfast.engine.steps import read_record
 from holdfast.engine.storage import Location, Segment
 from holdfast.engine.storage.object_store import ObjectStoreBackend, file_parts
 from holdfast.handlers import PerProcessCheckpointHandler
 
+from .virtual_time import Actor, Timeline
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+T = TypeVar("T")
 
 CHUNK = 4096
 """Bytes that each process has of every leaf."""
@@ -36,78 +43,129 @@ GENERATOR = 5056
 STACK = 256 * 1024
 """Bytes of the stack of each thread."""
 
-SWITCH = 0.2
-"""Seconds after which threads ask for Python's lock; thousands that ask more often take all processors for it."""
+NETWORK = 0.5e-3
+"""Seconds that a request to process 0 and its answer take on the network."""
 
-BESIDE = 32
-"""Processes that write at the same time; thousands of threads would mostly wait for Python's lock."""
+LINK = 1.25e9
+"""Bytes a second that the network of process 0 takes: 10 Gbit/s."""
 
-POINTS = {
-    "before it knows the folders": ("get", "/broadcast/plan/"),
-    "when it has written": ("put", "/gather/written/"),
-    "before it learns of the commit": ("get", "/broadcast/committed/"),
-}
-"""Where a process may die: the call of its coordinator, and a part of the key."""
+SERVICE = 20e-6
+"""Seconds that the key-value store in process 0 works for each request; it has one thread."""
+
+
+Fault = Literal["dies", "slow", "cut off"]
+
+
+@dataclass(slots=True)
+class SimulatedProcess:
+    """One process, and what happens to it.
+
+    Attributes:
+        index: Its number.
+        fault: What happens to it; None: nothing.
+        at_call: The number of its call, from 0, before which it dies, or from which on it is slow or cut off.
+        slowness: How many times longer its requests to the object store take, once it is slow.
+        calls: The names of its calls to the key-value store and to the object store.
+        began_at: When that began to happen to it; None: it has not.
+        ended_at: When its part of the save ended.
+        error: The error with which it ended; None: with none.
+        actor: Its thread.
+    """
+
+    index: int
+    fault: Fault | None = None
+    at_call: int = 0
+    slowness: float = 100.0
+    calls: list[str] = field(default_factory=list)
+    began_at: float | None = None
+    ended_at: float = 0.0
+    error: BaseException | None = None
+    actor: Actor = field(init=False)
+
+    def call(self, name: str) -> None:
+        """Note a call; raise Died at the one before which it dies, and at any other after that."""
+        self.calls.append(name)
+        if self.fault is not None and len(self.calls) > self.at_call and self.began_at is None:
+            self.began_at = self.actor.now
+        if self.suffers("dies"):
+            raise Died
+
+    def suffers(self, fault: Fault) -> bool:
+        """Return whether a fault has begun."""
+        return self.fault == fault and self.began_at is not None
+
+
+class Died(BaseException):
+    """A simulated process ends here, without another word."""
 
 
 class SimulatedStore(ObjectStoreBackend):
     """An object store in memory whose requests take time.
 
     Args:
+        timeline: The simulation.
         latency: Seconds that each request takes.
         bandwidth: Bytes a second of each request.
+        together: Bytes a second of all requests.
     """
 
-    def __init__(self, latency: float, bandwidth: float) -> None:
+    def __init__(self, timeline: Timeline, latency: float, bandwidth: float = 100e6, together: float = 100e9) -> None:
         super().__init__("simulated://store", is_remote=True)
         self.objects: dict[str, bytes] = {}
         self.requests = 0
-        self.latency = latency
+        self._timeline = timeline
+        self._latency = latency
         self._bandwidth = bandwidth
-        self._changes = threading.Lock()
+        self._together = together
+        self._free = 0.0  # when it has transferred all that was asked for
 
-    def _request(self, nbytes: int = 0) -> None:
-        with self._changes:
-            self.requests += 1
-        time.sleep(self.latency + nbytes / self._bandwidth)
+    def _request(self, name: str, key: str, nbytes: int = 0) -> None:
+        self.requests += 1
+        actor = self._timeline.current
+        if actor is None:  # whoever looks at the result
+            return
+        process: SimulatedProcess = actor.owner
+        process.call(f"{name} {key}")
+        actor.count()
+        self._free = max(self._free, actor.now) + nbytes / self._together
+        seconds = self._latency + nbytes / self._bandwidth
+        if process.suffers("slow"):
+            seconds *= process.slowness
+        actor.elapse(max(seconds, self._free - actor.now))
 
     def has_object(self, key: str) -> bool:
-        self._request()
+        self._request("look for", key)
         return key in self.objects
 
     def object_size(self, key: str) -> int | None:
-        self._request()
+        self._request("look for", key)
         found = self.objects.get(key)
         return None if found is None else len(found)
 
     def read_range(self, key: str, byte_range: slice | None) -> bytes:
-        found = self.objects.get(key)
-        if found is None:
-            self._request()
+        found = self.objects.get(key, b"")[byte_range or slice(None)]
+        self._request("read", key, len(found))
+        if key not in self.objects:
             raise hf.errors.ObjectNotFoundError(f"cannot read {self.url(key)}: there is no such object")
-        if byte_range is not None:
-            if (byte_range.start or 0) >= max(1, len(found)):
-                self._request()
-                raise hf.DamagedCheckpointError(f"{self.url(key)} is shorter than expected")
-            found = found[byte_range]
-        self._request(len(found))
-        return found
+        whole = self.objects[key]
+        if byte_range is not None and (byte_range.start or 0) >= max(1, len(whole)):
+            raise hf.DamagedCheckpointError(f"{self.url(key)} is shorter than expected")
+        return whole[byte_range or slice(None)]
 
     def write_object(self, key: str, content: list[bytes]) -> None:
         data = content.pop()
-        self._request(len(data))
+        self._request("write", key, len(data))
         self.objects[key] = data
 
     def remove(self, key: str) -> None:
-        self._request()
+        self._request("remove", key)
         self.objects.pop(key, None)
 
     def list_objects(self, key: str, *, itself: bool) -> list[str]:
-        with self._changes:
-            names = list(self.objects)
-        found = sorted(name for name in names if name.startswith(f"{key}/") or (itself and name == key))
-        for _ in range(0, len(found) + 1, 1000):  # services list that many names at a time
-            self._request()
+        self._request("list", key)
+        found = sorted(name for name in self.objects if name.startswith(f"{key}/") or (itself and name == key))
+        for _ in range(1000, len(found) + 1, 1000):  # services list that many names at a time
+            self._request("list more of", key)
         return found
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
@@ -117,116 +175,152 @@ class SimulatedStore(ObjectStoreBackend):
         return True
 
     def read_generation(self, key: str) -> tuple[bytes | None, Any]:
-        self._request()
+        self._request("read", key, len(self.objects.get(key, b"")))
         return self.objects.get(key), self.objects.get(key)
 
     def write_where(self, key: str, data: bytes | None, generation: Any) -> bool:
-        self._request(len(data or b""))
-        with self._changes:
-            if self.objects.get(key) is not generation:
-                return False
-            if data is None:
-                self.objects.pop(key, None)
-            else:
-                self.objects[key] = bytes(data)
-            return True
-
-
-class Died(BaseException):
-    """A simulated process ends here, without another word."""
+        self._request("write", key, len(data or b""))
+        if self.objects.get(key) is not generation:
+            return False
+        if data is None:
+            self.objects.pop(key, None)
+        else:
+            self.objects[key] = bytes(data)
+        return True
 
 
 class Hub:
-    """The key-value store of the simulated processes, and what it has seen of a save."""
+    """The key-value store in process 0, and what it has seen of a save."""
 
     def __init__(self) -> None:
         self.primary_bytes_out = 0
         self.requests = 0
+        self.most_bytes = 0  # that it has held
         self.written = 0.0  # when the last process had written its share
+        self._bytes = 0
         self._values: dict[str, bytes] = {}
-        self._waiting: dict[str, list[threading.Event]] = {}
-        self._lock = threading.Lock()
+        self._waiting: dict[str, list[SimulatedProcess]] = {}
+        self._gone = False
+        self._free = 0.0  # when it has served all requests
 
-    def put(self, key: str, value: bytes) -> None:
-        with self._lock:
-            self.requests += 1
-            if "/gather/written/" in key:
-                self.written = time.monotonic()
-            self._values[key] = value
-            waiting = self._waiting.pop(key, ())
-        for event in waiting:
-            event.set()
+    def serve(self, process: SimulatedProcess, received: int = 0) -> Actor:
+        """Let a request and its bytes reach the store."""
+        actor = process.actor
+        self.requests += 1
+        actor.elapse(NETWORK if process.index else 0.0)
+        if self._gone:
+            raise ConnectionError("connection reset by peer")
+        actor.elapse(self._served(actor.now, received if process.index else 0) - actor.now)
+        return actor
 
-    def get(self, key: str, process: int, event: threading.Event | None = None) -> bytes | None:
-        """Return a value, or have ``event`` set when it is there."""
-        with self._lock:
-            self.requests += 1
-            value = self._values.get(key)
-            if value is None and event is not None:
-                self._waiting.setdefault(key, []).append(event)
-            if value is not None and process:
-                self.primary_bytes_out += len(value)
+    def _served(self, now: float, nbytes: int) -> float:
+        """Return when a request of so many bytes is served, after those before it."""
+        self._free = max(self._free, now) + SERVICE + nbytes / LINK
+        return self._free
+
+    def put(self, process: SimulatedProcess, key: str, value: bytes) -> None:
+        actor = self.serve(process, len(value))
+        self._bytes += len(value) - len(self._values.get(key, b""))
+        self.most_bytes = max(self.most_bytes, self._bytes)
+        self._values[key] = value
+        if "/gather/written/" in key:
+            self.written = actor.now
+        for other in self._waiting.pop(key, ()):
+            other.actor.wake(self._sent(actor.now, other, value))
+
+    def get(self, process: SimulatedProcess, key: str, timeout: float = 0.0) -> bytes | None:
+        """Return a value, or None if it is not there in time."""
+        actor = self.serve(process)
+        value = self._values.get(key)
+        if value is not None:
+            actor.elapse(self._sent(actor.now, process, value) - actor.now)
             return value
+        if timeout <= 0:
+            return None
+        self._waiting.setdefault(key, []).append(process)
+        if not actor.wait(timeout):
+            self._waiting[key].remove(process)
+        if self._gone:
+            raise ConnectionError("connection reset by peer")
+        return self._values.get(key)
 
-    def delete(self, key: str) -> None:
-        with self._lock:
-            self.requests += 1
-            self._values.pop(key, None)
+    def get_all(self, process: SimulatedProcess, keys: Sequence[str]) -> list[bytes] | None:
+        self.serve(process)
+        found = [self._values[key] for key in keys if key in self._values]
+        return found if len(found) == len(keys) else None
+
+    def delete(self, process: SimulatedProcess, key: str) -> None:
+        self.serve(process)
+        self._bytes -= len(self._values.pop(key, b""))
+
+    def end(self, now: float) -> None:
+        """Close all connections, as a process that dies does."""
+        self._gone = True
+        for processes in self._waiting.values():
+            for process in processes:
+                process.actor.wake(now + NETWORK)
+
+    def _sent(self, now: float, process: SimulatedProcess, value: bytes) -> float:
+        """Return when a value has arrived at a process, and count it if it has left process 0."""
+        if not process.index:
+            return now
+        self.primary_bytes_out += len(value)
+        return self._served(now, len(value)) + NETWORK / 2
 
 
-class SimulatedCoordinator:
-    """One process's connection to the hub; it may die at a point.
+class SimulatedCoordinator(BoundedCoordinator):
+    """One process's connection to the hub, whose calls need no threads, as they end by themselves.
 
     Args:
         hub: The store of all processes.
-        index: Of this process.
+        process: The process.
         count: The number of processes.
-        dies_at: The point of :data:`POINTS` at which it dies; None: it lives.
-        beside: Released when it has written its share.
+        limit: Seconds after which a call has failed if the hub cannot be reached.
     """
 
-    def __init__(self, hub: Hub, index: int, count: int, dies_at: str | None, beside: threading.Semaphore) -> None:
-        self.process_index = index
+    def __init__(self, hub: Hub, process: SimulatedProcess, count: int, limit: float) -> None:
+        self.process_index = process.index
         self.process_count = count
         self._hub = hub
-        self._point = None if dies_at is None else POINTS[dies_at]
-        self._dead = False
-        self._beside = beside
-
-    def _call(self, method: str, key: str) -> None:
-        if self._point is not None and self._point[0] == method and self._point[1] in key:
-            self._dead = True
-        if self._dead:
-            raise Died
+        self._process = process
+        self._limit = limit
 
     def put(self, key: str, value: bytes) -> None:
         self._call("put", key)
-        self._hub.put(key, value)
-        if "/gather/written/" in key:
-            self._beside.release()
+        self._hub.put(self._process, key, value)
 
     def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
         self._call("get", key)
-        event = threading.Event()
-        value = self._hub.get(key, self.process_index, event)
-        if value is None and event.wait(timeout):
-            value = self._hub.get(key, self.process_index)
+        value = self._hub.get(self._process, key, timeout)
         if value is None:
             raise TimeoutError(f"no process stored {key} within {timeout:g} s")
         return value
 
     def try_get(self, key: str) -> bytes | None:
-        self._call("try_get", key)
-        return self._hub.get(key, self.process_index)
+        self._call("try to get", key)
+        return self._hub.get(self._process, key)
 
     def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        self._call("try_get", keys[0])
-        found = [self._hub.get(key, self.process_index) for key in keys]
-        return [value for value in found if value is not None] if None not in found else None
+        self._call("try to get", f"{keys[0]} and others")
+        return self._hub.get_all(self._process, keys)
 
     def delete(self, key: str) -> None:
         self._call("delete", key)
-        self._hub.delete(key)
+        self._hub.delete(self._process, key)
+
+    def run(self, work: Callable[[Coordinator], T], waits: float = 0.0) -> T:
+        return work(self)
+
+    def monotonic(self) -> float:
+        actor = self._process.actor
+        actor.count()
+        return actor.now
+
+    def _call(self, method: str, key: str) -> None:
+        self._process.call(f"{method} {key.partition('/')[2]}")
+        if self._process.suffers("cut off"):
+            self._process.actor.elapse(self._limit)
+            raise ConnectionError(f"it has not answered for {self._limit:g} s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,91 +329,126 @@ class Protocol:
 
     Attributes:
         processes: How many there were.
-        commit_seconds: From the moment at which the last process had written its share until all knew of the commit.
-        primary_bytes_out: Bytes that left process 0 in the save.
-        coordinator_requests: Requests to the key-value store in the save.
-        store_requests: Requests to the object store in the save.
+        save_seconds: From the begin of the save until all knew of the commit, or had given up.
+        commit_seconds: From the moment at which the last process had written its share.
+        primary_bytes_out: Bytes that left process 0.
+        coordinator_requests: Requests to the key-value store.
+        coordinator_bytes: The most that this store has held, in the memory of process 0 or of the launcher.
+        store_requests: Requests to the object store.
         files: Objects of the checkpoint.
         record_bytes: Bytes of its commit record.
-        died: Where one process died; "": none did.
-        told: The error that process 0 raised, if one died.
     """
 
     processes: int
+    save_seconds: float
     commit_seconds: float
     primary_bytes_out: int
     coordinator_requests: int
+    coordinator_bytes: int
     store_requests: int
     files: int
     record_bytes: int
-    died: str = ""
-    told: str = ""
 
 
-def simulate(
-    processes: int, leaves: int = 4, *, latency: float = 0.03, dies_at: str | None = None, timeout: float = 600.0
-) -> Protocol:
-    """Save once with simulated processes, the last of which may die.
+class Simulation:
+    """Processes that save to one store.
 
     Args:
-        processes: How many.
+        count: How many processes there are.
         leaves: How many leaves the tree has; every process writes a chunk of 4 KiB of each.
         latency: Of the object store, in seconds.
-        dies_at: The point of :data:`POINTS` at which the last process dies; None: none dies.
         timeout: Seconds that processes wait for each other.
-
-    Returns:
-        What it took.
+        measured: Whether processor time counts; if not, two runs are the same.
     """
-    hub, store = Hub(), SimulatedStore(latency, bandwidth=100e6)
-    tree = {f"leaf{number}": np.zeros(processes * CHUNK, np.uint8) for number in range(leaves)}
-    errors: dict[int, BaseException] = {}
 
-    beside = threading.Semaphore(BESIDE)
-    coordinators = [
-        SimulatedCoordinator(hub, index, processes, dies_at if index == processes - 1 else None, beside)
-        for index in range(processes)
-    ]
+    def __init__(
+        self,
+        count: int,
+        leaves: int = 4,
+        *,
+        latency: float = 0.03,
+        timeout: float = 600.0,
+        measured: bool = True,
+    ) -> None:
+        self.count = count
+        self.objects: dict[str, bytes] = {}
+        self._tree = {f"leaf{number}": np.zeros(count * CHUNK, np.uint8) for number in range(leaves)}
+        self._latency = latency
+        self._timeout = timeout
+        self._measured = measured
 
-    def run(coordinator: SimulatedCoordinator) -> None:
-        index = coordinator.process_index
+    def save(self, *afflicted: SimulatedProcess) -> tuple[Protocol, list[SimulatedProcess]]:
+        """Save step 1, replacing what an earlier save has left, in new processes.
+
+        Args:
+            *afflicted: The processes to which something happens.
+
+        Returns:
+            What it took, and all processes.
+        """
+        timeline, hub = Timeline(measured=self._measured), Hub()
+        store = SimulatedStore(timeline, self._latency)
+        store.objects = self.objects
+        processes = [SimulatedProcess(index) for index in range(self.count)]
+        for one in afflicted:
+            processes[one.index] = one
+        size = threading.stack_size(STACK)
+        collects = gc.isenabled()
+        gc.disable()  # it would stop one process to look at the objects of all
+        try:
+            for one in processes:
+                one.actor = timeline.start(partial(self._take_part, one, hub, store), one)
+            timeline.run()
+        finally:
+            threading.stack_size(size)
+            if collects:
+                gc.enable()
+        self.objects = store.objects
+        ended = max(one.ended_at for one in processes)
+        objects = {key: data for key, data in self.objects.items() if key.startswith("run/1/")}
+        took = Protocol(
+            processes=self.count,
+            save_seconds=ended,
+            commit_seconds=ended - hub.written,
+            primary_bytes_out=hub.primary_bytes_out,
+            coordinator_requests=hub.requests,
+            coordinator_bytes=hub.most_bytes,
+            store_requests=store.requests,
+            files=len(objects),
+            record_bytes=len(objects.get("run/1/checkpoint.json", b"")),
+        )
+        return took, processes
+
+    def _take_part(self, process: SimulatedProcess, hub: Hub, store: SimulatedStore) -> None:
+        coordinator = SimulatedCoordinator(hub, process, self.count, self._timeout)
         own = PerProcessCheckpointHandler(coordinator=coordinator)
         items = {
-            "state": ItemToSave(hf.PyTreeCheckpointHandler(chunk_bytes=CHUNK), tree),
-            "own": ItemToSave(own, {"generator": np.full(GENERATOR, index % 256, np.uint8)}),
+            "state": ItemToSave(hf.PyTreeCheckpointHandler(chunk_bytes=CHUNK), self._tree),
+            "own": ItemToSave(own, {"generator": np.full(GENERATOR, process.index % 256, np.uint8)}),
         }
         rendezvous = next_rendezvous(coordinator, "save")
         try:
-            save = Save(Location(store, "run/1"), items, overwrite=False, rendezvous=rendezvous, timeout=timeout)
+            save = Save(Location(store, "run/1"), items, overwrite=True, rendezvous=rendezvous, timeout=self._timeout)
             with save.completing():
                 written = save.write()
                 save.commit(None if written is None else CheckpointRecord(items=written, time=0.0, step=1))
-        except (Died, hf.errors.BarrierTimeoutError, hf.errors.PeerFailedError) as error:
-            errors[index] = error
-            beside.release()
+        except (Died, hf.errors.HoldfastError) as error:
+            process.error = error
+        process.actor.count()
+        process.ended_at = process.actor.now
+        if process.suffers("dies") and process.index == 0:
+            hub.end(process.ended_at)
 
-    size, interval = threading.stack_size(STACK), sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH)
-    try:
-        threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in coordinators]
-        for thread in threads:
-            beside.acquire()
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        threading.stack_size(size)
-        sys.setswitchinterval(interval)
-    ended = time.monotonic()
-    objects = {key: data for key, data in store.objects.items() if key.startswith("run/1/")}
-    return Protocol(
-        processes=processes,
-        commit_seconds=ended - hub.written,
-        primary_bytes_out=hub.primary_bytes_out,
-        coordinator_requests=hub.requests,
-        store_requests=store.requests,
-        files=len(objects),
-        record_bytes=len(objects.get("run/1/checkpoint.json", b"")),
-        died=dies_at or "",
-        told="" if 0 not in errors else f"{type(errors[0]).__name__}: {errors[0]}",
-    )
+    def found(self) -> bool:
+        """Return whether the store has a checkpoint; fail if one of its files is missing or has another size."""
+        store = SimulatedStore(Timeline(), self._latency)
+        store.objects = self.objects
+        location = Location(store, "run/1")
+        try:
+            record = read_record(location)
+        except hf.errors.CheckpointNotFoundError:
+            return False
+        for item in record.items.values():
+            for path, file in item.files.items():
+                assert (location / item.folder / path).has_size(file.size), f"{item.folder}/{path} is damaged"
+        return True

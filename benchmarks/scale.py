@@ -7,13 +7,16 @@ measured is what process 0 does and the memory that it takes, fragments included
 Then, opening the checkpoint of such a tree and reading one leaf of it, whose chunks lie in the files of all processes.
 
 Then, the commit: a small tree is saved by the real code, with a thread for each process, to a store in memory whose
-requests take 30 ms (`benchmarks.protocol`). At the end, one of 16 processes dies at each point of a save.
+requests take 30 ms, in simulated time (`benchmarks.protocol`). At the end, one of 16 processes dies, is slow or is cut
+off from process 0, at each call of a save (`benchmarks.faults`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
+import math
 import multiprocessing
 import resource
 import tempfile
@@ -34,7 +37,8 @@ from holdfast.engine.distributed import ProcessInfo
 from holdfast.engine.format import CheckpointRecord, FileRecord, ItemRecord, crc32c, encode_document
 from holdfast.engine.pytree import ArrayLeaf, Part, flatten, to_document
 
-from .protocol import POINTS, Protocol, simulate
+from .faults import Outcome, outcomes
+from .protocol import Protocol, Simulation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -302,21 +306,73 @@ def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def commit_table(results: Sequence[Protocol]) -> str:
-    """Return the simulated commits, one line for each number of processes."""
-    head = ("processes", "commit", "bytes out of process 0", "requests to it", "to the store", "files", "record")
-    rows = [
+    """Return the simulated commits, one line for each number of processes, and how the figures grow with it."""
+    head = (
+        "processes",
+        "save",
+        "commit",
+        "bytes out of process 0",
+        "requests to it",
+        "values in it",
+        "requests to the store",
+        "files",
+        "record",
+    )
+    figures = [
+        (
+            r.save_seconds,
+            r.commit_seconds,
+            r.primary_bytes_out,
+            r.coordinator_requests,
+            r.coordinator_bytes,
+            r.store_requests,
+            r.files,
+            r.record_bytes,
+        )
+        for r in results
+    ]
+    rows: list[Sequence[str]] = [
         (
             f"{r.processes:,}",
+            f"{r.save_seconds:.2f} s",
             f"{r.commit_seconds:.2f} s",
             f"{r.primary_bytes_out / 1e6:.2f} MB",
             f"{r.coordinator_requests:,}",
+            f"{r.coordinator_bytes / 1e6:.2f} MB",
             f"{r.store_requests:,}",
             f"{r.files:,}",
             f"{r.record_bytes / 1e3:.0f} kB",
         )
         for r in results
     ]
+    counts = [r.processes for r in results]
+    if len(set(counts)) > 1:
+        powers = [power(counts, column) for column in zip(*figures, strict=True)]
+        rows.append(("grows as", *(f"P^{found:.2f}" for found in powers)))
+        rows.append((f"P log P: P^{power(counts, [p * math.log(p) for p in counts]):.2f}", *[""] * len(powers)))
     return aligned(head, rows)
+
+
+def power(counts: Sequence[int], values: Sequence[float]) -> float:
+    """Return the exponent with which values grow, from the smallest number of processes to the largest."""
+    (fewest, first), (most, last) = min(zip(counts, values, strict=True)), max(zip(counts, values, strict=True))
+    return math.log(last / first) / math.log(most / fewest)
+
+
+def fault_table(found: Sequence[Outcome]) -> str:
+    """Return what came of the saves in which something happened to processes, a line for each kind of outcome."""
+    rows = [
+        (
+            one.what,
+            f"{one.points}",
+            f"{one.first} ... {one.last}" if one.last != one.first else one.first,
+            one.told or "nothing",
+            f"{one.seconds:.1f} s",
+            "yes" if one.committed else "no",
+        )
+        for one in found
+    ]
+    return aligned(("what happens", "calls", "from the call on", "the others are told", "after", "committed"), rows)
 
 
 def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] = print) -> None:
@@ -331,7 +387,7 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
     parser.add_argument(
         "--leaves", type=int, default=10_000, help=f"leaves of the tree, at most {CHUNKS:,} chunks in all"
     )
-    parser.add_argument("--patience", type=float, default=2.0, help="seconds that processes wait for one that died")
+    parser.add_argument("--patience", type=float, default=600.0, help="seconds that processes wait for each other")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each number of processes")
     options = parser.parse_args(arguments)
     plans, opened, commits = [], [], []
@@ -339,7 +395,7 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
         leaves = min(options.leaves, CHUNKS // count)
         plans.append(measure_apart(count, leaves))
         opened.append(open_apart(count, leaves))
-        commits.append(simulate(count))
+        commits.append(Simulation(count).save()[0])
         if options.json:
             write(json.dumps(asdict(plans[-1]) | asdict(opened[-1]) | asdict(commits[-1])))
     if options.json:
@@ -360,10 +416,12 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
     write(aligned(("processes", "leaves", "processor time", "bytes read", "memory"), rows))
     write("\nThe commit of a small tree with a generator of each process; the store takes 30 ms for a request")
     write(commit_table(commits))
-    write(f"\nOne of 16 processes dies; the others wait for {options.patience:g} s at most")
-    for point in POINTS:
-        found = simulate(16, dies_at=point, timeout=options.patience)
-        write(f"{point}: {found.told or 'committed'}, {found.commit_seconds:.1f} s after the last share was written")
+    write(
+        f"\nSomething happens to one of 16 processes at each of its calls; the others wait for {options.patience:g} s"
+    )
+    logging.getLogger("holdfast").setLevel(logging.ERROR)  # the warnings of saves that are meant to fail
+    write(fault_table(list(outcomes(timeout=options.patience))))
+    write("After each of them, the checkpoint was whole or did not exist, and the next save was committed.")
 
 
 if __name__ == "__main__":

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from .coordinators import Alone, Coordinator, ProcessInfo, current_coordinator, shares_machine
 from .process_group import ProcessGroup, run_on_primary
-from .rendezvous import Rendezvous, next_rendezvous
+from .rendezvous import BoundedCoordinator, Rendezvous, next_rendezvous

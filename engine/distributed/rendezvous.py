@@ -61,6 +61,10 @@ class BoundedCoordinator:
     def delete(self, key: str) -> None:
         self.run(lambda store: store.delete(key))
 
+    def monotonic(self) -> float:
+        """Return the seconds on the clock by which deadlines are measured."""
+        return time.monotonic()
+
     def run(self, work: Callable[[Coordinator], T], waits: float = 0.0) -> T:
         """Make several calls with one deadline; ``waits`` are the seconds that they may wait for other processes."""
         if self.process_count == 1:
@@ -142,7 +146,9 @@ class Rendezvous:
     ) -> None:
         self.name = name
         self._within = within
-        self.coordinator = BoundedCoordinator(coordinator, limit)
+        self.coordinator = (
+            coordinator if isinstance(coordinator, BoundedCoordinator) else BoundedCoordinator(coordinator, limit)
+        )
         self.index = coordinator.process_index
         self.count = coordinator.process_count
         self._prefix = quote(name, safe="")
@@ -161,7 +167,7 @@ class Rendezvous:
             self._put(key, value)
             return value
         try:
-            return self._get(key, 0, _deadline(timeout))
+            return self._get(key, 0, self._deadline(timeout))
         except TimeoutError:
             raise self._timeout(topic, timeout, [0]) from None
 
@@ -184,7 +190,7 @@ class Rendezvous:
             self._put(together, made)
             return made
         try:
-            return self._get(together, 0, _deadline(timeout))
+            return self._get(together, 0, self._deadline(timeout))
         except TimeoutError:
             missing = self._missing("summarize", topic, range(self.count))
             raise self._timeout(topic, timeout, missing or [0]) from None
@@ -227,6 +233,9 @@ class Rendezvous:
             self._closed = True
             _retire(self.coordinator, self._prefix, self._stored, self._deleted)
 
+    def _deadline(self, timeout: float) -> float:
+        return self.coordinator.monotonic() + timeout
+
     def _key(self, operation: str, topic: str, process: int, *, again: bool = False) -> str:
         key = f"{self._prefix}/{operation}/{quote(topic, safe='')}/{process}"
         if not again:
@@ -259,9 +268,9 @@ class Rendezvous:
 
     def _wait(self, key: str, deadline: float) -> bytes:
         pause, longest = _FIRST_WAIT, max(_LONGEST_WAIT, self.count * _WAIT_PER_PROCESS)
-        began = time.monotonic()
+        began = self.coordinator.monotonic()
         while True:
-            now = time.monotonic()
+            now = self.coordinator.monotonic()
             remaining = deadline - now
             try:
                 with self._connected():
@@ -274,7 +283,7 @@ class Rendezvous:
 
     def _collect(self, operation: str, topic: str, timeout: float, *, discard: bool) -> list[bytes]:
         """Wait on process 0 for the values of all other processes."""
-        deadline = _deadline(timeout)
+        deadline = self._deadline(timeout)
         awaited = [self._key(operation, topic, process) for process in range(1, self.count)]
         values: list[bytes] = []
         at_once = 1  # Each request that finds all its values is followed by one for twice as many.
@@ -331,10 +340,6 @@ class Rendezvous:
             "check their logs, or raise the timeout if they are only slow"
         )
         return BarrierTimeoutError(message, missing)
-
-
-def _deadline(timeout: float) -> float:
-    return time.monotonic() + timeout
 
 
 def _retire(bounded: BoundedCoordinator, prefix: str, keys: Sequence[str], deleted: set[str]) -> None:

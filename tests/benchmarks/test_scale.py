@@ -51,10 +51,9 @@ def test_the_command(scale: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
     monkeypatch.setattr(scale, "open_apart", open_here)
     lines: list[str] = []
-    scale.main(["--processes", "3", "--processes", "5", "--leaves", "50", "--patience", "1"], lines.append)
-    assert [len(text.splitlines()) for text in lines[1:6:2]] == [3, 3, 3]
-    assert lines[-1].startswith("before it learns of the commit: committed")
-    assert all("BarrierTimeoutError" in text and "process 15 of 16" in text for text in lines[-3:-1])
+    monkeypatch.setattr(scale, "outcomes", lambda timeout: [])
+    scale.main(["--processes", "3", "--processes", "5", "--leaves", "50"], lines.append)
+    assert [len(text.splitlines()) for text in lines[1:6:2]] == [3, 3, 5]
     lines.clear()
     scale.main(["--processes", "3", "--leaves", "50", "--json"], lines.append)
     facts = json.loads(lines[0])
@@ -62,3 +61,43 @@ def test_the_command(scale: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert 3 * 12 * 64 * 4 < facts["open_bytes"] < 200_000
     assert facts["files"] == 3 + 3 + 3 * 4 + 1  # data files, the tree's own, those of each process, the record
     assert 0 < facts["primary_bytes_out"] < 3000
+
+
+def test_a_save_of_many_processes_takes_simulated_seconds(scale: Any) -> None:
+    simulation = importlib.import_module("benchmarks.protocol").Simulation
+    few, _ = simulation(4, latency=30.0, measured=False).save()
+    more, processes = simulation(32, latency=30.0, measured=False).save()
+    # Ten requests to the store wait for each other; five of them follow after the last share.
+    assert 300 < few.save_seconds < more.save_seconds < 301
+    assert 150 < few.commit_seconds < more.commit_seconds < 151
+    assert (more.processes, more.files) == (32, 32 + 3 + 32 * 4 + 1)
+    assert more.primary_bytes_out < 11 * few.primary_bytes_out  # there are 31 others instead of three
+    assert not any(process.error for process in processes)
+    again, _ = simulation(4, latency=30.0, measured=False).save()
+    assert (again.coordinator_requests, again.store_requests) == (few.coordinator_requests, few.store_requests)
+
+
+def test_whatever_happens_to_a_process_at_any_call_the_checkpoint_is_whole_or_there_is_none(scale: Any) -> None:
+    faults = importlib.import_module("benchmarks.faults")
+    found = list(faults.outcomes(3, timeout=20.0))
+    told = [(one.what, one.told, one.committed) for one in found]
+    assert told == [
+        ("process 0 dies", "PeerFailedError", False),
+        ("process 0 dies", "PeerFailedError", True),
+        ("process 2 dies", "BarrierTimeoutError", False),
+        ("process 2 dies", "", True),
+        ("process 2 is slow", "", True),
+        ("process 2 hangs", "BarrierTimeoutError", False),
+        ("process 2 hangs", "", True),
+        ("process 2 is cut off", "BarrierTimeoutError", False),
+        ("process 2 is cut off", "", True),
+        ("processes 1 to 2 are cut off", "BarrierTimeoutError", False),
+        ("processes 1 to 2 are cut off", "", True),
+    ]
+    assert found[0].last == "write run/1/checkpoint.json"
+    assert found[2].last == "put gather/written/2"
+    assert "process 2 of 3 did not reach 'written' within 20 s" in found[2].message
+    assert 20 < found[2].seconds < 22
+    lines = scale.fault_table(found).splitlines()
+    assert len(lines) == 12
+    assert lines[1].split()[:4] == ["process", "0", "dies", str(found[0].points)]
