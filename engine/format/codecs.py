@@ -104,9 +104,9 @@ def compress_chunks(chunks: Sequence[NDArray[np.uint8]], level: int) -> list[byt
     return [frame + crc32c(frame).to_bytes(4, "little") for frame in frames]
 
 
-def decompress(frame: bytes | NDArray[np.uint8], limit: int) -> bytes:
-    """Decompress one zstd frame without holding the interpreter; take only the memory that its content needs."""
-    return b"".join(_parts(frame, limit))
+def decompress(data: bytes | NDArray[np.uint8], limit: int, *, frames: int = 1) -> bytes:
+    """Decompress up to so many zstd frames without holding the interpreter; take only the memory of their content."""
+    return b"".join(_parts(data, limit, frames))
 
 
 def decompress_exactly(
@@ -141,28 +141,32 @@ def _promised(frame: bytes | NDArray[np.uint8]) -> int | None:
     return size
 
 
-def _parts(frame: bytes | NDArray[np.uint8], limit: int) -> Iterator[bytes]:
-    """Generate the content of a frame in parts that stay in the processor's cache."""
+def _parts(frame: bytes | NDArray[np.uint8], limit: int, frames: int = 1) -> Iterator[bytes]:
+    """Generate the content of a frame, or of several, in parts that stay in the processor's cache."""
     promised = _promised(frame)
     if promised is not None and promised > limit:
         raise DamagedCheckpointError(f"its zstd frame promises {promised} bytes, more than the limit of {limit}")
     zstd = _zstd()
-    # A frame that needs a larger window is refused.
-    decompressor = zstd.ZstdDecompressor(options={int(zstd.DecompressionParameter.window_log_max): 27})
     data = frame if isinstance(frame, bytes) else frame.data
     left = limit
-    while not decompressor.eof:
-        try:
-            part = decompressor.decompress(data, min(left + 1, _PART))
-        except zstd.ZstdError as error:
-            raise DamagedCheckpointError(f"its zstd frame cannot be decompressed ({error})") from error
-        left -= len(part)
-        if left < 0:
-            raise DamagedCheckpointError(f"its zstd frame holds more than the limit of {limit} bytes")
-        if decompressor.needs_input and not decompressor.eof:
+    for _ in range(frames):
+        # A frame that needs a larger window is refused.
+        decompressor = zstd.ZstdDecompressor(options={int(zstd.DecompressionParameter.window_log_max): 27})
+        while not decompressor.eof:
+            try:
+                part = decompressor.decompress(data, min(left + 1, _PART))
+            except zstd.ZstdError as error:
+                raise DamagedCheckpointError(f"its zstd frame cannot be decompressed ({error})") from error
+            left -= len(part)
+            if left < 0:
+                raise DamagedCheckpointError(f"its zstd frame holds more than the limit of {limit} bytes")
+            if decompressor.needs_input and not decompressor.eof:
+                break
+            yield part
+            data = b""  # the decompressor keeps what it has not read yet
+        data = decompressor.unused_data
+        if not decompressor.eof or not data:
             break
-        yield part
-        data = b""  # the decompressor keeps what it has not read yet
     if not decompressor.eof or decompressor.unused_data:
         raise DamagedCheckpointError("its zstd frame does not end where the data does")
 

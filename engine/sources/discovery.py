@@ -94,7 +94,7 @@ _FORMATS: tuple[_Entry, ...] = (
     _Entry("flax", files=("checkpoint", "checkpoint_[0-9]*", "*.msgpack"), steps=("checkpoint_[0-9]*",)),
     _Entry("orbax.tree", inside=("manifest.ocdbt",)),
     _Entry("rllib", inside=("*state.pkl", "*state.msgpack"), steps=("checkpoint_[0-9]*",)),
-    _Entry("torch.dcp", inside=(".metadata",)),
+    _Entry("torch.dcp", inside=(".metadata", "*.distcp")),
     _Entry("safetensors", inside=("*.safetensors", "*.safetensors.index.json"), files=("*",)),
     _Entry("array_files", files=("*.npz", "*.keras", "*.h5", "*.hdf5")),
     _Entry("torch.files", files=("*",), steps=("*.ckpt",)),

@@ -186,11 +186,13 @@ class StoredPart:
     is_intact: Callable[[Bytes], bool] | None = None
     # A function of the elements that were read, such as a conjugation, or None.
     finish: Callable[[NDArray[Any]], NDArray[Any]] | None = None
+    # Returns the elements in stored bytes that are not the elements themselves, such as compressed ones.
+    decode: Callable[[Bytes], NDArray[Any]] | None = None
 
     def within(self, box: Box) -> StoredPart | None:
-        """Return the part of this one in a box, all of it where a checksum covers all; None if there is none."""
+        """Return the part of this one in a box; all of it where a checksum covers all, or it is compressed."""
         common = box.common(Box.at(self.start, self.shape))
-        if common is None or self.is_intact is not None:
+        if common is None or self.is_intact is not None or self.decode is not None:
             return None if common is None else self
         strides = self.strides or tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
         steps = list(zip(common.start, common.stop, self.start, strides, strict=True))
@@ -212,6 +214,8 @@ class StoredPart:
             raise DamagedCheckpointError(
                 f"{self.length} bytes at offset {self.offset} do not have the checksum in the file"
             )
+        if self.decode is not None:
+            return self.decode(data)
         if 0 in self.shape:
             return np.zeros(self.shape, self.dtype.newbyteorder("="))
         last = (

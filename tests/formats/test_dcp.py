@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import io
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,11 +14,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.processes.harness import Process, run_processes
+from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
 import holdfast as hf
 from holdfast.engine.arrays import load_tree
+from holdfast.engine.format import compress_chunks
 from holdfast.engine.sources.stored import StoredTree
 from holdfast.engine.storage import as_location
 from holdfast.integrations.formats.torch import dcp as format_module
@@ -105,29 +109,184 @@ def test_a_selection_reads_nothing_else(tmp_path: Path) -> None:
     assert [problem.leaf for problem in opened(path).verify()] == ["a"]
 
 
-def save_tensors(process: Process, folder: str) -> None:
+WHOLE = np.arange(35, dtype=np.float32).reshape(7, 5)
+
+
+def placed(process: Process) -> dict[str, Any]:
+    """Make tensors that are divided in every way among two or four processes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (process.count,))
-    whole = torch.arange(35.0).reshape(7, 5)
-    state = {
-        "rows": distribute_tensor(whole, mesh, [Shard(0)]),
-        "columns": distribute_tensor(whole, mesh, [Shard(1)]),
-        "replicated": distribute_tensor(whole, mesh, [Replicate()]),
-        "plain": torch.ones(2),
+    mesh = init_device_mesh("cpu", (2, process.count // 2), mesh_dim_names=("replicas", "parts"))
+    placements: dict[str, Any] = {
+        "rows": [Shard(0), Shard(0)],
+        "columns": [Replicate(), Shard(1)],
+        "both": [Shard(0), Shard(1)],
+        "replicated": [Replicate(), Replicate()],
     }
+    whole = torch.from_numpy(WHOLE)
+    return {name: distribute_tensor(whole, mesh, one) for name, one in placements.items()}
+
+
+def save_tensors(process: Process, folder: str) -> None:
+    state = {"model": placed(process), "plain": torch.ones(2), "step": 7}
     cast("Any", dcp).save(state, checkpoint_id=f"{folder}/dcp")
+    cast("Any", dcp).async_save(state, checkpoint_id=f"{folder}/async").result()
 
 
-def test_tensors_that_two_processes_saved(tmp_path: Path) -> None:
-    run_processes(save_tensors, 2, str(tmp_path), backend="torch")
+@pytest.mark.parametrize("processes", [2, 4])
+def test_tensors_that_several_processes_saved(tmp_path: Path, processes: int) -> None:
+    run_processes(save_tensors, processes, str(tmp_path), backend="torch")
 
-    found = loaded(tmp_path / "dcp")
+    for name in ("dcp", "async"):
+        found = loaded(tmp_path / name)
+        assert all(np.array_equal(array, WHOLE) for array in found["model"].values())
+        assert (found["plain"].tolist(), found["step"]) == ([1, 1], 7)
+        assert len(list((tmp_path / name).glob("*.distcp"))) == processes
 
-    whole = np.arange(35, dtype=np.float32).reshape(7, 5)
-    assert all(np.array_equal(found[name], whole) for name in ("rows", "columns", "replicated"))
-    assert len(list((tmp_path / "dcp").glob("*.distcp"))) > 1
+
+# ---- without collectives: each process has its own metadata, and a copy of what all have
+
+
+def save_alone(process: Process, folder: str) -> None:
+    common = {"model": placed(process), "plain": torch.ones(2), "step": 7, "list": [1, "a"]}
+    own = {"own": torch.full((2,), process.index), "rng": process.index, "any": (3, torch.ones(1))[process.index % 2]}
+    state = {**common, **own}
+    cast("Any", dcp).save(state, checkpoint_id=f"{folder}/dcp", use_collectives=False)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{} processes".format)
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    run_processes(save_alone, request.param, str(folder), backend="torch")
+    return folder / "dcp"
+
+
+@pytest.mark.needs("torch", "2.9")
+def test_what_each_process_saved_without_the_others_is_joined(alone: Path, tmp_path: Path) -> None:
+    common = ["model/**", "plain", "step", "list/*"]
+
+    found = hf.load(alone, select=common)
+
+    assert all(np.array_equal(found["model"][name], WHOLE) for name in ("rows", "columns", "both", "replicated"))
+    assert (found["plain"].tolist(), found["step"], found["list"]) == ([1, 1], 7, [1, "a"])
+    with pytest.raises(
+        hf.errors.UnsupportedLeafError, match=r"rng: a value that differs.*\n.*any: a value that differs"
+    ):
+        hf.load(alone)
+    with pytest.raises(
+        hf.errors.UnsupportedLeafError, match=r"tensor 'own' in __1_0.distcp differs .* __0_0.distcp.*sel"
+    ):
+        hf.load(alone, select="own")
+
+
+@pytest.mark.needs("torch", "2.9")
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("__0.metadata", r"__0.metadata is missing.*copy them here"),
+        ("__1.metadata", r"model/rows: the parts do not hold as many elements|__1.metadata is missing"),
+        ("__1_0.distcp", r"__1_0.distcp is missing"),
+    ],
+)
+def test_lost_files_of_a_process_are_noticed(alone: Path, tmp_path: Path, lost: str, message: str) -> None:
+    shutil.copytree(alone, tmp_path / "dcp")
+    (tmp_path / "dcp" / lost).unlink()
+
+    with pytest.raises(hf.DamagedCheckpointError, match=message) as raised:
+        hf.load(tmp_path / "dcp", select="model/rows")
+
+    assert str(tmp_path / "dcp") in str(raised.value)
+
+
+def test_a_save_that_did_not_finish(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"x": torch.ones(3)})
+    (path / ".metadata").unlink()
+
+    with pytest.raises(
+        hf.CheckpointNotFoundError, match=r"dcp: torch.distributed.checkpoint did not finish .* another"
+    ):
+        hf.load(path)
+
+
+# ---- extensions
+
+
+class Zstd(StreamTransformExtension):
+    """The extension ZStandard of torch, without the package that it needs."""
+
+    def __init__(self, ending: bytes = b"") -> None:
+        self.ending = ending
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.zstd"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Zstd:
+        return Zstd()
+
+    def get_descriptor(self) -> str:
+        return "stream.zstd/1"
+
+    def transform_to(self, output: Any) -> Any:
+        ending = self.ending
+
+        class Compressed(io.BytesIO):
+            def close(self) -> None:
+                if not self.closed:
+                    output.write(compressed(self.getvalue()) + ending)
+                super().close()
+
+        return Compressed()
+
+    def transform_from(self, input: Any) -> Any:  # noqa: A002
+        raise NotImplementedError
+
+
+def compressed(data: bytes) -> bytes:
+    return compress_chunks([np.frombuffer(data, np.uint8)], 3)[0][:-4]  # without the checksum
+
+
+EMPTY_FRAME = compressed(b"")  # pyzstd writes one behind each tensor, zstandard does not
+
+
+@pytest.mark.needs("torch", "2.7")
+@pytest.mark.parametrize("ending", [b"", EMPTY_FRAME], ids=["zstandard", "pyzstd"])
+def test_compressed_entries(tmp_path: Path, ending: bytes) -> None:
+    tensors = {
+        "x": torch.arange(3000.0).reshape(30, 100),
+        "zeros": torch.zeros(1 << 19),
+        "turned": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(),
+        "empty": torch.ones(0, 3),
+    }
+    state = {**tensors, "step": 7, "set": {"a"}}
+    writer = FileSystemWriter(tmp_path / "dcp", _extensions=[Zstd(ending)])
+    cast("Any", dcp).save(state, storage_writer=writer)
+
+    found = loaded(tmp_path / "dcp", like={**state, "set": ...})
+
+    assert (found["step"], found["set"]) == (7, {"a"})
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    with hf.open(tmp_path / "dcp") as tree:
+        assert tree["x"][3, 10:12].tolist() == [310, 311]
+    assert opened(tmp_path / "dcp").verify() == []
+
+
+@pytest.mark.needs("torch", "2.7")
+def test_damage_of_compressed_entries(tmp_path: Path) -> None:
+    state = {"x": torch.rand(1000), "y": 1}
+    cast("Any", dcp).save(state, storage_writer=FileSystemWriter(tmp_path / "dcp", _extensions=[Zstd()]))
+    data = tmp_path / "dcp" / "__0_0.distcp"
+    whole = data.read_bytes()
+    data.write_bytes(whole[:2000] + bytes([whole[2000] ^ 1]) + whole[2001:])
+
+    assert [problem.leaf for problem in opened(tmp_path / "dcp").verify()] == ["x"]
+    with pytest.raises(hf.DamagedCheckpointError, match=r"x: .*__0_0.distcp"):
+        loaded(tmp_path / "dcp")
+    data.write_bytes(whole[:2000])
+    with pytest.raises(hf.DamagedCheckpointError, match=r"__0_0.distcp"):
+        loaded(tmp_path / "dcp")
 
 
 # ---- damage
@@ -155,7 +314,7 @@ CHANGES = {
     "past the end": lambda m: setattr(storage(m), "offset", 1 << 40),
     "negative": lambda m: setattr(storage(m), "offset", -1),
     "elsewhere": lambda m: setattr(storage(m), "offset", storage(m).offset + 1),
-    "extension": lambda m: setattr(storage(m), "transform_descriptors", ["zstd"]),
+    "extension": lambda m: setattr(storage(m), "transform_descriptors", ["stream.secret/1"]),
     "no place": lambda m: m.storage_data.clear(),
     "larger": lambda m: setattr(tensor(m), "size", torch.Size([5, 4])),
     "huge": lambda m: setattr(tensor(m), "size", torch.Size([1 << 50, 4])),

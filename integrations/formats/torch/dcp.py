@@ -3,28 +3,60 @@
 ``.metadata`` is a pickle of dataclasses of ``torch.distributed.checkpoint.metadata`` and ``.filesystem``; only their
 names and attributes are read, nothing is imported. Nested keys are restored where the metadata has their paths, as the
 default planner writes them; elsewhere an entry's whole name is one key.
+
+Processes that saved without agreeing on a plan (``use_collectives=False``) each wrote ``__<rank>.metadata``, and a copy
+of what all of them had. Their parts together are the tree, and copies must be equal.
 """
 
 from __future__ import annotations
 
+import io
+import itertools
+import re
+import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ....engine.arrays import naming
-from ....engine.errors import DamagedCheckpointError, ObjectNotFoundError
-from ....engine.sources import Path, SingleTree, StoredArray, StoredPart, StoredTree, entry_size, nested
+from ....engine.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    ObjectNotFoundError,
+    UnsupportedLeafError,
+)
+from ....engine.format import decompress
+from ....engine.sources import (
+    Bytes,
+    Path,
+    SingleTree,
+    StoredArray,
+    StoredPart,
+    StoredTree,
+    Unreadable,
+    entry_size,
+    nested,
+)
 from ....engine.storage import DataReader, Location
 from ..safetensors import read_header
-from .files import NoArchive, TorchArchive, read_object, without_objects
-from .objects import BUILDERS, sizes, torch_dtype
+from .files import NoArchive, TorchArchive, opened, read_object, without_objects
+from .objects import BUILDERS, TorchDType, sizes, torch_dtype
 from .pickles import Inert, shown, unpickle
 
 METADATA = ".metadata"
+_DATA = ".distcp"
+_OF_RANK = re.compile(r"__([0-9]{1,9})\.metadata")
 _METADATA_LIMIT = 1 << 30  # bytes
 _OPEN_FILES = 32
 _LARGEST = 1 << 62
+_ZSTD = "stream.zstd/1"  # torch's extension ZStandard, in any version that is compatible with the first
+_FRAMES = 8  # of an entry: one, and the empty ones that writers add when they are flushed
+_RATIO = 1 << 16  # bytes that a compressed byte can stand for
+_ARCHIVE = 1 << 20  # bytes that an archive of one tensor may have besides the elements
 
 Ints = tuple[int, ...]
 
@@ -35,21 +67,50 @@ class Extent(NamedTuple):
     file: str
     offset: int
     length: int
+    is_compressed: bool
 
 
 # By the name of an entry and the index of the first element of a part; None for an object that is no tensor.
 Places = Mapping[tuple[str, Ints | None], Extent]
 
 
+class _Tensor(NamedTuple):
+    """A tensor, as far as one file of metadata knows it."""
+
+    shape: Ints
+    dtype: TorchDType
+    parts: Mapping[tuple[Ints, Ints], Extent]  # by their first indices and shapes
+
+
 def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
-    if METADATA not in names:
+    files = [METADATA] if METADATA in names else _files_of_ranks(location, names)
+    if not files and not any(name.endswith(_DATA) for name in names):
         return None
-    content = (location / METADATA).read_bytes(limit=_METADATA_LIMIT)
-    if b"torch.distributed.checkpoint" not in content[:4096]:
+    if not files:
+        raise CheckpointNotFoundError(
+            f"{location}: torch.distributed.checkpoint did not finish saving this checkpoint, or its {METADATA} was "
+            "lost, which says what its other files hold; load another checkpoint"
+        )
+    contents = {file: (location / file).read_bytes(limit=_METADATA_LIMIT) for file in files}
+    if not all(b"torch.distributed.checkpoint" in content[:4096] for content in contents.values()):
         return None
     nbytes = sum(entry_size(location, entry) for entry in location.entries())
-    source = StoredTree.of(location, _Folder(location).tree(content), nbytes)
+    folder = _Folder(location)
+    tree = folder.tree(contents)
+    source = StoredTree.of(location, tree, nbytes * _RATIO if folder.is_compressed else nbytes)
     return SingleTree("torch.distributed.checkpoint", location, source, nbytes)
+
+
+def _files_of_ranks(location: Location, names: frozenset[str]) -> list[str]:
+    """Return the metadata of every process, in their order; refuse them if one is missing."""
+    ranks = {int(match[1]): name for name in names if (match := _OF_RANK.fullmatch(name)) is not None}
+    missing = next(rank for rank in itertools.count() if rank not in ranks)
+    if missing < len(ranks):
+        raise DamagedCheckpointError(
+            f"{location}: each of several processes saved its own metadata here, and __{missing}{METADATA} is missing: "
+            "the save did not finish, or files were lost; copy them here, or load another checkpoint"
+        )
+    return [ranks[rank] for rank in range(missing)]
 
 
 class _Folder:
@@ -59,100 +120,116 @@ class _Folder:
         self._location = location
         self._open: OrderedDict[str, DataReader] = OrderedDict()
         self._headers: dict[tuple[str, int], dict[str, StoredArray]] = {}
+        self.is_compressed = False
 
-    def tree(self, metadata: bytes) -> Any:
-        with naming(self._location / METADATA, " cannot be read"):
-            entries = self._read_metadata(metadata)
+    def tree(self, contents: Mapping[str, bytes]) -> Any:
+        """Return the tree that files of metadata describe."""
+        paths: dict[str, Path] = {}
+        entries: dict[str, list[_Tensor | Extent]] = {}
+        for file, content in contents.items():
+            with naming(self._location / file, " cannot be read"):
+                for name, path, entry in _read_metadata(content):
+                    paths.setdefault(name, path)
+                    entries.setdefault(name, []).append(entry)
+                    places = entry.parts.values() if isinstance(entry, _Tensor) else [entry]
+                    self.is_compressed |= any(place.is_compressed for place in places)
         with naming(self._location):
-            leaves = ((path, self._value(name, content)) for name, path, content in entries)
-            return nested(leaves, root_is_dict=True)
+            return nested(
+                ((paths[name], self._value(name, found)) for name, found in entries.items()), root_is_dict=True
+            )
 
-    def _read_metadata(self, content: bytes) -> list[tuple[str, Path, StoredArray | Extent]]:
-        """Return for every entry its name, its path, and its tensor, or the extent of another object."""
-        metadata = _attributes(unpickle(content, BUILDERS), "Metadata")
-        entries = _dict(metadata.get("state_dict_metadata"), "entries")
-        places = _places(_dict(metadata.get("storage_data"), "places"))
-        planned = metadata.get("planner_data")
-        paths = planned if isinstance(planned, dict) else {}
-        found: list[tuple[str, Path, StoredArray | Extent]] = []
-        for name, entry in entries.items():
-            if type(name) is not str:
-                raise DamagedCheckpointError(f"{shown(name)} is not the name of an entry")
-            kind = entry.name.attribute if isinstance(entry, Inert) else ""
-            if kind not in ("TensorStorageMetadata", "BytesStorageMetadata"):
-                raise DamagedCheckpointError(f"entry {shown(name)} is of the unknown kind {kind:.100}")
-            is_tensor = kind == "TensorStorageMetadata"
-            value = self._tensor(name, _attributes(entry, kind), places) if is_tensor else _place(places, name, None)
-            found.append((name, _path(name, paths.get(name)), value))
-        return found
+    def _value(self, name: str, entries: Sequence[_Tensor | Extent]) -> Any:
+        """Return the value of an entry: a tensor that is not read yet, or another object."""
+        tensors = [entry for entry in entries if isinstance(entry, _Tensor)]
+        objects = [entry for entry in entries if not isinstance(entry, _Tensor)]
+        if tensors and not objects and all(one[:2] == tensors[0][:2] for one in tensors):
+            return self._tensor(name, tensors)
+        with naming(self._location, f": entry {name!r:.200}"):
+            if tensors or any(self._checksums(one) != self._checksums(objects[0]) for one in objects[1:]):
+                return Unreadable(f"a value that differs among the {len(entries)} processes that saved it")
+            return self._object(objects[0])
 
-    def _tensor(self, name: str, facts: Mapping[str, Any], places: Places) -> StoredArray:
-        shape = sizes(facts.get("size"))
-        properties, chunks = facts.get("properties"), facts.get("chunks")
-        state = properties.state if isinstance(properties, Inert) else None
-        dtype = (
-            state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
-        )
-        if not isinstance(chunks, list):
-            raise DamagedCheckpointError(f"entry {shown(name)} has no list of parts")
-        parts: dict[Ints, tuple[Ints, Extent]] = {}  # by the first index: the shape and the extent
-        for chunk in chunks:
-            described = _attributes(chunk, "ChunkStorageMetadata")
-            start, size = sizes(described.get("offsets")), sizes(described.get("sizes"))
-            if len(start) != len(shape) or len(size) != len(shape):
-                raise DamagedCheckpointError(f"a part of entry {shown(name)} does not fit its shape {shape}")
-            if 0 in size:
-                continue  # Processes without elements of the tensor may all name the same place.
-            if start in parts:  # A pickle repeats a part in two bytes, and each would be looked up in its file.
-                raise DamagedCheckpointError(f"entry {shown(name)} has two parts at {start}")
-            parts[start] = size, _place(places, name, start)
-        elements = torch_dtype(dtype)
+    def _tensor(self, name: str, tensors: Sequence[_Tensor]) -> StoredArray:
+        copies: dict[tuple[Ints, Ints], list[Extent]] = {}
+        for tensor in tensors:
+            for box, place in tensor.parts.items():
+                copies.setdefault(box, []).append(place)
+        shape, elements, _ = tensors[0]
         pair = (2,) if elements.paired else ()
 
         def stored() -> list[StoredPart]:
-            return [
-                replace(self._part(name, place, elements.dtype, size + pair), start=start + (0,) * len(pair))
-                for start, (size, place) in parts.items()
-            ]
+            found = []
+            for (start, size), (place, *others) in copies.items():
+                part = self._part(name, place, elements.dtype, size + pair)
+                found.append(replace(part, start=start + (0,) * len(pair)))
+                for other in others:
+                    self._part(name, other, elements.dtype, size + pair)
+                    if self._checksums(other) != self._checksums(place):
+                        raise UnsupportedLeafError(
+                            f"{self._location}: tensor {name!r:.200} in {other.file} differs from that in "
+                            f"{place.file}: each process saved its own, and holdfast cannot tell which one is meant; "
+                            "load the others with select=, or this one with torch.distributed.checkpoint in as many "
+                            "processes"
+                        )
+            return found
 
         return StoredArray(elements.dtype, shape + pair, elements.details, stored)
 
-    def _value(self, name: str, content: StoredArray | Extent) -> Any:
-        if isinstance(content, StoredArray):
-            return content
-        with naming(self._location, f": entry {name!r:.200}"):
-            value, pickle_bytes = self._load(content)
-            return without_objects(value, [], pickle_bytes)
-
-    def _part(self, name: str, place: Extent, dtype: Any, shape: Ints) -> StoredPart:
+    def _part(self, name: str, place: Extent, dtype: np.dtype[Any], shape: Ints) -> StoredPart:
         """Find a tensor in the file that begins at a place: an archive, or a safetensors file that several share."""
-        stored = None
+        if place.is_compressed:
+            return self._compressed_part(name, place, dtype, shape)
         tensors = self._headers.get((place.file, place.offset))
         if tensors is None:
             try:
-                stored, _ = self._load(place)
+                return _checked(name, read_object(self._archive(place), place.file), place, dtype, shape)
             except NoArchive:
                 tensors = read_header(self._reader(place.file), place.file, place.offset).tensors
                 self._headers[place.file, place.offset] = tensors
-        if tensors is not None:
-            stored = tensors.get(name)
-        if not isinstance(stored, StoredArray):
-            raise DamagedCheckpointError(f"{place.file} does not hold the tensor {name!r:.200}")
-        part = stored.whole()
-        if part.shape != shape or part.dtype.newbyteorder("=") != dtype:
-            raise DamagedCheckpointError(
-                f"{place.file}: expected {dtype}{list(shape)}, found {part.dtype}{list(part.shape)}"
-            )
-        return part
+        return _checked(name, tensors.get(name), place, dtype, shape)
 
-    def _load(self, place: Extent) -> tuple[Any, int]:
+    def _compressed_part(self, name: str, place: Extent, dtype: np.dtype[Any], shape: Ints) -> StoredPart:
+        limit = int(np.prod(shape, dtype=object)) * dtype.itemsize + _ARCHIVE
+
+        def decode(data: Bytes) -> NDArray[Any]:
+            content = decompress(data, limit, frames=_FRAMES)
+            part = _checked(name, read_object(TorchArchive(io.BytesIO(content))), place, dtype, shape)
+            return part.array(_bytes_of(part, content))
+
+        start = (0,) * len(shape)
+        return StoredPart(start, shape, place.file, place.offset, place.length, dtype, decode=decode)
+
+    def _object(self, place: Extent) -> Any:
+        if not place.is_compressed:
+            archive = self._archive(place)
+            return without_objects(read_object(archive, place.file), [], len(archive.pickle))
+        content = decompress(self._bytes(place), _METADATA_LIMIT, frames=_FRAMES)
+        archive = TorchArchive(io.BytesIO(content))
+        return _in_memory(without_objects(read_object(archive), [], len(archive.pickle)), content)
+
+    def _archive(self, place: Extent) -> TorchArchive:
+        return TorchArchive(opened(self._whole(place), place.offset, place.length), place.offset)
+
+    def _bytes(self, place: Extent) -> Bytes:
+        return self._whole(place).read(place.offset, place.length)
+
+    def _checksums(self, place: Extent) -> Any:
+        """Return the checksums of what was saved at a place, which copies have in common."""
+        if not place.is_compressed and (place.file, place.offset) not in self._headers:
+            records = self._archive(place).records
+            data = {name: record[1:] for name, record in records.items() if name.startswith("data")}
+            if all(checksum is not None for _, checksum in data.values()):
+                return data
+        return zlib.crc32(self._bytes(place).data)
+
+    def _whole(self, place: Extent) -> DataReader:
+        """Open the file of a place, which must not be cut off."""
         reader = self._reader(place.file)
         if place.offset + place.length > reader.size:
             raise DamagedCheckpointError(
                 f"{place.file} is cut off: expected {place.length} bytes at offset {place.offset}, found {reader.size}"
             )
-        archive = TorchArchive(reader, place.offset, place.length)
-        return read_object(archive, place.file), len(archive.pickle)
+        return reader
 
     def _reader(self, file: str) -> DataReader:
         reader = self._open.pop(file, None)
@@ -167,25 +244,98 @@ class _Folder:
         return reader
 
 
+def _read_metadata(content: bytes) -> list[tuple[str, Path, _Tensor | Extent]]:
+    """Return the name and the path of every entry, and its tensor or the extent of another object."""
+    metadata = _attributes(unpickle(content, BUILDERS), "Metadata")
+    entries = _dict(metadata.get("state_dict_metadata"), "entries")
+    places = _places(_dict(metadata.get("storage_data"), "places"))
+    planned = metadata.get("planner_data")
+    paths = planned if isinstance(planned, dict) else {}
+    found: list[tuple[str, Path, _Tensor | Extent]] = []
+    for name, entry in entries.items():
+        if type(name) is not str:
+            raise DamagedCheckpointError(f"{shown(name)} is not the name of an entry")
+        kind = entry.name.attribute if isinstance(entry, Inert) else ""
+        if kind not in ("TensorStorageMetadata", "BytesStorageMetadata"):
+            raise DamagedCheckpointError(f"entry {shown(name)} is of the unknown kind {kind:.100}")
+        is_tensor = kind == "TensorStorageMetadata"
+        value = _read_tensor(name, _attributes(entry, kind), places) if is_tensor else _place(places, name, None)
+        found.append((name, _path(name, paths.get(name)), value))
+    return found
+
+
+def _read_tensor(name: str, facts: Mapping[str, Any], places: Places) -> _Tensor:
+    shape = sizes(facts.get("size"))
+    properties, chunks = facts.get("properties"), facts.get("chunks")
+    state = properties.state if isinstance(properties, Inert) else None
+    dtype = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
+    if not isinstance(chunks, list):
+        raise DamagedCheckpointError(f"entry {shown(name)} has no list of parts")
+    parts: dict[Ints, tuple[Ints, Extent]] = {}  # by the first index: the shape and the extent
+    for chunk in chunks:
+        described = _attributes(chunk, "ChunkStorageMetadata")
+        start, size = sizes(described.get("offsets")), sizes(described.get("sizes"))
+        if len(start) != len(shape) or len(size) != len(shape):
+            raise DamagedCheckpointError(f"a part of entry {shown(name)} does not fit its shape {shape}")
+        if 0 in size:
+            continue  # Processes without elements of the tensor may all name the same place.
+        if start in parts:  # A pickle repeats a part in two bytes, and each would be looked up in its file.
+            raise DamagedCheckpointError(f"entry {shown(name)} has two parts at {start}")
+        parts[start] = size, _place(places, name, start)
+    return _Tensor(shape, torch_dtype(dtype), {(start, size): place for start, (size, place) in parts.items()})
+
+
+def _checked(name: str, stored: Any, place: Extent, dtype: np.dtype[Any], shape: Ints) -> StoredPart:
+    """Return the stretch of the tensor that was found at a place, which must be the one in the metadata."""
+    if not isinstance(stored, StoredArray):
+        raise DamagedCheckpointError(f"{place.file} does not hold the tensor {name!r:.200}")
+    part = stored.whole()
+    if part.shape != shape or part.dtype.newbyteorder("=") != dtype:
+        raise DamagedCheckpointError(
+            f"{place.file}: expected {dtype}{list(shape)}, found {part.dtype}{list(part.shape)}"
+        )
+    return part
+
+
+def _bytes_of(part: StoredPart, content: bytes) -> Bytes:
+    return np.frombuffer(content, np.uint8, part.length, part.offset)
+
+
+def _in_memory(value: Any, content: bytes) -> Any:
+    """Read the tensors in an object whose file is in memory."""
+    if isinstance(value, StoredArray):
+        part = value.whole()
+        return part.array(_bytes_of(part, content))
+    if isinstance(value, dict):
+        return type(value)((key, _in_memory(item, content)) for key, item in value.items())
+    return type(value)([_in_memory(item, content) for item in value]) if type(value) in (list, tuple) else value
+
+
 def _places(data: Mapping[Any, Any]) -> Places:
     found = {}
     for index, info in data.items():
         key, facts = _attributes(index, "MetadataIndex"), _attributes(info, "_StorageInfo")
         name, offset = key.get("fqn"), key.get("offset")
         file, begin, length = facts.get("relative_path"), facts.get("offset"), facts.get("length")
-        if facts.get("transform_descriptors"):
+        transformed = facts.get("transform_descriptors") or []
+        is_compressed = isinstance(transformed, list) and len(transformed) == 1 and _is_zstd(transformed[0])
+        if transformed and not is_compressed:
             raise DamagedCheckpointError(
-                f"entry {shown(name)} is transformed by an extension, which holdfast does "
-                "not undo; load it with torch.distributed.checkpoint and save it without extensions"
+                f"entry {shown(name)} is transformed by {shown(transformed)}, which holdfast does not undo; load it "
+                "with torch.distributed.checkpoint and save it without extensions"
             )
         if type(file) is not str or file in ("", ".", "..") or any(mark in file for mark in "/\\\0"):
             raise DamagedCheckpointError(f"entry {shown(name)} is in {shown(file)}, which is not a file of its folder")
         if type(begin) is not int or type(length) is not int or not 0 <= begin <= _LARGEST or length < 0:
             raise DamagedCheckpointError(f"entry {shown(name)} has an offset or size that {file} cannot have")
         found[shown(name) if type(name) is not str else name, None if offset is None else sizes(offset)] = Extent(
-            file, begin, length
+            file, begin, length, is_compressed
         )
     return found
+
+
+def _is_zstd(descriptor: Any) -> bool:
+    return isinstance(descriptor, str) and (descriptor == _ZSTD or descriptor.startswith(f"{_ZSTD}."))
 
 
 def _place(places: Places, name: str, start: Ints | None) -> Extent:

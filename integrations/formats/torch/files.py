@@ -64,12 +64,12 @@ class NoArchive(DamagedCheckpointError):  # noqa: N818 - a kind of damage, unles
 
 
 class TorchArchive:
-    """An archive inside a file."""
+    """An archive; its records are at places in the file in which the archive begins at ``offset``."""
 
-    def __init__(self, reader: DataReader, offset: int = 0, length: int | None = None) -> None:
+    def __init__(self, file: BinaryIO, offset: int = 0) -> None:
         self._offset = offset
-        self._size = reader.size - offset if length is None else length
-        file = opened(reader, offset, self._size)
+        self._size = file.seek(0, io.SEEK_END)
+        file.seek(0)
         if file.read(len(ZIP_MAGIC)) != ZIP_MAGIC:
             raise NoArchive("it does not begin as an archive of torch.save does")
         try:
@@ -190,7 +190,7 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
             return None
         size = reader.size
         with naming(location, " cannot be read as a file of torch.save"):
-            archive = TorchArchive(reader)
+            archive = TorchArchive(opened(reader, 0, size))
             tree = read_object(archive)
     is_lightning = isinstance(tree, dict) and _LIGHTNING_VERSION in tree and "state_dict" in tree
     left: list[str] = []
