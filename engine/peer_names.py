@@ -40,7 +40,7 @@ _PEER_NAMES: Mapping[str, str] = {
     "async_options": "here it is save_timeout_secs of CheckpointManagerOptions",
     "todelete_subdir": "leave it out: a step that no rule keeps is deleted at once",
     "todelete_full_path": "leave it out: a step that no rule keeps is deleted at once",
-    "single_host_load_and_broadcast": "leave it out: each process reads only what its devices hold",
+    "single_host_load_and_broadcast": "here it is load_and_broadcast of CheckpointManagerOptions",
     # Arguments of Orbax's handlers:
     "ocdbt_target_data_file_size": "here it is data_file_bytes of PyTreeCheckpointHandler, or of hf.Layout",
     "save_concurrent_gb": "leave it out: a save writes from its snapshot, with a few threads; pinned_bytes limits "

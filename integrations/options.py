@@ -94,6 +94,7 @@ class ProgramOptions(CallbackOptions):
     step_prefix: str | None = None
     save_timeout_secs: Duration = "1h"
     barrier_timeout_secs: Duration = "10m"
+    load_and_broadcast: bool | None = None
 
     def __post_init__(self) -> None:
         if self.hyperparameters not in ("saved", "program"):

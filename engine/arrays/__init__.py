@@ -9,6 +9,7 @@ from .load import leaf_as, leaf_values, load_tree, selected_values, tree_metadat
 from .plan import Layout, batches, check_level, check_size
 from .read import AGGREGATE_LIMIT, AggregateHandler, MsgpackHandler, TreeReader, aggregate_details
 from .reuse import WrittenSteps
+from .shared_reads import ReadPlan, SharedReads, WantedArray
 from .snapshot import KnownTree, Snapshot, StagingBuffer
 from .source import MemoryTree, NamedVariables, PartialTree, SavedLeaf, TreeSource, damaged_leaves
 from .transform import load_transformed_tree

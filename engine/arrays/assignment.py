@@ -1,10 +1,12 @@
-"""Which process writes which chunks of a tree that several processes save together.
+"""Which process writes which chunks of a tree that several processes save together, and which process reads them.
 
 Every chunk lies inside one part of its array, so each process that holds the part can write the chunk. A chunk that one
 process alone holds is written by that process. All other chunks are distributed among their holders so that every
 process writes about the same: groups of few holders first, as they have the least choice, and large chunks before small
 ones. Every process computes the same assignment and need not ask the others. Equal arrays are distributed together, so
 the work depends on the number of classes of arrays, not on the number of chunks.
+
+In a restore, the processes that want a chunk take the place of its holders.
 """
 
 from __future__ import annotations
@@ -113,12 +115,12 @@ class _ChunkBatch:
         return self.array_class.arrays[arrays], self.numbers[chunks]
 
 
-class WriteAssignment:
-    """Every chunk of a tree assigned to one of the processes that hold it."""
+class ChunkAssignment:
+    """Every chunk of some arrays assigned to one of the processes of its group."""
 
-    def __init__(self, catalog: Catalog, processes: int) -> None:
-        self._classes = _array_classes(catalog, processes)
-        self._loads: Integers = np.zeros(processes, np.int64)  # bytes that each process writes
+    def __init__(self, classes: Sequence[ArrayClass], processes: int) -> None:
+        self._classes = classes
+        self._loads: Integers = np.zeros(processes, np.int64)  # bytes that each process writes or reads
         everyone = tuple(range(processes))
         batches: dict[tuple[int, ...], list[_ChunkBatch]] = {}
         for array_class in self._classes:
@@ -191,6 +193,13 @@ class WriteAssignment:
             if moved * 100 <= int(loads.max()):
                 break
         return expected
+
+
+class WriteAssignment(ChunkAssignment):
+    """Every chunk of a tree assigned to one of the processes that hold it."""
+
+    def __init__(self, catalog: Catalog, processes: int) -> None:
+        super().__init__(_array_classes(catalog, processes), processes)
 
 
 def _level(loads: Integers, nbytes: int) -> int:

@@ -40,9 +40,11 @@ from ..pytree import (
     tensor_like,
     unflatten,
     unwrapped_name,
+    wanted_parts,
     with_request,
 )
 from .database import naming
+from .shared_reads import SharedReads
 from .source import SavedLeaf, TreeSource
 
 
@@ -53,10 +55,12 @@ def load_tree(
     select: Patterns | None = None,
     requests: Mapping[str, LeafRequest] | None = None,
     began: Mapping[str, LeafType] | None = None,
+    shared: SharedReads | None = None,
 ) -> Any:
     """Read a tree.
 
-    Each process reads, of an array that is sharded over devices, the parts that its own devices hold. With ``began``,
+    Each process reads, of an array that is sharded over devices, the parts that its own devices hold. With ``shared``,
+    all processes call this together, and read once what several of them need. With ``began``,
     the types of the fresh state that the run began with, the template is the fresh state of the resumed run: the leaves
     are restored as they were saved, those of lists and dictionaries that have grown included.
     """
@@ -75,7 +79,7 @@ def load_tree(
     if like is None:
         leaves = [leaf for leaf, wanted in zip(source.leaves, chosen, strict=True) if wanted]
         tree = source.tree if select is None else source.tree.select(chosen)
-        return tree.build(_values(source, leaves, _requested(source, leaves, requests)))
+        return tree.build(_values(source, leaves, _requested(source, leaves, requests), shared))
     template = like if isinstance(like, Flattened) else flatten(like)
     names = [leaf.name for leaf, wanted in zip(source.leaves, chosen, strict=True) if wanted]
     targets = describe_template(_saved_names(template.names, names), template.values)
@@ -83,7 +87,7 @@ def load_tree(
     if began is not None:
         structure, targets, differs = _resumed(source, structure, targets, chosen, began)
     leaves, targets = _matching(source, targets, chosen, requests, differs)
-    return unflatten(structure, _values(source, leaves, targets))
+    return unflatten(structure, _values(source, leaves, targets, shared))
 
 
 def _resumed(
@@ -294,15 +298,29 @@ def _containers(names: Iterable[str]) -> set[str]:
     return found
 
 
-def _values(source: TreeSource, leaves: Sequence[SavedLeaf], targets: Sequence[LeafTemplate | None]) -> list[Any]:
+def _values(
+    source: TreeSource,
+    leaves: Sequence[SavedLeaf],
+    targets: Sequence[LeafTemplate | None],
+    shared: SharedReads | None = None,
+) -> list[Any]:
     """Read leaves, and make of each what its template asks for; of sharded arrays, read only the parts needed."""
     cuts = _partitions(source, leaves, targets)
-    parts: dict[int, tuple[Partition, Sequence[NDArray[Any]]]] = {}
-    if cuts:
-        found = source.read_boxes([leaves[index] for index in cuts], [cut.stored for cut in cuts.values()])
-        parts = {index: (cut, pieces) for (index, cut), pieces in zip(cuts.items(), found, strict=True)}
-    whole = iter(source.read_leaves([leaf for index, leaf in enumerate(leaves) if index not in parts]))
-    arrays = [None if index in parts else next(whole) for index in range(len(leaves))] if parts else list(whole)
+    read: dict[int, list[NDArray[Any]]] = {}
+    if shared is not None:
+        wanted = [wanted_parts(target, leaf.saved) for leaf, target in zip(leaves, targets, strict=True)]
+        read = shared.read(source, leaves, wanted, {index: cut.stored for index, cut in cuts.items()})
+    own = [index for index in cuts if index not in read]
+    if own:
+        found = source.read_boxes([leaves[index] for index in own], [cuts[index].stored for index in own])
+        read.update(zip(own, found, strict=True))
+    parts = {index: (cut, read.pop(index)) for index, cut in cuts.items()}
+    whole = iter(
+        source.read_leaves([leaf for index, leaf in enumerate(leaves) if index not in parts and index not in read])
+    )
+    arrays: list[NDArray[Any] | None] = [
+        None if index in parts else read[index][0] if index in read else next(whole) for index in range(len(leaves))
+    ]
     saved, names = [leaf.saved for leaf in leaves], [leaf.name for leaf in leaves]
     with naming(source.location):
         return materialize(targets, saved, arrays, names, parts)

@@ -224,6 +224,10 @@ class TreeReader(TreeSource):
     def bytes_read(self) -> int:
         return self._database.bytes_read
 
+    @property
+    def fingerprint(self) -> str:
+        return str(sorted((path, known.size, known.crc32c) for path, known in self._files.items()))
+
     def _refuse(self, problems: Sequence[Problem]) -> None:
         if problems:
             raise damaged_leaves(

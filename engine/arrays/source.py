@@ -99,6 +99,11 @@ class TreeSource(Protocol):
         """Bytes read so far, gaps between chunks included; 0 for a format whose own library reads it."""
         return 0
 
+    @property
+    def fingerprint(self) -> str:
+        """Text that differs where the same path holds another checkpoint; "" for a format that cannot tell."""
+        return ""
+
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
         """Return the shape of the parts in which :meth:`read_boxes` reads an array; by default, all of the array."""
         return leaf.saved.shape or ()
@@ -170,6 +175,10 @@ class PartialTree(TreeSource):
     @property
     def bytes_read(self) -> int:
         return self._source.bytes_read
+
+    @property
+    def fingerprint(self) -> str:
+        return self._source.fingerprint
 
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
         return self._source.chunks(self._originals[leaf.name])

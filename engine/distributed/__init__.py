@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
-from .coordinators import Alone, Coordinator, ProcessInfo, current_coordinator, shares_machine
+from .all_gather import AllGather, Teams, Transport, transport_of
+from .coordinators import (
+    Alone,
+    Coordinator,
+    ProcessInfo,
+    current_coordinator,
+    machine_identity,
+    shares_machine,
+)
 from .process_group import ProcessGroup, run_on_primary
-from .rendezvous import BoundedCoordinator, Rendezvous, next_rendezvous
+from .rendezvous import BoundedCoordinator, Rendezvous, call_within, next_rendezvous

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 _SHORTEST_WAIT = 0.001
@@ -275,6 +277,14 @@ def current_coordinator() -> Coordinator:
 def shares_machine() -> bool:
     """Return whether other processes of this program may run on this machine, by the environment of launchers."""
     return current_coordinator().process_count > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1"
+
+
+def machine_identity() -> str:
+    """Return text that is the same for all processes of a machine, those in containers included."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 class _JaxProgram:

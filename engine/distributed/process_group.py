@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import PeerFailedError, StateError, itemized
+from .all_gather import Transport, transport_of
 from .coordinators import Coordinator, current_coordinator
 from .rendezvous import Rendezvous, next_rendezvous
 
@@ -40,6 +41,10 @@ class ProcessGroup:
     def is_primary(self) -> bool:
         """Whether this is process 0, which does the work that is done once."""
         return self.index == 0
+
+    def transport(self) -> Transport | None:
+        """Return how the processes send arrays to each other; None if this process is alone, or they cannot."""
+        return None if self.alone else transport_of(self._coordinator)
 
     def rendezvous(self, what: str) -> Rendezvous | None:
         """Return the rendezvous for the next joint action, or None if this process is alone."""

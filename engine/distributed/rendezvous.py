@@ -69,28 +69,46 @@ class BoundedCoordinator:
         """Make several calls with one deadline; ``waits`` are the seconds that they may wait for other processes."""
         if self.process_count == 1:
             return work(self.unbounded)
-        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-        def call() -> None:
-            try:
-                answers.put((work(self.unbounded), None))
-            except BaseException as error:  # raised in the thread that waits
-                answers.put((None, error))
-
         limit = min(self._limit, _SECOND_CHANCE) if self.unbounded in _silent else self._limit
-        threading.Thread(target=call, name="holdfast-store", daemon=True).start()
         try:
-            answer, error = answers.get(timeout=waits + limit)
-        except queue.Empty:
+            answer: T = call_within(waits + limit, self._answered, work)
+        except DeadlinePassedError:
             _silent.add(self.unbounded)
             raise ConnectionError(
                 f"it has not answered for {limit:g} s: its process is stopped, or its machine is unreachable"
             ) from None
-        _silent.discard(self.unbounded)
-        if error is not None:
-            raise error
-        value: T = answer
-        return value
+        return answer
+
+    def _answered(self, work: Callable[[Coordinator], T]) -> T:
+        try:
+            return work(self.unbounded)
+        finally:
+            _silent.discard(self.unbounded)
+
+
+class DeadlinePassedError(Exception):
+    """A call has not returned in time; its thread was abandoned."""
+
+
+def call_within(seconds: float, work: Callable[..., T], *inputs: Any) -> T:
+    """Call a function that may wait without a deadline in a thread, and raise DeadlinePassedError at the deadline."""
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def call() -> None:
+        try:
+            answers.put((work(*inputs), None))
+        except BaseException as error:  # raised in the thread that waits
+            answers.put((None, error))
+
+    threading.Thread(target=call, name="holdfast-store", daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise DeadlinePassedError(f"no answer for {seconds:g} s") from None
+    if error is not None:
+        raise error
+    value: T = answer
+    return value
 
 
 _logger = logging.getLogger("holdfast")

@@ -25,7 +25,7 @@ T = TypeVar("T")
 Files = Mapping[str, FileRecord]  # the files of an item by their path in its folder, as the commit record lists them
 
 # Arguments that the engine passes to handlers, and callers of a checkpointer do not.
-_INTERNAL = frozenset({"snapshot", "member", "reuse", "files", "source"})
+_INTERNAL = frozenset({"snapshot", "member", "reuse", "files", "source", "shared"})
 
 
 class SaveFuture(Protocol):
@@ -56,12 +56,20 @@ class CheckpointHandler(abc.ABC):
         collective: Whether every process of a program takes part in a save; otherwise only process 0 calls the handler.
         optional: Whether a checkpoint may be saved without the item, and restored without it where it was saved.
         verifies: Whether restoring checks what it reads. Otherwise all files are compared with their digests before.
+        shares_reads: Whether :meth:`restore` takes ``shared=``, with which all processes of a program read once what
+            several of them need; a subclass that defines another ``restore`` says so itself.
     """
 
     kind = "files"
     collective = False
     optional = False
     verifies = False
+    shares_reads = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "restore" in vars(cls) and "shares_reads" not in vars(cls):
+            cls.shares_reads = False
 
     @abc.abstractmethod
     def save(self, directory: Location, item: Any, **kwargs: Any) -> Files | None:

@@ -14,6 +14,7 @@ from ..arrays import (
     KnownTree,
     Layout,
     MsgpackHandler,
+    SharedReads,
     Snapshot,
     StagingBuffer,
     TreePlan,
@@ -82,6 +83,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
     divides = True
     reuses = True
     verifies = True
+    shares_reads = True
 
     def __init__(
         self,
@@ -213,6 +215,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         torch_tensors: bool = False,
         as_saved: bool | Collection[str] = False,
         source: TreeSource | None = None,
+        shared: SharedReads | None = None,
         **kwargs: Any,
     ) -> Any:
         """Read a tree.
@@ -240,6 +243,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 template, arrays of jax become arrays of jax again where the program has imported it; a list of keys of
                 the root restricts that to what lies below them.
             source: The tree of another library, instead of the one in the folder.
+            shared: The reads of all processes of the program, from a manager: what several of them need is read once.
             **kwargs: Must be empty.
 
         Returns:
@@ -287,7 +291,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 )
             else:
                 began = reader.began() if as_saved and type(reader) is TreeReader else None
-                tree = load_tree(reader, like=template, select=select, requests=requests, began=began)
+                tree = load_tree(reader, like=template, select=select, requests=requests, began=began, shared=shared)
             return restore_external(tree, directory, files, kept, self._registry, args) if kept else tree
 
     def structure(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..arrays import SharedReads
 from ..checkpoint import BackgroundSave
 from ..clock import Clock, format_duration, seconds
 from ..distributed import ProcessGroup
@@ -124,6 +126,18 @@ class RunAccess:
         with self.changing:
             self.background.join()
 
+    @contextlib.contextmanager
+    def shared_reads(self, what: str) -> Iterator[SharedReads | None]:
+        """Begin reads that all processes make together; None where each reads on its own."""
+        transport = self.processes.transport() if self.options.load_and_broadcast is not False else None
+        rendezvous = None if transport is None else self.processes.rendezvous(f"{what}: shared reads")
+        if transport is None or rendezvous is None:
+            yield None
+            return
+        always = self.options.load_and_broadcast is True
+        with contextlib.closing(SharedReads(rendezvous, transport, self.processes.timeout, always=always)) as shared:
+            yield shared
+
     def compare_options(self) -> None:
         """Compare, once, the options that decide which calls the processes make together."""
         if self._compared:
@@ -138,6 +152,7 @@ class RunAccess:
                 "save_interval_secs": str(options.save_interval_secs),
                 "save_on_best": options.save_on_best,
                 "item_intervals": dict(options.item_intervals),
+                "load_and_broadcast": options.load_and_broadcast,
                 "step_prefix": options.step_prefix,
                 "mirror": None if mirror is None else str(mirror.url),
             },

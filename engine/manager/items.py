@@ -7,7 +7,7 @@ import functools
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from ..arrays import Layout, WrittenSteps
+from ..arrays import Layout, SharedReads, WrittenSteps
 from ..checkpoint import AsyncCheckpointer, Checkpointer, ItemToSave, StoredItems
 from ..errors import CheckpointNotFoundError, OptionError
 from ..format import ITEM
@@ -119,7 +119,9 @@ class ItemSet:
         for written in self._written.values():
             written.forget()
 
-    def restore(self, stored: StoredItems, items: Any, kwargs: Mapping[str, Any]) -> Any:
+    def restore(
+        self, stored: StoredItems, items: Any, kwargs: Mapping[str, Any], shared: SharedReads | None = None
+    ) -> Any:
         """Read items back."""
         asked, arguments = self._asked(items, kwargs)
         templates = asked or {}
@@ -129,6 +131,7 @@ class ItemSet:
                 self._checkpointers[name].handler,
                 templates.get(name),
                 self._completed(name, templates.get(name), arguments.get(name, {})),
+                shared,
             )
             for name, saved in self._names(stored, asked).items()
         }

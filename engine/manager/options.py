@@ -216,6 +216,10 @@ class CheckpointManagerOptions(CheckpointOptions):
         save_timeout_secs: How long waiting for a save may take before it is an error: seconds, or ``"10m"``.
         barrier_timeout_secs: How long a process waits for the others of its program before it raises an error that
             names them: seconds, or ``"10m"``.
+        load_and_broadcast: Whether the processes of a program read once what several of them restore, and hand it on
+            through the collective operations of JAX or torch. None is for programs on several machines, and for
+            checkpoints in an object store, if that saves at least 64 MiB. False never does. True always does, also at
+            ``restore(step)``.
     """
 
     DEFAULT_TRIGGER: ClassVar[Mapping[str, Any]] = {"save_interval_steps": 1}
@@ -226,8 +230,11 @@ class CheckpointManagerOptions(CheckpointOptions):
     read_only: bool = False
     save_timeout_secs: Duration = "1h"
     barrier_timeout_secs: Duration = "10m"
+    load_and_broadcast: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.load_and_broadcast not in (None, True, False):
+            raise OptionError(f"load_and_broadcast={self.load_and_broadcast!r} must be True, False or None")
         if self.step_prefix is not None and (not self.step_prefix or set("/\\\0") & set(self.step_prefix)):
             raise OptionError(f"step_prefix={self.step_prefix!r} cannot be part of a directory's name")
         intervals = self.item_intervals

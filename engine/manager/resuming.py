@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..arrays import SharedReads
 from ..checkpoint import StoredItems
-from ..errors import CheckpointNotFoundError, DamagedCheckpointError, NoWholeCheckpointError, itemized
+from ..errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    NoWholeCheckpointError,
+    PeerFailedError,
+    itemized,
+)
 from .access import RunAccess
 from .decisions import Rollback, SaveDecisions
 from .items import ItemSet
@@ -79,7 +87,15 @@ class Resume:
         began = time.perf_counter()
         if self._access.mirror is not None:
             self._access.fetch_missing(step)
-        found = self._read(step, items, kwargs)
+        # A program may restore a step on one process, so reads are shared only where its options ask for that.
+        always = self._access.options.load_and_broadcast is True
+        with self._access.shared_reads("restore") if always else contextlib.nullcontext() as shared:
+            try:
+                found = self._read(step, items, kwargs, shared)
+            except BaseException as error:
+                if shared is not None:
+                    shared.fail(error)
+                raise
         self.resumes_from(step, began=began)
         return found
 
@@ -170,13 +186,13 @@ class Resume:
         steps: list[tuple[int, bool]] = self._processes.decide("steps", self._access.steps_of_both_places)
         return steps[::-1]
 
-    def _read(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
+    def _read(self, step: int, items: Any, kwargs: Mapping[str, Any], shared: SharedReads | None) -> Any:
         def read(stored: StoredItems) -> Any:
             for item in self._items.left_out(stored, items):
                 before = newest_with(item, self._run.infos(), step)
                 where = "nor was a step before it" if before is None else f"step {before} has it, of an earlier moment"
                 _logger.warning("%s: step %d was saved without %s; %s", self._directory, step, item, where)
-            return self._items.restore(stored, items, kwargs)
+            return self._items.restore(stored, items, kwargs, shared)
 
         try:
             return self._run.read_step(step, read)
@@ -186,17 +202,25 @@ class Resume:
 
     def _read_everywhere(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, _Damage | None]:
         """Read a step on all processes; return it, and the damage that any of them has found."""
-        found = damage = None
-        try:
-            found = self._read(step, items, kwargs)
-        except DamagedCheckpointError as error:
-            damage = _Damage(str(error), unreadable=error.unreadable)
-        except BaseException as error:
-            if not isinstance(error, CheckpointNotFoundError) or step in self._run.steps_and_damaged():
-                self._processes.fail("restored", error)
-                raise
-            damage = _Damage("it was deleted meanwhile", deleted=True)
-        first = self._processes.first("restored", damage)
+        found = damage = broken = None
+        with self._access.shared_reads("restore") as shared:
+            try:
+                found = self._read(step, items, kwargs, shared)
+            except PeerFailedError as error:  # its reason follows: damage, or an error that ends all
+                broken = error
+            except BaseException as error:
+                if shared is not None:
+                    shared.fail(error)
+                if isinstance(error, DamagedCheckpointError):
+                    damage = _Damage(str(error), unreadable=error.unreadable)
+                elif isinstance(error, CheckpointNotFoundError) and step not in self._run.steps_and_damaged():
+                    damage = _Damage("it was deleted meanwhile", deleted=True)
+                else:
+                    self._processes.fail("restored", error)
+                    raise
+            first = self._processes.first("restored", damage)
+        if broken is not None and first is None:
+            raise broken
         if first is None:
             return found, None
         self._items.damage_found()

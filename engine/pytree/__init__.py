@@ -51,7 +51,7 @@ from .leaves import (
     report_problems,
     whole,
 )
-from .materialize import CastProblem, Partition, cast_checked, materialize, partition
+from .materialize import CastProblem, Partition, cast_checked, materialize, partition, wanted_parts
 from .names import (
     WRAPPED,
     PathFilter,

@@ -81,7 +81,7 @@ class JaxDescriber:
         except RuntimeError as error:
             raise _deleted(value, error) from error
         pieces = [Piece(start, array) for (start, _), array in zip(shards, arrays, strict=True)]
-        parts = None if sharding.local else _parts(sharding.sharding, value.shape)
+        parts = None if sharding.local else parts_of(sharding.sharding, value.shape)
         return kind(np.dtype(value.dtype), value.shape, pieces, False, sharding.details_of(value), parts)
 
     def _fetched(self, value: Any, prepared: Any) -> ArrayLeaf:
@@ -285,7 +285,7 @@ def _shards(value: Any) -> list[tuple[tuple[int, ...], Any]]:
 
 
 @lru_cache(maxsize=4096)
-def _parts(sharding: Any, shape: tuple[int, ...]) -> tuple[Part, ...]:
+def parts_of(sharding: Any, shape: tuple[int, ...]) -> tuple[Part, ...]:
     """Return the parts that a sharding makes of an array, in the order of their places in the array."""
     holders: dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():

@@ -20,7 +20,7 @@ from ..errors import DamagedCheckpointError, TreeMismatchError, difference
 from . import jax_leaves, torch_leaves
 from .flatten import collection_paused, packed_again
 from .host_leaves import decode_bytes, decode_value, number_kind
-from .leaves import ARRAY_KINDS, NUMBER_KINDS, NUMBERS, STATIC, Box, Saved, spell, whole
+from .leaves import ARRAY_KINDS, NUMBER_KINDS, NUMBERS, STATIC, Box, Part, Saved, spell, whole
 from .names import format_path
 from .template import LeafTemplate
 
@@ -181,6 +181,27 @@ def partition(template: LeafTemplate, saved: Saved) -> Partition | None:
         boxes = [whole(template.shape)]
     limits = whole(saved.shape)
     return Partition(boxes, [box.common(limits) or Box(limits.start, limits.start) for box in boxes])
+
+
+def wanted_parts(template: LeafTemplate | None, saved: Saved) -> Sequence[Part] | None:
+    """Return the parts of a saved array that the processes of this program need for a template.
+
+    None if each needs all of it. All processes get the same, where they have the same template.
+    """
+    if template is None or template.dtype is None or template.shape is None or saved.shape is None:
+        return None
+    parts: Sequence[Part] | None = None
+    if template.kind in {"jax", "key"}:
+        sharding = _on_devices(template, saved).sharding
+        if jax_leaves.is_spread(sharding) and not sharding.is_fully_addressable:
+            parts = jax_leaves.parts_of(sharding, template.shape)
+    elif template.kind == "torch" and template.leaf is not None:
+        parts = torch_leaves.parts_of(template.leaf, template.shape)
+    if parts is None or template.shape == saved.shape:
+        return parts
+    limits = whole(saved.shape)
+    common = [(Box.at(part.start, part.shape).common(limits), part.holders) for part in parts]
+    return [Part(box.start, box.shape, holders) for box, holders in common if box is not None]
 
 
 def _on_devices(template: LeafTemplate, saved: Saved) -> LeafTemplate:

@@ -331,6 +331,16 @@ def local_boxes(template: Any, shape: tuple[int, ...]) -> list[Box] | None:
     return found
 
 
+def parts_of(template: Any, shape: tuple[int, ...]) -> Sequence[Part] | None:
+    """Return the parts of an array that processes need for DTensors like a template; None for other tensors."""
+    if not is_dtensor(template):
+        return None
+    parts = sharding_of(template)._replace(shape=shape[: template.ndim]).parts()
+    if tensor_encoding(template.dtype).paired:
+        return [Part((*part.start, 0), (*part.shape, 2), part.holders) for part in parts]
+    return parts
+
+
 def put(array: NDArray[Any], template: Any, name: str | None = None, strides: Any = None) -> Any:
     """Make a tensor like a template: on its device (the CPU for meta tensors), requiring gradients as it does.
 

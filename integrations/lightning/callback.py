@@ -140,6 +140,10 @@ class CheckpointCallback(ResumingCallback):
         save_timeout_secs: How long waiting for a save may take before it is an error: seconds, or ``"10m"``.
         barrier_timeout_secs: How long a process waits for the others of its program before it raises an error that
             names them: seconds, or ``"10m"``.
+        load_and_broadcast: Whether the processes of a program read once what several of them restore, and hand it on
+            through the collective operations of JAX or torch. None is for programs on several machines, and for
+            checkpoints in an object store, if that saves at least 64 MiB. False never does. True always does, also at
+            ``restore(step)``.
         every_n_epochs: Save at the end of every epoch whose number is a multiple of this.
         save_on_exception: When training ends with an exception, save the state of the last point between two batches.
             Keeps a copy of the whole state in host memory, renewed after every update; in one process only.
@@ -189,6 +193,7 @@ class CheckpointCallback(ResumingCallback):
         step_prefix: str | None = None,
         save_timeout_secs: Duration = "1h",
         barrier_timeout_secs: Duration = "10m",
+        load_and_broadcast: bool | None = None,
         every_n_epochs: int | None = None,
         save_on_exception: bool = False,
         export_best: Place | None = None,

@@ -183,6 +183,10 @@ class CheckpointCallback:
         save_timeout_secs: How long waiting for a save may take before it is an error: seconds, or ``"10m"``.
         barrier_timeout_secs: How long a process waits for the others of its program before it raises an error that
             names them: seconds, or ``"10m"``.
+        load_and_broadcast: Whether the processes of a program read once what several of them restore, and hand it on
+            through the collective operations of JAX or torch. None is for programs on several machines, and for
+            checkpoints in an object store, if that saves at least 64 MiB. False never does. True always does, also at
+            ``restore(step)``.
         replicated: The names of extras whose state is the same in all processes: a position in one order that no number
             of processes enters, a random generator that all seed alike; ``"global_generators"`` for those of Python,
             numpy and torch. Each save checks that the states are equal, and holds one, which all processes get, however
@@ -231,6 +235,7 @@ class CheckpointCallback:
         step_prefix: str | None = None,
         save_timeout_secs: Duration = "1h",
         barrier_timeout_secs: Duration = "10m",
+        load_and_broadcast: bool | None = None,
         replicated: Collection[str] = (),
         global_generators: bool = True,
         **unknown: Never,

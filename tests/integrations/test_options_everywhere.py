@@ -208,7 +208,7 @@ def test_callbacks_take_their_options_by_name(tmp_path: Path) -> None:
         ("save_decision_policy", "here it is save_interval_steps"),
         ("enable_async_checkpointing", "leave it out"),
         ("todelete_subdir", "leave it out: a step that no rule keeps is deleted at once"),
-        ("single_host_load_and_broadcast", "leave it out: each process reads only"),
+        ("single_host_load_and_broadcast", "here it is load_and_broadcast"),
         ("max_to_kep", "did you mean max_to_keep"),
         ("nonsense", "$"),
     ],

@@ -1,0 +1,418 @@
+"""Restores of several processes that want the same bytes: each chunk is read once, and handed on to the others.
+
+The plan is a pure function of the arrays and of the parts that each process wants, so all processes compute the same.
+For every array it divides the processes into teams, such that all who want a chunk are of one team: the replicas of a
+part, where an array is divided over an axis of a mesh and replicated over another one. Each chunk is read by one
+process of its team, which verifies it, and each process reads about the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..distributed import AllGather, Rendezvous, Teams, Transport, call_within, machine_identity
+from ..errors import BarrierTimeoutError, shortened
+from ..pytree import Box, Part, whole
+from ..storage import aligned_empty, round_up
+from .assignment import ArrayClass, ChunkAssignment, ReplicaGroups
+from .plan import Bytes, Integers
+from .source import SavedLeaf, TreeSource
+
+T = TypeVar("T")
+
+_logger = logging.getLogger("holdfast")
+
+_ROUND = 64 << 20  # bytes that a process receives at a time
+_FEW_BYTES = 64 << 20  # bytes that are not worth the connections between the processes
+_TOO_OFTEN = 1.5  # how often the chunks of an array are wanted, on average, so that they are shared
+_WORD = 8  # bytes; all-gathers are of multiples
+
+
+class WantedArray(NamedTuple):
+    """An array of a checkpoint, and the processes that want each part of it."""
+
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]  # shape of one chunk
+    itemsize: int
+    parts: Sequence[Part] | None  # None: every process wants all of it
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        return tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True))
+
+    @property
+    def chunk_nbytes(self) -> int:
+        return math.prod(self.chunks) * self.itemsize
+
+    def chunk_box(self, number: int) -> Box:
+        """Return the elements of a chunk."""
+        position = np.unravel_index(number, self.grid) if self.grid else ()
+        start = [int(index) * size for index, size in zip(position, self.chunks, strict=True)]
+        box = Box.at(start, self.chunks).common(whole(self.shape))
+        assert box is not None
+        return box
+
+
+class Piece(NamedTuple):
+    """A chunk that a process reads and hands on to its team."""
+
+    array: int
+    box: Box
+    nbytes: int
+
+
+class ReadPlan:
+    """Which process reads which chunks of the arrays that are shared; see the top of this module.
+
+    Attributes:
+        teams: The different divisions of the processes into teams, each with the arrays that are shared in it.
+        spared_bytes: Bytes that all processes together need not read.
+    """
+
+    def __init__(self, wanted: Sequence[WantedArray], processes: int) -> None:
+        numbers_of: dict[Any, list[int]] = {}
+        for number, one in enumerate(wanted):
+            numbers_of.setdefault((*one[:3], id(one.parts)), []).append(number)
+        self.teams: dict[Teams, list[int]] = {}
+        self.spared_bytes = 0
+        self._wanted = wanted
+        classes = []
+        for numbers in numbers_of.values():
+            one = wanted[numbers[0]]
+            found = _teams(one, processes)
+            if found is None:
+                continue
+            teams, of_chunk, spared = found
+            self.teams.setdefault(teams, []).extend(numbers)
+            self.spared_bytes += spared * one.chunk_nbytes * len(numbers)
+            replicas = ReplicaGroups(teams, of_chunk)
+            classes.append(ArrayClass(np.array(numbers, np.int64), len(of_chunk), one.chunk_nbytes, replicas))
+        self._assignment = ChunkAssignment(classes, processes)
+
+    def digest(self, fingerprint: str, names: Sequence[str]) -> str:
+        """Return text that is the same where the plan, the names of the arrays and the checkpoint are."""
+        digest = hashlib.sha256(fingerprint.encode())
+        known: dict[int, str] = {}  # thousands of arrays share their parts
+        for name, one in zip(names, self._wanted, strict=True):
+            parts = known.get(id(one.parts))
+            if parts is None:
+                parts = known[id(one.parts)] = hashlib.sha256(repr(one.parts).encode()).hexdigest()
+            digest.update(repr((name, *one[:3], parts)).encode())
+        return digest.hexdigest()
+
+    def bytes_read(self, process: int) -> int:
+        """Return the bytes that a process reads of the arrays that are shared."""
+        return sum(piece.nbytes for teams in self.teams for piece in self.pieces(process, teams))
+
+    def pieces(self, process: int, teams: Teams) -> list[Piece]:
+        """Return the chunks that a process reads of the arrays that are shared in these teams, in their order."""
+        arrays, chunks = self._assignment.chunks_of(process)
+        here = np.isin(arrays, self.teams[teams])
+        found = []
+        for array, chunk in zip(arrays[here].tolist(), chunks[here].tolist(), strict=True):
+            one = self._wanted[array]
+            box = one.chunk_box(chunk)
+            found.append(Piece(array, box, box.size * one.itemsize))
+        return found
+
+
+def _teams(wanted: WantedArray, processes: int) -> tuple[Teams, NDArray[np.int32], int] | None:
+    """Return the teams of an array, the team of each chunk, and how many reads of a chunk are spared; None for none."""
+    everyone: Teams = (tuple(range(processes)),)
+    count = math.prod(wanted.grid)
+    if count == 0 or wanted.itemsize == 0:
+        return None
+    if wanted.parts is None:
+        return everyone, np.zeros(count, np.int32), (processes - 1) * count
+    team_of = list(range(processes))  # of each process, one of its team that is nearer to the first
+
+    def first(process: int) -> int:
+        while team_of[process] != process:
+            process = team_of[process]
+        return process
+
+    owners = np.full(wanted.grid, -1, np.int32)  # a process of the team of each chunk
+    numbers = np.arange(count).reshape(wanted.grid)
+    chunks_of: dict[tuple[int, ...], list[Integers]] = {}  # by the processes that want them
+    for part in wanted.parts:
+        if 0 in part.shape:
+            continue
+        box = Box.at(part.start, part.shape)
+        cells = tuple(
+            slice(low // size, -(-high // size))
+            for low, high, size in zip(box.start, box.stop, wanted.chunks, strict=True)
+        )
+        together = {first(one) for one in (*part.holders, *np.unique(owners[cells]).tolist()) if one >= 0}
+        for one in together:
+            team_of[one] = min(together)
+        owners[cells] = min(together)
+        chunks_of.setdefault(part.holders, []).append(numbers[cells].reshape(-1))
+    if (owners < 0).any():
+        return None  # nobody wants some of its chunks, as where arrays are cut to a smaller shape
+    reads = sum(len(holders) * len(np.unique(np.concatenate(some))) for holders, some in chunks_of.items())
+    if reads <= _TOO_OFTEN * count:
+        return None
+    members: dict[int, list[int]] = {}
+    for process in sorted({process for holders in chunks_of for process in holders}):
+        members.setdefault(first(process), []).append(process)
+    teams = tuple(map(tuple, members.values()))
+    if len(set(map(len, teams))) > 1 or sum(map(len, teams)) != processes:
+        return everyone, np.zeros(count, np.int32), reads - count
+    place = {team[0]: number for number, team in enumerate(teams)}
+    return teams, np.array([place[first(one)] for one in owners.reshape(-1).tolist()], np.int32), reads - count
+
+
+class SharedReads:
+    """The reads of one restore that all processes of a program make together.
+
+    Every process calls `read` for the same trees in the same order. One that fails outside of it calls `fail`.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, transport: Transport, timeout: float, *, always: bool) -> None:
+        """Prepare; ``always`` also shares few bytes, and those that one machine reads from its disk."""
+        self._rendezvous = rendezvous
+        self._transport = transport
+        self._timeout = timeout
+        self._always = always
+        self._calls = itertools.count()
+        self._usable = True
+
+    def fail(self, error: BaseException) -> None:
+        """Report to the others, which may wait for this process, that it shares nothing more. Never raises."""
+        self._usable = False
+        self._rendezvous.fail(error)
+
+    def close(self) -> None:
+        self._transport.close()
+        self._rendezvous.close()
+
+    def read(
+        self,
+        source: TreeSource,
+        leaves: Sequence[SavedLeaf],
+        parts: Sequence[Sequence[Part] | None],
+        boxes: Mapping[int, Sequence[Box]],
+    ) -> dict[int, list[NDArray[Any]]]:
+        """Read the arrays that several processes want, each chunk once.
+
+        Args:
+            source: Where they are.
+            leaves: The leaves.
+            parts: The parts of each that processes want, the same on all processes; None where all want all of it.
+            boxes: The boxes that this process wants, by the position of the leaf; all of a leaf without an entry.
+
+        Returns:
+            By the position of the leaf, an array for each box. Other leaves are to be read as usual.
+
+        Raises:
+            DamagedCheckpointError: What this process read is damaged.
+            PeerFailedError: Another process could not read its share; the message says why.
+            BarrierTimeoutError: Another process did not answer.
+        """
+        if not self._usable:  # a step that was replaced meanwhile is read again, and not by all processes
+            return {}
+        self._usable = False
+        arrays = {
+            position: WantedArray(leaf.saved.shape, source.chunks(leaf), leaf.saved.dtype.itemsize, some)
+            for position, (leaf, some) in enumerate(zip(leaves, parts, strict=True))
+            if leaf.saved.dtype is not None and leaf.saved.shape is not None
+        }
+        positions = list(arrays)
+        leaves = [leaves[position] for position in positions]
+        plan = ReadPlan(list(arrays.values()), self._rendezvous.count)
+        shares = [plan.pieces(self._rendezvous.index, teams) for teams in plan.teams]
+        call = next(self._calls)
+        lengths = self._agreed(call, source, leaves, plan, shares)
+        if lengths is None:
+            self._usable = True
+            return {}
+        gathers = self._connected(call, plan, lengths)
+        if not gathers:
+            return {}
+        own = _read_pieces(source, leaves, shares)
+        self._rendezvous.barrier(f"read {call}", self._timeout)
+        outputs = _Outputs(leaves, [boxes.get(position) for position in positions])
+        for teams, share, length, (nbytes, gather) in zip(plan.teams, own, lengths, gathers, strict=True):
+            team = next(team for team in teams if self._rendezvous.index in team)
+            outgoing = _Outgoing(share)
+            incoming = [_Incoming(plan.pieces(process, teams), outputs) for process in team]
+            for _ in range(-(-length // nbytes)):
+                received = self._within(
+                    f"hand on arrays to the processes {shortened(team, 20)}", gather, outgoing.take(nbytes)
+                )
+                for one, data in zip(incoming, received, strict=True):
+                    one.take(data)
+        self._usable = True
+        return {positions[array]: outputs.of(array) for some in plan.teams.values() for array in some}
+
+    def _agreed(
+        self,
+        call: int,
+        source: TreeSource,
+        leaves: Sequence[SavedLeaf],
+        plan: ReadPlan,
+        shares: Sequence[Sequence[Piece]],
+    ) -> list[int] | None:
+        """Return the most bytes that a process reads for each kind of teams; None if each is to read on its own."""
+        facts = {
+            "plan": plan.digest(source.fingerprint, [leaf.name for leaf in leaves]),
+            "bytes": [sum(piece.nbytes for piece in share) for share in shares],
+            "spared": plan.spared_bytes,
+            "always": self._always,
+            "store": not source.location.is_local,
+            "machine": machine_identity(),
+        }
+        found = self._rendezvous.summarize(f"plan {call}", json.dumps(facts).encode(), self._timeout, agreed_lengths)
+        lengths: list[int] | None = json.loads(found)
+        return lengths
+
+    def _connected(self, call: int, plan: ReadPlan, lengths: Sequence[int]) -> list[tuple[int, AllGather]]:
+        """Connect all teams; return for each kind of them the bytes of one all-gather, and the function for it."""
+        problem: str | None = None
+        gathers = []
+        try:
+            for teams, length in zip(plan.teams, lengths, strict=True):
+                most = max(_WORD, round_up(_ROUND // len(teams[0]), _WORD))
+                nbytes = min(most, round_up(length, _WORD))
+                connect = partial(self._transport.connect, teams, self._rendezvous.index, nbytes, self._timeout)
+                gathers.append((nbytes, self._within("connect the processes", connect)))
+        except Exception as error:
+            problem = f"process {self._rendezvous.index}: {type(error).__name__}: {error}"
+        found = self._rendezvous.summarize(f"connect {call}", json.dumps(problem).encode(), self._timeout, _any)
+        if (problem := json.loads(found)) is not None:
+            # Networks that collective operations cannot use are no reason to fail.
+            _logger.warning(
+                "each process reads all that it restores, as the processes cannot hand on arrays: %s", problem
+            )
+            return []
+        return gathers
+
+    def _within(self, what: str, work: Callable[..., T], *inputs: Any) -> T:
+        try:
+            return call_within(self._timeout, work, *inputs)
+        except Exception as error:
+            raise BarrierTimeoutError(
+                f"{self._rendezvous.name}: process {self._rendezvous.index} could not {what} within "
+                f"{self._timeout:g} s: {type(error).__name__}: {error}; check the logs of the others"
+            ) from error
+
+
+def agreed_lengths(values: Sequence[bytes]) -> bytes:
+    """Decide from the facts of all processes whether they share reads; return what `SharedReads._agreed` returns."""
+    facts = [json.loads(value) for value in values]
+    first = facts[0]
+    apart = first["store"] or len({one["machine"] for one in facts}) > 1
+    worth = first["always"] or (first["spared"] >= _FEW_BYTES and apart)
+    same = all(one["plan"] == first["plan"] for one in facts)
+    lengths = [max(some) for some in zip(*(one["bytes"] for one in facts), strict=True)] if same and worth else None
+    return json.dumps(lengths or None).encode()
+
+
+def _any(values: Sequence[bytes]) -> bytes:
+    return next((value for value in values if json.loads(value) is not None), values[0])
+
+
+def _read_pieces(
+    source: TreeSource, leaves: Sequence[SavedLeaf], shares: Sequence[Sequence[Piece]]
+) -> list[list[NDArray[Any]]]:
+    """Read the shares of this process, all at once."""
+    boxes: dict[int, list[Box]] = {}
+    for share in shares:
+        for piece in share:
+            boxes.setdefault(piece.array, []).append(piece.box)
+    found = source.read_boxes([leaves[array] for array in boxes], list(boxes.values()))
+    arrays = {array: iter(some) for array, some in zip(boxes, found, strict=True)}
+    return [[next(arrays[piece.array]) for piece in share] for share in shares]
+
+
+class _Outgoing:
+    """The bytes of arrays, one after the other; an array is freed when its last byte was taken."""
+
+    def __init__(self, arrays: list[NDArray[Any]]) -> None:
+        self._arrays = arrays[::-1]
+        self._left: Bytes = np.empty(0, np.uint8)
+        arrays.clear()
+
+    def take(self, nbytes: int) -> Bytes:
+        """Return the next bytes, in memory of their own; after the end, any bytes."""
+        taken = np.empty(nbytes, np.uint8)
+        end = 0
+        while end < nbytes and (self._left.size or self._arrays):
+            if not self._left.size:
+                self._left = np.ascontiguousarray(self._arrays.pop()).reshape(-1).view(np.uint8)
+            part = self._left[: nbytes - end]
+            taken[end : end + part.size] = part
+            self._left = self._left[part.size :]
+            end += part.size
+        return taken
+
+
+class _Incoming:
+    """Takes the bytes of the pieces that a process reads, and puts the pieces in their places."""
+
+    def __init__(self, pieces: list[Piece], outputs: _Outputs) -> None:
+        self._pieces = iter(pieces)
+        self._piece = next(self._pieces, None)
+        self._begun: Bytes | None = None  # the memory of a piece that comes in several parts
+        self._filled = 0
+        self._outputs = outputs
+
+    def take(self, data: Bytes) -> None:
+        while (piece := self._piece) is not None and data.size:
+            if self._begun is None and data.size >= piece.nbytes:
+                whole_piece, data = data[: piece.nbytes], data[piece.nbytes :]
+            else:
+                if self._begun is None:
+                    self._begun, self._filled = np.empty(piece.nbytes, np.uint8), 0
+                part = data[: piece.nbytes - self._filled]
+                self._begun[self._filled : self._filled + part.size] = part
+                self._filled += part.size
+                data = data[part.size :]
+                if self._filled < piece.nbytes:
+                    return
+                whole_piece, self._begun = self._begun, None
+            self._outputs.put(piece, whole_piece)
+            self._piece = next(self._pieces, None)
+
+
+class _Outputs:
+    """The boxes of arrays that this process wants, which take memory when a first piece arrives."""
+
+    def __init__(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box] | None]) -> None:
+        self._leaves = leaves
+        self._boxes = boxes
+        self._arrays: dict[int, list[NDArray[Any]]] = {}
+
+    def of(self, array: int) -> list[NDArray[Any]]:
+        found = self._arrays.get(array)
+        if found is None:
+            saved = self._leaves[array].saved
+            assert saved.dtype is not None
+            dtype = saved.dtype
+            found = self._arrays[array] = [
+                aligned_empty(box.size * dtype.itemsize).view(dtype).reshape(box.shape) for box in self._wanted(array)
+            ]
+        return found
+
+    def put(self, piece: Piece, data: Bytes) -> None:
+        for box, array in zip(self._wanted(piece.array), self.of(piece.array), strict=True):
+            common = piece.box.common(box)
+            if common is not None:
+                elements = data.view(array.dtype).reshape(piece.box.shape)
+                array[common.within(box)] = elements[common.within(piece.box)]
+
+    def _wanted(self, array: int) -> Sequence[Box]:
+        boxes = self._boxes[array]
+        shape = self._leaves[array].saved.shape
+        assert shape is not None
+        return [whole(shape)] if boxes is None else boxes

@@ -1,0 +1,283 @@
+"""Restores of connected processes that read each byte once, and hand it on to the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.dtypes import DTYPES, EMPTY
+from tests.equality import assert_same
+from tests.processes.harness import Backend, Process, run_outcomes, run_processes, told
+
+import holdfast as hf
+from holdfast.engine.arrays import TreeReader
+from holdfast.engine.errors import BarrierTimeoutError, PeerFailedError, TreeMismatchError
+
+LAYOUT = hf.Layout(chunk_bytes=1 << 16, data_file_bytes=1 << 20)
+NAN_WITH_PAYLOAD = np.array([0x7FA12345, 0xFFC00001, 0x80000000], np.uint32).view(np.float32)
+SLACK = 1.02  # gaps between chunks that are read with them
+
+
+class Counting(hf.PyTreeCheckpointHandler):
+    """Notes the bytes that the last restore has read of the arrays."""
+
+    shares_reads = True
+    bytes_read = 0
+
+    def restore(self, directory: Any, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
+        reader = TreeReader(directory, files)
+        before = reader.bytes_read
+        try:
+            return super().restore(directory, item, files=files, source=reader, **kwargs)
+        finally:
+            self.bytes_read = reader.bytes_read - before
+
+
+def manager(directory: str, **options: Any) -> tuple[hf.CheckpointManager, Counting]:
+    handler = Counting(layout=LAYOUT)
+    limits = {"load_and_broadcast": True, "barrier_timeout_secs": 20, **options}
+    made = hf.CheckpointManager(directory, hf.Checkpointer(handler), hf.CheckpointManagerOptions(**limits))
+    return made, handler
+
+
+def arrays() -> dict[str, Any]:
+    """Arrays of several chunks and of one, of every dtype, without axes and without elements."""
+    numbers = np.random.default_rng(3)
+    every = {
+        f"{dtype.name}{number}": np.frombuffer(numbers.bytes(24 * dtype.itemsize), np.uint8).view(dtype).reshape(4, 6)
+        for number, dtype in enumerate(DTYPES)
+        if dtype.kind not in "?U" and dtype.char not in "gG"
+    }
+    return {
+        "large": numbers.normal(size=(500, 400)).astype(np.float32),
+        "cut along both axes": numbers.normal(size=(3, 50_000)),
+        "small": [numbers.normal(size=7).astype(np.float32) for _ in range(40)],
+        "every dtype": every,
+        "bool": np.array([True, False, True]),
+        "text": np.array(["one", "two"]),
+        "without bytes": [np.zeros(3, dtype) for dtype in EMPTY],
+        "payloads": NAN_WITH_PAYLOAD,
+        "minus zero": np.array(-0.0),
+        "empty": np.zeros((0, 3), np.int8),
+        "number": -0.0,
+        "name": "run",
+    }
+
+
+def save(directory: Path, *steps: int) -> int:
+    """Saves the arrays as some steps; returns the bytes that one process reads of them."""
+    with hf.CheckpointManager(directory, hf.Checkpointer(hf.PyTreeCheckpointHandler(layout=LAYOUT))) as saving:
+        for step in steps:
+            saving.save(step, arrays())
+    reading, handler = manager(str(directory))
+    with reading:
+        reading.restore()
+    return handler.bytes_read
+
+
+def restore_all(process: Process, directory: str) -> int:
+    reading, handler = manager(directory)
+    with reading:
+        assert_same(reading.restore(), arrays())
+    return handler.bytes_read
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_replicas_read_each_byte_once(tmp_path: Path, backend: Backend, count: int) -> None:
+    pytest.importorskip(backend)
+    alone = save(tmp_path / "run", 1)
+    found = run_processes(restore_all, count, str(tmp_path / "run"), backend=backend)
+    assert sum(found) <= SLACK * alone, (found, alone)
+    assert max(found) <= 1.3 * alone / count, (found, alone)
+
+
+def jax_template() -> dict[str, Any]:
+    """The arrays on a mesh of two replicas with two parts each, and some whole ones."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh = jax.make_mesh((2, 2), ("data", "fsdp"))
+
+    def like(array: Any, *spec: Any) -> Any:
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))  # type: ignore[no-untyped-call]  # jax leaves it unannotated
+        abstract: Any = jax.ShapeDtypeStruct
+        return abstract(array.shape, array.dtype, sharding=sharding)
+
+    values = divided()
+    return {
+        "rows": like(values["rows"], "fsdp"),
+        "columns": like(values["columns"], None, "fsdp"),
+        "norms": [like(value) for value in values["norms"]],
+        "bfloat16": like(values["bfloat16"], "fsdp"),
+    }
+
+
+def torch_template() -> dict[str, Any]:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "fsdp"))
+    values = divided()
+    kinds = {"rows": Shard(0), "columns": Shard(1), "bfloat16": Shard(0)}
+
+    def like(array: Any, placement: Any) -> Any:
+        dtype = torch.bfloat16 if array.dtype == values["bfloat16"].dtype else torch.float32
+        return distribute_tensor(torch.zeros(array.shape, dtype=dtype), mesh, [Replicate(), placement])
+
+    found: dict[str, Any] = {name: like(values[name], kind) for name, kind in kinds.items()}
+    return {**found, "norms": [torch.zeros(value.shape) for value in values["norms"]]}
+
+
+def divided() -> dict[str, Any]:
+    import ml_dtypes
+
+    numbers = np.random.default_rng(5)
+    return {
+        "rows": numbers.normal(size=(512, 300)).astype(np.float32),
+        "columns": numbers.normal(size=(256, 200)).astype(np.float32),
+        "norms": [numbers.normal(size=300).astype(np.float32) for _ in range(8)],
+        "bfloat16": np.frombuffer(numbers.bytes(1 << 18), np.uint8).view(ml_dtypes.bfloat16).reshape(256, -1),
+    }
+
+
+def restore_divided(process: Process, directory: str, backend: str) -> tuple[int, list[Any]]:
+    """Returns the bytes that were read, and the place and the bits of each part that this process got."""
+    reading, handler = manager(directory)
+    with reading:
+        found = reading.restore(None, jax_template() if backend == "jax" else torch_template())
+    values = divided()
+    for name, value in found.items():
+        for one, expected in zip(
+            *([value, values[name]] if name == "norms" else [[value], [values[name]]]), strict=True
+        ):
+            for place, part in parts_of(one):
+                assert part == np.ascontiguousarray(expected[place]).tobytes(), name
+    return handler.bytes_read, [str(place) for place, _ in parts_of(found["rows"])]
+
+
+def parts_of(value: Any) -> list[tuple[Any, bytes]]:
+    if hasattr(value, "addressable_shards"):
+        return [(shard.index, np.asarray(shard.data).tobytes()) for shard in value.addressable_shards]
+    import torch
+
+    if not hasattr(value, "to_local"):
+        return [(..., value.numpy().tobytes())]
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    place = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
+    return [(place, value.to_local().contiguous().view(torch.uint8).numpy().tobytes())]
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_replicas_of_parts_read_each_part_once(tmp_path: Path, backend: Backend) -> None:
+    pytest.importorskip(backend)
+    with hf.CheckpointManager(tmp_path, hf.Checkpointer(hf.PyTreeCheckpointHandler(layout=LAYOUT))) as saving:
+        saving.save(1, divided())
+    reading, handler = manager(str(tmp_path))
+    with reading:
+        reading.restore()
+    found = run_processes(restore_divided, 4, str(tmp_path), backend, backend=backend)
+    assert sum(read for read, _ in found) <= SLACK * handler.bytes_read, (found, handler.bytes_read)
+    assert found[0][1] == found[2][1] != found[1][1] == found[3][1]
+
+
+def restore_damaged(process: Process, directory: str) -> tuple[int, list[int]]:
+    reading, _ = manager(directory)
+    with reading:
+        found = reading.restore_latest()
+        assert found is not None
+        assert_same(found.items, arrays())
+        return found.step, [step for step, _ in found.skipped]
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("victim", ["data", "tree.json"])
+def test_damage_that_one_process_finds_sends_all_to_an_older_step(
+    tmp_path: Path, backend: Backend, victim: str
+) -> None:
+    pytest.importorskip(backend)
+    save(tmp_path, 1, 2)
+    files = [path for path in (tmp_path / "2").rglob("*") if path.is_file()]
+    chosen = max(files, key=lambda path: (path.name == victim, path.stat().st_size))
+    content = bytearray(chosen.read_bytes())
+    content[len(content) // 2] ^= 1
+    chosen.write_bytes(content)
+    assert run_processes(restore_damaged, 3, str(tmp_path), backend=backend) == [(1, [2])] * 3
+
+
+class Stopping(Counting):
+    """A handler with which one process does not get to its reads."""
+
+    shares_reads = True
+    process: Process
+
+    def restore(self, directory: Any, item: Any = None, **kwargs: Any) -> Any:
+        self.process.reached("reads")
+        return super().restore(directory, item, **kwargs)
+
+
+def restore_or_error(process: Process, directory: str, template_of_1: Any) -> str:
+    handler = Stopping()
+    handler.process = process
+    options = hf.CheckpointManagerOptions(load_and_broadcast=True, barrier_timeout_secs=3)
+    with hf.CheckpointManager(directory, hf.Checkpointer(handler), options) as reading:
+        try:
+            reading.restore_latest(template_of_1 if process.index == 1 else None)
+        except (BarrierTimeoutError, PeerFailedError, TreeMismatchError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "restored"
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_a_process_that_dies_is_missed(tmp_path: Path, backend: Backend) -> None:
+    pytest.importorskip(backend)
+    save(tmp_path, 1)
+    ended = run_outcomes(restore_or_error, 3, str(tmp_path), None, backend=backend, kill=(1, "reads"))
+    for one in (ended[0], ended[2]):
+        assert one.value.startswith(("BarrierTimeoutError", "PeerFailedError")), told(ended)
+        assert "process 1" in one.value, told(ended)
+
+
+def test_the_others_learn_of_a_template_that_does_not_fit(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    save(tmp_path, 1)
+    found = run_processes(restore_or_error, 3, str(tmp_path), {"other": 0}, backend="torch")
+    assert found[1].startswith("TreeMismatchError")
+    for one in (found[0], found[2]):
+        assert "process 1 failed: TreeMismatchError" in one, found
+
+
+def test_processes_with_different_selections_read_on_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    alone = save(tmp_path, 1)
+    found = run_processes(restore_parts, 2, str(tmp_path), backend="torch")
+    assert sum(found) > 1.3 * alone
+
+
+def restore_parts(process: Process, directory: str) -> int:
+    reading, handler = manager(directory)
+    with reading:
+        kwargs = {} if process.index else {"select": ["large", "small/**"]}
+        found = reading.restore(restore_kwargs=kwargs)
+    expected = arrays()
+    for name in found:
+        assert_same(found[name], expected[name])
+    return handler.bytes_read
+
+
+def restore_by_default(process: Process, directory: str) -> int:
+    reading, handler = manager(directory, load_and_broadcast=None)
+    with reading:
+        assert_same(reading.restore(), arrays())
+    return handler.bytes_read
+
+
+def test_one_machine_reads_its_disk_through_the_page_cache(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    alone = save(tmp_path, 1)
+    assert run_processes(restore_by_default, 2, str(tmp_path), backend="torch") == [alone, alone]
