@@ -168,6 +168,9 @@ class JaxCoordinator:
         return value
 
     def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        if len(keys) == 1:
+            value = self.try_get(keys[0])
+            return None if value is None else [value]
         folder = keys[0].rpartition("/")[0]
         with _jax_error(folder):
             found: dict[str, bytes] = dict(self._client.key_value_dir_get_bytes(folder))

@@ -8,6 +8,7 @@ blocks the others for ever.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import queue
@@ -17,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -210,7 +212,7 @@ class Rendezvous:
         try:
             return self._get(together, 0, self._deadline(timeout))
         except TimeoutError:
-            missing = self._missing("summarize", topic, range(self.count))
+            missing = self._missing("summarize", topic)
             raise self._timeout(topic, timeout, missing or [0]) from None
 
     def barrier(self, topic: str, timeout: float) -> None:
@@ -255,7 +257,7 @@ class Rendezvous:
         return self.coordinator.monotonic() + timeout
 
     def _key(self, operation: str, topic: str, process: int, *, again: bool = False) -> str:
-        key = f"{self._prefix}/{operation}/{quote(topic, safe='')}/{process}"
+        key = _process_key(f"{self._prefix}/{operation}/{quote(topic, safe='')}", process)
         if not again:
             if key in self._used:
                 raise ValueError(f"{self.name}: {operation} of {topic!r} was done before; use another topic")
@@ -306,8 +308,9 @@ class Rendezvous:
         values: list[bytes] = []
         at_once = 1  # Each request that finds all its values is followed by one for twice as many.
         while len(values) < len(awaited):
-            keys = awaited[len(values) : len(values) + at_once]
             process = len(values) + 1
+            keys = awaited[len(values) : min(len(values) + at_once, _folder_end(process) - 1)]
+            read = len(self._stored)
             try:
                 with self._connected():
                     firsts = self.coordinator.try_get_all(keys)
@@ -317,26 +320,38 @@ class Rendezvous:
                 for key, first in zip(keys, firsts, strict=True):
                     value = self._complete(key, first, process, deadline)
                     values.append(value)
+                    self._stored += part_keys(key, len(value))
                     process += 1
-                    if discard:
-                        self._delete(part_keys(key, len(value)))
-                    else:
-                        self._stored += part_keys(key, len(value))
             except TimeoutError:
-                missing = self._missing(operation, topic, range(process, self.count))
-                raise self._timeout(topic, timeout, missing or [process]) from None
+                raise self._timeout(topic, timeout, self._missing(operation, topic, process) or [process]) from None
+            if discard:
+                self._delete(self._stored[read:])
         return values
 
     def _delete(self, keys: Sequence[str]) -> None:
-        with self._connected():
+        def work(coordinator: Coordinator) -> None:
             for key in keys:
-                self.coordinator.delete(key)
+                coordinator.delete(key)
+
+        with self._connected():
+            self.coordinator.run(work)
         self._deleted.update(keys)
 
-    def _missing(self, operation: str, topic: str, processes: Sequence[int]) -> list[int]:
-        keys = {process: self._key(operation, topic, process, again=True) for process in processes}
+    def _missing(self, operation: str, topic: str, first: int = 0) -> list[int]:
+        """Return the processes, from one on, whose values are not there; few requests if few are missing."""
+        keys = {self._key(operation, topic, process, again=True): process for process in range(first, self.count)}
+
+        def work(coordinator: Coordinator, some: Sequence[str]) -> list[int]:
+            if not some or coordinator.try_get_all(some) is not None:
+                return []
+            if len(some) == 1:
+                return [keys[some[0]]]
+            half = len(some) // 2
+            return work(coordinator, some[:half]) + work(coordinator, some[half:])
+
         with self._connected():
-            return [process for process, key in keys.items() if self.coordinator.try_get(key) is None]
+            folders = itertools.groupby(keys, key=lambda key: key.rpartition("/")[0])
+            return [one for _, some in folders for one in self.coordinator.run(partial(work, some=list(some)))]
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[None]:
@@ -365,12 +380,15 @@ def _retire(bounded: BoundedCoordinator, prefix: str, keys: Sequence[str], delet
 
     def work(coordinator: Coordinator) -> None:
         if coordinator.process_index:
-            coordinator.put(f"{prefix}/left/{coordinator.process_index}", json.dumps(keys[:_MOST_KEYS]).encode())
+            key = _process_key(f"{prefix}/left", coordinator.process_index)
+            coordinator.put(key, json.dumps(keys[:_MOST_KEYS]).encode())
             return
-        pending = list(range(1, coordinator.process_count))
+        others = range(1, coordinator.process_count)
+        folders = itertools.groupby(others, key=_folder_end)
+        pending = [[_process_key(f"{prefix}/left", process) for process in some] for _, some in folders]
         with _lock:
             retired = _retired.setdefault(coordinator, [])
-            retired.append(_Retired(prefix, [*keys, f"{prefix}/failed"], deleted, pending))
+            retired.append(_Retired([*keys, f"{prefix}/failed"], deleted, pending))
             del retired[:-_MOST_RETIRED]
             # The other processes have closed those of earlier saves, and may still use this one.
             retired[:] = [one for one in retired if not one.sweep(coordinator)]
@@ -383,26 +401,35 @@ def _retire(bounded: BoundedCoordinator, prefix: str, keys: Sequence[str], delet
 
 @dataclass(slots=True)
 class _Retired:
-    """A rendezvous that process 0 has closed, and ``pending`` processes have not."""
+    """A rendezvous that process 0 has closed, and some others have not."""
 
-    prefix: str
     keys: list[str]
     deleted: set[str]
-    pending: list[int] = field(default_factory=list)
+    pending: list[list[str]] = field(default_factory=list)  # the keys that they store when they close it, by folder
 
     def sweep(self, coordinator: Coordinator) -> bool:
         """Delete all keys if all processes have closed it, and return whether they have."""
         while self.pending:
-            key = f"{self.prefix}/left/{self.pending[-1]}"
-            keys = coordinator.try_get(key)
-            if keys is None:
+            found = coordinator.try_get_all(self.pending[-1])
+            if found is None:
                 return False
-            self.keys += [key, *json.loads(keys)]
-            self.pending.pop()
+            self.keys += self.pending.pop()
+            for keys in found:
+                self.keys += json.loads(keys)
         for key in self.keys:
             if key not in self.deleted:
                 coordinator.delete(key)
         return True
+
+
+def _process_key(folder: str, process: int) -> str:
+    """Return the key for a value of one process; jax's service reads whole folders, so each is that of a few."""
+    return f"{folder}/{process // _MOST_AT_ONCE}/{process}"
+
+
+def _folder_end(process: int) -> int:
+    """Return the first process whose keys are in another folder."""
+    return (process // _MOST_AT_ONCE + 1) * _MOST_AT_ONCE
 
 
 def part_keys(key: str, length: int) -> list[str]:

@@ -95,7 +95,7 @@ def test_whatever_happens_to_a_process_at_any_call_the_checkpoint_is_whole_or_th
         ("processes 1 to 2 are cut off", "", True),
     ]
     assert found[0].last == "write run/1/checkpoint.json"
-    assert found[2].last == "put gather/written/2"
+    assert found[2].last == "put gather/written/0/2"
     assert "process 2 of 3 did not reach 'written' within 20 s" in found[2].message
     assert 20 < found[2].seconds < 22
     lines = scale.fault_table(found).splitlines()

@@ -12,7 +12,7 @@ from tests.processes.threads import MemoryCoordinator, memory_coordinators
 
 from holdfast.engine.distributed import Alone, Rendezvous, next_rendezvous
 from holdfast.engine.distributed.rendezvous import PART_SIZE, join_parts, part_keys, split_value, value_length
-from holdfast.engine.errors import PeerFailedError, describe_error
+from holdfast.engine.errors import BarrierTimeoutError, PeerFailedError, describe_error
 
 PATIENCE = 30.0
 
@@ -202,3 +202,62 @@ def test_no_call_waits_for_a_frozen_store_for_ever(operation: str) -> None:
         next_rendezvous(made, "save", 30).gather("x", b"1", 1)  # it answers again
     finally:
         made.thawed.set()
+
+
+class Counted(MemoryCoordinator):
+    """A coordinator that notes the keys of every request for several values."""
+
+    requests: list[list[str]]
+
+    def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        self.requests.append(list(keys))
+        return super().try_get_all(keys)
+
+
+def counted(count: int) -> tuple[Counted, list[MemoryCoordinator]]:
+    """Makes process 0, which counts, and the others."""
+    first, *others = memory_coordinators(count)
+    first.__class__ = Counted
+    assert isinstance(first, Counted)
+    first.requests = []
+    return first, others
+
+
+def test_the_values_of_many_processes_come_with_few_requests_each_for_one_folder() -> None:
+    first, others = counted(700)
+    for coordinator in others:
+        Rendezvous(coordinator, "save").gather("x", b"%d" % coordinator.process_index, PATIENCE)
+    assert Rendezvous(first, "save").gather("x", b"0", PATIENCE) == [b"%d" % process for process in range(700)]
+    assert len(first.requests) < 12
+    assert all(len({key.rpartition("/")[0] for key in keys}) == 1 for keys in first.requests)
+    folders = {key.rpartition("/")[0] for keys in first.requests for key in keys}
+    assert len(folders) == 3
+    assert first.keys() == []
+
+
+def test_the_missing_of_many_processes_are_found_with_few_requests() -> None:
+    first, others = counted(700)
+    for coordinator in others:
+        if coordinator.process_index not in {3, 500}:
+            Rendezvous(coordinator, "save").gather("x", b"", PATIENCE)
+    with pytest.raises(BarrierTimeoutError, match="processes 3, 500 of 700 did not reach 'x'") as caught:
+        Rendezvous(first, "save").gather("x", b"", 0.01)
+    assert caught.value.missing == (3, 500)
+    assert len(first.requests) < 50
+
+
+def test_the_keys_of_many_processes_are_deleted_once_all_have_closed() -> None:
+    first, others = counted(700)
+    made = [Rendezvous(coordinator, "save") for coordinator in (first, *others)]
+    made[0].broadcast("x", b"abc", PATIENCE)
+    for rendezvous in made[2:]:
+        rendezvous.close()
+    made[0].close()
+    assert first.keys()
+    made[1].close()
+    again = Rendezvous(first, "save again")
+    first.requests.clear()
+    again.close()
+    left = first.keys()
+    assert not [key for key in left if key.startswith("save/")]
+    assert len(first.requests) < 10
