@@ -198,7 +198,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         try:
             known.tree.settle(structure, copies)
         except Exception as error:  # the tree is written nevertheless
-            _logger.warning("the next save will take as long as the first: its preparation failed: %r", error)
+            _logger.warning("the next save will take as long as the first: its preparation failed: %s", repr(error))
         else:
             self._known = known
 

@@ -192,7 +192,9 @@ class PinnedMemory:
                 block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             self._limit = self.nbytes  # so that it is not tried again
-            _logger.warning("saves block for longer, as no more than %d bytes can be pinned: %s", self._limit, error)
+            # A handler that keeps records would keep the frames of the error with them, and the memory of the snapshot.
+            text = str(error)
+            _logger.warning("saves block for longer, as no more than %d bytes can be pinned: %s", self._limit, text)
             return False
         self._blocks.append(block)
         self._order = sorted(range(len(self._blocks)), key=lambda number: int(self._blocks[number].data_ptr()))
@@ -230,7 +232,9 @@ class PinnedMemory:
                 try:
                     self._start_on(device, group, arrival)
                 except RuntimeError as error:
-                    _logger.warning("%s: this save blocks for longer, as its copies could not run: %s", device, error)
+                    _logger.warning(
+                        "%s: this save blocks for longer, as its copies could not run: %s", device, str(error)
+                    )
                     for one in group:
                         _over(one.target, one.source).copy_(one.source.cpu())
             for copy in rest:

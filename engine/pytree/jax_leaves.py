@@ -221,7 +221,7 @@ class HostCopies:
     def _go_without(self, error: RuntimeError) -> None:
         if any(array.is_deleted() for array in self._arrays):
             raise error
-        _logger.warning("this save blocks for longer, as jax could not copy to pinned memory: %s", error)
+        _logger.warning("this save blocks for longer, as jax could not copy to pinned memory: %s", str(error))
         self._pinned = {}
         with self._jax.transfer_guard("allow"):
             for array in self._arrays:
