@@ -109,10 +109,12 @@ class ArrayDatabase:
     def metadata(self, names: Sequence[str]) -> list[ArrayMetadata | None]:
         known = self._metadata
         missing = [name for name in names if name not in known]
-        self._know([_only(metadata_key(name)) for name in missing])
+        self._know(missing, _metadata_of)
         decoded: dict[bytes, ArrayMetadata] = {}
+        find, inline = self._rows.get, self._entries.inline
         for name in missing:
-            text = self._metadata_text(name)
+            row = find(metadata_key(name))
+            text = None if row is None else inline[row]
             if text is None:
                 known[name] = None
                 continue
@@ -144,19 +146,15 @@ class ArrayDatabase:
             found.append(metadata)
         return found
 
-    def _metadata_text(self, name: str) -> bytes | None:
-        """Return the metadata of an array, which lies in the index; None if there is none."""
-        row = self._rows.get(metadata_key(name))
-        return None if row is None else self._entries.inline[row]
-
-    def _know(self, ranges: Sequence[KeyRange]) -> None:
-        """Make the keys in some ranges known: by reading the nodes that may hold them, or all of a small index."""
+    def _know(self, names: Sequence[str], keys_of: Callable[[str], KeyRange]) -> None:
+        """Make some keys of arrays known: by reading the nodes that may hold them, or all of a small index."""
         known = None if self._files is None else self._files.get(INDEX)
-        if self._complete or not ranges:
+        if self._complete or not names:
             return
-        if known is None or not max(_WHOLE, NODE_LIMIT * len(ranges)) < known.size <= _INDEX_LIMIT:
+        if known is None or not max(_WHOLE, NODE_LIMIT * len(names)) < known.size <= _INDEX_LIMIT:
             self._know_all()
             return
+        ranges = list(map(keys_of, names))
         with self._lock, naming(self._location), self._open(INDEX) as file:
             size, is_early = known.size, False
             if self._location.is_local and file.size != size:
@@ -283,7 +281,7 @@ class ArrayDatabase:
 
     def _find(self, names: Sequence[str], assembly: Assembly, report: Report) -> ChunkTable:
         """Find the chunks that arrays need, sorted by their place in the data files; report missing ones."""
-        self._know([_all_of(name) for name in names])
+        self._know(names, _all_of)
         lone, others = self._lone_chunks(names, assembly)
         rows: list[tuple[int, int, int, int]] = []
         # The expected chunks are counted first: a hostile shape could make listing them take forever.
@@ -310,21 +308,19 @@ class ArrayDatabase:
 
     def _lone_chunks(self, names: Sequence[str], assembly: Assembly) -> tuple[NDArray[np.int64], list[int]]:
         """Find the only chunks of arrays, in data files and of the right size: thousands in a few steps."""
-        get, decoders = self._rows.get, assembly.decoders
-        able = [
-            decoder.lone and bool(name) and assembly.is_whole(array)
-            for array, (name, decoder) in enumerate(zip(names, decoders, strict=True))
-        ]
-        arrays = [array for array, one in enumerate(able) if one]
-        found = [get(names[array].encode() + decoders[array].key, -1) for array in arrays]
+        find, decoders = self._rows.get, assembly.decoders
+        lone = assembly.column(lambda decoder: decoder.lone, bool) & assembly.are_whole
+        arrays = np.flatnonzero(lone & (np.array(names, object) != ""))
         table = np.zeros((len(arrays), 4), np.int64)
-        table[:, 0], table[:, 1] = found, arrays
-        table[:, 3] = [decoders[array].adopted for array in arrays] if assembly.keep else 0
-        sizes = np.array([decoders[array].stored_bytes for array in arrays], np.int64)
+        table[:, 0] = [find(names[array].encode() + decoders[array].key, -1) for array in arrays.tolist()]
+        table[:, 1] = arrays
+        table[:, 3] = assembly.column(lambda decoder: decoder.adopted and assembly.keep, bool)[arrays]
+        sizes = assembly.column(lambda decoder: decoder.stored_bytes)[arrays]
         good = table[:, 0] >= 0
         good[good] = self._entries.lengths[table[good, 0]] == sizes[good]  # an inline value has length 0 there
-        others = [array for array, one in enumerate(able) if not one] + table[~good, 1].tolist()
-        return table[good], sorted(others)
+        lone[:] = False
+        lone[arrays[good]] = True
+        return table[good], np.flatnonzero(~lone).tolist()
 
     def _table(self, table: NDArray[np.int64]) -> ChunkTable:
         rows, entries = table[:, 0], self._entries
@@ -340,7 +336,8 @@ class ArrayDatabase:
         )
 
 
-def _only(key: bytes) -> KeyRange:
+def _metadata_of(name: str) -> KeyRange:
+    key = metadata_key(name)
     return key, key + b"\0"
 
 

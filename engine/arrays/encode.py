@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import StateError, UnsupportedLeafError
-from ..format import ContentDigest, compress_chunks, content_digest, crc32c, extend
+from ..format import ContentDigest, checksums_of, compress_chunks, content_digest, extend
 from ..pytree import Box, CastProblem, Piece, cast_checked, format_path
 from ..storage import CORES, Segment, parallel_map, round_up
 from .plan import CHECKSUM_BYTES, ArraySpec, Bytes, Integers, Layout, PlannedSegment, batches, checksum_after
@@ -74,7 +74,7 @@ def segment_parts(
             stop = int(np.searchsorted(segment.offsets, segment.offsets[first] + _STEP))
             some = slice(first, min(stop, place))
             contents = _small_chunks(segment.arrays[some], segment.numbers[some], sources)
-            found = list(map(crc32c, contents))
+            found = checksums_of(contents)
             checksums[segment.first + some.start : segment.first + some.stop] = found
             follow = [checksum.to_bytes(size, "little") for checksum, size in zip(found, tails[some], strict=True)]
             yield _join(chain.from_iterable(zip(contents, follow, strict=True)))

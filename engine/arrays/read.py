@@ -266,10 +266,11 @@ class TreeReader(TreeSource):
     def _read_aggregated(
         self, names: Sequence[str], details: Sequence[Details], handler: AggregateHandler
     ) -> dict[str, NDArray[Any]]:
+        shared = {id(leaf): leaf for leaf in details}  # the many leaves of a tree have few documents
+        if all(leaf.get("aggregate") != handler.name for leaf in shared.values()):
+            return {}
         pairs = zip(names, details, strict=True)
         wanted = {name: leaf for name, leaf in pairs if leaf.get("aggregate") == handler.name}
-        if not wanted:
-            return {}
         content = self._database.read_file(handler.filename)
         try:
             arrays = handler.deserialize(content)
@@ -286,18 +287,19 @@ class TreeReader(TreeSource):
         known: dict[tuple[int, int], Saved] = {}  # most leaves share both documents; they stay alive meanwhile
         found = []
         for name, facts, metadata in zip(names, details, arrays, strict=True):
-            aggregated = self._aggregated.get(name)
-            if aggregated is not None:
-                found.append(Saved(facts, aggregated.dtype, aggregated.shape))
-                continue
             key = id(facts), id(metadata)
             saved = known.get(key)
             if saved is None:
-                saved = known[key] = self._saved(name, facts, metadata)
+                saved = self._saved(name, facts, metadata)
+                if not self._aggregated:
+                    known[key] = saved
             found.append(saved)
-        return list(map(SavedLeaf, names, found))
+        return list(map(SavedLeaf._make, zip(names, found, strict=True)))
 
     def _saved(self, name: str, details: Details, metadata: ArrayMetadata | None) -> Saved:
+        aggregated = self._aggregated.get(name)
+        if aggregated is not None:
+            return Saved(details, aggregated.dtype, aggregated.shape)
         if metadata is None:
             if "value" in details or "base64" in details or details["kind"] in {"none", EXTERNAL}:
                 return Saved(details)

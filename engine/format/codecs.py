@@ -62,11 +62,9 @@ def content_digest(data: NDArray[np.uint8]) -> bytes:
     return xxhash.xxh3_128_digest(data.data)
 
 
-def checksums_of(data: NDArray[np.uint8], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """Compute the CRC-32C of many short parts of a buffer."""
-    value, frozen = google_crc32c.value, np.asarray(_frozen(data))
-    spans = zip(starts.tolist(), stops.tolist(), strict=True)
-    return np.array([value(frozen[start:stop]) for start, stop in spans], np.uint32)
+def checksums_of(parts: Sequence[bytes]) -> list[int]:
+    """Compute the CRC-32C of each of many short parts."""
+    return list(map(google_crc32c.value, parts))
 
 
 def _frozen(data: Data) -> bytes | NDArray[np.uint8]:
@@ -219,25 +217,22 @@ def decode_varints(data: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint
     """Decode a column of numbers; return them and the bytes they took."""
     if count > data.size:
         raise ValueError(f"{count} numbers cannot lie in {data.size} bytes")
-    first = data[:count]
-    if not count or first.max() < 128:
-        return first.astype(np.uint64), count
-    ends = np.flatnonzero(data[: count * _MAX_BYTES] < 128)[:count]
+    if not count:
+        return np.zeros(0, np.uint64), 0
+    ends = (data[: count * _MAX_BYTES] < 128).nonzero()[0][:count] + 1
     if ends.size < count:
         raise ValueError(f"found only {ends.size} of {count} numbers")
+    total = int(ends[-1])
     starts = np.empty_like(ends)
     starts[0] = 0
-    starts[1:] = ends[:-1] + 1
-    sizes = ends - starts + 1
+    starts[1:] = ends[:-1]
+    sizes = ends - starts
     longest = int(sizes.max())
-    if longest > _MAX_BYTES or (longest == _MAX_BYTES and data[ends[sizes == _MAX_BYTES]].max() > 1):
+    if longest > _MAX_BYTES or (longest == _MAX_BYTES and data[ends[sizes == _MAX_BYTES] - 1].max() > 1):
         raise ValueError("a number does not fit 64 bits")
-    values = np.zeros(count, np.uint64)
-    for k in range(longest):
-        some = np.flatnonzero(sizes > k)
-        digit = data[starts[some] + k].astype(np.uint64) & np.uint64(127)
-        values[some] |= digit << np.uint64(7 * k)
-    return values, int(ends[-1]) + 1
+    digits = (data[:total] & 127).astype(np.uint64)
+    digits <<= ((np.arange(total) - starts.repeat(sizes)) * 7).astype(np.uint64)
+    return np.bitwise_or.reduceat(digits, starts), total
 
 
 class Cursor:
@@ -288,9 +283,13 @@ class Cursor:
         values = self.wide_varints(count)
         if count and int(values.max()) > limit:
             self.fail(f"the number {int(values.max())} before offset {self.position} exceeds its limit of {limit}")
-        return values.astype(np.int64)
+        return values.view(np.int64)
 
     def wide_varints(self, count: int) -> NDArray[np.uint64]:
+        first = self.data[self.position : self.position + count]
+        if first.isascii() and len(first) == count:  # one byte each, as most columns have: numpy would take longer
+            self.position += count
+            return np.frombuffer(first, np.uint8).astype(np.uint64)
         try:
             values, size = decode_varints(np.frombuffer(self.data, np.uint8)[self.position :], count)
         except ValueError as error:

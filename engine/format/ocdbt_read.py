@@ -367,12 +367,12 @@ class Database:
         cursor.finish()
         self._spend(len(data), cursor.source)
         values: list[bytes | None] = [None] * count
-        start = 0
-        known = self._known
-        for i, size in zip(np.flatnonzero(kinds == 0).tolist(), sizes.tolist(), strict=True):
-            value = data[start : start + size]
-            values[i] = known.setdefault(value, value)
-            start += size
+        ends = np.cumsum(sizes)
+        found = [data[start:end] for start, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
+        if found and data == found[0] * len(found):  # most arrays of a tree are alike
+            found = found[:1] * len(found)
+        for i, value in zip(np.flatnonzero(kinds == 0).tolist(), found, strict=True):
+            values[i] = self._known.setdefault(value, value)
         self._keys += keys
         self._inline += values
         checksums = np.full(count, -1, np.int64)
@@ -527,12 +527,11 @@ def decode_keys(
     if int(lengths.sum()) + len(prefix) * len(lengths) > limit:
         cursor.fail(f"its keys take more than {limit} bytes")
     data = cursor.take(int(suffix_lengths.sum()))
-    keys: list[bytes] = []
-    key, start, common = prefix, 0, len(prefix)
-    for shared, size in zip([0, *prefix_lengths.tolist()], suffix_lengths.tolist(), strict=True):
-        key = key[: common + shared] + data[start : start + size]
-        start += size
-        keys.append(key)
+    ends = np.cumsum(suffix_lengths)
+    shared = [len(prefix), *(prefix_lengths + len(prefix)).tolist()]
+    key = prefix
+    spans = zip(shared, (ends - suffix_lengths).tolist(), ends.tolist(), strict=True)
+    keys = [key := key[:size] + data[start:end] for size, start, end in spans]
     if not is_increasing(keys):
         cursor.fail("its keys are not strictly increasing")
     return keys

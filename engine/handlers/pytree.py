@@ -202,6 +202,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         else:
             self._known = known
 
+    @collection_paused()
     def restore(
         self,
         directory: Location,
@@ -259,40 +260,37 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             refuse_arguments(self, kwargs, self.restore)
         if transforms is not None and (item is None or item is ... or select is not None):
             raise OptionError("transforms= needs a template (item=) of the new tree, and excludes select=")
-        with collection_paused():
-            # Without a template, only the leaves that are selected need to be known.
-            alone = item is None and restore_args is None and not as_saved and source is None
-            reader = source or TreeReader(directory, files, aggregate=self._aggregate, select=select if alone else None)
-            select = None if alone else select
-            numbers = reader.numbers if isinstance(reader, TreeReader) else range(len(reader.leaves))
-            pairs = zip(reader.leaves, numbers, strict=True)
-            kept = {leaf.name: number for leaf, number in pairs if leaf.saved.kind == EXTERNAL}
-            if item is not None and item is not ... and transforms is None:
-                item = with_optimizer_states(item, reader)
-            template = None if item is None or item is ... else flat_template(item, self._registry)
-            if template is not None and transforms is None:
-                reader = reader.for_template(template.names)
-            saved = [leaf.name for leaf in reader.leaves]
-            args: dict[str, RestoreArgs] = {}
-            if restore_args is not None:
-                names, structure = saved, reader.tree.structure
-                if template is not None:
-                    names, structure = template.names, template.structure
-                asked = broadcast_prefix(restore_args, structure, RestoreArgs, "restore_args")
-                args = {name: one for name, one in zip(names, asked, strict=True) if one is not None}
-            ordinary = (args.keys() if transforms is not None else set(saved)) - kept.keys() if args else set()
-            requests = {name: leaf_request(name, one) for name, one in args.items() if name in ordinary}
-            if template is None:
-                requests = {**_libraries(reader, torch_tensors, as_saved), **requests}
-            if transforms is not None:
-                to_original = transforms_default_to_original
-                tree = load_transformed_tree(
-                    reader, transforms, item, default_to_original=to_original, requests=requests
-                )
-            else:
-                began = reader.began() if as_saved and type(reader) is TreeReader else None
-                tree = load_tree(reader, like=template, select=select, requests=requests, began=began, shared=shared)
-            return restore_external(tree, directory, files, kept, self._registry, args) if kept else tree
+        # Without a template, only the leaves that are selected need to be known.
+        alone = item is None and restore_args is None and not as_saved and source is None
+        reader = source or TreeReader(directory, files, aggregate=self._aggregate, select=select if alone else None)
+        select = None if alone else select
+        numbers = reader.numbers if isinstance(reader, TreeReader) else range(len(reader.leaves))
+        pairs = zip(reader.leaves, numbers, strict=True)
+        kept = {leaf.name: number for leaf, number in pairs if leaf.saved.kind == EXTERNAL}
+        if item is not None and item is not ... and transforms is None:
+            item = with_optimizer_states(item, reader)
+        template = None if item is None or item is ... else flat_template(item, self._registry)
+        if template is not None and transforms is None:
+            reader = reader.for_template(template.names)
+        saved = [leaf.name for leaf in reader.leaves]
+        args: dict[str, RestoreArgs] = {}
+        if restore_args is not None:
+            names, structure = saved, reader.tree.structure
+            if template is not None:
+                names, structure = template.names, template.structure
+            asked = broadcast_prefix(restore_args, structure, RestoreArgs, "restore_args")
+            args = {name: one for name, one in zip(names, asked, strict=True) if one is not None}
+        ordinary = (args.keys() if transforms is not None else set(saved)) - kept.keys() if args else set()
+        requests = {name: leaf_request(name, one) for name, one in args.items() if name in ordinary}
+        if template is None:
+            requests = {**_libraries(reader, torch_tensors, as_saved), **requests}
+        if transforms is not None:
+            to_original = transforms_default_to_original
+            tree = load_transformed_tree(reader, transforms, item, default_to_original=to_original, requests=requests)
+        else:
+            began = reader.began() if as_saved and type(reader) is TreeReader else None
+            tree = load_tree(reader, like=template, select=select, requests=requests, began=began, shared=shared)
+        return restore_external(tree, directory, files, kept, self._registry, args) if kept else tree
 
     def structure(
         self, directory: Location, *, files: Files | None = None, source: TreeSource | None = None, **kwargs: Any
@@ -344,6 +342,8 @@ def _libraries(reader: TreeSource, torch_tensors: bool, jax_below: bool | Collec
     """Return requests for the arrays that become arrays of the library that they were of, which is imported."""
     requests: dict[str, LeafRequest] = {}
     of_torch, of_jax = torch_tensors and loaded("torch"), jax_below and loaded("jax")
+    if not of_torch and not of_jax:
+        return requests
     roots = None if isinstance(jax_below, bool) else set(map(escape_key, jax_below))
     for name, saved in reader.leaves:
         if of_torch and saved.kind == "torch":

@@ -20,7 +20,7 @@ from typing import Any
 from ..errors import DamagedCheckpointError
 from .containers import FACTORIES, build_counter, build_defaultdict, build_deque, build_mapping
 from .flatten import MAX_DEPTH, Key, TreeDef, key_segments, plain_key, unflatten
-from .names import Patterns, escape_key, unescape_key
+from .names import Patterns, escape_key, unescape_key, unescape_keys
 
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple}
 _MAPPINGS = {"dict", "ordered_dict", "default_dict", "counter", "mapping", "namedtuple", "dataclass", "node"}
@@ -232,10 +232,9 @@ def _encode_node(node: TreeDef) -> dict[str, Any]:
     if node.label is not None:
         document["class"] = node.label
     if node.keys is not None:
-        segments = key_segments(node.keys)
-        plain = [plain_key(key) for key in node.keys]
         document["keys"] = [
-            segment if isinstance(key, str) else _encode_key(key) for segment, key in zip(segments, plain, strict=True)
+            segment if isinstance(key, str) else _encode_key(plain_key(key))
+            for segment, key in zip(key_segments(node.keys), node.keys, strict=True)
         ]
     document["children"] = [None if child is None else _encode_node(child) for child in node.children]
     return document
@@ -258,16 +257,20 @@ def _decode_node(document: Any, name: str, names: list[str], depth: int) -> Tree
     if kind == "deque" and label is not None and not (_LENGTH.fullmatch(label) and int(label) >= len(children)):
         raise DamagedCheckpointError(f"{where} has {len(children)} children, and at most {label!r:.80}")
     keys: list[Key] | None = None
-    segments: list[str] = [str(index) for index in range(len(children))]
-    if kind in _MAPPINGS:
+    if kind not in _MAPPINGS:
+        segments = [str(index) for index in range(len(children))]
+    else:
         keys, segments = _decode_keys(document.get("keys"), where)
         if len(keys) != len(children):
             raise DamagedCheckpointError(f"{where} has {len(keys)} keys and {len(children)} children")
     prefix = f"{name}." if name else ""
-    nodes = [
-        _decode_node(child, prefix + segment, names, depth + 1)
-        for segment, child in zip(segments, children, strict=True)
-    ]
+    nodes: list[TreeDef | None] = []
+    for segment, child in zip(segments, children, strict=True):
+        if child is None:  # `_decode_node` without the call
+            names.append(prefix + segment)
+            nodes.append(None)
+        else:
+            nodes.append(_decode_node(child, prefix + segment, names, depth + 1))
     return _plain_node(kind, keys, nodes, label)
 
 
@@ -276,12 +279,16 @@ def _decode_keys(stored: Any, where: str) -> tuple[list[Key], list[str]]:
         raise DamagedCheckpointError(f"{where} has no list of keys")
     keys: list[Key] = []
     segments: list[str] = []
+    texts = [item for item in stored if isinstance(item, str)]
+    try:
+        unescaped = iter(unescape_keys(texts))
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{where}: {error}") from error
+    if len(texts) == len(stored):
+        keys, segments, stored = list(unescaped), texts, ()
     for item in stored:
         if isinstance(item, str):
-            try:
-                keys.append(unescape_key(item))
-            except ValueError as error:
-                raise DamagedCheckpointError(f"{where}: {error}") from error
+            keys.append(next(unescaped))
             segments.append(item)
         elif isinstance(item, int) and -(1 << 63) <= item < 1 << 63:
             keys.append(item)

@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from .leaves import (
     is_jax_array,
     is_torch_tensor,
 )
-from .names import escape_first, escape_key, format_path
+from .names import escape_first, escape_keys, format_path
 
 # A key of a mapping or the name of an attribute. ``True`` and ``False`` are keys of their own in documents. Tuples hold
 # such keys, as those of groups of parameters in the states of numpyro.
@@ -153,15 +153,9 @@ def key_segments(keys: Sequence[object] | None, count: int = 0) -> list[str]:
     """
     if keys is None:
         return [str(index) for index in range(count)]
-    segments: list[str] = []
-    odd = False
-    for key in keys:
-        if type(key) is str:
-            segments.append(key if key.isidentifier() and not key.endswith("__lock") else escape_key(key))
-        else:
-            odd = True
-            plain = plain_key(key)
-            segments.append(escape_key(plain if isinstance(plain, str) else repr(plain)))
+    odd = set(map(type, keys)) - {str}
+    texts = [str.__str__(key) if isinstance(key, str) else repr(plain_key(key)) for key in keys] if odd else keys
+    segments = escape_keys(cast("Sequence[str]", texts))
     if odd:
         taken = {segment for segment, key in zip(segments, keys, strict=True) if not isinstance(key, str)}
         for index, key in enumerate(keys):

@@ -300,6 +300,10 @@ def _implementation(template: LeafTemplate) -> str | None:
 def _plain(leaf: Saved, array: NDArray[Any] | None, name: str) -> Any:
     if array is None:
         return decode_value(leaf.details, name)
+    if leaf.kind in ARRAY_KINDS:
+        if leaf.details.get("torch_dtype") == "complex32" and array.dtype == np.float16 and array.shape[-1:] == (2,):
+            return np.ascontiguousarray(array, np.float32).view(np.complex64)[..., 0]
+        return array
     if leaf.kind in NUMBER_KINDS:
         if array.shape != () or number_kind(array.dtype) != leaf.kind:
             stored = spell("numpy", array.dtype, array.shape)
@@ -315,12 +319,7 @@ def _plain(leaf: Saved, array: NDArray[Any] | None, name: str) -> Any:
         return decode_bytes(leaf.kind, array, name)
     if leaf.kind == NUMBERS:
         return packed_again(leaf.details, array, name).unpack()
-    if leaf.kind not in ARRAY_KINDS:
-        raise DamagedCheckpointError(f"leaf {format_path(name)} is an array of the unknown kind {leaf.kind!r:.80}")
-    if leaf.details.get("torch_dtype") == "complex32" and array.dtype == np.float16 and array.shape[-1:] == (2,):
-        wide = np.ascontiguousarray(array, np.float32)
-        return wide.view(np.complex64)[..., 0]
-    return array
+    raise DamagedCheckpointError(f"leaf {format_path(name)} is an array of the unknown kind {leaf.kind!r:.80}")
 
 
 def _number(template: LeafTemplate, value: Any, array: NDArray[Any] | None, name: str) -> Any:

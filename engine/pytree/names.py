@@ -35,6 +35,21 @@ def escape_key(key: str) -> str:
     return escaped
 
 
+def escape_keys(keys: Sequence[str]) -> list[str]:
+    """Escape keys, all at once where none of them needs it."""
+    return list(keys) if _are_plain(keys) else list(map(escape_key, keys))
+
+
+def unescape_keys(texts: Sequence[str]) -> list[str]:
+    return list(texts) if _are_plain(texts) else list(map(unescape_key, texts))
+
+
+def _are_plain(keys: Sequence[str]) -> bool:
+    """Whether all keys are made of letters, digits and underscores alone, and none has a part that is escaped."""
+    joined = "".join(keys)
+    return all(keys) and f"_{joined}".isidentifier() and _LOCK not in joined
+
+
 def escape_first(key: str) -> str:
     """Escape the first character of a key in any case, which `escape_key` never does."""
     return _percent(key[0]) + escape_key(key[1:]) if len(key) > 1 else _percent(key)
