@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from ..engine import clock
 from ..engine.errors import InvalidLocationError, OptionError
-from ..engine.manager import Mirror, option_texts, save_interval
+from ..engine.manager import Local, Mirror, option_texts, save_interval
 from ..integrations.loop import CheckpointCallback
 from ..integrations.options import CallbackOptions
 from .problems import KeyPath, did_you_mean
@@ -77,7 +77,7 @@ def _option(options: type, name: str) -> Any:
     """Return a key that is an option of the library: with its default, its documentation and its limits."""
     declared = {one.name: one for one in fields(options)}[name]
     default = list(declared.default) if isinstance(declared.default, tuple) else declared.default
-    text = option_texts(Mirror if options is Mirror else CheckpointCallback).get(name, "")
+    text = option_texts(options if options in (Mirror, Local) else CheckpointCallback).get(name, "")
     return Field(
         ... if default is MISSING else default,
         description=text.replace("``", "").replace("None", "null"),
@@ -98,6 +98,17 @@ class MirrorSection(Section):
     keep_time_interval: Duration | None = _option(Mirror, "keep_time_interval")
     max_bandwidth: Rate | None = _option(Mirror, "max_bandwidth")
     wait_secs: Duration = _option(Mirror, "wait_secs")
+
+
+class LocalSection(Section):
+    """Saves into the memory or on the disk of each host, with copies on other hosts: the options of ``Local``."""
+
+    url: Place = _option(Local, "url")
+    every: int = _option(Local, "every")
+    copies: int = _option(Local, "copies")
+    failure_domain: str | None = _option(Local, "failure_domain")
+    host: str | None = _option(Local, "host")
+    address: str | None = _option(Local, "address")
 
 
 def _mirror(given: Any) -> Any:
@@ -122,6 +133,7 @@ class CheckpointSection(Section):
     keep_time_interval: Duration | None = _option(CallbackOptions, "keep_time_interval")
     keep_steps: list[Step] = _option(CallbackOptions, "keep_steps")
     mirror: Annotated[MirrorSection | None, BeforeValidator(_mirror)] = _option(CallbackOptions, "mirror")
+    local: LocalSection | None = _option(CallbackOptions, "local")
     reuse_unchanged: bool = _option(CallbackOptions, "reuse_unchanged")
     save_at_end: bool = _option(CallbackOptions, "save_at_end")
     resume: Resume = _option(CallbackOptions, "resume")
@@ -138,8 +150,12 @@ class CheckpointSection(Section):
     def callback_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments that the integrations' callbacks take, without the directory."""
         found = self.model_dump(exclude={"directory", "allow_changes"})
-        mirror = found["mirror"]
-        return {**found, "mirror": None if mirror is None else Mirror(**mirror)}
+        mirror, local = found["mirror"], found["local"]
+        return {
+            **found,
+            "mirror": None if mirror is None else Mirror(**mirror),
+            "local": None if local is None else Local(**local),
+        }
 
 
 class TrainSection(Section):

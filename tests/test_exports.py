@@ -90,7 +90,7 @@ def _is_code(value: object) -> bool:
     return inspect.isfunction(value) or isinstance(value, property | classmethod | staticmethod)
 
 
-@pytest.mark.parametrize("name", ["StorageFullError", "TypeHandler", "Alone", "SaveReport"])
+@pytest.mark.parametrize("name", ["StorageFullError", "TypeHandler", "Alone", "SaveReport", "Restored"])
 def test_a_name_of_a_module_is_pointed_out(name: str) -> None:
     with pytest.raises(AttributeError, match=rf"no attribute '{name}'; it is holdfast\.\w+\.{name}$") as caught:
         getattr(hf, name)

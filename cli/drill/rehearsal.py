@@ -66,9 +66,9 @@ class Rehearsal(Observer):
         self._redirects.check(url)
 
     def options(self, options: T) -> T:
-        """Return the options with which everything is kept and nothing is mirrored."""
+        """Return the options with which everything is kept, in the directory alone."""
         assert isinstance(options, CheckpointManagerOptions)
-        return replace(options, mirror=None, max_to_keep=None, keep_latest=None)
+        return replace(options, mirror=None, local=None, max_to_keep=None, keep_latest=None)
 
     def joins(self, process: int, count: int) -> None:
         self._process, self._alone = process, count == 1

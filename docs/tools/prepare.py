@@ -286,7 +286,7 @@ def _yaml(value: object) -> str:
 
 def options_page() -> str:
     """Return the page of the options that managers, callbacks and recipes share."""
-    from holdfast import CheckpointCallback, CheckpointManagerOptions, Mirror
+    from holdfast import CheckpointCallback, CheckpointManagerOptions, Local, Mirror
     from holdfast.engine.manager import CheckpointOptions, option_texts
     from holdfast.integrations.lightning import CheckpointCallback as LightningCallback
     from holdfast.integrations.options import CallbackOptions
@@ -325,6 +325,8 @@ def options_page() -> str:
             rows(CheckpointManagerOptions, [one for one in names(CheckpointManagerOptions) if one not in shared]),
             "## Of a mirror\n",
             rows(Mirror, names(Mirror)),
+            "## Of local steps\n",
+            rows(Local, names(Local)),
             "## Of single callbacks\n",
             f"[`holdfast.CheckpointCallback`][holdfast.CheckpointCallback] also takes {further(CheckpointCallback)}.\n",
             "[`holdfast.integrations.lightning.CheckpointCallback`]"

@@ -15,7 +15,7 @@ from .commit import (
     sweep,
     write_record,
 )
-from .copying import CopiedFiles, CopyProgress, Throttle, copied_step
+from .copying import CopiedFiles, CopyProgress, Throttle, copied_step, file_checks
 from .replicas import check_replicas
 from .save import ItemToSave, Save, SaveReport
 from .stored import OtherItems, OwnItems, StoredItems

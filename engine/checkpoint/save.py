@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -100,7 +101,8 @@ class Save:
                 record, report = save.commit(None if items is None else CheckpointRecord(items=items, time=...))
 
     With several processes, each makes one of these for the same items. Process 0 makes the folders, merges what all of
-    them wrote, and commits; the others learn of it through the rendezvous.
+    them wrote, and commits; the others learn of it through the rendezvous. Where ``location`` is not ``shared``, it is
+    a place of its own on each host, and has only what the processes of this host write.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Save:
         began: float | None = None,
         rendezvous: Rendezvous | None = None,
         timeout: float = 600.0,
+        shared: bool = True,
     ) -> None:
         self._began = time.perf_counter() if began is None else began
         self._kinds = {name: item.handler.kind for name, item in items.items()}
@@ -124,11 +127,17 @@ class Save:
         self.in_background = any(item.background for item in items.values())
         self._role: Primary | Worker
         if rendezvous is not None and rendezvous.index > 0:
-            self._role = Worker(location, items, rendezvous, timeout)
+            self._role = Worker(location, items, rendezvous, timeout, shared=shared)
         else:
             try:
                 self._role = Primary(
-                    location, items, overwrite=overwrite, owned=owned, rendezvous=rendezvous, timeout=timeout
+                    location,
+                    items,
+                    overwrite=overwrite,
+                    owned=owned,
+                    rendezvous=rendezvous,
+                    timeout=timeout,
+                    shared=shared,
                 )
             except BaseException as error:
                 if rendezvous is not None:
@@ -273,7 +282,9 @@ class Primary:
         owned: bool,
         rendezvous: Rendezvous | None,
         timeout: float,
+        shared: bool,
     ) -> None:
+        self._small = _SMALL if shared else sys.maxsize
         self._pending = PendingCheckpoint(location, items, overwrite=overwrite, owned=owned)
         self._rendezvous = rendezvous
         self._timeout = timeout
@@ -299,7 +310,8 @@ class Primary:
         """Return the fragments of every item, once every process has written its share."""
         gathered = {name: [fragment] for name, fragment in own.items()}
         if self._rendezvous is not None:
-            written = [_decode_fragments(one) for one in self._rendezvous.gather("written", b"", self._timeout) or []]
+            sent_by = self._rendezvous.gather("written", b"", self._timeout) or []
+            written = [_decode_fragments(one, self._small) for one in sent_by]
             places = [(name, process) for process, sent in enumerate(written) for name in sent]
 
             def take(place: tuple[str, int]) -> bytes:
@@ -357,7 +369,11 @@ class Worker:
 
     replaces = False
 
-    def __init__(self, location: Location, items: Iterable[str], rendezvous: Rendezvous, timeout: float) -> None:
+    def __init__(
+        self, location: Location, items: Iterable[str], rendezvous: Rendezvous, timeout: float, *, shared: bool
+    ) -> None:
+        self._shared = shared
+        self._small = _SMALL if shared else sys.maxsize
         self._location = location
         self._items = sorted(items)
         self._rendezvous = rendezvous
@@ -372,7 +388,7 @@ class Worker:
     def open(self) -> Mapping[str, Location]:
         if self._folders is None:
             plan = json.loads(self._rendezvous.broadcast("plan", None, self._timeout))
-            if plan["path"] != self._location.url:
+            if self._shared and plan["path"] != self._location.url:
                 raise StateError(
                     f"process {self._rendezvous.index} saves to {self._location.url}, and process 0 to {plan['path']}; "
                     "all processes must save to the same path, or each alone, with coordinator=hf.processes.Alone()"
@@ -385,14 +401,16 @@ class Worker:
                 )
             self._token = plan["token"]
             self._folders = {name: self._location / folder for name, folder in plan["folders"].items()}
+            for folder in self._folders.values() if not self._shared else ():
+                folder.make_directory()
         return self._folders
 
     def gather(self, own: Mapping[str, bytes]) -> None:
         folders = self.open()
         for name, fragment in own.items():
-            if len(fragment) > _SMALL:
+            if len(fragment) > self._small:
                 (folders[name] / _fragment_name(self._rendezvous.index)).write_bytes(fragment, atomic=False)
-        self._rendezvous.gather("written", _encode_fragments(own), self._timeout)
+        self._rendezvous.gather("written", _encode_fragments(own, self._small), self._timeout)
 
     def commit(self, record: CheckpointRecord | None) -> _Committed:
         """Wait for what process 0 tells of its record."""
@@ -431,13 +449,13 @@ def _stopped_key(rendezvous: Rendezvous, process: int) -> str:
     return f"{quote(rendezvous.name, safe='')}/stopped/{process}"
 
 
-def _encode_fragments(fragments: Mapping[str, bytes]) -> bytes:
+def _encode_fragments(fragments: Mapping[str, bytes], small: int) -> bytes:
     """Return small fragments, and the sizes of those that are left in files: a line of JSON, then the small ones."""
     sizes = json.dumps({name: len(fragment) for name, fragment in fragments.items()}).encode()
-    return b"\n".join([sizes, b"".join(each for each in fragments.values() if len(each) <= _SMALL)])
+    return b"\n".join([sizes, b"".join(each for each in fragments.values() if len(each) <= small)])
 
 
-def _decode_fragments(sent: bytes) -> dict[str, bytes | int]:
+def _decode_fragments(sent: bytes, small: int) -> dict[str, bytes | int]:
     """Return the small fragments, and the sizes of the others, by the names of the items."""
     if not sent:
         return {}
@@ -445,8 +463,8 @@ def _decode_fragments(sent: bytes) -> dict[str, bytes | int]:
     found: dict[str, bytes | int] = {}
     begin = 0
     for name, size in json.loads(head).items():
-        found[name] = size if size > _SMALL else rest[begin : begin + size]
-        begin += 0 if size > _SMALL else size
+        found[name] = size if size > small else rest[begin : begin + size]
+        begin += 0 if size > small else size
     return found
 
 

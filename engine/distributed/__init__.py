@@ -9,7 +9,9 @@ from .coordinators import (
     ProcessInfo,
     current_coordinator,
     machine_identity,
+    primary_host,
     shares_machine,
 )
+from .peers import Peer, PeerServer, own_address
 from .process_group import ProcessGroup, run_on_primary
 from .rendezvous import BoundedCoordinator, Rendezvous, call_within, next_rendezvous

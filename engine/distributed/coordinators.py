@@ -277,6 +277,13 @@ def current_coordinator() -> Coordinator:
     return _jax.find() or _torch.find() or _ALONE
 
 
+def primary_host() -> str | None:
+    """Return the name of the host of process 0, as the program has given it to jax or torch; None if it is unknown."""
+    state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+    address = getattr(state, "coordinator_address", None)
+    return str(address).rpartition(":")[0].strip("[]") if address else os.environ.get("MASTER_ADDR")
+
+
 def shares_machine() -> bool:
     """Return whether other processes of this program may run on this machine, by the environment of launchers."""
     return current_coordinator().process_count > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1"

@@ -19,8 +19,10 @@ from ..storage import Location, as_location
 from .directory import RunDirectory
 from .events import RunEvents
 from .intervals import LearnedInterval
+from .local_tier import LocalTier
 from .mirror import MirrorStatus, RunMirror
 from .options import CheckpointManagerOptions, mirror_of
+from .ownership import RunIdentity
 
 _logger = logging.getLogger("holdfast")
 
@@ -33,6 +35,7 @@ class RunAccess:
     Attributes:
         run: The directory.
         mirror: The mirror; None without one, and for a manager that only reads.
+        local: The local steps of the hosts; None without them, and for a manager that only reads.
         changing: The lock of the thread that begins a save, or takes ownership.
         learned: The trigger that learns the interval between saves; None without one, and on processes other than 0.
     """
@@ -54,6 +57,7 @@ class RunAccess:
         self.events = RunEvents(directory, clock, processes.index, observer)
         self.run = RunDirectory(directory, options, clock, self._drain, writes=processes.is_primary)
         self.mirror: RunMirror | None = None
+        self.local: LocalTier | None = None
         self.changing = threading.RLock()
         self.learned: LearnedInterval | None = None
         self._metadata = None if metadata is None else dict(metadata)
@@ -97,7 +101,9 @@ class RunAccess:
             if self._acquired:
                 self.run.ownership.check_not_lost()
                 return
-            belongs = None if self.mirror is None else self.mirror.identity
+            belongs = RunIdentity() if self.mirror is None else self.mirror.identity
+            if self.options.local is not None:
+                belongs = replace(belongs, local=as_location(self.options.local.url).url)
             self.compare_options()
             self.processes.decide("acquire", self.run.acquire, self._metadata, belongs)
             if not self.processes.is_primary:
@@ -155,6 +161,7 @@ class RunAccess:
                 "load_and_broadcast": options.load_and_broadcast,
                 "step_prefix": options.step_prefix,
                 "mirror": None if mirror is None else str(mirror.url),
+                "local": None if options.local is None else [options.local.every, options.local.copies],
             },
         )
         self._compared = True
@@ -173,6 +180,16 @@ class RunAccess:
         if self._acquired:
             self._start_mirror()
 
+    def open_local(self) -> None:
+        """Find the hosts of the program, and the newest step that is whole on them."""
+        self.compare_options()
+        self.local = LocalTier(self.options, self.run, self.processes, self.clock, self.events)
+
+    def forget_local(self) -> None:
+        """Let the local steps not count any more: steps were deleted explicitly."""
+        if self.local is not None:
+            self.local.forget()
+
     def fetch(self, step: int, *, overwrite: bool = False) -> bool:
         """Copy a step from the mirror into the directory, on process 0; return whether it is there now."""
         mirror = self.mirror
@@ -186,12 +203,14 @@ class RunAccess:
 
     def fetch_missing(self, step: int) -> bool:
         """Fetch a step that process 0 does not see in the directory; return whether it is there now."""
+        if step in self.run.local:
+            return True
         here: bool = self.processes.decide(f"look for step {step}", self.run.__contains__, step)
         return here or self.fetch(step)
 
     def steps_of_both_places(self) -> list[tuple[int, bool]]:
-        """Return the steps in ascending order, damaged ones among them, and whether they are in the directory."""
-        here = self.run.steps_and_damaged()
+        """Return the steps in ascending order, damaged ones among them, and whether each is there without a fetch."""
+        here = {*self.run.steps_and_damaged(), *self.run.local}
         there = [] if self.mirror is None else self.mirror.steps()
         return sorted([(step, True) for step in here] + [(step, False) for step in set(there).difference(here)])
 

@@ -155,6 +155,8 @@ class RunDirectory:
         self.location = location
         self.ownership = Ownership(location, clock, drain)
         self.last_saved: int | None = None  # the step that this run saved last
+        # Steps that are read from the hosts' own disks and memory: place and commit record. Only a new run has any.
+        self.local: dict[int, tuple[Location, CheckpointRecord]] = {}
         self._options = options
         self._rules = retention_rules(options)
         self._reads_metrics = options.best_fn is not None or options.keep_checkpoints_without_metrics
@@ -307,6 +309,8 @@ class RunDirectory:
 
     def read_step(self, step: int, read: Callable[[StoredItems], T]) -> T:
         """Read the items of a step; read them again if another process replaces it meanwhile."""
+        if (local := self.local.get(step)) is not None:
+            return read(OwnItems(*local))
         if step in self._others:
             self.record(step)  # raises the error of a damaged step
             return read(OtherItems(open_at(self.step_location(step))))
@@ -342,7 +346,7 @@ class RunDirectory:
 
         Another program may have saved since. A process that has saved the step with others knows the summary only.
         """
-        if step not in self._records and step not in self._errors:
+        if step not in self._records and step not in self._errors and step not in self.local:
             found = self._look(step)
             if found is not None and found.error is not None:
                 raise found.error
@@ -352,6 +356,8 @@ class RunDirectory:
             record, error = self._records.get(step), self._errors.get(step)
         if record is not None:
             return record
+        if (local := self.local.get(step)) is not None:
+            return local[1]
         if error is not None:
             raise copy.copy(error)
         steps = self.steps()
@@ -400,6 +406,7 @@ class RunDirectory:
             run=belongs.run or stored.run or new_run(),
             directory=belongs.directory or stored.directory,
             mirror=belongs.mirror or stored.mirror,
+            local=belongs.local or stored.local,
         )
         # A directory of holdfast 0.1 does not say whether it had a mirror.
         self._dooms = identity.mirror is not None or (stored.run is None and bool(self._records))
@@ -427,10 +434,17 @@ class RunDirectory:
                 self._store(self._identity.with_doomed(self._series, self.doomed.minus(done)))
 
     def _doom(self, steps: Collection[int], after: int | None = None) -> None:
-        """Note, before a deletion, that the mirror must delete the steps: otherwise the next run would fetch them."""
-        if self._writes and self._dooms and self._identity is not None:
-            self.ownership.check()
-            self._store(self._identity.with_doomed(self._series, self.doomed.plus(steps, after)))
+        """Note, before a deletion, that the mirror must delete the steps, and that local steps do not count any more.
+
+        Otherwise the next run would take them from there.
+        """
+        identity = self._identity
+        if not self._writes or identity is None or not (self._dooms or identity.local):
+            return
+        if self._dooms:
+            identity = identity.with_doomed(self._series, self.doomed.plus(steps, after))
+        self.ownership.check()
+        self._store(replace(identity, epoch=new_run()) if identity.local else identity)
 
     def spare(self, step: int) -> None:
         """Leave an interrupted copy of a step for the next attempt."""

@@ -23,6 +23,7 @@ from .decisions import Decision, Rollback, SaveDecisions, Wanted
 from .directory import record_metrics as add_metrics
 from .intervals import LearnedInterval
 from .items import ItemSet
+from .local_tier import LocalStatus
 from .metrics import as_given, plain_metrics
 from .mirror import MirrorStatus
 from .options import CheckpointManagerOptions, mirror_of, save_triggers
@@ -108,6 +109,8 @@ class CheckpointManager:
         if mirrored is not None and not self.options.read_only:
             self._access.open_mirror(mirrored)
         self._mirror = self._access.mirror
+        if self.options.local is not None and writes:
+            self._access.open_local()
         self.observer.joins(self.processes.index, self.processes.count)
         triggers = (*save_triggers(self.options), Wanted(self.observer))
         for trigger in triggers:
@@ -158,7 +161,7 @@ class CheckpointManager:
         return self._run.steps()
 
     def latest_step(self, item: str | None = None) -> int | None:
-        """Return the newest committed step, or None.
+        """Return the newest committed step, or None; at the start of a run, it may be one that only the hosts have.
 
         Args:
             item: An item that the step must have; not every step has those of ``item_intervals``.
@@ -166,7 +169,7 @@ class CheckpointManager:
         if item is not None:
             return newest_with(item, self._run.infos())
         infos = self._run.infos()
-        return infos[-1].step if infos else None
+        return max([*self._run.local, *(info.step for info in infos[-1:])], default=None)
 
     def item_due(self, item: str, step: int) -> bool:
         """Return whether a save at a step has an item, so that a loop need not collect a large one unnecessarily.
@@ -408,8 +411,51 @@ class CheckpointManager:
             OwnershipError: Another run writes to this directory.
         """
         self._access.check_writable()
-        kwargs = save_kwargs or {}
-        return self._saves.save(valid_step(step), items, metrics, custom_metadata, force, kwargs, reason)
+        step, kwargs = valid_step(step), save_kwargs or {}
+        self._saves.save_locally(step, items, metrics, custom_metadata, kwargs)
+        return self._saves.save(step, items, metrics, custom_metadata, force, kwargs, reason)
+
+    def local_due(self, step: int) -> bool:
+        """Return whether a save in the local places of the hosts is due at a step; False without the option ``local``.
+
+        Args:
+            step: The number of optimizer updates done.
+        """
+        return self._access.local is not None and self._access.local.due(step)
+
+    def save_locally(
+        self,
+        step: int,
+        items: Any,
+        *,
+        metrics: Any = None,
+        custom_metadata: Mapping[str, Any] | None = None,
+        save_kwargs: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Save a step in the local places of the hosts, if that is due; :meth:`save` does it, too.
+
+        An error of the writing or copying is logged, and training continues.
+
+        Args:
+            step: As for :meth:`save`.
+            items: As for :meth:`save`.
+            metrics: As for :meth:`save`.
+            custom_metadata: As for :meth:`save`.
+            save_kwargs: As for :meth:`save`.
+
+        Returns:
+            Whether it was due.
+
+        Raises:
+            UnsupportedLeafError: An item cannot be saved; nothing was written.
+            BarrierTimeoutError: The local save before this one failed because another process did not answer.
+        """
+        self._access.check_writable()
+        return self._saves.save_locally(valid_step(step), items, metrics, custom_metadata, save_kwargs or {})
+
+    def local_status(self) -> LocalStatus | None:
+        """Return what this run has in the local places of its hosts; None without the option ``local``."""
+        return None if self._access.local is None else self._access.local.status()
 
     def record_metrics(self, step: int, metrics: Any) -> None:
         """Store metrics with a step that was saved or is being saved; new values replace old ones.
@@ -452,6 +498,7 @@ class CheckpointManager:
         self._saves.join_save_of(step)
         self._access.change(f"delete {step}", self._run.delete, step, mirror)
         if mirror:
+            self._access.forget_local()
             self._access.delete_in_mirror()
 
     def delete_after(self, step: int) -> list[int]:
@@ -479,6 +526,7 @@ class CheckpointManager:
         if not self.processes.is_primary:
             for one in deleted:
                 self._run.add(one, None)
+        self._access.forget_local()
         self._access.delete_in_mirror()
         return deleted
 
@@ -527,6 +575,8 @@ class CheckpointManager:
             try:
                 self._background.wait()
             finally:
+                if self._access.local is not None:
+                    self._access.local.close(finished=error is None)
                 self.finish_mirror()
         except BaseException as failure:
             error = error or failure

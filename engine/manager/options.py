@@ -117,6 +117,53 @@ class Mirror:
                 seconds(getattr(self, name), name=name)
 
 
+@explains_options
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """Saves every few steps into the memory or on the disk of each host, with copies on other hosts.
+
+    A run resumes from the newest step that is whole across the hosts, or from the newest one in its directory if that
+    is newer. After the loss of any one host (``copies=1``), nothing is read from the directory.
+
+    >>> Local("/dev/shm/holdfast", every=10).copies
+    1
+
+    Attributes:
+        url: A path on every host, such as ``/dev/shm/holdfast`` for its memory, or a folder on its disk. Two steps
+            lie there, and a third while it is written; each takes the share of this host and of those that it keeps
+            copies of.
+        every: Save whenever the step passes a multiple of this.
+        copies: How many other hosts keep a copy of the files of each host.
+        failure_domain: What this host fails together with, such as the name of its rack: copies go to hosts of other
+            domains, where there are some. None is a domain of its own.
+        host: The identity of this host, if processes with one hostname are to count as several hosts, such as in tests.
+        address: The address at which the other hosts reach this one. None takes that of the network interface which
+            leads to process 0.
+    """
+
+    url: Place = field(kw_only=False)
+    every: int = field(metadata=limits(1))
+    copies: int = field(default=1, metadata=limits(0))
+    failure_domain: str | None = None
+    host: str | None = None
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            place = as_location(self.url)
+        except InvalidLocationError as error:
+            raise OptionError(f"Local({self.url!r}): {error}") from error
+        if not place.is_local:
+            raise OptionError(
+                f"Local({self.url!r}): this is not a path of a host; local steps lie in its memory or on its disk, "
+                "such as in /dev/shm/holdfast. For a second place that all hosts share, use mirror="
+            )
+        for one in fields(self):
+            _check_limits(one, getattr(self, one.name))
+            if one.name in ("every", "copies") and getattr(self, one.name) is None:
+                raise OptionError(f"{one.name}=None must be a whole number")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
     """When to save and what to keep: the options that managers, callbacks and recipes have in common.
@@ -139,10 +186,13 @@ class CheckpointOptions:
     keep_time_interval: Duration | None = None
     keep_steps: Collection[int] = ()
     mirror: Place | Mirror | None = None
+    local: Local | None = None
     reuse_unchanged: bool = True
 
     def __post_init__(self) -> None:
         mirror_of(self)
+        if self.local is not None and not isinstance(self.local, Local):
+            raise OptionError(f"local={self.local!r} must be a Local, such as Local('/dev/shm/holdfast', every=10)")
         if self.save_on_best and self.best_fn is None:
             raise OptionError("save_on_best=True needs best_fn: the name of a metric, or a function of the metrics")
         for one in fields(self):
@@ -202,6 +252,8 @@ class CheckpointManagerOptions(CheckpointOptions):
         keep_steps: Keep the checkpoints of these steps.
         mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with an interval and limits of its own:
             steps are copied there in the background, and a run resumes from the newest step of both places.
+        local: A ``Local``: saves every few steps into the memory or on the disk of each host, with copies on other
+            hosts. A run resumes from these if they are newer than what is in the directory.
         reuse_unchanged: Do not write arrays again that have not changed: a step shares their data files, by hard links,
             with the step before the last one; S3 and Google copy them. Every step stays whole and can be copied or
             deleted.

@@ -199,6 +199,9 @@ class RunIdentity:
     directory: str | None = None  # in a mirror: the URL of the run's directory
     mirror: str | None = None  # in the run's directory: the URL of its mirror
     doomed: Mapping[str, Doomed] = field(default_factory=dict)  # by the series of the steps
+    local: str | None = None  # in the run's directory: where its hosts keep local steps
+    # A token that changes with every explicit deletion, where the run has local steps: those of before do not count.
+    epoch: str | None = None
 
     def with_doomed(self, series: str, doomed: Doomed) -> RunIdentity:
         others = {name: found for name, found in self.doomed.items() if name != series}
@@ -233,12 +236,11 @@ def stored_identity(location: Location) -> RunIdentity:
         return RunIdentity()
     if not isinstance(found, dict):
         return RunIdentity()
-    run, directory, mirror = (
-        value if isinstance(value, str) else None for value in map(found.get, ("run", "directory", "mirror"))
-    )
+    names = ("run", "directory", "mirror", "local", "epoch")
+    known = {name: value for name in names if isinstance(value := found.get(name), str)}
     doomed = found.get("doomed")
     listed = {name: _doomed(one) for name, one in doomed.items()} if isinstance(doomed, dict) else {}
-    return RunIdentity(run, directory, mirror, {name: one for name, one in listed.items() if one})
+    return RunIdentity(**known, doomed={name: one for name, one in listed.items() if one})
 
 
 def store_identity(location: Location, options: Mapping[str, Any], identity: RunIdentity) -> None:
@@ -247,6 +249,8 @@ def store_identity(location: Location, options: Mapping[str, Any], identity: Run
         "run": identity.run,
         "directory": identity.directory,
         "mirror": identity.mirror,
+        "local": identity.local,
+        "epoch": identity.epoch,
         "doomed": {
             name: {"steps": sorted(one.steps), "after": one.after} for name, one in sorted(identity.doomed.items())
         },

@@ -110,6 +110,10 @@ class Resume:
             if not is_here and not self._access.fetch(step):
                 continue
             found, damage = self._read_everywhere(step, items, kwargs)
+            if damage is not None and self._passed_over(step, damage):
+                skipped.clear()
+                steps = self._newest_first()
+                continue
             if damage is not None and not damage.deleted and is_here and self._access.fetch(step, overwrite=True):
                 _logger.warning(
                     "%s: step %d was damaged, and is that of the mirror now: %s", self._directory, step, damage.what
@@ -155,13 +159,18 @@ class Resume:
             steps = [(step, True)]
             if self._access.mirror is not None:
                 self._access.fetch_missing(step)
-        damaged = []
-        for number, is_here in steps:
+        damaged: list[str] = []
+        while steps:
+            number, is_here = steps.pop(0)
             if not is_here and not self._access.fetch(number):
                 continue
             found, damage = self._read_everywhere(number, dict.fromkeys(items), {}) if items else ({}, None)
             if damage is None:
                 return number, found
+            if self._passed_over(number, damage) and step is None:
+                damaged.clear()
+                steps = self._newest_first()
+                continue
             damaged.append(f"step {number}: {damage.what}")
         if damaged:
             raise NoWholeCheckpointError(itemized(f"{self._directory}: nothing can be read:", damaged))
@@ -177,10 +186,34 @@ class Resume:
                 step=step,
                 seconds=None if began is None else round(time.perf_counter() - began, 6),
                 skipped=[{"step": n, "damage": what} for n, what in (skipped or {}).items()],
+                **self._from_hosts(step),
             )
+        if self._access.local is not None:
+            self._access.local.restored(step)
         self._access.observer.reached("restored", step)
         self._decisions.restored(step)
         return self._rollback.restored(step)
+
+    def _from_hosts(self, step: int) -> dict[str, Any]:
+        """Return, for an event, that a step was read from the hosts and not from the directory."""
+        if self._access.local is None or step not in self._run.local:
+            return {}
+        _logger.info("%s: step %d comes from the local places of the hosts", self._directory, step)
+        return {"local": True, "peer_bytes": self._access.local.bytes_from_peers}
+
+    def _passed_over(self, step: int, damage: _Damage) -> bool:
+        """Read a local step no more, if this is one, with a warning."""
+        if step not in self._run.local:
+            return False
+        _logger.warning(
+            "%s: the local step %d is damaged and passed over, on process %d: %s",
+            self._directory,
+            step,
+            damage.process,
+            damage.what,
+        )
+        del self._run.local[step]
+        return True
 
     def _newest_first(self) -> list[tuple[int, bool]]:
         steps: list[tuple[int, bool]] = self._processes.decide("steps", self._access.steps_of_both_places)

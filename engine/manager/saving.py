@@ -174,6 +174,33 @@ class Saves:
                 raise earlier
             return True
 
+    def save_locally(
+        self,
+        step: int,
+        items: Any,
+        metrics: Any,
+        custom_metadata: Mapping[str, Any] | None,
+        kwargs: Mapping[str, Any],
+    ) -> bool:
+        """Save a step in the local places of the hosts, if that is due; return whether it was."""
+        local = self._access.local
+        if local is None or not local.due(step):
+            return False
+        self._access.acquire()
+        with self._access.changing:
+            self._access.check_writable()
+            local.begin()
+            left_out = self._items_left_out(step)
+            try:
+                facts = check_json("custom_metadata", custom_metadata)
+                numbers = None if metrics is None else plain_metrics(metrics)
+                values = self._items.to_save(items, kwargs, left_out)
+            except BaseException as error:
+                self._processes.fail("local save", error)
+                raise
+            local.save(step, values, numbers, facts)
+        return True
+
     def _complete(self, pending: _PendingSave, save: Save, awaited: threading.Event | None = None) -> None:
         """Write and commit a save, then delete what no rule keeps."""
         step = pending.step

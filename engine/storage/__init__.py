@@ -9,4 +9,5 @@ from .local import TEMPORARY_PREFIX, LocalBackend, append_line, open_own
 from .location import Location, Place, as_location, max_concurrency, sync_all
 from .lock import FileLock, SaveLock, locked_elsewhere
 from .parallel import CORES, REQUESTS, Helper, parallel_map
+from .scattered import ScatteredFiles
 from .status import check_extent, is_unreadable, map_status, os_errors, unreadable_as_damage, without_secrets

@@ -12,7 +12,7 @@ import torch
 
 from ...engine.clock import Clock, Duration
 from ...engine.errors import HoldfastError, OptionError
-from ...engine.manager import BestFn, BestMode, Mirror, described, refuse_options
+from ...engine.manager import BestFn, BestMode, Local, Mirror, described, refuse_options
 from ...engine.sources import Misfits, Weights, load_weights
 from ...engine.storage import Place
 from ..loop import (
@@ -101,6 +101,8 @@ class CheckpointCallback(ResumingCallback):
         keep_steps: Keep the checkpoints of these steps.
         mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with an interval and limits of its own:
             steps are copied there in the background, and a run resumes from the newest step of both places.
+        local: A ``Local``: saves every few steps into the memory or on the disk of each host, with copies on other
+            hosts. A run resumes from these if they are newer than what is in the directory.
         reuse_unchanged: Do not write arrays again that have not changed: a step shares their data files, by hard links,
             with the step before the last one; S3 and Google copy them. Every step stays whole and can be copied or
             deleted.
@@ -176,6 +178,7 @@ class CheckpointCallback(ResumingCallback):
         keep_time_interval: Duration | None = None,
         keep_steps: Sequence[int] = (),
         mirror: Place | Mirror | None = None,
+        local: Local | None = None,
         reuse_unchanged: bool = True,
         save_at_end: bool = True,
         resume: Resume = "auto",

@@ -281,6 +281,9 @@ class FitSaver:
             self._save(step, point, "replaces the step of an earlier run")
         elif reports and (metric := self._store.awaited_metric(self._recorded, lambda: self._ledger.of(step))):
             self._save(step, point, f"the first with {metric} after a save without it")
+        elif self._store.manager.local_due(step):
+            checkpoint, strategy = self._dump(point), self._trainer.strategy
+            self._store.save(step, checkpoint, strategy, metrics=self._ledger.of(step), locally=True)
         self._hold(step, point)
 
     def save_after(self, exception: BaseException) -> None:

@@ -185,7 +185,7 @@ class RunStore:
     def fetch(self) -> None:
         """Fetch the newest step of the mirror, if it is newer than all in the directory; all processes call it."""
         if self.may_fetch:
-            self._make(self._options).close()
+            self._make(replace(self._options, local=None)).close()
             self._has_fetched = True
 
     def agree(self, found: bool, resume: Resume) -> bool:
@@ -202,7 +202,10 @@ class RunStore:
         return late
 
     def steps(self) -> list[int]:
-        return all_steps(self.directory, self._options.step_prefix)
+        """Return the steps in the directory, and that which the hosts have when a fit begins."""
+        there = all_steps(self.directory, self._options.step_prefix)
+        newest = self._manager.latest_step() if self.is_open and self._manager is not None else None
+        return sorted({*there, *([] if newest is None else [newest])})
 
     def path_of(self, step: int) -> str:
         return str(self.directory / f"{self._series}{step}")
@@ -257,16 +260,24 @@ class RunStore:
         *,
         metrics: Mapping[str, float] | None = None,
         reason: str = "trainer.save_checkpoint",
+        locally: bool = False,
     ) -> None:
-        """Save Lightning's dictionary in the background; all processes of a strategy call this together."""
+        """Save Lightning's dictionary in the background; all processes of a strategy call this together.
+
+        ``locally`` saves it in the local places of the hosts only.
+        """
         shared = SharedState(strategy) if strategy.world_size > 1 else None
         items = self._tree(checkpoint) if shared is None else self._items(checkpoint, shared)
         with contextlib.ExitStack() as stack:
-            manager = self.manager if self.is_open else stack.enter_context(self._make(self._options))
+            alone = replace(self._options, local=None)
+            manager = self.manager if self.is_open else stack.enter_context(self._make(alone))
             if shared is None and self._has_positions:
                 items = {ITEM: items}
             if self._manager is not None:
                 self._manager = manager
+            if locally:
+                manager.save_locally(step, items, metrics=metrics)
+                return
             self.has_saved |= self.is_open
             manager.save(step, items, metrics=metrics, force=True, reason=reason)
 

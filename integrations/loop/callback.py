@@ -19,7 +19,17 @@ from ...engine.errors import OptionError, StateError
 from ...engine.exit_status import PREEMPTED
 from ...engine.generators import GlobalGenerators
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
-from ...engine.manager import BestFn, BestMode, CheckpointManager, Mirror, Peek, described, has_triggers, refuse_options
+from ...engine.manager import (
+    BestFn,
+    BestMode,
+    CheckpointManager,
+    Local,
+    Mirror,
+    Peek,
+    described,
+    has_triggers,
+    refuse_options,
+)
 from ...engine.sources import Misfits
 from ...engine.storage import Place
 from ..options import Partial, Reshard, Resume
@@ -144,6 +154,8 @@ class CheckpointCallback:
         keep_steps: Keep the checkpoints of these steps.
         mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with an interval and limits of its own:
             steps are copied there in the background, and a run resumes from the newest step of both places.
+        local: A ``Local``: saves every few steps into the memory or on the disk of each host, with copies on other
+            hosts. A run resumes from these if they are newer than what is in the directory.
         reuse_unchanged: Do not write arrays again that have not changed: a step shares their data files, by hard links,
             with the step before the last one; S3 and Google copy them. Every step stays whole and can be copied or
             deleted.
@@ -218,6 +230,7 @@ class CheckpointCallback:
         keep_time_interval: Duration | None = None,
         keep_steps: Collection[int] = (),
         mirror: Place | Mirror | None = None,
+        local: Local | None = None,
         reuse_unchanged: bool = True,
         save_at_end: bool = True,
         resume: Resume = "auto",
@@ -359,7 +372,7 @@ class CheckpointCallback:
             NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
         """
         if self._options.resume == "must":
-            check_resume("must", all_steps(self._manager.directory, self._options.step_prefix), self._manager.directory)
+            check_resume("must", self._all_steps(), self._manager.directory)
         return peek(self._manager, self._options.resume)
 
     def on_step(self, step: int, state: Any, *, metrics: Mapping[str, Any] | None = None, **extras: Any) -> StepOutcome:
@@ -398,6 +411,7 @@ class CheckpointCallback:
         if self._stop.after_batch():
             return self._on_preemption(decision.save, decision.reason)
         if not decision.save:
+            self._saver.save_locally()
             return _NOTHING_DUE
         self._saver.save(decision.reason)
         return StepOutcome(True, decision.reason, should_stop=False)
@@ -491,7 +505,7 @@ class CheckpointCallback:
         adapter.begin(template)
         self._saver.fresh_extras = fresh_extras(extras)
         if resume in ("must", "never"):
-            check_resume(resume, all_steps(self._manager.directory, self._options.step_prefix), self._manager.directory)
+            check_resume(resume, self._all_steps(), self._manager.directory)
         if resume == "never" or self._manager.latest_step() is None:
             initial.check_fresh(adapter)
         self._begin()
@@ -524,6 +538,12 @@ class CheckpointCallback:
         state = initial.completed(adapter, restored.state)
         self._begin_steps(state, extras)
         return state, restored.step
+
+    def _all_steps(self) -> list[int]:
+        """Return the steps in the directory, damaged ones among them, and that of the hosts."""
+        there = all_steps(self._manager.directory, self._options.step_prefix)
+        newest = self._manager.latest_step()
+        return sorted({*there, *([] if newest is None else [newest])})
 
     def _signal(self, signals: Sequence[signal.Signals]) -> PreemptionSignal:
         return PreemptionSignal(signals)

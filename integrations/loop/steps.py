@@ -221,17 +221,28 @@ class StepSaver:
         assert step is not None
         if self._saved is None:
             self._adapter.warn_of_step(step, last.state)
-        metrics = None if last.metrics is None else host_metrics(last.metrics)
         try:
-            items = last.items(alone=self._manager.processes.alone)
-            arguments: dict[str, Any] = {STATE: self._adapter.save_kwargs()}
-            if self.fresh_extras is not None and "extras" in items:
-                arguments["extras"] = {"fresh": self.fresh_extras}
-            self._manager.save(step, items, metrics=metrics, force=True, reason=reason, save_kwargs=arguments)
+            self._manager.save(step, force=True, reason=reason, **self._taken())
         except SaveFailedError:  # The save before this one has failed.
             self._saved = step
             raise
         self._saved = step
+
+    def save_locally(self) -> None:
+        """Save the last step in the local places of the hosts, if that is due."""
+        assert self.step is not None
+        if self._manager.local_due(self.step):
+            self._manager.save_locally(self.step, **self._taken())
+
+    def _taken(self) -> dict[str, Any]:
+        """Return what is saved of the last step, as arguments of the manager."""
+        last = self._last
+        metrics = None if last.metrics is None else host_metrics(last.metrics)
+        items = last.items(alone=self._manager.processes.alone)
+        arguments: dict[str, Any] = {STATE: self._adapter.save_kwargs()}
+        if self.fresh_extras is not None and "extras" in items:
+            arguments["extras"] = {"fresh": self.fresh_extras}
+        return {"items": items, "metrics": metrics, "save_kwargs": arguments}
 
     def save_at_end(self) -> None:
         """Save the last step if that is still possible, and log a warning if it is not."""

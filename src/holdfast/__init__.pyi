@@ -36,9 +36,9 @@ from .engine.inspection import list_checkpoints as list_checkpoints
 from .engine.inspection import verify as verify
 from .engine.manager import CheckpointManager as CheckpointManager
 from .engine.manager import CheckpointManagerOptions as CheckpointManagerOptions
+from .engine.manager import Local as Local
 from .engine.manager import Mirror as Mirror
 from .engine.manager import Peek as Peek
-from .engine.manager import Restored as Restored
 from .engine.manager import copy_checkpoint as copy_checkpoint
 from .engine.manager import event_scalars as event_scalars
 from .engine.manager import record_metrics as record_metrics

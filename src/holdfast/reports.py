@@ -24,7 +24,9 @@ from .engine.inspection import (
 from .engine.manager import (
     CopyReport,
     Decision,
+    LocalStatus,
     MirrorStatus,
+    Restored,
 )
 from .engine.pytree import (
     LeafMetadata,
@@ -42,10 +44,12 @@ __all__ = [
     "Decision",
     "LeafMetadata",
     "LeafSummary",
+    "LocalStatus",
     "MirrorStatus",
     "OpenCheckpoint",
     "Problem",
     "Progress",
+    "Restored",
     "SaveReport",
     "VerifyReport",
 ]

@@ -36,6 +36,8 @@ SHARED = [field.name for field in fields(CheckpointOptions)]
 
 def of_recipe(path: Path, **options: Any) -> hf.CheckpointManagerOptions:
     (path / "recipe.yaml").write_text("recipe: flax_digits\n", encoding="utf-8")
+    if isinstance(local := options.get("local"), hf.Local):
+        options["local"] = f"{{url: {local.url}, every: {local.every}}}"
     arguments = [f"checkpoint.{name}={str(value).lower()}" for name, value in options.items()]
     return load_configuration(str(path / "recipe.yaml"), arguments).config.checkpoint.options().manager_options()
 
@@ -46,6 +48,7 @@ PLACES: dict[str, Callable[..., hf.CheckpointManagerOptions]] = {
     "lightning": lambda path, **options: LightningCallback(path, **options).manager.options,
     "recipe": of_recipe,
 }
+LOCAL = hf.Local("/nowhere/memory", every=5)  # made at the first save
 LOSS = {"best_fn": "loss", "best_mode": "max"}
 EFFECTS: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]] = {
     "steps": ({"save_interval_steps": 7}, (EverySteps(7),), (KeepPinned(), KeepAll())),
@@ -93,6 +96,11 @@ EFFECTS: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]] = {
         (EverySteps(1),),
         (KeepPinned(), KeepAll()),
     ),
+    "local": (
+        {"save_interval_steps": 1, "local": LOCAL},
+        (EverySteps(1),),
+        (KeepPinned(), KeepAll()),
+    ),
     "unchanged": (
         {"save_interval_steps": 1, "reuse_unchanged": False},
         (EverySteps(1),),
@@ -111,6 +119,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "time": {"keep_time_interval": 0},
     "chosen": {"keep_steps": 4},
     "mirror": {"mirror": "what://x"},
+    "local": {"local": 10},
     "unchanged": {"reuse_unchanged": "sometimes"},
 }
 
@@ -129,6 +138,7 @@ def test_an_option_has_the_same_effect_everywhere(place: str, case: str, tmp_pat
     assert save_triggers(options) == triggers
     assert retention_rules(options) == rules
     assert mirror_of(options) == (hf.Mirror(given["mirror"]) if "mirror" in given else None)
+    assert options.local == given.get("local")
     assert options.reuse_unchanged is given.get("reuse_unchanged", True)
 
 
@@ -177,12 +187,14 @@ def test_defaults_are_the_same_everywhere() -> None:
     assert section == {**declared, "keep_steps": [], "signals": ["SIGTERM"]}
 
 
-@pytest.mark.parametrize("place", [hf.CheckpointManagerOptions, hf.Mirror, hf.CheckpointCallback, LightningCallback])
+@pytest.mark.parametrize(
+    "place", [hf.CheckpointManagerOptions, hf.Mirror, hf.Local, hf.CheckpointCallback, LightningCallback]
+)
 def test_every_option_is_documented_where_it_is_taken_and_everywhere_alike(place: Any) -> None:
     texts, of_managers, of_loops = map(option_texts, (place, hf.CheckpointManagerOptions, hf.CheckpointCallback))
     assert list(texts) == [name for name in inspect.signature(place).parameters if name != "unknown"]
     assert all(texts.values())
-    if place is not hf.Mirror:
+    if place not in (hf.Mirror, hf.Local):
         assert texts == {**texts, **{name: text for name, text in (of_managers | of_loops).items() if name in texts}}
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from holdfast.recipes.configuration import bundled_configs, load_configuration, read_config, to_yaml
 from holdfast.recipes.problems import ConfigError
 from holdfast.recipes.registry import RECIPES
-from holdfast.recipes.schema import MirrorSection, Section
+from holdfast.recipes.schema import LocalSection, MirrorSection, Section
 from holdfast.recipes.yaml_reader import read_yaml
 
 
@@ -461,12 +461,13 @@ def test_a_resolved_configuration_can_be_read_again(tmp_path: Path) -> None:
 def test_the_checkpoint_section_has_the_words_of_the_callbacks() -> None:
     import inspect
 
-    from holdfast import Mirror
+    from holdfast import Local, Mirror
     from holdfast.integrations.options import CallbackOptions
 
     section = load_configuration("flax_digits").config.checkpoint.callback_arguments()
 
     assert list(section) == list(inspect.signature(CallbackOptions).parameters)
+    assert list(LocalSection(url="/here", every=1).model_dump()) == list(inspect.signature(Local).parameters)
     assert list(MirrorSection(url="there").model_dump()) == list(inspect.signature(Mirror).parameters)
 
 

@@ -1,0 +1,351 @@
+"""A stream of bytes between the hosts of a program: each serves the files below a folder, and stores what others send.
+
+A process that serves listens on an address of its host. Every message is a frame: the lengths of its head (JSON) and of
+its body, the crc32c of both, then the head and the body. Lengths are checked before memory is taken, a connection
+begins with the token of the program, paths stay below the folder, and nothing waits longer than a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import json
+import os
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import google_crc32c
+
+from ..errors import (
+    DamagedCheckpointError,
+    ObjectNotFoundError,
+    StorageError,
+    StorageFullError,
+    StorageUnavailableError,
+)
+
+PIECE = 1 << 20  # bytes of the body of a frame, at most
+
+_FRAME = struct.Struct("<III")  # lengths of head and body, and the crc32c of both
+_HEAD = 64 << 10  # bytes of the head of a frame, at most
+_TIMEOUT = 30.0  # seconds in which a peer must send or take the next bytes
+_IDLE = 300.0  # seconds after which a connection without requests is closed
+_KINDS: Mapping[str, type[StorageError | DamagedCheckpointError]] = {
+    "missing": ObjectNotFoundError,
+    "full": StorageFullError,
+    "damaged": DamagedCheckpointError,
+    "failed": StorageError,
+}
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class PeerServer:
+    """Serves the files below a folder to peers that know the token, and stores the files that they send.
+
+    Args:
+        root: The folder.
+        token: What a peer must say first.
+        host: The name or the number of the address to listen on.
+
+    Attributes:
+        address: Host and port at which peers reach it.
+    """
+
+    def __init__(self, root: str, token: str, host: str, *, timeout: float = _TIMEOUT) -> None:
+        self._root = root
+        self._token = token
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self._closed = False
+        try:
+            self._listener = socket.create_server((host, 0), backlog=512)
+        except OSError as error:
+            raise StorageUnavailableError(
+                f"this host cannot listen on its address {host}: {error}; name one that the other hosts reach with "
+                "Local(address=...)"
+            ) from error
+        self.address = host, int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, name="holdfast-peers", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening, and end all connections."""
+        with self._lock:
+            self._closed = True
+            ended = [self._listener, *self._connections]
+        for one in ended:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            with self._lock:
+                if self._closed:
+                    connection.close()
+                    return
+                self._connections.add(connection)
+            threading.Thread(target=self._serve, args=(connection,), name="holdfast-peer", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.settimeout(self._timeout)
+                hello, _ = _receive(connection)
+                if not hmac.compare_digest(str(hello.get("token")).encode(), self._token.encode()):
+                    return
+                while True:
+                    connection.settimeout(_IDLE)
+                    asked, _ = _receive(connection)
+                    connection.settimeout(self._timeout)
+                    self._answer(connection, asked)
+        except (OSError, EOFError, ValueError, KeyError):  # the peer has gone, or is none of ours
+            pass
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+
+    def _answer(self, connection: socket.socket, asked: Mapping[str, Any]) -> None:
+        if asked.get("do") == "write":
+            size = int(asked["size"])
+            pieces = _pieces(connection, size)
+            try:
+                self._store(self._place(asked), size, pieces)
+            except (OSError, StorageError, ValueError) as error:
+                for _ in pieces:  # the peer reads an answer only after it has sent everything
+                    pass
+                _send(connection, _failure(error))
+            else:
+                _send(connection, {"size": size})
+            return
+        try:
+            with _opened(self._place(asked), os.O_RDONLY) as descriptor:
+                for part in _read(descriptor, int(asked["offset"]), int(asked["length"])):
+                    _send(connection, {}, part)
+        except (OSError, StorageError, DamagedCheckpointError, ValueError) as error:
+            _send(connection, _failure(error))
+
+    def _place(self, asked: Mapping[str, Any]) -> str:
+        """Return the path of a file that is asked for; raise ValueError unless it lies below the root."""
+        names = str(asked.get("path")).split("/")
+        if not {"", ".", ".."}.isdisjoint(names) or any("\0" in name for name in names):
+            raise ValueError(f"{asked.get('path')!r} is not the path of a file here")
+        return os.path.join(self._root, *names)
+
+    def _store(self, place: str, size: int, pieces: Iterator[memoryview]) -> None:
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        with _opened(place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+            if size and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, size)  # a full disk shows before anything is sent in vain
+            for piece in pieces:
+                while piece:
+                    piece = piece[os.write(descriptor, piece) :]
+            os.fsync(descriptor)
+
+
+class Peer:
+    """Another host that serves files; several threads may ask it at a time, each with a connection of its own.
+
+    Args:
+        name: What the host is called in errors.
+        address: Host and port of its server.
+        token: What it wants to hear first.
+    """
+
+    def __init__(self, name: str, address: tuple[str, int], token: str, *, timeout: float = _TIMEOUT) -> None:
+        self._name = name
+        self._address = address
+        self._token = token
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._idle: list[socket.socket] = []
+        self.bytes_read = 0
+
+    def read(self, path: str, offset: int, memory: memoryview) -> None:
+        """Fill memory with a range of a file.
+
+        Raises:
+            ObjectNotFoundError: The host has no such file.
+            DamagedCheckpointError: The file is shorter, or an answer differs from its checksum.
+            StorageUnavailableError: The host does not answer.
+        """
+        asked = {"do": "read", "path": path, "offset": offset, "length": len(memory)}
+
+        def work(connection: socket.socket) -> None:
+            _send(connection, asked)
+            filled = 0
+            while filled < len(memory):
+                head, body = _receive(connection, memory[filled:])
+                _check(head, self._name)
+                if not body:
+                    raise DamagedCheckpointError(f"{self._name} sent {filled} bytes of {path}, not {len(memory)}")
+                filled += len(body)
+
+        self._do(work, again=True)
+        with self._lock:
+            self.bytes_read += len(memory)
+
+    def write(self, path: str, size: int, pieces: Callable[[], Iterable[memoryview]]) -> None:
+        """Send a file of so many bytes, which the host then stores.
+
+        Raises:
+            StorageFullError: The host has no room for it.
+            StorageError: The host cannot store it.
+            StorageUnavailableError: The host does not answer.
+        """
+
+        def work(connection: socket.socket) -> None:
+            _send(connection, {"do": "write", "path": path, "size": size})
+            for piece in pieces():
+                for start in range(0, len(piece), PIECE):
+                    _send(connection, {}, piece[start : start + PIECE])
+            head, _ = _receive(connection)
+            _check(head, self._name)
+
+        self._do(work, again=True)
+
+    def close(self) -> None:
+        with self._lock:
+            ended, self._idle = self._idle, []
+        for one in ended:
+            one.close()
+
+    def _do(self, work: Callable[[socket.socket], None], *, again: bool) -> None:
+        """Do work on a connection; once more on a fresh one, if the one that was kept has been closed meanwhile."""
+        with self._lock:
+            kept = self._idle.pop() if self._idle else None
+        try:
+            connection = kept or self._connect()
+            try:
+                work(connection)
+            except BaseException:
+                connection.close()
+                raise
+        except (OSError, EOFError) as error:
+            if isinstance(error, StorageError):
+                raise
+            if kept is not None and again:
+                self.close()
+                self._do(work, again=False)
+                return
+            host, port = self._address
+            raise StorageUnavailableError(
+                f"{self._name} does not answer at {host}:{port} ({error or type(error).__name__})"
+            ) from error
+        with self._lock:
+            self._idle.append(connection)
+
+    def _connect(self) -> socket.socket:
+        connection = socket.create_connection(self._address, self._timeout)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _send(connection, {"token": self._token})
+        return connection
+
+
+def own_address(towards: str | None) -> str:
+    """Return the number of the address from which this host reaches another one; nothing is sent.
+
+    Args:
+        towards: The name of a host of the program, such as that of its process 0; None takes the way to the internet.
+    """
+    for target in (towards, "192.0.2.1"):  # an address for documentation, which belongs to nobody
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            if target is not None:
+                probe.connect((target, 9))
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _send(connection: socket.socket, head: Mapping[str, Any], body: memoryview | bytes = b"") -> None:
+    encoded = json.dumps(head).encode()
+    crc = google_crc32c.extend(google_crc32c.value(encoded), bytes(body))
+    connection.sendall(_FRAME.pack(len(encoded), len(body), crc) + encoded)
+    if body:
+        connection.sendall(body)
+
+
+def _receive(connection: socket.socket, memory: memoryview | None = None) -> tuple[dict[str, Any], memoryview]:
+    """Return the head and the body of the next frame; the body lies in ``memory``, if that is given."""
+    head_size, body_size, crc = _FRAME.unpack(_exactly(connection, memoryview(bytearray(_FRAME.size))))
+    limit = PIECE if memory is None else min(PIECE, len(memory))
+    if head_size > _HEAD or body_size > limit:
+        raise DamagedCheckpointError(f"a peer announced {head_size} and {body_size} bytes, more than {limit}")
+    encoded = bytes(_exactly(connection, memoryview(bytearray(head_size))))
+    body = memoryview(bytearray(body_size)) if memory is None else memory[:body_size]
+    _exactly(connection, body)
+    if google_crc32c.extend(google_crc32c.value(encoded), bytes(body)) != crc:
+        raise DamagedCheckpointError("what a peer sent does not match its checksum")
+    head = json.loads(encoded)
+    if not isinstance(head, dict):
+        raise DamagedCheckpointError("a peer sent something else than a message")
+    return head, body
+
+
+def _exactly(connection: socket.socket, memory: memoryview) -> memoryview:
+    filled = 0
+    while filled < len(memory):
+        count = connection.recv_into(memory[filled:])
+        if not count:
+            raise EOFError("the connection was closed")
+        filled += count
+    return memory
+
+
+def _pieces(connection: socket.socket, size: int) -> Iterator[memoryview]:
+    """Generate the bodies of the frames that make up a file."""
+    left = size
+    while left > 0:
+        _, body = _receive(connection)
+        if not 0 < len(body) <= left:
+            raise DamagedCheckpointError(f"a peer sent {len(body)} bytes where {left} were left")
+        left -= len(body)
+        yield body
+
+
+@contextlib.contextmanager
+def _opened(place: str, flags: int) -> Iterator[int]:
+    descriptor = os.open(place, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(f"{place} is not a regular file")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read(descriptor: int, offset: int, length: int) -> Iterator[bytes]:
+    """Generate a range of a file in pieces."""
+    if offset < 0 or length < 0:
+        raise ValueError(f"bytes {offset} to {offset + length} are no range")
+    end = offset + length
+    while offset < end:
+        part = os.pread(descriptor, min(PIECE, end - offset), offset)
+        if not part:
+            raise DamagedCheckpointError(f"the file ends at byte {offset}, before byte {end}")
+        yield part
+        offset += len(part)
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    kind = "damaged" if isinstance(error, DamagedCheckpointError) else "failed"
+    if isinstance(error, FileNotFoundError):
+        kind = "missing"
+    elif isinstance(error, OSError) and error.errno in _FULL:
+        kind = "full"
+    return {"error": str(error)[:4000] or type(error).__name__, "kind": kind}
+
+
+def _check(head: Mapping[str, Any], name: str) -> None:
+    """Raise the error that a peer has reported."""
+    if "error" in head:
+        raise _KINDS.get(str(head.get("kind")), StorageError)(f"{name}: {head['error']}")

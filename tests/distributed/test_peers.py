@@ -1,0 +1,130 @@
+"""The stream between hosts: what is sent is stored, what is stored is read, and nothing else is given away."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.engine.distributed import Peer, PeerServer
+from holdfast.engine.errors import (
+    DamagedCheckpointError,
+    HoldfastError,
+    ObjectNotFoundError,
+    StorageError,
+    StorageUnavailableError,
+)
+
+TOKEN = "secret"
+CONTENT = bytes(range(256)) * 12_000  # three frames
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[PeerServer]:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "outside").write_bytes(b"not yours")
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "outside")
+    found = PeerServer(str(tmp_path / "root"), TOKEN, "127.0.0.1")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def peer(server: PeerServer) -> Iterator[Peer]:
+    found = Peer("host b", server.address, TOKEN, timeout=10)
+    yield found
+    found.close()
+
+
+def read(peer: Peer, path: str, offset: int, length: int) -> bytes:
+    memory = bytearray(length)
+    peer.read(path, offset, memoryview(memory))
+    return bytes(memory)
+
+
+def write(peer: Peer, path: str, content: bytes) -> None:
+    peer.write(path, len(content), lambda: [memoryview(content)])
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, len(CONTENT)])
+def test_what_is_sent_is_stored_and_read(peer: Peer, tmp_path: Path, size: int) -> None:
+    write(peer, "run/7/state/d/x", CONTENT[:size])
+    assert (tmp_path / "root/run/7/state/d/x").read_bytes() == CONTENT[:size]
+    assert read(peer, "run/7/state/d/x", 0, size) == CONTENT[:size]
+    assert read(peer, "run/7/state/d/x", size // 2, size - size // 2) == CONTENT[size // 2 : size]
+    write(peer, "run/7/state/d/x", b"new")
+    assert read(peer, "run/7/state/d/x", 0, 3) == b"new"
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "what"),
+    [
+        ("nothing", ObjectNotFoundError, r"host b: .*No such file"),
+        ("../outside", StorageError, "is not the path of a file here"),
+        ("run/../../outside", StorageError, "is not the path of a file here"),
+        ("/etc/passwd", StorageError, "is not the path of a file here"),
+        ("link", StorageError, "host b: "),
+        ("short", DamagedCheckpointError, "ends at byte 5, before byte 8"),
+    ],
+)
+def test_what_is_not_given(peer: Peer, tmp_path: Path, path: str, error: type[HoldfastError], what: str) -> None:
+    (tmp_path / "root" / "short").write_bytes(b"short")
+    with pytest.raises(error, match=what):
+        read(peer, path, 0, 8)
+    assert read(peer, "short", 1, 4) == b"hort", "the peer can still be asked"
+
+
+@pytest.mark.parametrize("path", ["../outside", "link", "run\0x"])
+def test_nothing_is_written_outside_of_the_folder(peer: Peer, tmp_path: Path, path: str) -> None:
+    with pytest.raises(StorageError):
+        write(peer, path, CONTENT)
+    assert (tmp_path / "outside").read_bytes() == b"not yours"
+    write(peer, "inside", b"yes")  # what was sent in vain was taken off the connection
+    assert read(peer, "inside", 0, 3) == b"yes"
+
+
+def test_another_token_is_sent_away(server: PeerServer, tmp_path: Path) -> None:
+    with pytest.raises(StorageUnavailableError, match=r"host b does not answer at 127\.0\.0\.1:"):
+        write(Peer("host b", server.address, "guess", timeout=10), "x", b"content")
+    assert not (tmp_path / "root/x").exists()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("<III", 2, 1 << 31, 0) + b"{}",
+        struct.pack("<III", 1 << 31, 0, 0),
+        struct.pack("<III", 2, 0, 0) + b"{}",
+    ],
+    ids=["another protocol", "a huge body", "a huge head", "a wrong checksum"],
+)
+def test_strangers_are_disconnected_before_memory_is_taken(server: PeerServer, sent: bytes) -> None:
+    with socket.create_connection(server.address, 10) as stranger:
+        stranger.sendall(sent)
+        with contextlib.suppress(ConnectionResetError):  # the system tells that not all was read
+            assert stranger.recv(1) == b""
+
+
+def test_a_connection_that_was_closed_is_made_anew(server: PeerServer, peer: Peer) -> None:
+    write(peer, "x", b"content")
+    for one in list(server._connections):
+        one.shutdown(socket.SHUT_RDWR)
+    assert read(peer, "x", 0, 7) == b"content"
+
+
+def test_a_host_that_has_gone(server: PeerServer, peer: Peer) -> None:
+    server.close()
+    with pytest.raises(StorageUnavailableError, match="host b does not answer"):
+        read(peer, "x", 0, 1)
+
+
+def test_a_host_that_is_silent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        peer = Peer("host b", silent.getsockname(), TOKEN, timeout=0.05)
+        with pytest.raises(StorageUnavailableError, match=r"host b does not answer at .* \(timed out\)"):
+            read(peer, "x", 0, 1)

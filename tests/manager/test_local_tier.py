@@ -1,0 +1,310 @@
+"""Local steps: saved by every host with copies on others, and found again after hosts are lost."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.processes.threads import together
+
+import holdfast as hf
+from holdfast.engine.distributed import Coordinator
+from holdfast.engine.storage import Location
+
+
+def tree(step: int) -> dict[str, Any]:
+    return {"w": np.arange(400_000, dtype=np.float32) * step, "small": np.full(3, step), "step": step}
+
+
+def equal(found: Any, step: int) -> bool:
+    expected = tree(step)
+    return found["step"] == step and all(np.array_equal(found[name], expected[name]) for name in ("w", "small"))
+
+
+class Hosts:
+    """A program whose processes are threads, each process on a host of its own unless ``per_host`` says otherwise."""
+
+    def __init__(self, folder: Path, count: int, *, per_host: int = 1, every: int = 2, store: int = 10) -> None:
+        self.folder, self.count, self.per_host, self.every, self.store = folder, count, per_host, every, store
+        self.copies = 1
+
+    def place(self, host: int) -> Path:
+        return self.folder / f"host{host}"
+
+    def manager(self, coordinator: Coordinator, **options: Any) -> hf.CheckpointManager:
+        host = coordinator.process_index // self.per_host
+        local = hf.Local(self.place(host), every=self.every, copies=self.copies, host=f"host{host}")
+        options = {"save_interval_steps": self.store, "barrier_timeout_secs": 20, "local": local, **options}
+        return hf.CheckpointManager(
+            self.folder / "store", options=hf.CheckpointManagerOptions(**options), coordinator=coordinator
+        )
+
+    def run(self, work: Callable[[hf.CheckpointManager], Any], **options: Any) -> list[Any]:
+        def one(coordinator: Coordinator) -> Any:
+            manager = self.manager(coordinator, **options)
+            try:
+                return work(manager)
+            finally:
+                stop(manager)
+
+        found = together(self.count, one, timeout=60)
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return found
+
+    def train(self, first: int, last: int) -> None:
+        def work(manager: hf.CheckpointManager) -> None:
+            for step in range(first, last + 1):
+                manager.save(step, tree(step))
+            manager.wait_until_finished()
+            wait(manager)
+
+        self.run(work)
+
+    def resume(self) -> tuple[int | None, int]:
+        """Returns the step of a resume, and the bytes that all processes have taken from other hosts."""
+
+        def work(manager: hf.CheckpointManager) -> tuple[int | None, int]:
+            restored = manager.restore_latest()
+            if restored is None:
+                return None, 0
+            assert equal(restored.items, restored.step)
+            assert manager._access.local is not None
+            return restored.step, manager._access.local.bytes_from_peers
+
+        found = self.run(work)
+        (step,) = {step for step, _ in found}
+        return step, sum(count for _, count in found)
+
+
+def wait(manager: hf.CheckpointManager) -> None:
+    assert manager._access.local is not None
+    manager._access.local.wait()
+
+
+def stop(manager: hf.CheckpointManager) -> None:
+    """Ends a manager as if the program were killed: nothing more is written, and nothing is removed."""
+    assert manager._access.local is not None
+    manager._access.local.close(finished=False)
+    manager._run.ownership.release()
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The data files below the store that are opened."""
+    opened: list[str] = []
+    original = Location.open_data
+
+    def open_data(self: Location, **arguments: Any) -> Any:
+        if str(tmp_path / "store") in self.url:
+            opened.append(self.url)
+        return original(self, **arguments)
+
+    monkeypatch.setattr(Location, "open_data", open_data)
+    return opened
+
+
+@pytest.mark.parametrize(("count", "per_host"), [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)])
+def test_a_run_resumes_from_the_newest_local_step(tmp_path: Path, count: int, per_host: int, unread: list[str]) -> None:
+    hosts = Hosts(tmp_path, count, per_host=per_host)
+    hosts.train(1, 15)
+    unread.clear()
+    assert hosts.resume()[0] == 14
+    assert unread == []
+    hosts.train(15, 17)
+    assert hosts.resume()[0] == 16
+
+
+@pytest.mark.parametrize(("count", "per_host"), [(2, 1), (3, 1), (4, 2)])
+def test_any_one_host_may_be_lost(tmp_path: Path, count: int, per_host: int, unread: list[str]) -> None:
+    hosts = Hosts(tmp_path, count, per_host=per_host)
+    hosts.train(1, 15)
+    unread.clear()
+    for host in range(count // per_host):
+        kept = tmp_path / "kept"
+        hosts.place(host).rename(kept)
+        step, from_peers = hosts.resume()
+        assert step == 14
+        assert from_peers > 0
+        kept.rename(hosts.place(host))
+    assert unread == []
+
+
+def test_another_number_of_processes_resumes(tmp_path: Path) -> None:
+    Hosts(tmp_path, 3).train(1, 15)
+    fewer = Hosts(tmp_path, 2)
+    assert fewer.resume()[0] == 14, "the third host is gone, and its neighbour has its files"
+    fewer.train(15, 16)
+    assert Hosts(tmp_path, 3).resume()[0] == 16
+
+
+def test_without_enough_hosts_the_directory_counts(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 3)
+    hosts.train(1, 15)
+    for host in (0, 1):
+        shutil.rmtree(hosts.place(host))
+    assert hosts.resume() == (10, 0)
+
+
+def test_the_directory_counts_where_it_is_newer(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2, every=8)
+    hosts.train(1, 15)
+    assert hosts.resume() == (10, 0)
+
+
+def test_two_steps_are_kept(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+    hosts.train(1, 9)
+    for host in (0, 1):
+        (run,) = hosts.place(host).iterdir()
+        assert sorted(len(list((run / where).iterdir())) for where in ("own", "copies")) == [2, 2]
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[8 if ".ocdbt" in file.name else 0] ^= 1
+    file.chmod(0o600)
+    file.write_bytes(content)
+
+
+def newest(folder: Path) -> Path:
+    (run,) = folder.iterdir()
+    return max((run / "own").iterdir())
+
+
+@pytest.mark.parametrize("name", ["d/index", "manifest.ocdbt", "tree.json", "data"])
+def test_a_flipped_bit_is_found_where_it_lies_and_the_copy_counts(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts = Hosts(tmp_path, 2)
+    hosts.train(1, 15)
+    state = newest(hosts.place(0)) / "state"
+    flip(next((state / "d").glob("*.0.*")) if name == "data" else state / name)
+    step, from_peers = hosts.resume()
+    assert step == 14
+    assert from_peers > 0
+    assert "1 files of the local step 14 are damaged on this host" in caplog.text
+
+
+def test_damage_of_every_copy_goes_back_to_an_older_local_step(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+    hosts.train(1, 15)
+    for place in tmp_path.glob("host*/*/*"):
+        for file in max(place.iterdir()).glob("state/d/*.1.*"):
+            flip(file)
+    assert hosts.resume()[0] == 12
+
+
+def test_another_run_is_never_taken(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+    hosts.train(1, 15)
+    shutil.rmtree(tmp_path / "store")
+    assert hosts.resume() == (None, 0)
+    hosts.train(1, 3)
+    assert hosts.resume()[0] == 2
+    assert len(list(hosts.place(0).iterdir())) == 2, "the local steps of the other run stay"
+
+
+@pytest.mark.parametrize("by", ["manager", "command"])
+def test_deleted_steps_do_not_come_back(tmp_path: Path, by: str) -> None:
+    hosts = Hosts(tmp_path, 2, store=4)
+    hosts.train(1, 15)
+    if by == "manager":
+        hosts.run(lambda manager: manager.delete_after(8))
+    else:
+        with hf.CheckpointManager(tmp_path / "store") as manager:
+            manager.delete_after(8)
+    assert hosts.resume() == (8, 0)
+    hosts.train(9, 10)
+    assert hosts.resume()[0] == 10
+    assert all(len(list(hosts.place(host).iterdir())) == 1 for host in (0, 1)), "those of before are removed"
+
+
+def test_later_steps_of_a_branch_that_was_left_are_removed(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 1, store=4)
+    hosts.train(1, 15)
+
+    def work(manager: hf.CheckpointManager) -> None:
+        manager.restore(4)
+        for step in (5, 6):
+            manager.save(step, tree(step))
+        manager.wait_until_finished()
+        wait(manager)
+        assert manager.local_status() == hf.reports.LocalStatus(
+            path=str(hosts.place(0)), step=6, hosts=1, copies_on=(), error=None
+        )
+
+    hosts.run(work)
+    assert hosts.resume()[0] == 12, "of the directory, as without local steps"
+
+
+def test_a_host_without_room_is_told_and_training_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hosts = Hosts(tmp_path, 2)
+
+    def work(manager: hf.CheckpointManager) -> str | None:
+        for step in (1, 2):
+            manager.save(step, tree(step))
+        wait(manager)
+        (run,) = hosts.place(1).iterdir()
+        if manager.processes.is_primary:
+            shutil.rmtree(run / "copies")
+            (run / "copies").write_text("in the way")
+        manager.processes.barrier("no room")
+        manager.save(4, tree(4))
+        wait(manager)
+        status = manager.local_status()
+        assert status is not None
+        error = status.error
+        manager.processes.barrier("both have looked")
+        if manager.processes.is_primary:
+            (run / "copies").unlink()
+        manager.processes.barrier("room again")
+        manager.save(6, tree(6))
+        wait(manager)
+        return error
+
+    errors = hosts.run(work)
+    assert all(error and "host host1" in error for error in errors)
+    assert "the local save of step 4 failed; training continues, and its steps are in" in caplog.text
+    assert hosts.resume()[0] == 6
+
+
+def test_one_host_has_no_copies_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Hosts(tmp_path, 1).train(1, 2)
+    assert "all processes are on one host, so that local steps have no copies" in caplog.text
+    caplog.clear()
+    alone = Hosts(tmp_path, 1)
+    alone.copies = 0
+    alone.train(1, 2)
+    assert caplog.text == ""
+
+
+def test_a_run_that_ends_leaves_no_local_steps(tmp_path: Path) -> None:
+    local = hf.Local(tmp_path / "memory", every=2, copies=0)
+    for last, left in ((10, 0), (12, 1)):
+        options = hf.CheckpointManagerOptions(save_interval_steps=10, local=local)
+        with hf.CheckpointManager(tmp_path / "store", options=options) as manager:
+            for step in range(last - 9, last + 1):
+                manager.save(step, tree(step))
+        assert len(list((tmp_path / "memory").iterdir())) == left, "what the directory lacks stays"
+
+
+@pytest.mark.parametrize(
+    ("made", "what"),
+    [
+        (lambda: hf.Local("s3://bucket/run", every=2), "this is not a path of a host"),
+        (lambda: hf.Local("/dev/shm/x", every=0), "every=0 must be a whole number of at least 1"),
+        (lambda: hf.Local("/dev/shm/x", every=2, copies=-1), "copies=-1 must be a whole number of at least 0"),
+        (lambda: hf.CheckpointManagerOptions(local="/dev/shm/x"), "must be a Local, such as Local"),  # type: ignore[arg-type]
+    ],
+)
+def test_options(made: Callable[[], Any], what: str) -> None:
+    with pytest.raises(hf.errors.OptionError, match=what):
+        made()

@@ -1,0 +1,124 @@
+"""Local steps of real processes: killed, resumed without one of their hosts, bit for bit and without the directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.processes.harness import Backend, Process, run_outcomes, run_processes
+
+import holdfast as hf
+from holdfast.engine.distributed import Peer
+from holdfast.engine.storage import Location
+
+LAST = 12
+
+
+def options(process: Process, directory: str, per_host: int) -> dict[str, Any]:
+    host = f"host{process.index // per_host}"
+    local = hf.Local(os.path.join(directory, host), every=2, host=host)
+    return {"save_interval_steps": 100, "local": local, "barrier_timeout_secs": 20, "save_at_end": False}
+
+
+def counted() -> list[str]:
+    """Returns the places of which data is read, from now on."""
+    opened: list[str] = []
+    original = Location.open_data
+
+    def open_data(self: Location, **arguments: Any) -> Any:
+        opened.append(self.url)
+        return original(self, **arguments)
+
+    Location.open_data = open_data  # type: ignore[method-assign]
+    return opened
+
+
+def train_torch(process: Process, directory: str, per_host: int, dies: int | None) -> tuple[int, list[Any]]:
+    """Trains to the end, or to the step at which all processes are killed."""
+    import torch
+
+    torch.manual_seed(process.index)
+    model = torch.nn.Linear(300, 200)
+    for parameter in model.parameters():
+        torch.distributed.broadcast(parameter.data, 0)
+    optimizer = torch.optim.Adam(model.parameters())
+    process.mark(Peer, "write", "copied", after=True)
+    read = counted()
+    with hf.CheckpointCallback(os.path.join(directory, "store"), **options(process, directory, per_host)) as checkpoint:
+        state, start = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
+        assert not [place for place in read if place.startswith(os.path.join(directory, "store"))]
+        for step in range(start + 1, LAST + 1):
+            model(torch.randn(4, 300)).square().mean().backward()
+            for parameter in model.parameters():
+                torch.distributed.all_reduce(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoint.on_step(step, state)
+            if step == dies:
+                checkpoint.manager.wait_until_finished()
+                os.kill(os.getpid(), signal.SIGKILL)
+    return start, model.weight.tolist()
+
+
+def train_jax(process: Process, directory: str, per_host: int, dies: int | None) -> tuple[int, list[Any]]:
+    """The same, with an array of which each process has a part."""
+    import jax
+    import jax.numpy as jnp
+
+    sharding = jax.sharding.NamedSharding(
+        jax.make_mesh((jax.device_count(),), ("data",)), jax.sharding.PartitionSpec("data")
+    )
+
+    @jax.jit
+    def update(state: Any) -> Any:
+        return {"w": jnp.sin(state["w"]) + state["step"], "step": state["step"] + 1}
+
+    parts = jax.make_array_from_callback((8, 500), sharding, lambda index: np.ones((8, 500), np.float32)[index])
+    state: Any = {"w": parts, "step": 0}
+    read = counted()
+    with hf.CheckpointCallback(os.path.join(directory, "store"), **options(process, directory, per_host)) as checkpoint:
+        state, start = checkpoint.restore_or_initialize(state)
+        assert not [place for place in read if place.startswith(os.path.join(directory, "store"))]
+        for step in range(start + 1, LAST + 1):
+            state = update(state)
+            checkpoint.on_step(step, state)
+            if step == dies:
+                jax.block_until_ready(state)
+                os.kill(os.getpid(), signal.SIGKILL)
+    return start, [np.asarray(one.data).tolist() for one in state["w"].addressable_shards]
+
+
+@pytest.mark.parametrize(("backend", "count", "per_host"), [("torch", 2, 1), ("torch", 4, 2), ("jax", 2, 1)])
+def test_a_run_that_was_killed_continues_without_one_host(
+    tmp_path: Path, backend: Backend, count: int, per_host: int
+) -> None:
+    pytest.importorskip(backend)
+    train = train_torch if backend == "torch" else train_jax
+    whole = run_processes(train, count, str(tmp_path / "whole"), per_host, None, backend=backend)
+    for lost in range(count // per_host):
+        directory = tmp_path / str(lost)
+        run_outcomes(train, count, str(directory), per_host, 9, backend=backend)
+        shutil.rmtree(directory / f"host{lost}")
+        resumed = run_processes(train, count, str(directory), per_host, None, backend=backend)
+        starts = {start for start, _ in resumed}
+        assert starts <= {6, 8}, "the local save of step 8 may have been under way"
+        assert len(starts) == 1
+        assert [weights for _, weights in resumed] == [weights for _, weights in whole]
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_process_that_dies_while_it_copies(tmp_path: Path, dies: int) -> None:
+    """The step is on no host then; what was local before counts, and the others raise an error that names the one."""
+    pytest.importorskip("torch")
+    whole = run_processes(train_torch, 2, str(tmp_path / "whole"), 1, None, backend="torch")
+    run_outcomes(train_torch, 2, str(tmp_path), 1, 5, backend="torch")
+    killed = run_outcomes(train_torch, 2, str(tmp_path), 1, None, backend="torch", kill=(dies, "copied"))
+    assert killed[dies].status == -signal.SIGKILL
+    resumed = run_processes(train_torch, 2, str(tmp_path), 1, None, backend="torch")
+    assert {start for start, _ in resumed} <= {2, 4}
+    assert [weights for _, weights in resumed] == [weights for _, weights in whole]
