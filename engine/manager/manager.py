@@ -550,9 +550,13 @@ class CheckpointManager:
     def wait_until_finished(self) -> None:
         """Wait for the save that is under way, until it is durable in the directory; the mirror follows on its own.
 
+        A save in the local places of the hosts is awaited, too.
+
         Raises:
             SaveFailedError: It failed.
         """
+        if self._access.local is not None:
+            self._access.local.wait()
         self._background.wait()
 
     def check_for_errors(self) -> None:

@@ -63,7 +63,6 @@ class Hosts:
             for step in range(first, last + 1):
                 manager.save(step, tree(step))
             manager.wait_until_finished()
-            wait(manager)
 
         self.run(work)
 
@@ -81,11 +80,6 @@ class Hosts:
         found = self.run(work)
         (step,) = {step for step, _ in found}
         return step, sum(count for _, count in found)
-
-
-def wait(manager: hf.CheckpointManager) -> None:
-    assert manager._access.local is not None
-    manager._access.local.wait()
 
 
 def stop(manager: hf.CheckpointManager) -> None:
@@ -235,7 +229,6 @@ def test_later_steps_of_a_branch_that_was_left_are_removed(tmp_path: Path) -> No
         for step in (5, 6):
             manager.save(step, tree(step))
         manager.wait_until_finished()
-        wait(manager)
         assert manager.local_status() == hf.reports.LocalStatus(
             path=str(hosts.place(0)), step=6, hosts=1, copies_on=(), error=None
         )
@@ -250,14 +243,14 @@ def test_a_host_without_room_is_told_and_training_continues(tmp_path: Path, capl
     def work(manager: hf.CheckpointManager) -> str | None:
         for step in (1, 2):
             manager.save(step, tree(step))
-        wait(manager)
+        manager.wait_until_finished()
         (run,) = hosts.place(1).iterdir()
         if manager.processes.is_primary:
             shutil.rmtree(run / "copies")
             (run / "copies").write_text("in the way")
         manager.processes.barrier("no room")
         manager.save(4, tree(4))
-        wait(manager)
+        manager.wait_until_finished()
         status = manager.local_status()
         assert status is not None
         error = status.error
@@ -266,7 +259,7 @@ def test_a_host_without_room_is_told_and_training_continues(tmp_path: Path, capl
             (run / "copies").unlink()
         manager.processes.barrier("room again")
         manager.save(6, tree(6))
-        wait(manager)
+        manager.wait_until_finished()
         return error
 
     errors = hosts.run(work)

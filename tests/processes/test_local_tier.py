@@ -22,7 +22,7 @@ LAST = 12
 def options(process: Process, directory: str, per_host: int) -> dict[str, Any]:
     host = f"host{process.index // per_host}"
     local = hf.Local(os.path.join(directory, host), every=2, host=host)
-    return {"save_interval_steps": 100, "local": local, "barrier_timeout_secs": 20, "save_at_end": False}
+    return {"save_interval_steps": 100, "local": local, "barrier_timeout_secs": 10, "save_at_end": False}
 
 
 def counted() -> list[str]:
