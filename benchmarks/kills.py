@@ -149,6 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, nargs="+", help="how many connected processes the runs have, as 2 4")
     parser.add_argument("--framework", choices=sorted(TRAIN), default="torch", help="what connects them")
     parser.add_argument("--barrier", type=float, default=8.0, help="their barrier timeout, in seconds")
+    parser.add_argument("--local", action="store_true", help="they have local steps and a mirror, and lose hosts")
     parser.add_argument("--directory", type=Path, default=Path("runs"), help="where to save; ./runs unless given")
     parser.add_argument(
         "--seed", type=int, default=None, help="seed of the random moments; by default a new one each time"
@@ -159,7 +160,9 @@ def main(arguments: list[str] | None = None) -> int:
     directory = Path(tempfile.mkdtemp(prefix="kills-", dir=options.directory))
     if options.processes:
         kills = options.kills or CONNECTED_KILLS
-        broken = run_connected(options.framework, options.processes, kills, seed, options.barrier, directory)
+        broken = run_connected(
+            options.framework, options.processes, kills, seed, options.barrier, directory, is_local=options.local
+        )
         if not broken:
             shutil.rmtree(directory)
         return broken

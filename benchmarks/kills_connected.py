@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .kills_member import CALLS, LOOP, ON_A_SAVE, PRIMARY_ONLY, RESUMING, STEPS, TRAIN, Member, Order
+from .kills_member import CALLS, LOOP, ON_A_SAVE, PRIMARY_ONLY, RESUMING, STEPS, TRAIN, Member, Order, local_place
 
 Framework = Literal["torch", "jax"]
 
@@ -97,10 +97,11 @@ class Starter:
         framework: The framework, imported already.
         barrier: The barrier timeout, in seconds.
         logs: A directory for what the processes print.
+        is_local: Whether the runs have local steps and a mirror.
     """
 
-    def __init__(self, framework: Framework, barrier: float, logs: Path) -> None:
-        self._framework, self._barrier, self._logs = framework, barrier, logs
+    def __init__(self, framework: Framework, barrier: float, logs: Path, is_local: bool) -> None:
+        self._framework, self._barrier, self._logs, self._is_local = framework, barrier, logs, is_local
 
     def start(self, directory: Path, count: int, case: Case | None = None) -> Life:
         """Run all processes to their end, with the signal of a case."""
@@ -121,7 +122,8 @@ class Starter:
             child = os.fork()
             if not child:
                 os.close(source)
-                self._be(logs, Member(index, count, directory, port, self._barrier, order, says, hears, pause))
+                member = Member(index, count, directory, port, self._barrier, order, says, hears, pause, self._is_local)
+                self._be(logs, member)
             os.close(says)
             os.close(hears)
             sources[source] = index
@@ -282,17 +284,19 @@ class Kills:
         framework: The framework.
         barrier: The barrier timeout, in seconds.
         directory: Where the runs are.
+        is_local: Whether each process is a host with local steps, which is lost with the process that is killed.
     """
 
-    def __init__(self, framework: Framework, barrier: float, directory: Path) -> None:
-        self._barrier, self._directory = barrier, directory
-        self._starter = Starter(framework, barrier, directory / "logs")
+    def __init__(self, framework: Framework, barrier: float, directory: Path, *, is_local: bool = False) -> None:
+        self._barrier, self._directory, self._is_local = barrier, directory, is_local
+        self._starter = Starter(framework, barrier, directory / "logs", is_local)
+        self.resumed_locally = 0
         self._whole: dict[int, list[dict[int, str]]] = {}  # by the number of processes: digests by step, of each
 
     def prepare(self, count: int) -> None:
         """Train once without interruption, and once to the middle."""
         for name in ("whole", "half"):
-            shutil.rmtree(self._directory / f"{name}_{count}", ignore_errors=True)
+            self._remove(self._directory / f"{name}_{count}")
         life = self._starter.start(self._directory / f"whole_{count}", count)
         if set(life.statuses.values()) != {0}:
             raise RuntimeError(f"the uninterrupted run ended with {life.statuses}: {life.said('error')}")
@@ -311,25 +315,34 @@ class Kills:
         if case.count not in self._whole:
             self.prepare(case.count)
         place = self._directory / f"run_{hashlib.sha256(str(case).encode()).hexdigest()[:8]}"
-        shutil.rmtree(place, ignore_errors=True)
+        self._remove(place)
         if case.resumes:
-            shutil.copytree(self._directory / f"half_{case.count}", place)
+            half = self._directory / f"half_{case.count}"
+            for one in [half, *half.parent.glob(f"{half.name}.*")]:
+                shutil.copytree(one, place.with_name(place.name + one.name.removeprefix(half.name)))
         life = self._starter.start(place, case.count, case)
         problems = self._check_end(case, life)
         others = [index for index in life.seconds if index != case.target and case.target is not None]
         wait = max((life.seconds[index] for index in others if case.signal != "TERM"), default=0.0)
         after = records(place)
         problems += _lost(life.committed, after, "at once")
+        if case.target is not None and case.signal in ("KILL", "STOP"):
+            shutil.rmtree(local_place(place, case.target), ignore_errors=True)  # the host is lost with its memory
         second = self._starter.start(place, case.count)
         problems += self._check_resumed(case, second, after)
         problems += _lost(after, records(place), "after the resume")
         statuses = [life.statuses[index] for index in sorted(life.statuses)]
         if not problems:
-            shutil.rmtree(place)
+            self._remove(place)
         else:
             shutil.copytree(self._directory / "logs", place / "logs", dirs_exist_ok=True)
             (place / "logs" / "lines").write_text("\n\n".join("\n".join(one) for one in [*life.lines, *second.lines]))
         return Result(case, wait, _outcome(case, life, statuses), problems)
+
+    def _remove(self, place: Path) -> None:
+        """Remove a run, its mirror and what its hosts have."""
+        for one in [place, *place.parent.glob(f"{place.name}.*")]:
+            shutil.rmtree(one, ignore_errors=True)
 
     def _check_end(self, case: Case, life: Life) -> list[str]:
         problems = []
@@ -360,8 +373,10 @@ class Kills:
                 if expected[int(step)] != digest:
                     problems.append(f"process {index} has other bits than the uninterrupted run at step {step}")
                     break
-            if started and int(started[0].split()[0]) != newest:
-                problems.append(f"process {index} resumed from {started[0].split()[0]}, and step {newest} is committed")
+            resumed = int(started[0].split()[0]) if started else newest
+            self.resumed_locally += resumed > newest
+            if resumed < newest or (resumed > newest and not self._is_local):
+                problems.append(f"process {index} resumed from {resumed}, and step {newest} is committed")
         return problems
 
 
@@ -388,7 +403,14 @@ def _outcome(case: Case, life: Life, statuses: list[int]) -> str:
 
 
 def run_connected(
-    framework: Framework, counts: Sequence[int], kills: int, seed: int, barrier: float, directory: Path
+    framework: Framework,
+    counts: Sequence[int],
+    kills: int,
+    seed: int,
+    barrier: float,
+    directory: Path,
+    *,
+    is_local: bool = False,
 ) -> int:
     """Do a number of kills, print each, and a table of all.
 
@@ -399,6 +421,8 @@ def run_connected(
         seed: Of the order of the cases.
         barrier: The barrier timeout, in seconds.
         directory: Where the runs are. Those with problems are left there, with what their processes printed.
+        is_local: Whether each process is a host that saves every step locally, with a copy on another one, and is lost
+            with the process that is killed or frozen; and the run has a mirror.
 
     Returns:
         1 where a promise was broken, else 0.
@@ -406,7 +430,7 @@ def run_connected(
     for name in IMPORTS[framework]:
         importlib.import_module(name)
     gc.freeze()  # what has been imported is not looked through by each process
-    runner = Kills(framework, barrier, directory)
+    runner = Kills(framework, barrier, directory, is_local=is_local)
     results: list[Result] = []
     began = time.monotonic()
     for case in cases(counts, seed):
@@ -423,6 +447,8 @@ def run_connected(
         sys.stdout.flush()
     print(f"{framework}, barrier {barrier:g} s, seed {seed}")
     print(table(results, barrier))
+    if is_local:
+        print(f"{runner.resumed_locally} processes resumed from a local step that is newer than the directory's")
     return int(any(result.problems for result in results))
 
 

@@ -79,15 +79,21 @@ class Member:
         says: The pipe for lines to the parent.
         hears: The pipe through which the parent lets it continue.
         step_seconds: How long it sleeps at each step.
+        is_local: Whether each process is a host, which saves every step locally, and the run has a mirror.
     """
 
     def __init__(
         self, index: int, count: int, directory: Path, port: int, barrier: float, order: Order | None,
-        says: int, hears: int, step_seconds: float,
+        says: int, hears: int, step_seconds: float, is_local: bool = False,
     ) -> None:  # fmt: skip
         self.index, self.count, self.directory, self.port, self.barrier = index, count, directory, port, barrier
         self._order, self._says, self._hears = order, says, hears
         self._turns, self._step_seconds = 0, step_seconds
+        self._places: dict[str, Any] = {}
+        if is_local:
+            host = f"host{index}"
+            local = hf.Local(local_place(directory, index), every=1, host=host)
+            self._places = {"local": local, "mirror": f"{directory}.mirror"}
         self.batches = Batches(index)
 
     def say(self, line: str) -> None:
@@ -135,7 +141,11 @@ class Member:
         step = 0
         self.reached("before the callback")
         with hf.CheckpointCallback(
-            self.directory, save_interval_steps=SAVE_EVERY, max_to_keep=None, barrier_timeout_secs=self.barrier
+            self.directory,
+            save_interval_steps=SAVE_EVERY,
+            max_to_keep=None,
+            barrier_timeout_secs=self.barrier,
+            **self._places,
         ) as checkpoint:
             self.say("entered")
             self.reached("before the restore")
@@ -153,6 +163,11 @@ class Member:
             self.say("leaving")
             self.reached("before the end")
         return checkpoint.exit_status
+
+
+def local_place(directory: Path, index: int) -> Path:
+    """Return the local folder of a process that is a host."""
+    return directory.with_name(f"{directory.name}.host{index}")
 
 
 class Batches:

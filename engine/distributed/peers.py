@@ -234,7 +234,7 @@ class Peer:
         except (OSError, EOFError) as error:
             if isinstance(error, StorageError):
                 raise
-            if kept is not None and again:
+            if kept is not None and again and not isinstance(error, TimeoutError):
                 self.close()
                 self._do(work, again=False)
                 return

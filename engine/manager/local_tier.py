@@ -36,6 +36,7 @@ from ..errors import (
     DamagedCheckpointError,
     HoldfastError,
     OptionError,
+    PeerFailedError,
     StorageError,
 )
 from ..format import PARTIAL, RECORD, CheckpointRecord
@@ -62,6 +63,7 @@ _KEPT = 2  # local steps
 _TOKEN = re.compile(r"[0-9a-f]{1,64}")
 _SENDERS = 4  # files that a host sends at a time
 _PIECE = 1 << 20
+_PATIENCE = 30.0  # seconds in which another host must send or take the next bytes
 _SILENCE = 60.0  # seconds between two events that tell of local saves
 
 
@@ -135,9 +137,11 @@ class LocalTier:
         self._clock = clock
         self._events = events
         self._trigger = EverySteps(self._options.every)
+        self._patience = min(_PATIENCE, processes.timeout / 4)
         self._previous: int | None = None
         self._background = BackgroundSave(seconds(options.save_timeout_secs))
-        self._lost: BarrierTimeoutError | None = None  # a local save has missed a process: the next one would, too
+        # The error of a local save that has missed a process, or the store: the next one would, too.
+        self._lost: BarrierTimeoutError | PeerFailedError | None = None
         self._error: str | None = None
         self._warned: set[str] = set()
         self._saves = 0  # since the last event that tells of them
@@ -174,7 +178,7 @@ class LocalTier:
             )
         if self._leads and len(hosts) > 1:
             address = local.address or own_address(primary_host())
-            self._server = PeerServer(os.fspath(self._root), self._program.token, address)
+            self._server = PeerServer(os.fspath(self._root), self._program.token, address, timeout=self._patience)
         held = self._held() if self._leads else {}
         mine = {
             "address": None if self._server is None else self._server.address,
@@ -187,7 +191,9 @@ class LocalTier:
         for number, address in enumerate(answer["addresses"]):
             if address is not None and number != self._host:
                 host, port = address
-                self._peers[number] = Peer(f"host {hosts[number].name}", (host, port), self._program.token)
+                self._peers[number] = Peer(
+                    f"host {hosts[number].name}", (host, port), self._program.token, timeout=self._patience
+                )
         self._find(answer["whole"])
 
     def _meet(self, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -464,7 +470,8 @@ class LocalTier:
                     return
                 items = save.write(awaited)
                 if rendezvous is not None:
-                    rendezvous.broadcast("merged", b"", timeout)  # now all processes of each host have written
+                    # Then all processes of each host have written. Process 0 may wait as long for one of them.
+                    rendezvous.broadcast("merged", b"", 2 * timeout)
                 sent = self._send_copies(folder) if self._leads else 0
                 if rendezvous is not None:
                     rendezvous.gather("copied", b"", timeout)
@@ -507,7 +514,9 @@ class LocalTier:
 
     def _failed(self, step: int, error: Exception) -> None:
         kind, self._error = type(error).__name__, described(error)
-        if isinstance(error, BarrierTimeoutError):
+        if isinstance(error, BarrierTimeoutError) or (
+            isinstance(error, PeerFailedError) and isinstance(error.__cause__, ConnectionError)
+        ):
             self._lost = error
         self._events.write("local_failed", step=step, error=self._error)
         _logger.log(

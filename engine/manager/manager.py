@@ -449,6 +449,7 @@ class CheckpointManager:
         Raises:
             UnsupportedLeafError: An item cannot be saved; nothing was written.
             BarrierTimeoutError: The local save before this one failed because another process did not answer.
+            PeerFailedError: It failed because the store that connects the processes did not answer.
         """
         self._access.check_writable()
         return self._saves.save_locally(valid_step(step), items, metrics, custom_metadata, save_kwargs or {})

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 
 import pytest
 from tests.documents.examples import Examples
 
 import holdfast as hf
-from holdfast.engine.distributed import peers
+from holdfast.engine.manager import local_tier
 from holdfast.recipes.configuration import load_configuration
 
 PAGE = (Path(__file__).parents[2] / "docs" / "local_tier.md").read_text(encoding="utf-8")
@@ -36,5 +35,4 @@ def test_the_yaml(examples: Examples, tmp_path: Path) -> None:
 
 
 def test_its_numbers() -> None:
-    timeout = inspect.signature(peers.Peer).parameters["timeout"].default
-    assert f"silent for {timeout:.0f} seconds" in " ".join(PAGE.split())
+    assert f"silent for {local_tier._PATIENCE:.0f} seconds" in " ".join(PAGE.split())
