@@ -70,9 +70,9 @@ def train_jax(process: Process, directory: str, per_host: int, dies: int | None)
     import jax
     import jax.numpy as jnp
 
-    sharding = jax.sharding.NamedSharding(
-        jax.make_mesh((jax.device_count(),), ("data",)), jax.sharding.PartitionSpec("data")
-    )
+    spec: Any = jax.sharding.PartitionSpec
+    wait: Any = jax.block_until_ready
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((jax.device_count(),), ("data",)), spec("data"))
 
     @jax.jit
     def update(state: Any) -> Any:
@@ -88,7 +88,7 @@ def train_jax(process: Process, directory: str, per_host: int, dies: int | None)
             state = update(state)
             checkpoint.on_step(step, state)
             if step == dies:
-                jax.block_until_ready(state)
+                wait(state)
                 os.kill(os.getpid(), signal.SIGKILL)
     return start, [np.asarray(one.data).tolist() for one in state["w"].addressable_shards]
 
