@@ -166,9 +166,12 @@ def add_metrics(
                 history.metrics.setdefault(f"{prefix}{name}", {})[step] = float(value)
 
 
+_AT_STEPS = ("saved", "saved_locally", "preempted", "finished", "failed", "closed", "ended", "restored")
+
+
 def _take(history: History, attempt: Attempt, event: Mapping[str, Any], when: float) -> None:
     name, step = event["event"], _count(event.get("step"))
-    if step is not None and name in ("saved", "preempted", "finished", "failed", "closed", "ended", "restored"):
+    if step is not None and name in _AT_STEPS:
         attempt.last_step = step if name == "restored" else max(step, attempt.last_step or 0)
     if name == "started":
         attempt.newest, attempt.pid = _count(event.get("newest")), _count(event.get("pid"))
@@ -178,6 +181,10 @@ def _take(history: History, attempt: Attempt, event: Mapping[str, Any], when: fl
         seconds = _number(event.get("seconds"))
         attempt.restore_seconds = attempt.restore_seconds if seconds is None else seconds
         _take_skipped(history, attempt, event.get("skipped"), when)
+        if event.get("local"):
+            size = format_size(int(_number(event.get("peer_bytes")) or 0))
+            text = f"Process 0 has read {size} from other hosts."
+            history.notes.append(Note(when, "info", f"Step {step} came from the hosts' local places", text))
     elif name == "saved" and step is not None:
         numbers = [_number(event.get(key)) or 0.0 for key in ("bytes", "shared_bytes", "blocked_seconds")]
         total = _number(event.get("total_seconds")) or 0.0
@@ -193,6 +200,9 @@ def _take(history: History, attempt: Attempt, event: Mapping[str, Any], when: fl
         history.failures += 1
         text = str(event.get("error", ""))
         history.notes.append(Note(when, "bad", f"The save of step {step} failed", text, "failed save"))
+    elif name == "local_failed":
+        text = str(event.get("error", ""))
+        history.notes.append(Note(when, "warn", f"The local save of step {step} failed", text))
     elif name in ("fetched", "mirrored", "mirror_failed"):
         _take_mirror(history, event, name, step, when)
     elif name == "closed":

@@ -41,6 +41,7 @@ _KINDS: Mapping[str, type[StorageError | DamagedCheckpointError]] = {
     "damaged": DamagedCheckpointError,
     "failed": StorageError,
 }
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -64,7 +65,8 @@ class PeerServer:
         self._connections: set[socket.socket] = set()
         self._closed = False
         try:
-            self._listener = socket.create_server((host, 0), backlog=512)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, 0), family=family, backlog=512)
         except OSError as error:
             raise StorageUnavailableError(
                 f"this host cannot listen on its address {host}: {error}; name one that the other hosts reach with "
@@ -258,12 +260,16 @@ def own_address(towards: str | None) -> str:
     Args:
         towards: The name of a host of the program, such as that of its process 0; None takes the way to the internet.
     """
+    found = "127.0.0.1"
     for target in (towards, "192.0.2.1"):  # an address for documentation, which belongs to nobody
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             if target is not None:
                 probe.connect((target, 9))
-                return str(probe.getsockname()[0])
-    return "127.0.0.1"
+                found = str(probe.getsockname()[0])
+        # On the host of process 0, its name often means the loopback interface, which the other hosts do not reach.
+        if not found.startswith("127.") or towards in _LOOPBACK:
+            break
+    return found
 
 
 def _send(connection: socket.socket, head: Mapping[str, Any], body: memoryview | bytes = b"") -> None:

@@ -40,6 +40,7 @@ from ..errors import (
     StorageError,
 )
 from ..format import PARTIAL, RECORD, CheckpointRecord
+from ..steps import RECORD_LIMIT
 from ..storage import (
     CORES,
     TEMPORARY_PREFIX,
@@ -176,14 +177,20 @@ class LocalTier:
                 "program, and not the loss of the host. Give copies=0 to say that this is meant",
                 self._root,
             )
-        if self._leads and len(hosts) > 1:
-            address = local.address or own_address(primary_host())
-            self._server = PeerServer(os.fspath(self._root), self._program.token, address, timeout=self._patience)
-        held = self._held() if self._leads else {}
+        held: dict[str, HeldStep] = {}
+        problem = None
+        try:
+            if self._leads and len(hosts) > 1:
+                address = local.address or own_address(primary_host())
+                self._server = PeerServer(os.fspath(self._root), self._program.token, address, timeout=self._patience)
+            if self._leads:
+                held = self._held()
+        except StorageError as error:  # all processes raise it
+            problem = f"{name}: {error}"
         mine = {
             "address": None if self._server is None else self._server.address,
             "held": {folder: one.to_json() for folder, one in held.items()},
-            "leads": self._leads,
+            "problem": problem,
         }
         self._agreed_steps: list[dict[str, HeldStep]] = []
         answer = self._agree("local steps", mine, self._first_choice)
@@ -256,13 +263,16 @@ class LocalTier:
                 files = {path: (where, size) for path, size in _walk(place)}
                 record = before.record
                 if RECORD in files:
-                    record = decode_record((place / RECORD).read_bytes(), str(place / RECORD)) or record
+                    content = (place / RECORD).read_bytes(limit=RECORD_LIMIT)
+                    record = decode_record(content, str(place / RECORD)) or record
                 found[folder.name] = HeldStep({**before.files, **files}, record)
         return found
 
     def _first_choice(self, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the address of each host and the newest whole step; on process 0."""
         leaders = [processes[host.leader] for host in self._program.hosts]
+        if problems := [leader["problem"] for leader in leaders if leader["problem"]]:
+            raise OptionError(f"local steps: {problems[0]}")
         self._agreed_steps = [
             {folder: HeldStep.from_json(one, folder) for folder, one in leader["held"].items()} for leader in leaders
         ]
@@ -416,7 +426,10 @@ class LocalTier:
             if name is None:  # the file that identifies the run is damaged
                 raise StorageError(f"{self._run.location}: the identity of the run is not known")
             self._program = replace(self._program, run=name)
-            self._space = self._root / name
+            space = self._root / name
+            space.make_directory()
+            os.chmod(space, 0o700)  # the folder around it is often one that all users write to
+            self._space = space
 
     def save(
         self,

@@ -162,6 +162,18 @@ def test_events_of_fallbacks_failures_and_mirrors() -> None:
     assert fallback.title == "Fell back to step 8: 1 step damaged (9)"
 
 
+def test_local_steps_are_told() -> None:
+    history = read_history(
+        [event("started", 1), event("restored", 2, step=8, local=True, peer_bytes=5)]
+        + [event("saved_locally", 3, step=12, saves=4), event("local_failed", 4, step=14, error="host b: full")]
+        + [event("started", 5), event("restored", 6, step=12, local=True, peer_bytes=0)]
+    )
+    titles = [note.title for note in history.notes]
+    assert "Step 8 came from the hosts' local places" in titles
+    assert "The local save of step 14 failed" in titles
+    assert history.attempts[0].last_step == 12
+
+
 WHOLE = [
     event("started", 1e9, newest=None, pid=5, host="h"),
     event("restored", 1e9 + 1, step=3, seconds=1.0, skipped=[{"step": 4, "damage": "x"}]),

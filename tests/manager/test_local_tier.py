@@ -289,6 +289,54 @@ def test_a_run_that_ends_leaves_no_local_steps(tmp_path: Path) -> None:
         assert len(list((tmp_path / "memory").iterdir())) == left, "what the directory lacks stays"
 
 
+def test_any_one_of_64_hosts_may_be_lost(tmp_path: Path, unread: list[str]) -> None:
+    hosts = Hosts(tmp_path, 64, store=100)
+    hosts.train(1, 4)
+    unread.clear()
+    for host in (0, 40):
+        kept = tmp_path / "kept"
+        hosts.place(host).rename(kept)
+        step, from_peers = hosts.resume()
+        assert step == 4
+        assert from_peers > 0
+        shutil.rmtree(hosts.place(host), ignore_errors=True)
+        kept.rename(hosts.place(host))
+    assert unread == []
+
+
+def test_peek_sees_the_step_of_the_hosts(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+    hosts.train(1, 15)
+
+    def work(manager: hf.CheckpointManager) -> tuple[int | None, int | None, list[int]]:
+        peek = manager.peek()
+        return None if peek is None else peek.step, manager.latest_step(), manager.all_steps()
+
+    assert hosts.run(work) == [(14, 14, [10])] * 2
+
+
+def test_a_host_that_cannot_listen_stops_all(tmp_path: Path) -> None:
+    def one(coordinator: Coordinator) -> str:
+        address = "203.0.113.7" if coordinator.process_index else None
+        host = f"host{coordinator.process_index}"
+        options = hf.CheckpointManagerOptions(local=hf.Local(tmp_path / host, every=2, host=host, address=address))
+        with pytest.raises(hf.errors.OptionError, match=r"local steps: host1: this host cannot listen") as caught:
+            hf.CheckpointManager(tmp_path / "store", options=options, coordinator=coordinator)
+        return str(caught.value)
+
+    assert len(set(together(2, one))) == 1
+
+
+def test_two_processes_of_a_host_need_one_folder(tmp_path: Path) -> None:
+    def one(coordinator: Coordinator) -> None:
+        place = tmp_path / str(coordinator.process_index)
+        options = hf.CheckpointManagerOptions(local=hf.Local(place, every=2))
+        with pytest.raises(hf.errors.OptionError, match=r"processes 0 and 1 are on one host, .* give them the same"):
+            hf.CheckpointManager(tmp_path / "store", options=options, coordinator=coordinator)
+
+    assert together(2, one) == [None, None]
+
+
 @pytest.mark.parametrize(
     ("made", "what"),
     [
