@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from numpy.typing import NDArray
 from ..arrays import FileCheck
 from ..checkpoint import BackgroundSave, ItemToSave, Save, file_checks
 from ..clock import Clock, format_size, seconds
-from ..distributed import Peer, PeerServer, ProcessGroup, Rendezvous, own_address, primary_host
+from ..distributed import Peer, PeerServer, ProcessGroup, Rendezvous, machine_identity, own_address, primary_host
 from ..errors import (
     BarrierTimeoutError,
     DamagedCheckpointError,
@@ -161,7 +160,7 @@ class LocalTier:
     def _open(self) -> None:
         """Find the hosts, and the newest step that is whole across them."""
         local = self._options
-        name = local.host or f"{socket.gethostname()}/{_boot_id()}"
+        name = local.host or f"{socket.gethostname()}/{machine_identity()}"
         me = {"name": name, "domain": local.failure_domain or name, "url": self._root.url}
         found = self._agree("hosts of local steps", me, self._meet)
         self._program = _Program(
@@ -666,11 +665,3 @@ def _remove(folder: Location) -> None:
 def _sequence(folder: str) -> int:
     number = folder.partition(".")[0]
     return int(number) if number.isdecimal() and len(number) < 19 else 0
-
-
-def _boot_id() -> str:
-    """Return text that tells hosts with one name apart, such as containers; empty where the system has none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
