@@ -104,10 +104,11 @@ class TreePlan:
 
     def document(self, tree: HostTree, documents: list[dict[str, Any]]) -> bytes:
         """Return ``tree.json``: the last one, if no value in it has changed."""
-        if self._document is None or self._document[0] != documents:
+        last = self._document  # two saves of like trees may run at the same time
+        if last is None or last[0] != documents:
             content = to_document(tree.structure, documents) | ({} if tree.fresh is None else {"fresh": tree.fresh})
-            self._document = documents, encode_document(TREE_KIND, {"tree": content})
-        return self._document[1]
+            last = self._document = documents, encode_document(TREE_KIND, {"tree": content})
+        return last[1]
 
 
 class TreeWriter:

@@ -412,8 +412,9 @@ class CheckpointManager:
         """
         self._access.check_writable()
         step, kwargs = valid_step(step), save_kwargs or {}
+        saved = self._saves.save(step, items, metrics, custom_metadata, force, kwargs, reason)
         self._saves.save_locally(step, items, metrics, custom_metadata, kwargs)
-        return self._saves.save(step, items, metrics, custom_metadata, force, kwargs, reason)
+        return saved
 
     def local_due(self, step: int) -> bool:
         """Return whether a save in the local places of the hosts is due at a step; False without the option ``local``.
@@ -556,9 +557,9 @@ class CheckpointManager:
         Raises:
             SaveFailedError: It failed.
         """
+        self._background.wait()
         if self._access.local is not None:
             self._access.local.wait()
-        self._background.wait()
 
     def check_for_errors(self) -> None:
         """Raise the SaveFailedError of a save that has failed, if it was not raised before; does not wait."""
