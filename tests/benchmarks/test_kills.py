@@ -60,6 +60,24 @@ def test_connected_processes_are_signalled(tmp_path: Path) -> None:
     assert "| 2 | TERM | all | 1 | 0.00 | 0 | 1 saved and stopped |" in finished.stdout, said
 
 
+@pytest.mark.sweep
+def test_connected_processes_lose_hosts(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    command = [sys.executable, "-m", "benchmarks.kills", "--processes", "2", "--local", "--count", "4", "--seed", "5"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    finished = subprocess.run(
+        [*command, "--barrier", "8", "--directory", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment,
+    )
+    said = f"{finished.stdout}\n{finished.stderr}"
+    assert finished.returncode == 0, said
+    assert re.search(r"\d+ processes resumed from a local step", finished.stdout), said
+
+
 @pytest.fixture
 def life(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(ROOT)

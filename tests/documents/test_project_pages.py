@@ -90,6 +90,11 @@ CALLBACK = "holdfast.integrations.lightning.CheckpointCallback"
         (["best_fn=val_loss", "best_mode=min"], "best_mode", "min"),
         (["mirror=s3://bucket/run"], "mirror", "s3://bucket/run"),
         (["mirror.class_path=holdfast.Mirror", "mirror.init_args.url=/m"], "mirror", hf.Mirror("/m")),
+        (
+            ["local.class_path=holdfast.Local", "local.init_args.url=/m", "local.init_args.every=5"],
+            "local",
+            hf.Local("/m", every=5),
+        ),
         (["grace_secs=30s"], "grace_secs", "30s"),
         (["export_best=best.ckpt", "best_fn=loss", "best_mode=min"], "export_best", "best.ckpt"),
         (["max_to_kep=3"], "", "Option 'max_to_kep' is not accepted"),
