@@ -12,6 +12,7 @@ ranges from a host that has them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -222,7 +223,9 @@ class LocalTier:
     def _run_name(self) -> str | None:
         """Return the name of the folder of the run; None while the directory of the run is new."""
         identity = self._run.identity
-        tokens = [one for one in (identity.run, identity.epoch) if one is not None]
+        # A copy of a directory has the identity of the original, but another place, and is a run of its own.
+        place = hashlib.blake2b(self._run.location.url.encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
+        tokens = [one for one in (identity.run, place, identity.epoch) if one is not None]
         return ".".join(tokens) if identity.run and all(map(_TOKEN.fullmatch, tokens)) else None
 
     def _agree(self, what: str, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
@@ -570,9 +573,9 @@ class LocalTier:
     def _prune(self, newest: str) -> None:
         """Remove the local steps of this run that do not count any more, on this host."""
         assert self._space is not None
-        run = self._space.name.partition(".")[0]
+        run = self._space.name.split(".")[:2]  # without the epoch
         for entry in self._root.entries():
-            if entry.name != self._space.name and entry.name.partition(".")[0] == run:
+            if entry.name != self._space.name and entry.name.split(".")[:2] == run:
                 _remove(self._root / entry.name)
         for where in (OWN, COPIES):
             for entry in (self._space / where).entries():

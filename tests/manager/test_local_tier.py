@@ -32,6 +32,7 @@ class Hosts:
     def __init__(self, folder: Path, count: int, *, per_host: int = 1, every: int = 2, store: int = 10) -> None:
         self.folder, self.count, self.per_host, self.every, self.store = folder, count, per_host, every, store
         self.copies = 1
+        self.store_name = "store"
 
     def place(self, host: int) -> Path:
         return self.folder / f"host{host}"
@@ -41,7 +42,7 @@ class Hosts:
         local = hf.Local(self.place(host), every=self.every, copies=self.copies, host=f"host{host}")
         options = {"save_interval_steps": self.store, "barrier_timeout_secs": 20, "local": local, **options}
         return hf.CheckpointManager(
-            self.folder / "store", options=hf.CheckpointManagerOptions(**options), coordinator=coordinator
+            self.folder / self.store_name, options=hf.CheckpointManagerOptions(**options), coordinator=coordinator
         )
 
     def run(self, work: Callable[[hf.CheckpointManager], Any], **options: Any) -> list[Any]:
@@ -203,6 +204,18 @@ def test_another_run_is_never_taken(tmp_path: Path) -> None:
     hosts.train(1, 3)
     assert hosts.resume()[0] == 2
     assert len(list(hosts.place(0).iterdir())) == 2, "the local steps of the other run stay"
+
+
+def test_a_copy_of_the_directory_is_another_run(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+    hosts.train(1, 15)
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    copy = Hosts(tmp_path, 2)
+    copy.store_name = "copy"
+    assert copy.resume() == (10, 0)
+    copy.train(11, 12)
+    assert copy.resume()[0] == 12
+    assert hosts.resume()[0] == 14
 
 
 @pytest.mark.parametrize("by", ["manager", "command"])
