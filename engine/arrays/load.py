@@ -305,6 +305,19 @@ def _values(
     shared: SharedReads | None = None,
 ) -> list[Any]:
     """Read leaves, and make of each what its template asks for; of sharded arrays, read only the parts needed."""
+    arrays, parts = read_parts(source, leaves, targets, shared)
+    saved, names = [leaf.saved for leaf in leaves], [leaf.name for leaf in leaves]
+    with naming(source.location):
+        return materialize(targets, saved, arrays, names, parts)
+
+
+def read_parts(
+    source: TreeSource,
+    leaves: Sequence[SavedLeaf],
+    targets: Sequence[LeafTemplate | None],
+    shared: SharedReads | None = None,
+) -> tuple[list[NDArray[Any] | None], dict[int, tuple[Partition, list[NDArray[Any]]]]]:
+    """Read leaves as `materialize` takes them: whole arrays, or by position the parts that templates ask for."""
     cuts = _partitions(source, leaves, targets)
     read: dict[int, list[NDArray[Any]]] = {}
     if shared is not None:
@@ -321,9 +334,7 @@ def _values(
     arrays: list[NDArray[Any] | None] = [
         None if index in parts else read[index][0] if index in read else next(whole) for index in range(len(leaves))
     ]
-    saved, names = [leaf.saved for leaf in leaves], [leaf.name for leaf in leaves]
-    with naming(source.location):
-        return materialize(targets, saved, arrays, names, parts)
+    return arrays, parts
 
 
 def _partitions(

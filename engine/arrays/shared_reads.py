@@ -193,6 +193,8 @@ class SharedReads:
         self._rendezvous.fail(error)
 
     def close(self) -> None:
+        """End the connections; what is read later, each process reads on its own."""
+        self._usable = False
         self._transport.close()
         self._rendezvous.close()
 
@@ -233,8 +235,8 @@ class SharedReads:
         shares = [plan.pieces(self._rendezvous.index, teams) for teams in plan.teams]
         call = next(self._calls)
         lengths = self._agreed(call, source, leaves, plan, shares)
-        if lengths is None:
-            self._usable = True
+        if not lengths:
+            self._usable = lengths is None  # after different plans, the processes may read different trees, too
             return {}
         gathers = self._connected(call, plan, lengths)
         if not gathers:
@@ -263,7 +265,10 @@ class SharedReads:
         plan: ReadPlan,
         shares: Sequence[Sequence[Piece]],
     ) -> list[int] | None:
-        """Return the most bytes that a process reads for each kind of teams; None if each is to read on its own."""
+        """Return the most bytes that a process reads for each kind of teams.
+
+        None if it is not worth it, and nothing if the processes have different plans: then each is to read on its own.
+        """
         facts = {
             "plan": plan.digest(source.fingerprint, [leaf.name for leaf in leaves]),
             "bytes": [sum(piece.nbytes for piece in share) for share in shares],
@@ -313,9 +318,10 @@ def agreed_lengths(values: Sequence[bytes]) -> bytes:
     first = facts[0]
     apart = first["store"] or len({one["machine"] for one in facts}) > 1
     worth = first["always"] or (first["spared"] >= _FEW_BYTES and apart)
-    same = all(one["plan"] == first["plan"] for one in facts)
-    lengths = [max(some) for some in zip(*(one["bytes"] for one in facts), strict=True)] if same and worth else None
-    return json.dumps(lengths or None).encode()
+    if any(one["plan"] != first["plan"] for one in facts):
+        return b"[]"
+    lengths = [max(some) for some in zip(*(one["bytes"] for one in facts), strict=True)]
+    return json.dumps(lengths if lengths and worth else None).encode()
 
 
 def _any(values: Sequence[bytes]) -> bytes:

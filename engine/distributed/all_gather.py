@@ -87,6 +87,8 @@ class JaxTransport:
 
     def connect(self, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
         jax: Any = sys.modules["jax"]
+        if jax.process_index() != index:  # before its devices are used, a program may count processes differently
+            raise RuntimeError(f"process {index} has the devices of process {jax.process_index()}")
         devices: dict[int, Any] = {}
         for device in sorted(jax.devices(), key=lambda one: (one.process_index, one.id)):
             devices.setdefault(device.process_index, device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -221,12 +222,12 @@ def materialize(
     saved: Sequence[Saved],
     arrays: Sequence[NDArray[Any] | None],
     names: Sequence[str],
-    parts: Mapping[int, tuple[Partition, Sequence[NDArray[Any]]]] | None = None,
+    parts: Mapping[int, tuple[Partition, Sequence[NDArray[Any]]]] = MappingProxyType({}),
 ) -> list[Any]:
     """Make the leaves of saved values; raise one error for all that cannot be made exactly as asked.
 
-    ``parts`` has the partition of a leaf and its arrays, by the number of the leaf. Arrays that were cast are removed
-    from ``arrays``.
+    ``parts`` has the partition of a leaf and its arrays, by the number of the leaf, where its whole array was not read.
+    Arrays that were cast are removed from ``arrays``.
     """
     results: list[Any] = [None] * len(templates)
     for_jax: list[tuple[int, LeafTemplate]] = []
@@ -244,7 +245,7 @@ def materialize(
             elif template.dtype is None:
                 results[index] = template.leaf if template.kind == STATIC else _plain(leaf, array, name)
             else:
-                part = _part(template, leaf, array) if parts is None else parts.get(index)
+                part = parts[index] if index in parts else _part(template, leaf, array)
                 if part is None:
                     pieces = [_fitted(template, leaf, array, name)]
                 else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from ...engine.arrays import SavedLeaf, TreeReader, TreeSource, naming
+from ...engine.arrays import SavedLeaf, SharedReads, TreeReader, TreeSource, naming, read_parts
 from ...engine.distributed import current_coordinator
 from ...engine.errors import UnsupportedLeafError, shortened
 from ...engine.format import FileRecord, own_item
@@ -18,6 +18,7 @@ from ...engine.handlers import Files, PreparedItem, ProcessShare, PyTreeCheckpoi
 from ...engine.pytree import (
     MAX_DEPTH,
     LeafRequest,
+    LeafTemplate,
     TreeDef,
     class_name,
     escape_key,
@@ -163,6 +164,8 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
     The tree can be loaded, shown and verified as any other.
     """
 
+    shares_reads = True
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._own_states = PyTreeCheckpointHandler(**kwargs)  # a handler remembers the structure of one tree
@@ -176,9 +179,17 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
             share = ProcessShare(self._own_states.prepare(dict(item.per_process), snapshot=snapshot))
         return PreparedGraph(tree, item.document, share)
 
-    def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
+    def restore(
+        self,
+        directory: Location,
+        item: Any = None,
+        *,
+        files: Files | None = None,
+        shared: SharedReads | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Open a graph; with a template, read the values that the template takes, and change nothing."""
-        stored = StoredGraph(NativeTree(directory, files), directory.parent, files)
+        stored = StoredGraph(NativeTree(directory, files), directory.parent, files, shared)
         template: GraphTemplate | None = item
         return stored if template is None else template.prepare(stored)
 
@@ -186,9 +197,16 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
 class StoredGraph:
     """A graph on disk, opened for reading: its structure is read, its values are not."""
 
-    def __init__(self, source: TreeSource, checkpoint: Location, files: Mapping[str, FileRecord] | None = None) -> None:
+    def __init__(
+        self,
+        source: TreeSource,
+        checkpoint: Location,
+        files: Mapping[str, FileRecord] | None = None,
+        shared: SharedReads | None = None,
+    ) -> None:
         self.checkpoint = checkpoint
         self._source = source
+        self._shared = shared
         self.location = source.location  # the item's folder
         self.variables = source.variables  # None if the names of values are their paths
         self.leaves: dict[str, SavedLeaf] = {leaf.name: leaf for leaf in source.leaves}  # by storage name
@@ -224,6 +242,17 @@ class StoredGraph:
             found.append(array.copy() if array is not None and name in given else array)
             given.add(name)
         return found
+
+    def read_parts(self, names: Sequence[str], targets: Sequence[LeafTemplate]) -> tuple[list[Any], dict[int, Any]]:
+        """Read the arrays of leaves for their templates, as `materialize` takes them."""
+        count = Counter(names)
+        once = [index for index, name in enumerate(names) if count[name] == 1 and not name.startswith(PER_PROCESS)]
+        leaves = [self.leaves[names[index]] for index in once]
+        found, parts = read_parts(self._source, leaves, [targets[index] for index in once], self._shared)
+        arrays = dict(zip(once, found, strict=True))
+        others = [index for index in range(len(names)) if index not in arrays]
+        arrays.update(zip(others, self.read_arrays([names[index] for index in others]), strict=True))
+        return [arrays[index] for index in range(len(names))], {once[index]: part for index, part in parts.items()}
 
     def load(self, names: Sequence[str], *, as_tensors: Collection[str] = ()) -> list[Any]:
         """Read values without a template: numpy arrays, Python values, or trees of these.

@@ -236,9 +236,11 @@ class ValueReader:
         arrays: list[NDArray[Any] | None],
     ) -> list[Any]:
         """Return the values for leaves, each of the kind that the program has."""
-        arrays = arrays or self._stored.read_arrays(list(map(self._name, due)))
+        parts: dict[int, Any] = {}
+        if not arrays:
+            arrays, parts = self._stored.read_parts(list(map(self._name, due)), targets)
         with naming(self._stored.location):
-            values = materialize(targets, saved, arrays, [storage_name(one.path) for one in due])
+            values = materialize(targets, saved, arrays, [storage_name(one.path) for one in due], parts)
         for index, (one, leaf) in enumerate(zip(due, saved, strict=True)):
             value, slot = values[index], one.slot
             is_tensor = leaf.kind == "torch" and not is_torch_tensor(value)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ...engine.arrays import SharedReads
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError
 from ...engine.format import FileRecord
@@ -219,22 +220,30 @@ def _mapped(function: Callable[[Any, Path, Any], Any], tree: Any, other: Any, pa
 class StateHandler(PyTreeCheckpointHandler):
     """Restores some entries of a tree with templates, and the others as they were saved."""
 
+    shares_reads = True
+
     def restore(
-        self, directory: Location, item: Any = None, *, files: Mapping[str, FileRecord] | None = None, **kwargs: Any
+        self,
+        directory: Location,
+        item: Any = None,
+        *,
+        files: Mapping[str, FileRecord] | None = None,
+        shared: SharedReads | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Read a tree with templates by entry, without entries whose template is None; None reads all without any."""
         if item is None:
-            return super().restore(directory, files=files, **kwargs)
+            return super().restore(directory, files=files, shared=shared, **kwargs)
         outline = super().structure(directory, files=files)
         rest = {name: value for name, value in outline.items() if name not in item}
         chosen = _patterns(name for name, value in rest.items() if flatten(value).values)
-        found = super().restore(directory, files=files, select=chosen)
+        found = super().restore(directory, files=files, select=chosen, shared=shared)
         wanted = {name: template for name, template in item.items() if template is not None}
         names = _names_by_index(wanted.get(_OPTIMIZERS) or (), outline.get(_OPTIMIZERS) or ())
         if names:
             indices = [{name: index for index, name in one.items()} for one in names]
             wanted[_OPTIMIZERS] = _renamed(wanted[_OPTIMIZERS], indices)
-        parts = super().restore(directory, wanted, files=files, select=_patterns(wanted))
+        parts = super().restore(directory, wanted, files=files, select=_patterns(wanted), shared=shared)
         if names:
             parts[_OPTIMIZERS] = _renamed(parts[_OPTIMIZERS], names)
         # A selection leaves out containers without leaves.

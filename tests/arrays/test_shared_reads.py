@@ -135,7 +135,7 @@ FACTS = {"plan": "p", "bytes": [10, 3], "spared": 64 * MIB, "always": False, "st
         ("one machine and an object store", {}, {"store": True}, [10, 3]),
         ("little is spared", {"machine": "two"}, {"spared": MIB}, None),
         ("it is asked for", {}, {"spared": MIB, "always": True}, [10, 3]),
-        ("other templates", {"machine": "two", "plan": "q", "bytes": [1]}, {"always": True}, None),
+        ("other templates", {"machine": "two", "plan": "q", "bytes": [1]}, {"always": True}, []),
         ("nothing is wanted twice", {"machine": "two"}, {"bytes": [], "always": True}, None),
     ],
 )

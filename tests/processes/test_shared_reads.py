@@ -13,6 +13,7 @@ from tests.processes.harness import Backend, Process, run_outcomes, run_processe
 
 import holdfast as hf
 from holdfast.engine.arrays import TreeReader
+from holdfast.engine.distributed.all_gather import JaxTransport, TorchTransport
 from holdfast.engine.errors import BarrierTimeoutError, PeerFailedError, TreeMismatchError
 
 LAYOUT = hf.Layout(chunk_bytes=1 << 16, data_file_bytes=1 << 20)
@@ -221,7 +222,24 @@ class Stopping(Counting):
         return super().restore(directory, item, **kwargs)
 
 
+def dies_in_the_exchange(process: Process) -> None:
+    for transport in (TorchTransport, JaxTransport):
+        connect: Any = transport.connect
+
+        def connected(self: Any, *arguments: Any, connect: Any = connect) -> Any:
+            all_gather = connect(self, *arguments)
+
+            def exchange(mine: Any) -> Any:
+                process.reached("exchange")
+                return all_gather(mine)
+
+            return exchange
+
+        transport.connect = connected  # type: ignore[assignment,method-assign]
+
+
 def restore_or_error(process: Process, directory: str, template_of_1: Any) -> str:
+    dies_in_the_exchange(process)
     handler = Stopping()
     handler.process = process
     options = hf.CheckpointManagerOptions(load_and_broadcast=True, barrier_timeout_secs=3)
@@ -234,13 +252,14 @@ def restore_or_error(process: Process, directory: str, template_of_1: Any) -> st
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_a_process_that_dies_is_missed(tmp_path: Path, backend: Backend) -> None:
+@pytest.mark.parametrize("moment", ["reads", "exchange"])
+def test_a_process_that_dies_is_missed(tmp_path: Path, backend: Backend, moment: str) -> None:
     pytest.importorskip(backend)
     save(tmp_path, 1)
-    ended = run_outcomes(restore_or_error, 3, str(tmp_path), None, backend=backend, kill=(1, "reads"))
+    ended = run_outcomes(restore_or_error, 3, str(tmp_path), None, backend=backend, kill=(1, moment))
     for one in (ended[0], ended[2]):
         assert one.value.startswith(("BarrierTimeoutError", "PeerFailedError")), told(ended)
-        assert "process 1" in one.value, told(ended)
+        assert "process 1" in one.value or moment == "exchange", told(ended)
 
 
 def test_the_others_learn_of_a_template_that_does_not_fit(tmp_path: Path) -> None:
@@ -270,6 +289,19 @@ def restore_parts(process: Process, directory: str) -> int:
     return handler.bytes_read
 
 
+def restore_a_step(process: Process, directory: str) -> int:
+    reading, handler = manager(directory)
+    with reading:
+        assert_same(reading.restore(1), arrays())
+    return handler.bytes_read
+
+
+def test_a_given_step_is_read_once_where_that_is_asked_for(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    alone = save(tmp_path, 1, 2)
+    assert sum(run_processes(restore_a_step, 2, str(tmp_path), backend="torch")) <= SLACK * alone
+
+
 def restore_by_default(process: Process, directory: str) -> int:
     reading, handler = manager(directory, load_and_broadcast=None)
     with reading:
@@ -281,3 +313,45 @@ def test_one_machine_reads_its_disk_through_the_page_cache(tmp_path: Path) -> No
     pytest.importorskip("torch")
     alone = save(tmp_path, 1)
     assert run_processes(restore_by_default, 2, str(tmp_path), backend="torch") == [alone, alone]
+
+
+def train(process: Process, directory: str, steps: int, divided: bool) -> tuple[int, int, list[bytes]]:
+    """Returns the step that a loop of objects begins with, the bytes that it has read before, and its parameters."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(process.index)
+    model = torch.nn.Sequential(torch.nn.Linear(400, 600), torch.nn.Tanh(), torch.nn.Linear(600, 2))
+    if divided:
+        fully_shard(model, mesh=init_device_mesh("cpu", (process.count,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    readers: list[TreeReader] = []
+    create = TreeReader.__init__
+
+    def noted(reader: TreeReader, *args: Any, **kwargs: Any) -> None:
+        create(reader, *args, **kwargs)
+        readers.append(reader)
+
+    TreeReader.__init__ = noted  # type: ignore[method-assign]
+    with hf.CheckpointCallback(directory, save_interval_steps=1, load_and_broadcast=True) as checkpoint:
+        state, start = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
+        read = sum(reader.bytes_read for reader in readers)
+        for step in range(start, start + steps):
+            model(torch.ones(1, 400)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoint.on_step(step + 1, state)
+    whole = [one.full_tensor() if divided else one for one in model.parameters()]
+    return start, read, [one.detach().numpy().tobytes() for one in whole]
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_objects_of_a_loop_are_read_once(tmp_path: Path, divided: bool) -> None:
+    pytest.importorskip("torch")
+    directory = str(tmp_path / "run")
+    saved = run_processes(train, 1, directory, 1, False, backend="torch")
+    (alone,) = run_processes(train, 1, directory, 0, False, backend="torch")
+    found = run_processes(train, 2, directory, 0, divided, backend="torch")
+    assert [(start, parameters) for start, _, parameters in found] == [(1, saved[0][2])] * 2
+    assert sum(read for _, read, _ in found) <= 1.1 * alone[1]  # each reads the index and tree.json
