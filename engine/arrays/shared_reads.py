@@ -286,10 +286,11 @@ class SharedReads:
         problem: str | None = None
         gathers = []
         try:
-            for teams, length in zip(plan.teams, lengths, strict=True):
+            for number, (teams, length) in enumerate(zip(plan.teams, lengths, strict=True)):
+                name = f"{self._rendezvous.name}: {call}.{number}"
                 most = max(_WORD, round_up(_ROUND // len(teams[0]), _WORD))
                 nbytes = min(most, round_up(length, _WORD))
-                connect = partial(self._transport.connect, teams, self._rendezvous.index, nbytes, self._timeout)
+                connect = partial(self._transport.connect, name, teams, self._rendezvous.index, nbytes, self._timeout)
                 gathers.append((nbytes, self._within("connect the processes", connect)))
         except Exception as error:
             problem = f"process {self._rendezvous.index}: {type(error).__name__}: {error}"

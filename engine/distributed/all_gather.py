@@ -24,10 +24,11 @@ AllGather = Callable[[Bytes], Bytes]  # takes the bytes of this process, returns
 class Transport(Protocol):
     """How the processes of a program send bytes to each other."""
 
-    def connect(self, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
+    def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
         """Connect the teams; all processes call this, and then the result, equally often.
 
         Args:
+            name: Text that is the same on all processes, and that no other connection of the program has.
             teams: The teams.
             index: The index of this process.
             nbytes: Bytes that each process sends at a time, a multiple of 8.
@@ -43,40 +44,52 @@ def transport_of(coordinator: Coordinator) -> Transport | None:
     if isinstance(coordinator, JaxCoordinator):
         return JaxTransport()
     if isinstance(coordinator, TorchCoordinator) and sys.modules["torch.distributed"].is_gloo_available():
-        return TorchTransport()
+        return TorchTransport(coordinator)
     return None
 
 
 class TorchTransport:
     """Groups of gloo, between host memories: what was read lies there, and an error of gloo does not end the program.
 
-    The groups of the program are not used, so their operations and timeouts stay as they are.
+    They are not among the groups of the program, whose operations and timeouts stay as they are. In a group of gloo,
+    each process has a socket for every other one. So a large team is a grid: all-gathers along its rows, then along
+    its columns.
     """
 
-    def __init__(self) -> None:
+    largest_group = 64
+
+    def __init__(self, coordinator: TorchCoordinator) -> None:
+        self._coordinator = coordinator
         self._groups: list[Any] = []
 
-    def connect(self, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
+    def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
         torch: Any = sys.modules["torch"]
-        distributed: Any = sys.modules["torch.distributed"]
+        limit = timedelta(seconds=timeout)
         team = next(team for team in teams if index in team)
-        group = distributed.new_group(
-            list(team), timedelta(seconds=timeout), "gloo", use_local_synchronization=len(teams) > 1
-        )
-        self._groups.append(group)
-        received = torch.empty((len(team), nbytes), dtype=torch.uint8)
+        width = max(one for one in range(1, min(len(team), self.largest_group) + 1) if len(team) % one == 0)
+        row, column = divmod(team.index(index), width)
+        stages = []
+        for members in (team[row * width : (row + 1) * width], team[column::width]):
+            if len(members) > 1:
+                store = self._coordinator.new_store(f"{name}/{members[0]}-{members[-1]}")
+                store.set_timeout(limit)
+                group = torch.distributed.ProcessGroupGloo(store, members.index(index), len(members), limit)
+                self._groups.append(group)
+                stages.append((group, torch.empty((len(members), nbytes), dtype=torch.uint8)))
+                nbytes *= len(members)
 
         def all_gather(mine: Bytes) -> Bytes:
-            distributed.all_gather(list(received), torch.from_numpy(mine), group)
-            gathered: Bytes = received.numpy()
+            found = torch.from_numpy(mine)
+            for group, received in stages:
+                group.allgather([list(received)], [found]).wait()
+                found = received.view(-1)
+            gathered: Bytes = found.numpy().reshape(len(team), -1)
             return gathered
 
         return all_gather
 
     def close(self) -> None:
-        distributed: Any = sys.modules["torch.distributed"]
-        while self._groups:
-            distributed.destroy_process_group(self._groups.pop())
+        self._groups.clear()
 
 
 class JaxTransport:
@@ -85,7 +98,7 @@ class JaxTransport:
     The elements are integers without a sign, which no device rounds, widens or normalizes.
     """
 
-    def connect(self, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
+    def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
         jax: Any = sys.modules["jax"]
         if jax.process_index() != index:  # before its devices are used, a program may count processes differently
             raise RuntimeError(f"process {index} has the devices of process {jax.process_index()}")

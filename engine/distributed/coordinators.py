@@ -195,6 +195,11 @@ def _jax_error(key: str) -> Iterator[None]:
         raise ConnectionError(f"jax's coordination service: {error}") from error
 
 
+def _prefixed(name: str, store: Any) -> Any:
+    own = store.clone() if hasattr(store, "clone") else store  # since torch 2.8
+    return sys.modules["torch.distributed"].PrefixStore(name, own)
+
+
 class TorchCoordinator:
     """The processes of a torch program, and the store through which they found each other.
 
@@ -213,10 +218,13 @@ class TorchCoordinator:
         """A connection that the process group does not block; made at the first call, which has a deadline."""
         shared = self._shared  # no lock: it would be held while a frozen process 0 does not answer
         if shared is not None:
-            store = shared.clone() if hasattr(shared, "clone") else shared  # since torch 2.8
-            self._own = sys.modules["torch.distributed"].PrefixStore("holdfast", store)
+            self._own = _prefixed("holdfast", shared)
             self._shared = None  # a reference would keep process 0 serving it when the process group is gone
         return self._own
+
+    def new_store(self, name: str) -> Any:
+        """Return another connection to the store, of which all keys begin with a name."""
+        return _prefixed(name, self._store)
 
     def put(self, key: str, value: bytes) -> None:
         with _torch_error():

@@ -32,7 +32,7 @@ class ThreadTransport:
         self._sent: dict[int, Any] = {}
         self.gathers = 0
 
-    def connect(self, teams: Teams, index: int, nbytes: int, timeout: float) -> Callable[[Any], Any]:
+    def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> Callable[[Any], Any]:
         team = next(team for team in teams if index in team)
 
         def all_gather(mine: Any) -> Any:
@@ -53,16 +53,16 @@ class ThreadTransport:
 class Unreachable(ThreadTransport):
     """A network on which one process is not reached."""
 
-    def connect(self, teams: Teams, index: int, nbytes: int, timeout: float) -> Callable[[Any], Any]:
+    def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> Callable[[Any], Any]:
         if index == 1:
             raise OSError("no route to host")
-        return super().connect(teams, index, nbytes, timeout)
+        return super().connect(name, teams, index, nbytes, timeout)
 
 
 class Broken(ThreadTransport):
     """A network that one process leaves after it was connected."""
 
-    def connect(self, teams: Teams, index: int, nbytes: int, timeout: float) -> Callable[[Any], Any]:
+    def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> Callable[[Any], Any]:
         def all_gather(mine: Any) -> Any:
             raise RuntimeError("connection reset by peer")
 

@@ -38,3 +38,24 @@ def test_two_processes(store: Store) -> None:
     writers = {key.split(".")[-2] for key in store.stored("run/5/state") if "/d/" in key and not key.endswith("index")}
     assert writers == {"0", "1"}
     assert not any("fragment" in key or "partial" in key for key in store.stored())
+
+
+def restore(process: Process, environment: dict[str, str], url: str) -> bool:
+    os.environ.update(environment)
+    with hf.CheckpointManager(url, options=hf.CheckpointManagerOptions(load_and_broadcast=True)) as run:
+        return bool((run.restore()["w"] == arrays()["w"]).all())
+
+
+def arrays() -> dict[str, Any]:
+    return {"w": np.arange(2 << 20).reshape(64, -1)}
+
+
+def test_the_store_sends_each_byte_once(store: Store) -> None:
+    handler = hf.PyTreeCheckpointHandler(layout=hf.Layout(chunk_bytes=2 << 20))
+    with hf.CheckpointManager(f"{store.url}/run", hf.Checkpointer(handler)) as run:
+        run.save(1, arrays())
+    store.server.log.clear()
+    assert run_processes(restore, 3, store.environment, f"{store.url}/run", backend="torch") == [True] * 3
+    sent = [request.headers for request in store.server.log if ".0." in request.path and request.method == "GET"]
+    ranges = [(headers.get("range") or headers["x-ms-range"]).removeprefix("bytes=").split("-") for headers in sent]
+    assert 1 <= sum(int(last) + 1 - int(first) for first, last in ranges) / arrays()["w"].nbytes <= 1.01
