@@ -25,7 +25,9 @@ from ...engine.errors import StateError
 
 logger = logging.getLogger("holdfast")
 
-NAMES = {  # the undocumented names, by the object of a trainer that has them
+# ---- the undocumented names, which `check_version` looks for
+
+NAMES = {  # by the object of a trainer that has them
     "": (
         *("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_run_sanity_check"),
         "_signal_connector",
@@ -50,7 +52,20 @@ NAMES = {  # the undocumented names, by the object of a trainer that has them
         "setup_data",
     ),
 }
+NAMES_OF_CLASSES = {  # of the strategy and the callbacks of a trainer, by the class
+    "DDPStrategy": ("_ddp_comm_state", "_ddp_kwargs"),
+    "ModelParallelStrategy": ("_save_distributed_checkpoint",),
+    "LearningRateFinder": ("_attr_name", "_early_exit", "_update_attr", "lr_find"),
+    "BatchSizeFinder": ("_batch_arg_name", "_early_exit", "optimal_batch_size", "scale_batch_size"),
+}
 _CONNECTOR = "trainer.connectors.checkpoint_connector"
+NAMES_IN_MODULES = {  # of the package, by the module; for attributes of a class, those that its constructor sets
+    "core.saving": ("_load_state", "_pl_migrate_checkpoint"),
+    "utilities.parsing": ("lightning_getattr", "lightning_hasattr", "lightning_setattr"),
+    "utilities.combined_loader": ("CombinedLoader.flattened", "CombinedLoader._iterator", "_MaxSizeCycle._consumed"),
+    "trainer.connectors.signal_connector": ("_HandlersCompose",),
+    _CONNECTOR: ("_CheckpointConnector",),
+}
 _GIVEN = "holdfast_given_path"  # the attribute of a connector that notes the ``ckpt_path`` of the call
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -63,15 +78,32 @@ _MISLEADING = (
 
 
 def missing_names(trainer: Any) -> list[str]:
-    """Return the names of :data:`NAMES` that a trainer does not have, such as ``trainer.fit_loop.run``."""
+    """Return the names of the tables above that a trainer does not have, such as ``trainer.fit_loop.run``."""
     missing = []
     for place, names in NAMES.items():
         owner: Any = trainer
         for part in filter(None, place.split(".")):
             owner = getattr(owner, part, None)
-        known = {*dir(type(owner)), *getattr(owner, "__dict__", ())}
-        missing += [".".join(filter(None, ("trainer", place, name))) for name in names if name not in known]
+        missing += [".".join(filter(None, ("trainer", place, name))) for name in names if not _has(owner, name)]
+    for one in (trainer.strategy, *trainer.callbacks):
+        kinds = {kind.__name__ for kind in type(one).__mro__} & NAMES_OF_CLASSES.keys()
+        missing += [f"{kind}.{name}" for kind in kinds for name in NAMES_OF_CLASSES[kind] if not _has(one, name)]
+    for path, names in NAMES_IN_MODULES.items():
+        module = importlib.import_module(f"{_package(trainer)}.{path}")
+        missing += [f"{module.__name__}.{name}" for name in names if not _has_path(module, name)]
     return missing
+
+
+def _has(owner: Any, name: str) -> bool:
+    return name in dir(type(owner)) or name in getattr(owner, "__dict__", ())
+
+
+def _has_path(module: Any, name: str) -> bool:
+    kind, _, attribute = name.rpartition(".")
+    if not kind:
+        return hasattr(module, name)
+    owner = getattr(module, kind, None)
+    return owner is not None and (hasattr(owner, attribute) or attribute in owner.__init__.__code__.co_names)
 
 
 def check_version(trainer: Any) -> None:
@@ -393,7 +425,7 @@ class Searches:
     @staticmethod
     def are_all(trainer: Any) -> bool:
         """Return whether a ``Tuner`` has started the trainer, to search and do nothing else."""
-        return any(getattr(finder, "_early_exit", False) for finder, _ in _finders(trainer))
+        return any(finder._early_exit for finder, _ in _finders(trainer))
 
     def found(self, trainer: Any) -> dict[str, Any]:
         """Return the values of the attributes that finders set."""

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import json
 import random
+import re
 import sys
 from argparse import Namespace
 from collections import OrderedDict
@@ -21,6 +22,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.strategies import ModelParallelStrategy
 from tests.equality import assert_same
 
 import holdfast as hf
@@ -333,20 +336,40 @@ def test_only_some_entries_have_a_template(tmp_path: Path) -> None:
     assert {name: value for name, value in found.items() if name != "state_dict"} == rest
 
 
-def test_a_new_version_of_lightning_is_told_by_what_it_has_moved() -> None:
+def test_a_new_version_of_lightning_is_told_by_what_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails with the names that the installed version does not have."""
-    trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
-    assert missing_names(trainer) == []
-    check_version(trainer)
-    del trainer._logger_connector._first_loop_iter
-    with pytest.raises(
-        hf.errors.StateError, match=r"holdfast supports \(2.5 and 2.6\); it has no .*connector._first_loop_iter"
-    ):
+    finders = [LearningRateFinder(), BatchSizeFinder()]
+    for strategy in ("auto", "ddp", ModelParallelStrategy()):
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=strategy,
+            logger=False,
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+            callbacks=[*finders],
+        )
+        assert missing_names(trainer) == []
+        check_version(trainer)
+    del trainer._logger_connector._first_loop_iter, trainer.strategy._save_distributed_checkpoint
+    del finders[0]._early_exit
+    monkeypatch.delattr("lightning.pytorch.core.saving._load_state")
+    monkeypatch.delattr("lightning.pytorch.utilities.combined_loader._MaxSizeCycle")
+    gone = [
+        "trainer._logger_connector._first_loop_iter",
+        "ModelParallelStrategy._save_distributed_checkpoint",
+        "LearningRateFinder._early_exit",
+        "lightning.pytorch.core.saving._load_state",
+        "lightning.pytorch.utilities.combined_loader._MaxSizeCycle._consumed",
+    ]
+    message = r"holdfast supports \(2.5 and 2.6\); it has no " + re.escape(", ".join(gone))
+    with pytest.raises(hf.errors.StateError, match=message):
         check_version(trainer)
 
 
 def test_one_module_has_the_names_that_lightning_does_not_make_public() -> None:
-    private = {name for names in wall.NAMES.values() for name in names if name.startswith("_")}
+    tables = (*wall.NAMES.values(), *wall.NAMES_OF_CLASSES.values())
+    private = {name for names in tables for name in names if name.startswith("_")}
     folder = Path(str(wall.__file__)).parent
     for module in folder.glob("*.py"):
         found = {node.attr for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Attribute)}
