@@ -18,7 +18,7 @@ from ..generators import is_idle
 from ..pytree import Box, PathFilter, Patterns, format_path, materialize, unescape_key
 from .protocol import JSON, METRICS, TREE, CheckpointSource
 
-_BYTES = 64 << 20  # bytes of one leaf that are compared at a time
+_PART = 64 << 20  # bytes of one leaf that are read at a time
 
 Difference = Literal["missing", "added", "type", "values", "unknown"]
 
@@ -169,13 +169,13 @@ def _compare_leaves(
     return found_values.report(item, path, math.prod(saved.shape))
 
 
-def slabs(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
-    """Divide an array along its first axis into boxes that may be in memory at the same time."""
+def slabs(shape: tuple[int, ...], itemsize: int, part: int = _PART) -> Iterator[Box]:
+    """Divide an array along its first axis into boxes of ``part`` bytes, each of which is in memory at a time."""
     row = math.prod(shape[1:]) * itemsize
-    if not shape or math.prod(shape) * itemsize <= _BYTES:
+    if not shape or math.prod(shape) * itemsize <= part:
         yield Box((0,) * len(shape), shape)
         return
-    rows = max(1, _BYTES // max(1, row))
+    rows = max(1, part // max(1, row))
     for start in range(0, shape[0], rows):
         stop = min(shape[0], start + rows)
         yield Box((start, *(0,) * (len(shape) - 1)), (stop, *shape[1:]))
@@ -262,8 +262,8 @@ def _short(value: Any) -> str:
 # ---- statistics of the values of each leaf, computed in one pass over its data
 
 
-_BATCH = 32 << 20  # bytes of small leaves that are read together; a larger one is alone, and read in parts
-_LEAST = 8 << 10  # the least bytes that a leaf counts, which bounds a batch of tiny leaves
+_BATCH = 32 << 20  # bytes
+_LEAST = 8 << 10
 _NO_NUMBERS = (
     UnsupportedLeafError,
     TypeError,
@@ -288,9 +288,18 @@ class LeafStatistics:
 
 
 def leaf_statistics(
-    checkpoint: CheckpointSource, select: Patterns | None = None, progress: Progress = UNHEARD
+    checkpoint: CheckpointSource,
+    select: Patterns | None = None,
+    progress: Progress = UNHEARD,
+    *,
+    batch: int = _BATCH,
+    least: int = _LEAST,
+    part: int = _PART,
 ) -> Iterator[LeafStatistics]:
     """Yield numbers about every leaf that holds numbers, in the order of the trees.
+
+    Small leaves are read together, up to ``batch`` bytes; each counts ``least`` bytes or more, which bounds a batch of
+    tiny leaves. A larger leaf is read alone, in parts of ``part`` bytes.
 
     Sums are taken in float64; means and deviations of the parts of an array are merged as in Chan, Golub and LeVeque,
     "Algorithms for computing the sample variance" (1983). Of complex elements, the absolute values count.
@@ -304,8 +313,8 @@ def leaf_statistics(
     ]
     progress.expect(sum(leaf.nbytes for _, _, leaves in wanted for leaf in leaves))
     for item, tree, leaves in wanted:
-        for batch in batches(leaves, lambda leaf: max(leaf.nbytes, _LEAST), _BATCH):
-            for leaf, found in zip(batch, _read(tree, batch, progress), strict=True):
+        for together in batches(leaves, lambda leaf: max(leaf.nbytes, least), batch):
+            for leaf, found in zip(together, _read(tree, together, progress, part), strict=True):
                 if found is not None:
                     yield found.report(item, leaf_path(item, leaf.name), math.prod(leaf.saved.shape or ()))
 
@@ -314,26 +323,26 @@ def _has_numbers(leaf: SavedLeaf) -> bool:
     return leaf.saved.dtype is not None and leaf.saved.shape is not None and leaf.saved.dtype.kind not in "SUOMm"
 
 
-def _read(tree: TreeSource, batch: list[SavedLeaf], progress: Progress) -> list[_Running | None]:
+def _read(tree: TreeSource, batch: list[SavedLeaf], progress: Progress, size: int) -> list[_Running | None]:
     """Return the statistics of some leaves; None for one whose elements are not numbers."""
     if len(batch) == 1:
-        return [_read_one(tree, batch[0], progress)]
+        return [_read_one(tree, batch[0], progress, size)]
     found = [_Running() for _ in batch]
     try:
-        parts = tree.read_boxes(batch, [list(slabs(*_form(leaf))) for leaf in batch])
+        parts = tree.read_boxes(batch, [list(slabs(*_form(leaf), size)) for leaf in batch])
         for running, (part,) in zip(found, parts, strict=True):
             running.add(part)
     except _NO_NUMBERS:
-        return [_read_one(tree, leaf, progress) for leaf in batch]
+        return [_read_one(tree, leaf, progress, size) for leaf in batch]
     progress.advance(sum(leaf.nbytes for leaf in batch))
     return list(found)
 
 
-def _read_one(tree: TreeSource, leaf: SavedLeaf, progress: Progress) -> _Running | None:
+def _read_one(tree: TreeSource, leaf: SavedLeaf, progress: Progress, size: int) -> _Running | None:
     found = _Running()
     with Portion(progress, leaf.nbytes, leaf.nbytes) as portion:
         try:
-            for box in slabs(*_form(leaf)):
+            for box in slabs(*_form(leaf), size):
                 ((part,),) = tree.read_boxes([leaf], [[box]])
                 found.add(part)
                 portion.advance(part.nbytes)

@@ -321,16 +321,19 @@ def _conversion(
 
 
 class TreeSourceHandler(PyTreeCheckpointHandler):
-    """Saves a `TreeSource`; only a few batches of leaves are in memory at a time."""
+    """Saves a `TreeSource`; ``kept`` batches of leaves, of ``batch`` bytes each, are in memory at a time."""
 
-    def __init__(self, advance: Callable[[int], None] = UNHEARD.advance) -> None:
+    def __init__(
+        self, advance: Callable[[int], None] = UNHEARD.advance, *, batch: int = _BATCH, kept: int = _KEPT
+    ) -> None:
         super().__init__()
         self._advance = advance
+        self._batch, self._kept = batch, kept
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
         source: TreeSource = item
         source.read_leaves([leaf for leaf in source.leaves if leaf.saved.dtype is None])
-        loader = _Loader(source, self._advance)
+        loader = _Loader(source, self._advance, self._batch, self._kept)
         # Where the format stores None and a container without leaves alike, it becomes the container: nearly always, it
         # is the empty state of an optimizer, and a template has the container, too.
         kept = [OPTIONAL not in leaf.saved.details for leaf in source.leaves]
@@ -347,11 +350,12 @@ class TreeSourceHandler(PyTreeCheckpointHandler):
 class _Loader:
     """Reads leaves in batches on demand, and keeps the last few batches."""
 
-    def __init__(self, source: TreeSource, advance: Callable[[int], None]) -> None:
+    def __init__(self, source: TreeSource, advance: Callable[[int], None], batch: int, kept: int) -> None:
         self._source = source
         self._advance = advance
+        self._kept = kept
         arrays = sorted((leaf for leaf in source.leaves if leaf.saved.dtype is not None), key=lambda leaf: leaf.name)
-        self._batches = list(batches(arrays, lambda leaf: leaf.nbytes, _BATCH))
+        self._batches = list(batches(arrays, lambda leaf: leaf.nbytes, batch))
         self._batch_of = {leaf.name: number for number, batch in enumerate(self._batches) for leaf in batch}
         self._loaded: dict[int, dict[str, NDArray[Any]]] = {}
         self._reading = threading.Lock()
@@ -371,7 +375,7 @@ class _Loader:
         found = {leaf.name: array for leaf, array in zip(batch, arrays, strict=True) if array is not None}
         self._advance(sum(leaf.nbytes for leaf in batch))
         self._loaded[number] = found
-        if len(self._loaded) > _KEPT:
+        if len(self._loaded) > self._kept:
             del self._loaded[next(iter(self._loaded))]
         return found
 

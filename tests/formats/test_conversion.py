@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import torch
 from flax.training.train_state import TrainState
 
 import holdfast as hf
-from holdfast.integrations.formats import convert as rewriting
-from holdfast.integrations.formats.convert import export_checkpoint, import_checkpoint
+from holdfast.engine.sources import open_checkpoint
+from holdfast.engine.storage import as_location
+from holdfast.integrations.formats.convert import TreeSourceHandler, export_checkpoint, import_checkpoint
 
 
 def pt(path: Path, value: Any) -> Path:
@@ -41,24 +43,25 @@ def test_import_keeps_kinds_and_values(tmp_path: Path) -> None:
     assert hf.verify(tmp_path / "ckpt").ok
 
 
-def test_import_holds_only_some_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewriting, "_BATCH", 5000)
-    monkeypatch.setattr(rewriting, "_KEPT", 2)
+def test_import_holds_only_some_leaves(tmp_path: Path) -> None:
     arrays = {f"layer.{index}": np.full(1000, index, np.float32) for index in range(40)}
     safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors")
-    batches: list[int] = []
-    load = rewriting._Loader.array
+    source = open_checkpoint(as_location(tmp_path / "x.safetensors")).tree("default")
+    given: list[weakref.ref[Any]] = []
+    held = []
+    read = source.read_leaves
 
-    def counted(self: Any, name: str) -> Any:
-        array = load(self, name)
-        batches.append(len(self._loaded))
-        return array
+    def counted(leaves: Any) -> Any:
+        held.append(sum(one() is not None for one in given))
+        found = read(leaves)
+        given.extend(weakref.ref(array) for array in found)
+        return found
 
-    monkeypatch.setattr(rewriting._Loader, "array", counted)
+    source.read_leaves = counted  # type: ignore[method-assign]
+    hf.Checkpointer(TreeSourceHandler(batch=5000, kept=2)).save(tmp_path / "ckpt", source)
 
-    import_checkpoint(tmp_path / "x.safetensors", tmp_path / "ckpt")
-
-    assert max(batches) <= 2
+    assert len(held) > 40
+    assert max(held) <= 3
     found = hf.load(tmp_path / "ckpt")["layer"]
     assert all(np.array_equal(found[name.partition(".")[2]], array) for name, array in arrays.items())
 
