@@ -338,8 +338,10 @@ def test_only_some_entries_have_a_template(tmp_path: Path) -> None:
 
 def test_a_new_version_of_lightning_is_told_by_what_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails with the names that the installed version does not have."""
-    finders = [LearningRateFinder(), BatchSizeFinder()]
-    for strategy in ("auto", "ddp", ModelParallelStrategy()):
+    finders: list[Any] = [LearningRateFinder(), BatchSizeFinder()]
+    strategies: tuple[Any, ...] = ("auto", "ddp", ModelParallelStrategy())
+    trainer: Any = None
+    for strategy in strategies:
         trainer = lightning.Trainer(
             accelerator="cpu",
             devices=1,
