@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from .checkpoint import Checkpoint, snapshot
-from .frameworks import OPTIMIZER_SLOTS, has_own_protocol, is_module, is_optimizer, nnx_children
-from .keras import keras_kind
+from .frameworks import OPTIMIZER_SLOTS, has_own_protocol, is_module, is_optimizer, keras_kind, nnx_children
 from .manager import CheckpointManager
 from .outside import is_actor_class
-from .paths import Path, format_node_path, format_section, parse_path, storage_name
 from .reader import CheckpointReader, GraphView, checkpoints_iterator, latest_checkpoint, load_checkpoint
 from .restoration import PreparedRestore, Restoration, RestoreReport, RestoreStatus
 from .saved import current_name
+from .slots import Path, format_node_path, format_section, parse_path, storage_name
 from .stored import GraphCheckpointHandler, StoredGraph, capture, open_graph
 from .tracked import Node, TrackedDict, TrackedList, Untracked, Value, stand_for, tracked_attributes
 from .views import Leaf

@@ -26,10 +26,10 @@ from ...engine.format import ITEM, RECORD, CheckpointRecord
 from ...engine.manager import Peek
 from ...engine.pytree import PathFilter, Patterns, collection_paused
 from ...engine.storage import Location, Place, as_location
-from .paths import Path, format_node_path
 from .reader import locate, numbers_of, plain_values, saved_counter
 from .restoration import PreparedRestore, Restoration, RestoreStatus, check_restored, describe_no_match
 from .saved import Rename
+from .slots import Path, format_node_path
 from .stored import CapturedGraph, GraphCheckpointHandler, StoredGraph, capture, open_graph
 from .tracked import Node, NodeState, stand_for
 from .views import COUNTER, root_view

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from ...engine.pytree import is_python_value, is_torch_tensor, unescape_key
 from .frameworks import GROUPS, OPTIMIZER_SLOTS, OptimizerSlot, OptionSlot, group_options, is_optimizer
-from .paths import Path, format_node_path
 from .saved import SavedGraph
-from .slots import Assignment, PartSlot, Place, Slot
+from .slots import Assignment, PartSlot, Path, Place, Slot, format_node_path
 from .tracked import Node
 from .values import PlainValues, is_plain
 from .views import Branch, Leaf, View, classify, edge_at, root_view, sequence_slot

@@ -21,8 +21,8 @@ from ...engine.steps import has_record, read_record
 from ...engine.storage import Location, Place, as_location
 from ..formats.tensorflow.tree import ATTRIBUTES, VALUE, object_path
 from .frameworks import GROUPS, OPTIMIZER_SLOTS
-from .paths import Path, format_node_path, parse_path
 from .saved import SavedGraph
+from .slots import Path, format_node_path, parse_path
 from .stored import StoredGraph, open_graph
 from .values import PLAIN_KINDS
 from .views import COUNTER

@@ -18,13 +18,15 @@ from ...engine.pytree import KeyProblem, PathFilter, Patterns, collection_paused
 from ...engine.sources import Misfits
 from .frameworks import is_module
 from .matching import Matching
-from .paths import Path, format_node_path, format_section
 from .saved import Rename
 from .slots import (
     Assignment,
     MemberSlot,
+    Path,
     StateSlot,
     forget_kept,
+    format_node_path,
+    format_section,
     last_writer,
     note_writer,
     restore_numbers,

@@ -13,7 +13,7 @@ from ...engine.errors import DamagedCheckpointError, OptionError, TreeMismatchEr
 from ...engine.pytree import unescape_key
 from .frameworks import OPTIMIZER_SLOTS
 from .outside import wrapped_nodes
-from .paths import Path, format_node_path, parse_path, storage_name
+from .slots import Path, format_node_path, parse_path, storage_name
 
 OWN_STATES = "own_states"  # key of a document that includes the states that modules and optimizers give by methods
 

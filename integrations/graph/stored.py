@@ -34,9 +34,8 @@ from ...engine.pytree import (
 from ...engine.sources import GRAPH, CheckpointSource, NativeTree, PreparedGraph, read_checkpoint
 from ...engine.storage import Location
 from .frameworks import OPTIMIZER_SLOTS, is_module, is_uninitialized
-from .paths import format_node_path, storage_name
 from .saved import OWN_STATES, SavedGraph
-from .slots import BoxSlot, MemberSlot, StateSlot
+from .slots import BoxSlot, MemberSlot, StateSlot, format_node_path, storage_name
 from .views import Branch, Leaf
 from .walk import LiveGraph, LiveNode
 

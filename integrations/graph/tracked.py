@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsIndex
 from ...engine.errors import OptionError, UnsupportedLeafError
 from ...engine.pytree import loaded, opens_as
 from .outside import unwrapped
-from .paths import Path, format_node_path
+from .slots import Path, format_node_path
 
 
 class Resumable(Protocol):

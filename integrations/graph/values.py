@@ -34,9 +34,8 @@ from ...engine.pytree import (
 )
 from ...engine.sources import Misfits
 from .frameworks import OptimizerSlot, OptionSlot, TensorSlot, divided_like, is_single_leaf, new_optimizer_tensor
-from .paths import Path, format_node_path, storage_name
 from .saved import SavedGraph, Transform
-from .slots import Assignment, StateSlot
+from .slots import Assignment, Path, StateSlot, format_node_path, storage_name
 from .stored import PER_PROCESS, StoredGraph, keys_by_segment
 from .tracked import TrackedDict, TrackedList
 

@@ -31,22 +31,26 @@ from ...engine.pytree import (
 from ...engine.stateful import decode_state, encode_state, is_dense, is_stateful
 from .frameworks import (
     GROUPS,
+    VARIABLE,
     OptionSlot,
     TensorSlot,
+    bare_variable,
     group_options,
     has_own_protocol,
     is_module,
     is_nnx_variable,
     is_optimizer,
     is_uninitialized,
+    keras_children,
+    keras_kind,
     module_children,
     nnx_children,
     variable_accessors,
+    variable_slot,
+    why_not_saved,
 )
-from .keras import VARIABLE, bare_variable, keras_children, keras_kind, variable_slot, why_not_saved
 from .outside import is_actor_class, is_code_or_tool, unwrapped, why_more, why_refused
-from .paths import Path
-from .slots import BoxSlot, MemberSlot, PartSlot, Place, Slot, StateSlot
+from .slots import BoxSlot, MemberSlot, PartSlot, Path, Place, Slot, StateSlot
 from .tracked import Node, TrackedDict, TrackedList, Untracked, Value, tracked_attributes
 
 COUNTER = "save_counter"  # name of the edge to the number of a checkpoint's last numbered save

@@ -9,8 +9,7 @@ from typing import Any
 from ...engine.errors import UnsupportedLeafError
 from ...engine.pytree import collection_paused, is_python_value, is_torch_tensor, key_segments
 from .frameworks import GROUPS, OPTIMIZER_SLOTS, ModuleState, OptimizerSlot, is_buffer, is_module, slot_name
-from .paths import Path, format_node_path
-from .slots import Slot
+from .slots import Path, Slot, format_node_path
 from .tracked import Node, check_origin
 from .views import Branch, Edge, Leaf, Unsaved, options_edge, root_view
 

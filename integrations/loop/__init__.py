@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .announce import announce
 from .callback import CheckpointCallback, StepOutcome
-from .hyperparameters import Hyperparameters
+from .initial import Hyperparameters
 from .objects import TensorVersions
 from .preemption import WITHOUT_GRACE, GraceCheck, PreemptionSignal
 from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour, warn_of_misfits

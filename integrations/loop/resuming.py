@@ -35,8 +35,7 @@ from ...engine.storage import Location, as_location
 from ..options import Resume
 from .announce import announce
 from .extras import CHECKSUMS, GLOBAL_GENERATORS, GRADIENTS, check_names, is_own, restore_extras, templates_of
-from .hyperparameters import Hyperparameters
-from .initial import InitialState
+from .initial import Hyperparameters, InitialState
 from .objects import set_gradients
 from .states import STATE, LoopArguments, StateAdapter
 
