@@ -134,9 +134,10 @@ class Assembly:
         self.decoders = [self._kinds[kind] for kind in kind_of]
         self.keep = keep
         self._boxes: dict[int, list[OutputBox]] = {}
-        self._outputs: list[int] = []  # the position in the result of each array, or of its first box
-        count = 0
-        for array, wanted in enumerate([None] * len(metadata) if boxes is None else boxes):
+        # The position in the result of each array, or of its first box.
+        self._outputs = list(range(len(metadata))) if boxes is None else []
+        count = len(self._outputs)
+        for array, wanted in enumerate(boxes or ()):
             self._outputs.append(count)
             if wanted is None:
                 count += 1

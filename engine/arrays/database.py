@@ -139,11 +139,10 @@ class ArrayDatabase:
         return self._fetch(names, Assembly(self._known(names), keep=False), advance)
 
     def _known(self, names: Sequence[str]) -> list[ArrayMetadata]:
-        found = []
-        for name, metadata in zip(names, self.metadata(names), strict=True):
-            if metadata is None:
-                raise DamagedCheckpointError(f"{self._location}: the index holds no array {name!r}")
-            found.append(metadata)
+        metadata = self.metadata(names)
+        found = [one for one in metadata if one is not None]
+        if len(found) < len(names):
+            raise DamagedCheckpointError(f"{self._location}: the index holds no array {names[metadata.index(None)]!r}")
         return found
 
     def _know(self, names: Sequence[str], keys_of: Callable[[str], KeyRange]) -> None:

@@ -219,11 +219,14 @@ class Catalog:
         arrays: list[str] = []
         positions: list[int] = []
         kind_of: list[int] = []
+        special = compression.keys() | chunk_bytes.keys()
+        level, limit = layout.compression, layout.chunk_bytes
         for position, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if isinstance(leaf, ValueLeaf):
                 continue
-            level = compression.get(name, layout.compression)
-            limit = chunk_bytes.get(name, layout.chunk_bytes)
+            if special:
+                level = compression.get(name, layout.compression)
+                limit = chunk_bytes.get(name, layout.chunk_bytes)
             # Leaves of one sharding share their list of parts: comparing thousands of lists would take longer than
             # everything else.
             key = (leaf.shape, leaf.dtype, limit, level, id(leaf.parts))

@@ -202,15 +202,10 @@ def encode_varints(values: NDArray[Any]) -> bytes:
     if not values.size or values.max() < 128:
         return values.astype(np.uint8).tobytes()
     sizes = varint_sizes(values)
-    ends = np.cumsum(sizes)
-    starts = ends - sizes
-    out = np.empty(int(ends[-1]), np.uint8)
-    for k in range(int(sizes.max())):
-        some = np.flatnonzero(sizes > k)
-        digit = (values[some] >> np.uint64(7 * k)) & np.uint64(127)
-        more = (sizes[some] > k + 1).astype(np.uint8) << 7
-        out[starts[some] + k] = digit.astype(np.uint8) | more
-    return out.tobytes()
+    places = np.arange(sizes.max())
+    digits = (values[:, None] >> (7 * places).astype(np.uint64)).astype(np.uint8) | 128
+    digits[np.arange(len(values)), sizes - 1] &= 127
+    return digits[places < sizes[:, None]].tobytes()
 
 
 def decode_varints(data: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint64], int]:

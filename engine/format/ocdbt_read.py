@@ -369,10 +369,10 @@ class Database:
         values: list[bytes | None] = [None] * count
         ends = np.cumsum(sizes)
         found = [data[start:end] for start, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
-        if found and data == found[0] * len(found):  # most arrays of a tree are alike
-            found = found[:1] * len(found)
-        for i, value in zip(np.flatnonzero(kinds == 0).tolist(), found, strict=True):
-            values[i] = self._known.setdefault(value, value)
+        alike = bool(found) and data == found[0] * len(found)  # as most arrays of a tree are
+        known = [self._known.setdefault(value, value) for value in (found[:1] if alike else found)]
+        for i, value in zip(np.flatnonzero(kinds == 0).tolist(), known * len(found) if alike else known, strict=True):
+            values[i] = value
         self._keys += keys
         self._inline += values
         checksums = np.full(count, -1, np.int64)

@@ -284,7 +284,8 @@ Grid = tuple[int, ...]
 
 def key_order(names: Sequence[str]) -> list[int]:
     """Return the positions of arrays in the order of their keys."""
-    return sorted(range(len(names)), key=[_prefix(name) for name in names].__getitem__)
+    # Text in the order of its code points is in that of its bytes in UTF-8.
+    return sorted(range(len(names)), key=[f"{name}/" for name in names].__getitem__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -351,12 +352,11 @@ class ArrayIndex:
         file_ids, offsets, lengths = np.zeros(total, np.int32), np.zeros(total, np.int64), np.empty(total, np.int64)
         checksums = np.zeros(total, np.uint32)
         outside = np.ones(total, bool)
-        groups: dict[Grid, list[int]] = {}
-        for position, grid in enumerate(grids):
-            groups.setdefault(grid, []).append(position)
-        for grid, positions in groups.items():
-            template = templates[grid]
-            members = np.array(positions)
+        numbers = {grid: number for number, grid in enumerate(templates)}
+        kind_of = [numbers[grid] for grid in grids]
+        counts = np.bincount(kind_of, minlength=len(numbers))
+        groups = np.split(np.argsort(kind_of, kind="stable"), np.cumsum(counts)[:-1])
+        for template, members in zip(templates.values(), groups, strict=True):
             rows = begins[members][:, None] + np.arange(len(template.keys))
             chunks = bases[members][:, None] + template.order
             shared[rows] = template.shared + prefix_sizes[members][:, None]
@@ -382,14 +382,13 @@ class ArrayIndex:
             position = int(np.searchsorted(begins, row, "right")) - 1
             return prefixes[position] + templates[grids[position]].keys[row - int(begins[position])]
 
-        texts: list[bytes] = []
-        for prefix, size, grid in zip(prefixes, common.tolist(), grids, strict=True):
-            texts += (prefix[size:], templates[grid].text)
+        texts = [template.text for template in templates.values()]
+        suffixes = zip(prefixes, common.tolist(), kind_of, strict=True)
         return Rows(
             key=key,
             shared=shared,
             suffix_ends=np.cumsum(sizes),
-            text=b"".join(texts),
+            text=b"".join([prefix[size:] + texts[kind] for prefix, size, kind in suffixes]),
             outside=outside,
             lengths=lengths,
             file_ids=file_ids,

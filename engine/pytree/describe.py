@@ -41,14 +41,13 @@ def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int =
     With ``pinned_bytes``, a snapshot of the leaves must follow: it copies what lies on accelerators, through at most so
     many bytes of pinned memory.
     """
-    classifier = _Classifier(pinned_bytes)
     leaves: list[ArrayLeaf | ValueLeaf] = []
     problems: list[tuple[str, str]] = []
     with collection_paused():
-        describers: list[_Describe] = [classifier.prepare(value) for value in values]
-        for index, (describer, value) in enumerate(zip(describers, values, strict=True)):
+        describers = _Classifier(pinned_bytes).prepare(values)
+        for index, value in enumerate(values):
             try:
-                leaves.append(describer(value))
+                leaves.append(describers[type(value)](value))
             except LeafProblem as problem:
                 problems.append((names[index], str(problem)))
     report_problems(problems, "these leaves cannot be saved, and nothing was written")
@@ -120,18 +119,17 @@ class _Classifier:
         self._pinned_bytes = pinned_bytes
         self._jax: JaxDescriber | None = None
         self._torch: TorchDescriber | None = None
-        self._known: dict[type, tuple[Callable[[Any], None] | None, _Describe]] = {}
 
-    def prepare(self, value: Any) -> _Describe:
-        """Start the copy of a value to the host, where one is needed, and return its describer."""
-        kind = type(value)
-        found = self._known.get(kind)
-        if found is None:
-            found = self._known[kind] = self._classify(value)
-        prepare, describer = found
-        if prepare is not None:
-            prepare(value)
-        return describer
+    def prepare(self, values: Sequence[Any]) -> dict[type, _Describe]:
+        """Start the copies of values to the host, where they are needed, and return the describer of each type."""
+        found = {
+            kind: self._classify(value) for kind, value in dict(zip(map(type, values), values, strict=True)).items()
+        }
+        starts = {kind: prepare for kind, (prepare, _) in found.items() if prepare is not None}
+        for value in values if starts else ():
+            if type(value) in starts:
+                starts[type(value)](value)
+        return {kind: describer for kind, (_, describer) in found.items()}
 
     def _classify(self, value: Any) -> tuple[Callable[[Any], None] | None, _Describe]:
         if isinstance(value, np.ndarray | np.generic):

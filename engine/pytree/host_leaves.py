@@ -45,6 +45,8 @@ def number_kind(dtype: np.dtype[Any]) -> str | None:
 
 
 def check_storable(dtype: np.dtype[Any]) -> None:
+    if dtype.kind in "biufcmMUS":
+        return
     if dtype.names is not None:
         raise LeafProblem(f"has the structured dtype {dtype}; store its fields as arrays of their own")
     if dtype.kind == "T":
@@ -53,7 +55,7 @@ def check_storable(dtype: np.dtype[Any]) -> None:
         raise LeafProblem(
             f"has dtype {dtype}, whose elements are Python objects; convert it to numbers, strings or bytes"
         )
-    if dtype.kind not in "biufcmMUS" and dtype not in _EXTENDED:
+    if dtype not in _EXTENDED:
         raise LeafProblem(f"has dtype {dtype}, which cannot be stored")
 
 
@@ -63,13 +65,13 @@ def native(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def describe_numpy(value: Any) -> ArrayLeaf:
-    is_scalar = isinstance(value, np.generic)
+    if isinstance(value, np.generic):
+        check_storable(value.dtype)
+        return ArrayLeaf(value.dtype, (), [Piece((), np.array(value))], False, _SCALAR)
     # The module of masked arrays is imported when it is first used, and takes longer than a small save.
-    if not is_scalar and type(value) is not np.ndarray and isinstance(value, np.ma.MaskedArray):
+    if type(value) is not np.ndarray and isinstance(value, np.ma.MaskedArray):
         raise LeafProblem("is a masked array; store its data and its mask as arrays of their own")
     check_storable(value.dtype)
-    if is_scalar:
-        return ArrayLeaf(value.dtype, (), [Piece((), np.array(value))], False, _SCALAR)
     array = value if type(value) is np.ndarray else np.asarray(value)
     return ArrayLeaf(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], True, _ARRAY)
 
