@@ -108,24 +108,20 @@ class ArrayDatabase:
 
     def metadata(self, names: Sequence[str]) -> list[ArrayMetadata | None]:
         known = self._metadata
-        missing = [name for name in names if name not in known]
+        missing = [name for name in names if name not in known] if known else names
         self._know(missing, _metadata_of)
-        decoded: dict[bytes, ArrayMetadata] = {}
-        find, inline = self._rows.get, self._entries.inline
-        for name in missing:
-            row = find(metadata_key(name))
-            text = None if row is None else inline[row]
-            if text is None:
-                known[name] = None
-                continue
-            metadata = decoded.get(text)
-            if metadata is None:
+        inline = self._entries.inline
+        rows = map(self._rows.get, map(metadata_key, missing))
+        texts = [None if row is None else inline[row] for row in rows]
+        decoded: dict[bytes | None, ArrayMetadata | None] = {None: None}
+        for text in dict.fromkeys(texts):
+            if text is not None:
                 try:
-                    metadata = decoded[text] = decode_array_metadata(text)
+                    decoded[text] = decode_array_metadata(text)
                 except (DamagedCheckpointError, FormatVersionError) as error:
-                    raise type(error)(f"{self._location}: array {name!r}: {error}") from error
-            known[name] = metadata
-        return [known[name] for name in names]
+                    raise type(error)(f"{self._location}: array {missing[texts.index(text)]!r}: {error}") from error
+        known.update(zip(missing, map(decoded.__getitem__, texts), strict=True))
+        return list(map(known.__getitem__, names))
 
     def read_arrays(
         self, names: Sequence[str], boxes: Sequence[Sequence[Box] | None] | None = None
