@@ -5,6 +5,7 @@ All arrays are opened concurrently, and read concurrently within a bound on the 
 
 from __future__ import annotations
 
+import bisect
 import math
 import re
 from collections import deque
@@ -15,10 +16,12 @@ from urllib.parse import unquote
 import numpy as np
 from numpy.typing import NDArray
 
+from ....engine.arrays import naming
 from ....engine.errors import (
     DamagedCheckpointError,
     HoldfastError,
     InvalidLocationError,
+    ObjectNotFoundError,
     StorageConflictError,
     StorageFullError,
     StoragePermissionError,
@@ -186,6 +189,35 @@ def cut(box: Box, regions: Sequence[Box], arrays: Sequence[NDArray[Any]], dtype:
         if box.size and box.common(region) == box:
             return array[box.within(region)]
     return np.empty(box.shape, dtype)
+
+
+class ProcessDatabases:
+    """The databases of several processes, each with the parts that one of them saved; nothing joins them."""
+
+    def __init__(self, folders: Sequence[Location]) -> None:
+        self._first = folders[0]
+        self._folders: dict[str, Location] = {}  # by key; of equal parts, the first
+        for folder in folders:
+            try:
+                with naming(folder):
+                    keys = _read_database(folder).keys
+            except ObjectNotFoundError as error:
+                raise DamagedCheckpointError(f"{folder} is damaged: {error}") from error
+            for key in keys:
+                self._folders.setdefault(key.decode("utf-8", "surrogateescape"), folder)
+        self._keys = sorted(self._folders)
+
+    def spec(self, name: str) -> dict[str, Any]:
+        """Return TensorStore's specification of the directory of an array."""
+        begin, end = (bisect.bisect_left(self._keys, f"{name}{mark}") for mark in "/0")  # the mark after / is 0
+        # Without a layer for all keys, TensorStore takes missing parts for read, and returns what was in the memory.
+        layers: list[dict[str, Any]] = [{"base": {"driver": "ocdbt", "base": directory_spec(self._first)}}]
+        layers += [
+            {"exact": key, "base": {"driver": "ocdbt", "base": directory_spec(self._folders[key]), "path": key}}
+            for key in self._keys[begin:end]
+            if self._folders[key] != self._first
+        ]
+        return {"driver": "kvstack", "layers": layers, "path": f"{name}/"}
 
 
 def missing_files(location: Location, names: Collection[str]) -> dict[str, list[tuple[str, str]]]:

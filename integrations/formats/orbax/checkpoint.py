@@ -23,7 +23,15 @@ from ....engine.sources import (
 )
 from ....engine.storage import Entry, Location, max_concurrency, parallel_map
 from ..flax import looks_like_msgpack
-from .tree import AGGREGATE_FILE, ARRAYS_FOLDER, CHECKPOINT_FILE, SHARDING_FILE, TREE_FILE, OrbaxTree
+from .tree import (
+    AGGREGATE_FILE,
+    ARRAYS_FOLDER,
+    CHECKPOINT_FILE,
+    PROCESS_FOLDER,
+    SHARDING_FILE,
+    TREE_FILE,
+    OrbaxTree,
+)
 
 UNFINISHED = ".orbax-checkpoint-tmp"  # part of the names of directories whose save is not finished
 # On Google Cloud Storage, where directories cannot be renamed, the file that marks a finished save.
@@ -37,7 +45,9 @@ _KEYS = ("jax_random_key", "np_random_key")
 _ARRAY_HANDLER = "ArrayCheckpointHandler"
 _TREE_HANDLERS = ("PyTree", "Standard", "Array", "RandomKey")
 _BESIDE_ARRAYS = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER})
-_PROCESS = "ocdbt.process_"
+# The item in which the managers of checkpoints on the disks of hosts note the devices of every process.
+_PROCESSES = "process_metadata"
+_PROCESSES_FILE = "global_process_metadata.json"
 RUN_METADATA = "metadata"  # name of the folder beside the steps with the program's facts about the run
 RUN_METADATA_FILE = "_ROOT_METADATA"
 _SEARCHED = 32  # directories that are searched for items where no file marks a checkpoint
@@ -73,11 +83,21 @@ class OrbaxCheckpoint(CheckpointSource):
                 item = _item(location / name, str(known.get(name, "")), listed=name in folders)
                 if item is not None:
                     self._items[name] = item
+        self._processes = self._count_processes() if self._items.pop(_PROCESSES, None) is not None else 0
         if not self._items:
             raise DamagedCheckpointError(f"{location}: this Orbax checkpoint has no items: only its directory is left")
         match = _STEP.fullmatch(location.name)
         self.step = int(match[2]) if match is not None else None
         self.items = {name: item.kind for name, item in self._items.items()}
+
+    def _count_processes(self) -> int:
+        found = read_json(self.location / _PROCESSES / _PROCESSES_FILE)
+        if not isinstance(found, list) or not found:
+            raise DamagedCheckpointError(
+                f"{self.location / _PROCESSES / _PROCESSES_FILE} is damaged: expected a list with an entry for each "
+                f"process, found {type(found).__name__}"
+            )
+        return len(found)
 
     @property
     def time(self) -> float | None:
@@ -108,7 +128,7 @@ class OrbaxCheckpoint(CheckpointSource):
         if found.is_key:
             folder = found.folder.parent / f"{found.folder.name}_metadata"
             typed = read_optional(folder / _JSON_FILES[0]).get("typed") is True
-        return OrbaxTree(found.folder, bare=found.bare, typed_key=typed)
+        return OrbaxTree(found.folder, bare=found.bare, typed_key=typed, processes=self._processes)
 
     def value(self, item: str) -> Any:
         found = self._items[item]
@@ -173,7 +193,7 @@ def _is_checkpoint(location: Location, names: frozenset[str]) -> bool:
 
 def _is_tree(location: Location, names: frozenset[str]) -> bool:
     """Whether a directory is a tree of arrays without items, or was one, as the files beside the arrays show."""
-    if names & _BESIDE_ARRAYS or any(name.startswith(_PROCESS) for name in names):
+    if names & _BESIDE_ARRAYS or any(name.startswith(PROCESS_FOLDER) for name in names):
         return True
     place = location / AGGREGATE_FILE
     return AGGREGATE_FILE in names and not place.is_directory() and looks_like_msgpack(place)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ....engine.arrays import MANIFEST, TREE, Problem, SavedLeaf, TreeSource, damaged_leaves, naming
 from ....engine.clock import UNHEARD
-from ....engine.errors import DamagedCheckpointError, UnsupportedLeafError, itemized
+from ....engine.errors import DamagedCheckpointError, UnsupportedLeafError, itemized, shortened
 from ....engine.pytree import PLACEHOLDER, Box, Details, Saved, format_path, number_kind, whole
 from ....engine.sources import (
     OPTIONAL,
@@ -36,13 +36,24 @@ from ....engine.sources import (
 )
 from ....engine.storage import Location
 from ..flax import Decoded, decode_file, leaf_of
-from .arrays import OpenedArrays, Wanted, cut, directory_spec, gather, missing_files, new_context, reason
+from .arrays import (
+    OpenedArrays,
+    ProcessDatabases,
+    Wanted,
+    cut,
+    directory_spec,
+    gather,
+    missing_files,
+    new_context,
+    reason,
+)
 
 TREE_FILE = "_METADATA"
 CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
 STRINGS_FILE = "_strings.json"
 SHARDING_FILE = "_sharding"
 ARRAYS_FOLDER = "array_metadatas"
+PROCESS_FOLDER = "ocdbt.process_"  # the beginning of the name of a database of one process
 
 # Value types of containers without leaves, with the kind that each becomes.
 EMPTY_KINDS = {"Dict": "dict", "List": "list", "Tuple": "tuple", "NamedTuple": "dict"}
@@ -179,11 +190,26 @@ def _sharding(fields: Any) -> Details | None:
 
 
 class OrbaxTree(TreeSource):
-    """A tree in a folder; its namedtuples and other nodes are dictionaries, its tuples lists."""
+    """A tree in a folder; its namedtuples and other nodes are dictionaries, its tuples lists.
 
-    def __init__(self, location: Location, *, bare: Path | None = None, typed_key: bool = False) -> None:
+    ``processes`` is how many processes saved it, if each of them saved only its own parts, on its own disk: then the
+    folder has those that were copied into it.
+    """
+
+    def __init__(
+        self, location: Location, *, bare: Path | None = None, typed_key: bool = False, processes: int = 0
+    ) -> None:
         self.location = location
-        names = {entry.name for entry in location.entries() if not entry.is_directory}
+        entries_here = location.entries()
+        names = {entry.name for entry in entries_here if not entry.is_directory}
+        self._processes = processes
+        self._present = sorted(
+            int(entry.name.removeprefix(PROCESS_FOLDER))
+            for entry in entries_here
+            if processes and entry.name.removeprefix(PROCESS_FOLDER).isdecimal()
+        )
+        folders = [location / f"{PROCESS_FOLDER}{index}" for index in self._present]
+        self._databases = ProcessDatabases(folders) if folders else None
         self._typed_key = typed_key
         self._aggregated: dict[Path, Any] = {}
         decoded = decode_file(location / AGGREGATE_FILE) if AGGREGATE_FILE in names else None
@@ -251,6 +277,15 @@ class OrbaxTree(TreeSource):
         if problems and {p.leaf for p in problems} <= set(map(format_path, self._foreign)):
             headline = f"{self.location}: these leaves need code of the program; load the others with select=:"
             raise UnsupportedLeafError(itemized(headline, [f"{p.leaf}: {p.what}" for p in problems]))
+        if problems and self._processes and len(self._present) < self._processes:
+            headline = (
+                f"{self.location} has the parts that {len(self._present)} of {self._processes} processes saved "
+                f"({shortened(list(map(str, self._present)))}), and others are missing: each process saved on the disk "
+                f"of its host. Copy {self.location.parent.name} from the other hosts into the same folder (rsync -a "
+                f"HOST:DIRECTORY/{self.location.parent.name} {self.location.parent.parent}), or load a step of the "
+                "persistent directory"
+            )
+            raise DamagedCheckpointError(itemized(headline, [f"{p.leaf}: {p.what}" for p in problems]))
         if problems:
             raise damaged_leaves(
                 self.location, [(p.leaf, f"{p.file or ''}{': ' if p.file else ''}{p.what}") for p in problems]
@@ -278,7 +313,8 @@ class OrbaxTree(TreeSource):
         leaves = {name: parts[index][0].name for index, (name, _) in wanted.items()}
         for name, what in self._arrays.read(wanted, use):
             failed[leaves[name]] = what
-        missing = missing_files(self.location, {self._names[leaf] for leaf in failed}) if self._ocdbt else {}
+        is_joined = self._ocdbt and self._databases is None
+        missing = missing_files(self.location, {self._names[leaf] for leaf in failed}) if is_joined else {}
         for leaf_name, what in failed.items():
             files = missing.get(self._names[leaf_name]) or [("", what)]
             problems += [Problem(file, format_path(leaf_name), why) for file, why in files]
@@ -332,7 +368,9 @@ class OrbaxTree(TreeSource):
 
     def _spec(self, name: str) -> dict[str, Any]:
         base = directory_spec(self.location)
-        if self._ocdbt:
+        if self._databases is not None:
+            kvstore = self._databases.spec(name)
+        elif self._ocdbt:
             kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/" if name else ""}
         else:
             if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
