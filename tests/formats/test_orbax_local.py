@@ -25,7 +25,7 @@ def save_with_orbax(process: Process, directory: str) -> None:
     """Saves in two slices of two processes, where each slice has everything, and each process half of a slice."""
     import jax
     import orbax.checkpoint as ocp  # type: ignore[import-untyped]  # it comes without type information
-    from etils import epath
+    from etils import epath  # type: ignore[import-untyped]
     from jax.sharding import NamedSharding, PartitionSpec
     from orbax.checkpoint._src.multihost import multihost  # type: ignore[import-untyped]
     from orbax.checkpoint.experimental.emergency import (  # type: ignore[import-untyped]
@@ -39,6 +39,7 @@ def save_with_orbax(process: Process, directory: str) -> None:
     multihost.initialize_distributed_to_device_ids()
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("slice", "data"))
     spec: Any = PartitionSpec
+    struct: Any = jax.ShapeDtypeStruct
 
     def place(array: Any, *axes: Any) -> Any:
         sharding = NamedSharding(mesh, spec(*axes))
@@ -62,7 +63,7 @@ def save_with_orbax(process: Process, directory: str) -> None:
         local=emergency.LocalCheckpointOptions(save_interval_steps=1, max_to_keep=2),
         persistent=emergency.PersistentCheckpointOptions(save_interval_steps=2),
     )
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0))
+    abstract = jax.tree.map(lambda x: struct(x.shape, x.dtype, sharding=x.sharding), state(0))
     run(emergency.CheckpointManager(local, local.parent / "persistent", mesh, abstract, options=options))
     local = epath.Path(directory) / "replicator" / f"host_{process.index}"
     run(replicator.ReplicatorCheckpointManager(local, global_mesh=mesh))
