@@ -17,7 +17,14 @@ import torch
 from ...engine.errors import StateError
 from ...engine.generators import as_tree, capture, restore, same_state
 from ...engine.pytree import loaded
-from ...engine.stateful import generators_of, is_torchdata_loader, restore_state, state_of, warn_of_lost_draws
+from ...engine.stateful import (
+    generators_of,
+    is_replicated,
+    is_torchdata_loader,
+    restore_state,
+    state_of,
+    warn_of_lost_draws,
+)
 from .wall import begin_counting, keep_running_averages, running_averages
 
 _FACTS = (
@@ -38,19 +45,25 @@ _FACTS = (
 
 def loader_states(loaders: Sequence[object]) -> list[Any]:
     """Return the states of the loaders that carry one, in order."""
-    return [loader.state_dict() for loader in loaders if _is_stateful(loader)]  # type: ignore[attr-defined]
+    return [getattr(loader, methods[0])() for loader in loaders if (methods := _state_methods(loader))]
+
+
+def replicated_states(loaders: Sequence[object]) -> list[int]:
+    """Return which of the states of :func:`loader_states` are declared to be those of all processes."""
+    stateful = [loader for loader in loaders if _state_methods(loader)]
+    return [index for index, loader in enumerate(stateful) if is_replicated(loader)]
 
 
 def load_loader_states(loaders: Sequence[object], saved: Sequence[Any]) -> None:
     """Restore the states that :func:`loader_states` returned in the loaders that carry a state."""
-    stateful = [loader for loader in loaders if _is_stateful(loader)]
+    stateful = [(loader, methods) for loader in loaders if (methods := _state_methods(loader))]
     if len(stateful) != len(saved):
         raise StateError(
             f"the checkpoint holds the state of {len(saved)} training data loaders, but {len(stateful)} of this run's "
             "loaders have state_dict and load_state_dict: use the loaders that the checkpoint was saved with"
         )
-    for loader, state in zip(stateful, saved, strict=True):
-        loader.load_state_dict(state)  # type: ignore[attr-defined]
+    for (loader, methods), state in zip(stateful, saved, strict=True):
+        getattr(loader, methods[1])(state)
         if is_torchdata_loader(loader):
             warn_of_lost_draws(loader, state)
 
@@ -58,7 +71,7 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any]) -> None:
 def end_loader_epoch(loaders: Sequence[Any], saved: Sequence[Any]) -> None:
     """Take the loaders that carry a state to the end of an epoch, so that the next iterator begins a new one."""
     load_loader_states(loaders, saved)
-    for loader in filter(_is_stateful, loaders):
+    for loader in filter(_state_methods, loaders):
         # The first iterator applies the state and has no batches, so it must not be that of the next epoch.
         iterator = iter(loader)
         if iterator is not loader:
@@ -67,7 +80,7 @@ def end_loader_epoch(loaders: Sequence[Any], saved: Sequence[Any]) -> None:
 
 def all_stateful(loaders: Sequence[object]) -> bool:
     """Return whether every loader saves its own position, so that no batch need be drawn again."""
-    return all(map(_is_stateful, loaders))
+    return all(map(_state_methods, loaders))
 
 
 def set_sampler_epoch(loaders: Sequence[object], epoch: int) -> None:
@@ -137,8 +150,12 @@ def has_restarted(before: Sequence[tuple[Any, int]], after: Sequence[tuple[Any, 
     )
 
 
-def _is_stateful(loader: object) -> bool:
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+def _state_methods(loader: object) -> tuple[str, str] | None:
+    """Return the names of the methods that save and restore the state of a loader, or None."""
+    kinds = [("state_dict", "load_state_dict")]
+    if is_replicated(loader):  # Others with these methods, such as iterators of Grain, count batches as before.
+        kinds.append(("get_state", "set_state"))
+    return next((names for names in kinds if all(callable(getattr(loader, name, None)) for name in names)), None)
 
 
 # ---- random generators

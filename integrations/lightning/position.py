@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError
-from ...engine.generators import capture
+from ...engine.generators import capture, same_state
 from ..options import Reshard
 from . import epoch
 from .epoch import MOST, Drawing, ModuleSwitches, draws_in_process, warn_of_draws
@@ -68,6 +68,7 @@ class Position:
         self._saved: dict[str, Any] | None = None
         self._keeps_random = False  # whether the saved generators are those of another process
         self._skip_batch = False
+        self._before_ahead: list[Any] = []  # states of loaders before the batch that was drawn ahead
         self._has_warned = False
         self._has_too_many_draws = False
         self._drawing: Drawing | None = None  # where the dataset may draw random numbers in this process
@@ -108,6 +109,10 @@ class Position:
             position["replicas"] = count
         if keeps_own_buffers(self._trainer.strategy):
             position["buffers"] = own_buffers(self._trainer.lightning_module)
+        replicated = epoch.replicated_states(self._loaders())
+        if replicated:
+            position["replicated"] = replicated
+        is_one_for_all = len(replicated) == len(self._loaders())
         if point != "epoch":
             ahead = epoch.prefetched(fetcher)
             position["fetched"] = fetcher.fetched
@@ -116,6 +121,9 @@ class Position:
             if not epoch.all_stateful(self._loaders()):
                 position["epoch"] = self._epoch
                 position["batch_sizes"] = epoch.batch_sizes(self._loaders())
+            elif ahead and is_one_for_all:
+                # Another number of processes could not divide the batch that each of them has drawn ahead.
+                position["loaders"] = self._before_ahead
             elif ahead and is_plain_tree(ahead):
                 position["ahead"] = {"batches": ahead, "done": fetcher.done}
             elif ahead and not self._has_warned:
@@ -132,21 +140,23 @@ class Position:
         shares = saved.pop("shares", None)
         self._keeps_random = shares is not None and processes.index >= len(shares)
         before, now = saved.get("replicas", 1), replicas(self._trainer.strategy)
-        if shares is not None or before != now:
+        one_for_all = _check_replicated(saved, shares)
+        if not one_for_all and (shares is not None or before != now):
             _reshard(saved, shares, reshard, processes)
-        if before != now and saved["point"] != "epoch":
+        if before != now and saved["point"] != "epoch" and not one_for_all:
             saved["point"] = "batch"
             saved["rescaled"] = Fraction(before, now)
         if self._keeps_random and "averages" in saved:
             saved["averages"] = {"logged": {}, "metrics": {}}
         if before != now and self._trainer.is_global_zero:
             order = "; a loader that shuffles has another order in one process than in several"
+            samples = f"the epoch continues after as many samples{order if 1 in (before, now) else ''}"
             logger.warning(
                 "saved by %d processes that had a share of the data each, and resumed by %d: weights, optimizers and "
-                "schedules are as they were, and the epoch continues after as many samples%s. %s",
+                "schedules are as they were, and %s. %s",
                 before,
                 now,
-                order if 1 in (before, now) else "",
+                "the data continues in the order that all processes share" if one_for_all else samples,
                 "" if shares is None else _left(len(shares), processes.count),
             )
 
@@ -221,6 +231,9 @@ class Position:
 
     def _before_fetch(self, original: Callable[[], None]) -> None:
         original()
+        parts = self._loaders()
+        if len(epoch.replicated_states(parts)) == len(parts):
+            self._before_ahead = epoch.loader_states(parts)
         if self._drawing is not None:
             self._drawing.before()
 
@@ -406,6 +419,22 @@ class Position:
     def _restore_random(self, state: dict[str, Any]) -> None:
         if not self._keeps_random:
             epoch.restore_generators(state, self._trainer.strategy.root_device, self._loaders())
+
+
+def _check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None) -> bool:
+    """Return whether all data loaders declared one state for all processes; refuse states that differ."""
+    replicated = saved.get("replicated", [])
+    for index in replicated:
+        states = [share["loaders"][index] for share in shares or [saved]]
+        other = next((state for state in states if not same_state(state, states[0])), None)
+        if other is not None:
+            raise StateError(
+                f"the data loader of loaders/{index} declares that its state is the same in all processes "
+                f"(replicated_state), and {len(states)} processes saved different ones: {states[0]!r:.80} and "
+                f"{other!r:.80}; resume from a step before they differed, or as {len(states)} processes without the "
+                "declaration"
+            )
+    return bool(replicated) and len(replicated) == len(saved["loaders"]) and "epoch" not in saved
 
 
 def _reshard(

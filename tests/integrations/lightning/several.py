@@ -19,14 +19,18 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from lightning.pytorch import Trainer, callbacks
+from lightning.pytorch import Callback, Trainer, callbacks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from tests.integrations.lightning import program
+from tests.sweep.lightning_programs import FEATURES
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback
 
 NOTICE = 0.5  # seconds a batch
@@ -100,6 +104,50 @@ def resharded(name: str, states: list[Any], index: int, count: int) -> Any:
     return {"order": states[0]["order"], "place": states[0]["place"] * len(states) // count}
 
 
+GLOBAL_BATCH = 12
+
+
+class Numbered(Dataset[Any]):
+    """Samples that begin with their numbers."""
+
+    def __len__(self) -> int:
+        return 6 * GLOBAL_BATCH
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(FEATURES, index, np.float32), np.zeros(1, np.float32)
+
+
+class OfArrays(program.Model):
+    """Takes batches of numpy's arrays."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [torch.as_tensor(part) for part in batch]
+
+
+def of_all(kind: str, index: int, count: int) -> Any:
+    """Makes a loader whose position is one of all processes."""
+    if kind == "elastic":
+        import grain
+
+        data = grain.MapDataset.range(len(Numbered())).shuffle(seed=3).map(Numbered().__getitem__).repeat()
+        shares = grain.sharding.ShardOptions(shard_index=index, shard_count=count)
+        return iter(grain.experimental.ElasticIterator(data, GLOBAL_BATCH, shares))
+    sampler = DistributedSampler(Numbered(), num_replicas=count, rank=index, seed=3)
+    loader = DataLoader(Numbered(), GLOBAL_BATCH // count, sampler=sampler)
+    return hf.skip_to(loader, index if kind == "of all, apart" else 0, global_batch_size=GLOBAL_BATCH)
+
+
+class Seen(Callback):
+    """Writes the numbers of the samples that were trained on into a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        with open(self.path, "a") as file:
+            file.write("".join(f"{int(number)}\n" for number in torch.as_tensor(batch[0])[:, 0]))
+
+
 def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict[str, Any]:
     """Trains as one of several processes; returns what is to be compared bit by bit."""
     # Under tensor parallelism, all processes have the parameters that are not divided, and read the same data.
@@ -118,16 +166,21 @@ def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict
         strategy = ModelParallelStrategy(data_parallel_size=count // tensor, tensor_parallel_size=tensor)
     if strategy == "ddp with own buffers":
         strategy = DDPStrategy(broadcast_buffers=False)
-    averages = [callbacks.EMAWeightAveraging(decay=0.5)] if options.pop("average", False) else []
+    averages: list[Any] = [callbacks.EMAWeightAveraging(decay=0.5)] if options.pop("average", False) else []
     if options.pop("reshard", False):
         checkpoint = {**checkpoint, "reshard": resharded}
-    model = Sharded() if sharded else Model() if noted else program.Model()
+    model = OfArrays() if loader == "elastic" else Sharded() if sharded else Model() if noted else program.Model()
+    if loader.startswith(("of all", "elastic")):
+        averages.append(Seen(Path(directory).with_name(f"seen-{count}-{index}")))
     callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **checkpoint})
     trainer = Trainer(
         callbacks=[callback, recorder, *averages],
         **{**program.QUIET, "devices": count, "strategy": strategy, "max_epochs": 3, **options},
     )
-    trainer.fit(model, program.training_loader(loader), program.validation_loader(), ckpt_path=ckpt_path)
+    train = (
+        of_all(loader, index, count) if loader.startswith(("of all", "elastic")) else program.training_loader(loader)
+    )
+    trainer.fit(model, train, program.validation_loader(), ckpt_path=ckpt_path)
     outcome = program.Outcome(trainer, model, recorder)
     found = {
         "final": outcome.final,

@@ -215,6 +215,39 @@ def test_places_in_the_data_of_another_number_of_processes(
     assert left in ended[0][2]
 
 
+@pytest.mark.parametrize("loader", ["of all", "elastic"])
+def test_one_position_of_all_processes(
+    run_together: Run, stop: Callable[..., None], tmp_path: Path, loader: str
+) -> None:
+    """Four, two and three processes see each sample of an epoch once."""
+    options = {"checkpoint": NEVER, "loader": loader, "max_steps": 6, "max_epochs": -1, "limit_train_batches": 6}
+    directory = tmp_path / "run"
+
+    stop(directory, count=4, **options, signal_after=["all", 1])
+    stop(directory, count=2, **options, signal_after=["all", 3])
+    ended = run_together(directory, 3, **options)
+
+    assert [status for status, _, _ in ended] == [0] * 3, ended[0][2]
+    assert "the data continues in the order that all processes share" in ended[0][2]
+    seen = {path.name: [int(line) for line in path.read_text().split()] for path in tmp_path.glob("seen-*")}
+    assert len(seen) == 4 + 2 + 3
+    assert sorted(number for numbers in seen.values() for number in numbers) == list(range(72))
+    assert ended[0][1]["final"]["step"] == 6
+
+
+def test_positions_of_all_processes_that_differ_are_refused(
+    run_together: Run, stop: Callable[..., None], tmp_path: Path
+) -> None:
+    options = {"checkpoint": NEVER, "loader": "of all, apart", "max_epochs": -1, "limit_train_batches": 6}
+    stop(tmp_path / "run", **options, max_steps=6, signal_after=["all", 1])
+
+    [(status, _, said)] = run_together(tmp_path / "run", 1, **options, max_steps=6)
+
+    assert status == 1
+    assert "the data loader of loaders/0 declares that its state is the same in all processes" in said
+    assert "and 2 processes saved different ones" in said
+
+
 def test_what_two_processes_had_parts_of(run_together: Run, finish: Callable[..., list[Any]], tmp_path: Path) -> None:
     reports = finish(tmp_path, strategy="fsdp2", max_steps=4, test="best")
     layouts = {leaf.path: leaf.sharding for leaf in hf.describe(tmp_path, 4) if leaf.item == "state"}
