@@ -127,12 +127,12 @@ class OfArrays(program.Model):
 def of_all(kind: str, index: int, count: int) -> Any:
     """Makes a loader whose position is one of all processes."""
     if kind == "elastic":
-        import grain
+        import grain  # type: ignore[import-untyped]
 
         data = grain.MapDataset.range(len(Numbered())).shuffle(seed=3).map(Numbered().__getitem__).repeat()
         shares = grain.sharding.ShardOptions(shard_index=index, shard_count=count)
         return iter(grain.experimental.ElasticIterator(data, GLOBAL_BATCH, shares))
-    sampler = DistributedSampler(Numbered(), num_replicas=count, rank=index, seed=3)
+    sampler: Any = DistributedSampler(Numbered(), num_replicas=count, rank=index, seed=3)
     loader = DataLoader(Numbered(), GLOBAL_BATCH // count, sampler=sampler)
     return hf.skip_to(loader, index if kind == "of all, apart" else 0, global_batch_size=GLOBAL_BATCH)
 
