@@ -35,6 +35,7 @@ _logger = logging.getLogger("holdfast")
 _ROUND = 64 << 20  # bytes that a process receives at a time
 _FEW_BYTES = 64 << 20  # bytes that are not worth the connections between the processes
 _TOO_OFTEN = 1.5  # how often the chunks of an array are wanted, on average, so that they are shared
+_MOST_CHUNKS = 4096  # of an array; the work for each is done in Python
 _WORD = 8  # bytes; all-gathers are of multiples
 
 
@@ -45,6 +46,17 @@ class WantedArray(NamedTuple):
     chunks: tuple[int, ...]  # shape of one chunk
     itemsize: int
     parts: Sequence[Part] | None  # None: every process wants all of it
+
+    @classmethod
+    def of(
+        cls, shape: tuple[int, ...], chunks: tuple[int, ...], itemsize: int, parts: Sequence[Part] | None
+    ) -> WantedArray:
+        """Return an array whose chunks are joined, along its last axes first, where there are very many."""
+        joined = list(chunks)
+        for axis in reversed(range(len(shape))):
+            grid = [-(-size // chunk) for size, chunk in zip(shape, joined, strict=True)]
+            joined[axis] *= max(1, min(grid[axis], -(-math.prod(grid) // _MOST_CHUNKS)))
+        return cls(shape, tuple(joined), itemsize, parts)
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -225,7 +237,7 @@ class SharedReads:
             return {}
         self._usable = False
         arrays = {
-            position: WantedArray(leaf.saved.shape, source.chunks(leaf), leaf.saved.dtype.itemsize, some)
+            position: WantedArray.of(leaf.saved.shape, source.chunks(leaf), leaf.saved.dtype.itemsize, some)
             for position, (leaf, some) in enumerate(zip(leaves, parts, strict=True))
             if leaf.saved.dtype is not None and leaf.saved.shape is not None
         }

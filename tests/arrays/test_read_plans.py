@@ -94,6 +94,21 @@ def test_arrays_without_teams_of_equal_size_are_shared_by_all(why: str, array: W
     assert set(readers(plan, 4).values()) == {1}
 
 
+@pytest.mark.parametrize(
+    ("shape", "chunks", "joined"),
+    [
+        ((1 << 20, 8), (16, 8), (256, 8)),
+        ((1 << 10, 1 << 10), (1, 1), (1, 256)),
+        ((1 << 20, 2), (1, 1), (256, 2)),
+        ((100, 8), (1, 8), (1, 8)),
+        ((0, 3), (1, 1), (1, 1)),
+        ((), (), ()),
+    ],
+)
+def test_very_many_chunks_are_joined(shape: tuple[int, ...], chunks: tuple[int, ...], joined: tuple[int, ...]) -> None:
+    assert WantedArray.of(shape, chunks, 4, None).chunks == joined
+
+
 ARRAYS = st.tuples(
     st.lists(st.integers(1, 9), min_size=1, max_size=3),
     st.lists(st.integers(1, 5), min_size=3, max_size=3),

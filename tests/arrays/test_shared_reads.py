@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
+from tests.equality import assert_same
 from tests.processes.threads import together
 
 import holdfast as hf
@@ -106,6 +108,15 @@ def test_reads_are_shared_where_that_is_worth_it(
     times = sum(read for _, read in found) / size
     assert transport.gathers == (1 if shares else 0)
     assert times < 2 if shares else times >= COUNT  # from a store, gaps of up to 1 MiB are read with the chunks
+
+
+def test_a_format_without_chunks_is_read_leaf_by_leaf(tmp_path: Any) -> None:
+    tree = {f"w{number:02}": np.full((10, number + 1), number, np.float32) for number in range(12)}
+    safetensors.numpy.save_file(tree, tmp_path / "model.safetensors")
+    transport = ThreadTransport(COUNT)
+    for loaded, _ in loads(str(tmp_path / "model.safetensors"), transport, always=True):
+        assert_same(loaded, tree)
+    assert transport.gathers == 1
 
 
 def test_without_connections_each_process_reads_all(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
