@@ -320,8 +320,8 @@ class SharedReads:
             return call_within(self._timeout, work, *inputs)
         except Exception as error:
             raise BarrierTimeoutError(
-                f"{self._rendezvous.name}: process {self._rendezvous.index} could not {what} within "
-                f"{self._timeout:g} s: {type(error).__name__}: {error}; check the logs of the others"
+                f"{self._rendezvous.name}: process {self._rendezvous.index} could not {what}: "
+                f"{type(error).__name__}: {error}; check the logs of the others"
             ) from error
 
 
