@@ -1,9 +1,10 @@
 """``python -m benchmarks.daily``: everyday operations, compared with other libraries and the disk itself.
 
 Small saves, a few leaves of many, many small leaves, the start of a program, several processes of one machine, sharded
-loads, a tree of medium size, and parts of arrays. Each row is one program, in which the contenders take turns; a new
-process runs it, so that nothing of other rows is in memory. Saves are fsynced, and what is said to be loaded cold is
-dropped from the page cache before. A row that fails is named, and the others continue.
+loads, a tree of medium size, parts of arrays, and the requests of a small checkpoint in an object store. Each row is
+one program, in which the contenders take turns; a new process runs it, so that nothing of other rows is in memory.
+Saves are fsynced, and what is said to be loaded cold is dropped from the page cache before. A row that fails is named,
+and the others continue.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .runner import tell
 from .table import MISSING, aligned, markdown
 
 OURS = "holdfast"
-OWN = ("holdfast", "on_step", "bytes")  # how the names of our own numbers begin
+OWN = ("holdfast", "on_step", "bytes", "requests")  # how the names of our own numbers begin
 ROUNDS = 9
 ROW_SECONDS = 180  # the longest that a row may take; all together take less than ten minutes
 # Programs start from compiled modules, as installed ones do.
@@ -278,6 +279,29 @@ take_turns({
     "holdfast": parts,
 }, cold=[directory / "ours", directory / "peer.safetensors"])
 """
+REQUESTS = """
+from benchmarks.protocol import SimulatedStore
+from benchmarks.virtual_time import Timeline
+from holdfast.engine.storage import Location
+store = SimulatedStore(Timeline(), latency=0)
+tree = {f"layer{number}": np.full((20, 50), number, np.float32) for number in range(25)}
+place = Location(store, "place")
+options = hf.CheckpointManagerOptions(max_to_keep=2)
+manager = hf.CheckpointManager(place / "run", options=options)
+def count(name, action):
+    before = store.requests
+    action()
+    values.setdefault(name, []).append(store.requests - before)
+def save(turn):
+    manager.save(turn, tree)
+    manager.wait_until_finished()
+for turn in range(rounds + 2):
+    count("requests of a save", lambda: hf.save(place / str(turn), tree))
+    count("requests of a load", lambda: hf.load(place / str(turn)))
+    count("requests of a save that deletes a step", lambda: save(turn))
+values = {name: found[2:] for name, found in values.items()}
+manager.close()
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +353,15 @@ ROWS = {
     "medium_loaded": Row(
         title="load 250 MB into torch, cold", program=MEDIUM_LOADED, goals=((OURS, "safetensors", 1.1),)
     ),
+    "requests": Row(
+        title="100 KB in an object store",
+        program=REQUESTS,
+        goals=(
+            ("requests of a save", None, 5),
+            ("requests of a load", None, 2),
+            ("requests of a save that deletes a step", None, 10),
+        ),
+    ),
     "parts": Row(title="an eighth of every array of 1 GB, cold", program=PARTS, goals=((OURS, "all of it", 1.3 / 8),)),
 }
 
@@ -351,7 +384,7 @@ def main(arguments: list[str] | None = None) -> int:
             except subprocess.SubprocessError as error:
                 tell(f"{ROWS[name].title}: not measured: {_cause(error)}")
                 values[name] = {}
-            numbers = ", ".join(f"{key} {_text(value)}" for key, value in _medians(values[name]).items())
+            numbers = ", ".join(f"{key} {_text(value, key)}" for key, value in _medians(values[name]).items())
             tell(f"{ROWS[name].title}: {numbers}")
             if options.json is not None:  # after each row: a run that is cut leaves what it has measured
                 document = {"rounds": options.rounds, "scale": options.scale, "machine": machine, "values": values}
@@ -406,7 +439,7 @@ def _goal(medians: Medians, row: str, number: str, other: str | None, limit: flo
         name=f"{ROWS[row].title}: {number}{f' / {other}' if other else ''}",
         value=None if own is None or not base else own / base,
         limit=limit,
-        unit="x" if other or number.startswith("bytes") else " s",
+        unit="x" if other or number.startswith("bytes") else " requests" if number.startswith("requests") else " s",
     )
 
 
@@ -422,7 +455,7 @@ def report(found: dict[str, Medians], rounds: int, machine: dict[str, str], *, a
             rows.append(
                 [
                     ROWS[row].title if number == OURS else f"{ROWS[row].title}: {number}",
-                    "not measured" if own is None else _text(own) if goal.unit != "x" or other else f"{own:.2f}x",
+                    "not measured" if own is None else _text(own, number),
                     MISSING if peer is None or base is None else f"{peer} {_text(base)}",
                     MISSING if own is None or not base else f"{own / base:.2f}x",
                     goal.bound,
@@ -433,7 +466,12 @@ def report(found: dict[str, Medians], rounds: int, machine: dict[str, str], *, a
     return "\n\n".join([(markdown if as_markdown else aligned)(rows), f"Medians of {rounds}. {facts}"])
 
 
-def _text(value: float) -> str:
+def _text(value: float, name: str = "") -> str:
+    """Write a number: seconds, unless its name says something else."""
+    if name.startswith("requests"):
+        return f"{value:.0f}"
+    if name.startswith("bytes"):
+        return f"{value:.2f}x"
     return f"{value * 1000:.1f} ms" if value < 0.9 else f"{value:.2f} s"
 
 

@@ -152,6 +152,10 @@ class SimulatedStore(ObjectStoreBackend):
             raise hf.DamagedCheckpointError(f"{self.url(key)} is shorter than expected")
         return whole[byte_range or slice(None)]
 
+    def read_small(self, key: str, limit: int) -> bytes | None:
+        found = self.objects.get(key)
+        return None if found is None or len(found) > limit else self.read_range(key, None)
+
     def write_object(self, key: str, content: list[bytes]) -> None:
         data = content.pop()
         self._request("write", key, len(data))
@@ -171,7 +175,7 @@ class SimulatedStore(ObjectStoreBackend):
     def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
         self.write_object(key, [b"".join(bytes(part) for part in file_parts(size, segments, sent=True))])
 
-    def honours_conditions(self, key: str, data: bytes) -> bool:
+    def honours_conditions(self, key: str, data: bytes | None) -> bool:
         return True
 
     def read_generation(self, key: str) -> tuple[bytes | None, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .arrays import Problem, SavedLeaf, TreeReader, check_file, naming
+from .arrays import Problem, SavedLeaf, TreeReader, check_file, naming, open_folder
 from .clock import UNHEARD, Portion, Progress
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError, shortened_text
 from .format import RECORD, TREES, CheckpointRecord, FileRecord, ItemRecord, own_shares
@@ -210,9 +210,14 @@ def _listed(location: Location, record: CheckpointRecord) -> list[tuple[str, Fil
     """Return the path, the record and the entry of every file that a commit record names; None if it is missing."""
     listed: list[tuple[str, FileRecord, Entry | None]] = []
     for item in record.items.values():
-        folder = location / item.folder
-        found = _local_files(folder, item.files) if location.is_local else _files(folder)
-        listed += [(f"{item.folder}/{path}", known, found.get(path)) for path, known in item.files.items()]
+        paths = item.paths
+        if location.is_local:
+            found = _local_files(location, paths)
+        elif item.is_archive:
+            found = {entry.name: entry for entry in location.entries()}
+        else:
+            found = _files(location / item.folder, f"{item.folder}/")
+        listed += [(path, known, found.get(path)) for path, known in paths.items()]
     return listed
 
 
@@ -363,7 +368,7 @@ def _verify(location: Location, step: int | None, portion: Portion) -> Checkpoin
     for name, item in parts.items():
         for problem in _verify_item(location / item.folder, item, portion.advance):
             leaf = problem.leaf if len(parts) == 1 or not problem.leaf else f"{name}: {problem.leaf}"
-            problems.append(Problem(f"{item.folder}/{problem.file}", leaf, problem.what))
+            problems.append(Problem(f"{item.folder}/{problem.file}".rstrip("/"), leaf, problem.what))
     problems += _verify_beside(location, record, parts)
     if problems and has_changed(location, record):
         read_record(location)  # raises CheckpointNotFoundError if it was deleted
@@ -374,11 +379,11 @@ def _verify(location: Location, step: int | None, portion: Portion) -> Checkpoin
 
 def _verify_beside(location: Location, record: CheckpointRecord, parts: Mapping[str, ItemRecord]) -> Iterator[Problem]:
     """Check the files of items that belong to none of the trees in them, such as the records of components."""
-    read = {f"{part.folder}/{file}" for part in parts.values() for file in part.files}
+    read = {path for part in parts.values() for path in part.paths}
     for item in record.items.values():
-        for file in item.files:
-            if f"{item.folder}/{file}" not in read and (problem := _digest_problem(location / item.folder, file, item)):
-                yield problem._replace(file=f"{item.folder}/{file}")
+        for path, known in item.paths.items():
+            if path not in read and (problem := _digest_problem(location, path, known)):
+                yield problem
 
 
 def _verify_foreign(location: Location, step: int | None, portion: Portion) -> CheckpointVerification:
@@ -406,12 +411,20 @@ def _verify_foreign(location: Location, step: int | None, portion: Portion) -> C
 
 
 def _verify_item(folder: Location, item: ItemRecord, advance: Callable[[int], None]) -> list[Problem]:
-    differ = (problem for file in item.files if (problem := _digest_problem(folder, file, item, advance)) is not None)
+    if item.is_archive:
+        advance(item.nbytes)
+        advance = UNHEARD.advance
+    try:
+        folder, opened = open_folder(folder, item.files)
+    except HoldfastError as error:
+        return [Problem("", "", str(error))]
+    files = opened or {}
+    differ = (p for file, known in files.items() if (p := _digest_problem(folder, file, known, advance)) is not None)
     if item.kind != TREES:
         return list(differ)
     try:
-        found = TreeReader(folder, item.files).verify(advance)
-        for share in own_shares(item.files):
+        found = TreeReader(folder, files).verify(advance)
+        for share in own_shares(files):
             below = TreeReader(folder / share.folder, share.files).verify(advance)
             found += [p for one in below if (p := one._replace(file=f"{share.folder}/{one.file}")) not in found]
     except HoldfastError as error:  # the structure is damaged: name the files that differ, or else report this error
@@ -420,11 +433,11 @@ def _verify_item(folder: Location, item: ItemRecord, advance: Callable[[int], No
 
 
 def _digest_problem(
-    folder: Location, file: str, item: ItemRecord, advance: Callable[[int], None] = UNHEARD.advance
+    folder: Location, file: str, known: FileRecord, advance: Callable[[int], None] = UNHEARD.advance
 ) -> Problem | None:
     try:
-        check_file(folder / file, item.files[file])
+        check_file(folder / file, known)
     except HoldfastError as error:
         return Problem(file, "", str(error))
-    advance(item.files[file].size)
+    advance(known.size)
     return None

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from .database import ArrayDatabase, Problem, naming
-from .digests import FileCheck, check_file, check_files, fsync_and_digest, make_durable, read_checked, required
+from .digests import (
+    FileCheck,
+    check_file,
+    check_files,
+    fsync_and_digest,
+    make_durable,
+    open_folder,
+    read_checked,
+    required,
+)
 from .extents import Range, read_ranges
 from .load import leaf_as, leaf_values, load_tree, read_parts, selected_values, tree_metadata, with_optimizer_states
 from .plan import Layout, batches, check_level, check_size

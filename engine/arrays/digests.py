@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError, ObjectNotFoundError, itemized
-from ..format import FileRecord, crc32c, extend, unsynced
-from ..storage import Buffer, DataReader, Location, sync_all, unreadable_as_damage
+from ..format import ARCHIVE_LIMIT, FileRecord, crc32c, decode_archive, extend, unsynced
+from ..storage import Buffer, DataReader, Location, folder_in_memory, sync_all, unreadable_as_damage
 from .plan import CHECKSUM_BYTES
 
 _STEP = 16 << 20  # bytes read at a time
@@ -76,6 +76,17 @@ def read_checked(place: Location, known: FileRecord | None, *, limit: int) -> by
             f"found {len(content)} bytes with {found:08x}"
         )
     return content
+
+
+def open_folder(
+    place: Location, files: Mapping[str, FileRecord] | None
+) -> tuple[Location, Mapping[str, FileRecord] | None]:
+    """Return a folder with the files that the commit record has for it; one that is a zip file is read whole, now."""
+    known = None if files is None else files.get("")
+    if known is None:
+        return place, files
+    found = decode_archive(read_checked(place, known, limit=ARCHIVE_LIMIT), source=str(place))
+    return folder_in_memory(place, found), {path: FileRecord(len(content)) for path, content in found.items()}
 
 
 def check_file(place: Location, known: FileRecord) -> None:

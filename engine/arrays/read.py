@@ -43,7 +43,7 @@ from ..pytree import (
 )
 from ..storage import Location
 from .database import ArrayDatabase, Problem, naming
-from .digests import check_file
+from .digests import check_file, open_folder
 from .source import SavedLeaf, TreeSource, damaged_leaves
 from .write import TREE, TREE_KIND
 
@@ -136,9 +136,11 @@ class TreeReader(TreeSource):
     """A pytree item that holdfast wrote, opened for reading.
 
     Attributes:
+        files: The files of its folder that the commit record lists.
         numbers: The position of each leaf in the saved tree.
     """
 
+    files: Mapping[str, FileRecord]
     numbers: Sequence[int]
 
     def __init__(
@@ -150,8 +152,9 @@ class TreeReader(TreeSource):
         select: Patterns | None = None,
     ) -> None:
         """Open a tree, or only the leaves that match patterns, without looking at the arrays of the others."""
+        location, files = open_folder(location, files)
         self.location = location
-        self._files = files or {}
+        self.files = files or {}
         self._database = ArrayDatabase(location, files)
         document = decode_document(self._database.read_file(TREE), TREE_KIND, source=str(location / TREE))
         with naming(location):
@@ -226,7 +229,7 @@ class TreeReader(TreeSource):
 
     @property
     def fingerprint(self) -> str:
-        return str(sorted((path, known.size, known.crc32c) for path, known in self._files.items()))
+        return str(sorted((path, known.size, known.crc32c) for path, known in self.files.items()))
 
     def _refuse(self, problems: Sequence[Problem]) -> None:
         if problems:
@@ -238,7 +241,7 @@ class TreeReader(TreeSource):
 
     def verify(self, advance: Callable[[int], None] = UNHEARD.advance) -> list[Problem]:
         problems = []
-        for path, known in self._files.items():
+        for path, known in self.files.items():
             if what := self._check(path, known):
                 problems.append(Problem(path, "", what))
             if known.crc32c is not None:

@@ -49,6 +49,7 @@ TREE_KIND = "tree"
 _ALONE = ProcessInfo()
 _WORTH = 64 << 10  # bytes a leaf; copying less takes no longer than computing which process writes it
 _ARRAYS = {"numpy", "jax", "torch", "key"}  # kinds of leaves that are arrays
+_LEAF_BYTES = 256  # bytes of a leaf beside its elements, more or less
 _SHOWN = 60  # characters of a value in an error
 _NAME_LIMIT = 60_000  # bytes; the index adds the numbers of chunks to a name
 
@@ -148,6 +149,14 @@ class TreeWriter:
         copies = staging.snapshot(leaves)
         self._tree = replace(self._tree, leaves=copies)
         return copies
+
+    def estimate_bytes(self) -> int:
+        """Return the bytes of all arrays, and about those that the index and ``tree.json`` need."""
+        leaves = self._tree.leaves
+        if isinstance(leaves, Snapshot):
+            leaves.complete()
+        specs = (encoding.spec for encoding in self._catalog.encodings)
+        return _LEAF_BYTES * len(leaves) + sum(spec.chunks * spec.chunk_nbytes for spec in specs)
 
     def write(self, location: Location, member: ProcessInfo) -> bytes:
         """Write this process's chunks into the item's folder; return its fragment for process 0.

@@ -13,6 +13,7 @@ from .commit import (
     is_swept,
     remove_temporary,
     sweep,
+    sweep_stray,
     write_record,
 )
 from .copying import CopiedFiles, CopyProgress, Throttle, copied_step, file_checks

@@ -8,6 +8,10 @@ replace a checkpoint, the new items go into folders with new names beside the ol
 To delete one, its record is renamed to a marker first. A directory with a marker and no record may be removed; one
 with neither belongs to something else and is never touched.
 
+Where an object store has conditional writes, a new checkpoint whose items are zip files needs no marker: such a file
+says itself that a save of holdfast has left it (:func:`_is_left`), the record decides between saves, and a save that
+has written its record looks whether its files are still there.
+
 :class:`CommitParts` extends this for checkpoints whose parts have directories of their own.
 """
 
@@ -19,7 +23,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from ..errors import (
     CheckpointExistsError,
@@ -33,7 +37,18 @@ from ..errors import (
     StorageError,
     StorageUnavailableError,
 )
-from ..format import DELETED, OWNER, PARTIAL, RECORD, STEP_FOLDER, CheckpointRecord, unsynced
+from ..format import (
+    ARCHIVE,
+    ARCHIVE_LIMIT,
+    DELETED,
+    OWNER,
+    PARTIAL,
+    RECORD,
+    STEP_FOLDER,
+    CheckpointRecord,
+    is_our_archive,
+    unsynced,
+)
 from ..steps import RECORD_LIMIT, has_record, read_record
 from ..storage import (
     TEMPORARY_PREFIX,
@@ -47,6 +62,7 @@ from ..storage import (
 _logger = logging.getLogger("holdfast")
 
 _UNIQUE = re.compile(r".+\.[0-9a-f]{8}")  # names that saves to object stores give to the folders of items
+_ARCHIVE = re.compile(rf".+\.[0-9a-f]{{8}}\{ARCHIVE}")  # names that they give to zip files in their place
 
 
 def write_record(location: Location, record: CheckpointRecord, *, before: Sequence[Location] = ()) -> None:
@@ -143,7 +159,10 @@ class PendingCheckpoint:
         self._find_replaceable(names, overwrite=overwrite)
         untouched = not {PARTIAL, DELETED} & names
         self._lock = SaveLock(location / PARTIAL)
-        self._leftovers: set[str] = set()  # folders to remove once this save is committed
+        # What to remove once this save is committed: here, files of saves that had no marker.
+        self._leftovers = {name for name in names - _folders(self._old) if _is_left(location / name)}
+        # Whether there is nothing here that a marker would have to explain.
+        self._is_plain = untouched and parts is None and copies is None and not self._leftovers and RECORD not in names
         items, folders = list(items), []
         if not untouched:
             try:
@@ -156,7 +175,7 @@ class PendingCheckpoint:
                     found = {*self._lock.folders(), *(() if self._old is None else self._old.replaced)}
                     if RECORD not in names:
                         found |= names
-                    self._leftovers = {*filter(self._parts.owns, found)} - {PARTIAL, DELETED}
+                    self._leftovers |= {*filter(self._parts.owns, found)} - {PARTIAL, DELETED}
                 elif not self.continues:
                     sweep(location, parts)
             finally:
@@ -167,7 +186,7 @@ class PendingCheckpoint:
         # The sweep may have removed the marker of a save that is still alive, which must not write into the folders of
         # this one. In an object store, such a save, or a late request of one, is always possible.
         plain = untouched and not location.is_remote
-        taken = names | _folders(self._old)
+        taken = self._taken = names | _folders(self._old)
         self.paths: dict[str, str] = {}
         for item in items:
             path = self._parts.folder(item)
@@ -181,6 +200,8 @@ class PendingCheckpoint:
         self._begun = False
         self._claimed = False
         self._marked = False
+        self._unmarked = False  # whether this save needs no marker
+        self._withdrawn = False  # whether it has left the marker of a deletion
         self._stays = False
         self._conditional = False
         self._lost = False  # whether another save was committed first
@@ -190,11 +211,22 @@ class PendingCheckpoint:
         """Whether there is a checkpoint that the commit replaces."""
         return self._old_record is not None
 
-    def begin(self) -> None:
-        """Make the folders, and mark the directory so that a crash leaves nothing unexplained; done once."""
+    def begin(self, archives: Collection[str] = ()) -> None:
+        """Make the folders, and mark the directory so that a crash leaves nothing unexplained; done once.
+
+        The items in ``archives`` become zip files, which need no folders.
+        """
         if self._begun:
             return
         self._begun = True
+        for item in () if self.continues else archives:
+            path = f"{self.paths[item]}{ARCHIVE}"
+            self.paths[item] = f"{self.paths[item]}.{self.token[:8]}{ARCHIVE}" if path in self._taken else path
+        self.folders = {item: self.location / path for item, path in self.paths.items()}
+        if self._is_plain and self.location.is_remote and self.paths.keys() == {*archives}:
+            self._unmarked = self._conditional = (self.location / PARTIAL).honours_conditions(None)
+            if self._unmarked:
+                return
         self.location.parent.make_directory()
         self.location.make_directory(sync=False)  # the commit makes its name durable
         if self.location.is_local and not self.continues:
@@ -217,8 +249,9 @@ class PendingCheckpoint:
             # The last save removed these and then its marker: a power failure may bring back folders alone.
             self._stale = [folder for folder in self._old.replaced if _lies_in(self.location, folder)]
             _remove_folders(self._parts, self._stale, self._old)
-        for folder in self.folders.values():
-            folder.make_directory(sync=False)
+        for item, folder in self.folders.items():
+            if item not in archives:
+                folder.make_directory(sync=False)
 
     def _left_by_copy(self, items: list[str], names: set[str]) -> list[str]:
         """Return the folders of an interrupted copy of the same checkpoint, in the order of the items; or nothing."""
@@ -227,7 +260,8 @@ class PendingCheckpoint:
         found = self._lock.folders()
         expected = [re.escape(self._parts.folder(item)) for item in items]
         fits = len(found) == len(items) and all(
-            re.fullmatch(rf"{name}(\.[0-9a-f]{{8}})?", folder) for name, folder in zip(expected, found, strict=True)
+            re.fullmatch(rf"{name}(\.[0-9a-f]{{8}})?(\{ARCHIVE})?", folder)
+            for name, folder in zip(expected, found, strict=True)
         )
         return found if fits and not _folders(self._old).intersection(found) else []
 
@@ -261,7 +295,7 @@ class PendingCheckpoint:
                 self.location.check_not_link()
             return
         if self.location.is_remote:  # late requests leave such a folder without a record or a marker
-            names = {name for name in names if not _UNIQUE.fullmatch(name)}
+            names = {one for one in names if not (_UNIQUE.fullmatch(one) or _is_left(self.location / one))}
         if names and not {PARTIAL, DELETED} & names:
             raise CheckpointExistsError(
                 f"{self.location}: the directory is not empty and is not a checkpoint (it holds {min(names)!r}); "
@@ -270,7 +304,7 @@ class PendingCheckpoint:
 
     def commit(self, record: CheckpointRecord) -> None:
         """Make the items durable, and then the checkpoint exist."""
-        if not self._owned and not self._is_claimed():
+        if not (self._owned or self._unmarked) and not self._is_claimed():
             raise self._lock.conflict()
         if self._old is not None:
             self._parts.withdraw(self._old)
@@ -282,7 +316,9 @@ class PendingCheckpoint:
             elif not write_record_if(self.location, record, self._old_record):
                 self._stays, self._lost = False, True
                 raise self._lock.conflict()
-            overtaken = not self._is_claimed()
+            if self._unmarked:
+                self._check_listed(record)
+            overtaken = not self._unmarked and not self._is_claimed()
             alone = self._old_record is None and not self._conditional and not self._owned
             if overtaken and (alone or not self._is_whole(record)):
                 # Another save began at the same time, or a run that removes a directory without a record.
@@ -314,7 +350,8 @@ class PendingCheckpoint:
             _remove_folders(self._parts, {*record.replaced, *self._leftovers}, record)
             if self._deleted:
                 (self.location / DELETED).remove()
-            (self.location / PARTIAL).remove()  # last: the marker tells the next run that something may be left
+            if not self._unmarked:  # last: the marker tells the next run that something may be left
+                (self.location / PARTIAL).remove()
         self._lock.release()
 
     def _unsynced(self, record: CheckpointRecord) -> list[Location]:
@@ -328,13 +365,26 @@ class PendingCheckpoint:
         folders |= {path for path in old if (self.location / path).is_directory()}  # one of them may be missing
         return [*(self.location / path for path in found | folders), self.location, self.location.parent]
 
+    def _check_listed(self, record: CheckpointRecord) -> None:
+        """Raise StorageConflictError if a run has removed files of this save, which had no marker, before its record.
+
+        Saves that have begun meanwhile will not be committed. A marker explains what they may leave.
+        """
+        names = {entry.name for entry in self.location.entries()}
+        if not _folders(record) <= names:
+            raise self._lock.conflict()
+        others = {name for name in names - _folders(record) if _is_left(self.location / name)}
+        if others and PARTIAL not in names:
+            content = {"format": "holdfast", "token": self.token, "folders": sorted(others)}
+            (self.location / PARTIAL).write_bytes(json.dumps(content).encode(), atomic=False)
+
     def _is_whole(self, record: CheckpointRecord) -> bool:
         """Whether all files are there; asked only where another save may have removed some."""
         try:
             return all(
-                (self.location / item.folder / path).has_size(file.size)
+                (self.location / path).has_size(file.size)
                 for item in record.items.values()
-                for path, file in item.files.items()
+                for path, file in item.paths.items()
             )
         except ObjectNotFoundError:
             return False
@@ -347,6 +397,7 @@ class PendingCheckpoint:
                 return
             place = self.location / RECORD
             if self._conditional and self._old_record is None:
+                self._withdrawn = True
                 (self.location / DELETED).write_bytes(content)
                 place.remove_if(content)
             elif self._conditional:
@@ -410,6 +461,10 @@ class PendingCheckpoint:
                 self._parts.remove(path, self._old if ours and not late and not self._lost else None)
             if not ours or late:
                 return ours
+            if self._unmarked:  # a marker that is here belongs to another save
+                if self._withdrawn:
+                    (self.location / DELETED).remove()
+                return ours
             if self.location.is_remote:
                 # Another save may be alive here; the marker names what is left of earlier ones.
                 if self._lost and has_record(self.location):
@@ -449,8 +504,15 @@ def copy_left(location: Location) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def delete_checkpoint(location: Location) -> None:
-    """Delete a checkpoint: its record first, so that it is gone at once, then its data."""
+def delete_checkpoint(location: Location, record: CheckpointRecord | None = None) -> None:
+    """Delete a checkpoint, whose record may be known: the record first, so that it is gone at once, then its data."""
+    if location.is_remote and record is not None and all(item.is_archive for item in record.items.values()):
+        names = {entry.name for entry in location.entries()}
+        if RECORD in names and all(map(_ARCHIVE.fullmatch, names - {RECORD})):  # they say themselves what they are
+            (location / RECORD).remove()
+            for name in names - {RECORD}:
+                (location / name).remove()
+            return
     if not location.is_local:
         (location / DELETED).write_bytes(b"{}")  # the marker needs no content, and so no request for the record
         (location / RECORD).remove()
@@ -480,7 +542,7 @@ def sweep(location: Location, parts: CommitParts | None = None) -> bool:
     if RECORD in names:
         remove_temporary(location, names)
     if not {PARTIAL, DELETED} & names:
-        return False
+        return RECORD not in names and _remove_left(location, names)
     if RECORD not in names:
         _logger.info("%s: removing what an interrupted save or deletion has left", location)
         location.remove_tree(last=DELETED if DELETED in names else PARTIAL)
@@ -499,6 +561,39 @@ def sweep(location: Location, parts: CommitParts | None = None) -> bool:
     (location / PARTIAL).remove()
     (location / DELETED).remove()
     return False
+
+
+def _is_left(place: Location) -> bool:
+    """Whether an object is a zip file of a save: by its name, which no other save gives, and by what is in it."""
+    if not (place.is_remote and _ARCHIVE.fullmatch(place.name)):
+        return False
+    try:
+        return is_our_archive(place.read_bytes(limit=ARCHIVE_LIMIT))
+    except (ObjectNotFoundError, DamagedCheckpointError):  # it is gone, or longer than any of ours
+        return False
+
+
+def _remove_left(location: Location, names: Iterable[str]) -> bool:
+    """Remove the zip files of saves where no record and no marker is; return whether nothing else is there."""
+    found = {name: _is_left(location / name) for name in names}
+    if not any(found.values()):
+        return False
+    with contextlib.suppress(ObjectNotFoundError):
+        (location / RECORD).read_bytes(limit=RECORD_LIMIT)  # not from a listing: a save was committed meanwhile
+        return False
+    _logger.info("%s: removing what an interrupted save or deletion has left", location)
+    for name in (name for name, is_left in found.items() if is_left):
+        (location / name).remove()
+    return all(found.values())
+
+
+def sweep_stray(location: Location, record: CheckpointRecord) -> None:
+    """Remove zip files of saves that lost against the one of a record, or arrived late; from a listing of a run."""
+    names = {entry.name for entry in location.entries()} - _folders(record)
+    if RECORD in names and not names & {PARTIAL, DELETED}:
+        for name in names:
+            if _is_left(location / name):
+                (location / name).remove()
 
 
 def is_swept(names: Iterable[str]) -> bool:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from ..arrays import ArrayDatabase, FileCheck, required
 from ..clock import UNHEARD
 from ..errors import CheckpointExistsError, DamagedCheckpointError
-from ..format import TREES, CheckpointRecord, ItemRecord, own_shares
+from ..format import ARCHIVE, TREES, CheckpointRecord, ItemRecord, own_shares
 from ..storage import PAGE, DataReader, Location, Segment, parallel_map
 from .commit import CommitParts, PendingCheckpoint
 
@@ -146,13 +146,18 @@ class _CopiedFolders(CommitParts):
 
     def __init__(self, location: Location, record: CheckpointRecord) -> None:
         super().__init__(location)
-        self._folders = {name: _SUFFIX.sub("", item.folder) for name, item in record.items.items()}
+        # The names are those of folders; the commit adds what the names of zip files end with.
+        self._folders = {
+            name: _SUFFIX.sub("", item.folder.removesuffix(ARCHIVE) if item.is_archive else item.folder)
+            for name, item in record.items.items()
+        }
+        self._plain = {_SUFFIX.sub("", item.folder) for item in record.items.values()}
 
     def folder(self, item: str) -> str:
         return self._folders[item]
 
     def owns(self, folder: str) -> bool:
-        return _SUFFIX.sub("", folder) in self._folders.values()
+        return _SUFFIX.sub("", folder) in self._plain
 
     def check_replaceable(self, record: CheckpointRecord | None) -> None:
         nested = [*self._folders.values(), *(item.folder for item in record.items.values())] if record else []
@@ -187,14 +192,17 @@ def copied_step(
         copied = CopiedFiles()
     copy = _Copy(throttle or Throttle(None), progress, copied)
     try:
-        pending.begin()
+        pending.begin([name for name, item in record.items.items() if item.is_archive])
         checks = file_checks(source, record)
         files = [
             _File(
-                (name, path), source / item.folder / path, pending.folders[name] / path, checks[f"{item.folder}/{path}"]
+                (name, path),
+                source / inside,
+                pending.folders[name] / path if path else pending.folders[name],
+                checks[inside],
             )
             for name, item in record.items.items()
-            for path in item.files
+            for path, inside in zip(item.files, item.paths, strict=True)
         ]
         copy.run(files, continues=pending.continues)
         _sync_folders(files)
@@ -216,11 +224,7 @@ def copied_step(
 
 def file_checks(location: Location, record: CheckpointRecord) -> dict[str, FileCheck]:
     """Return the sizes and checksums of every file of a checkpoint, by its path in the checkpoint's directory."""
-    found = {
-        f"{item.folder}/{path}": FileCheck(known)
-        for item in record.items.values()
-        for path, known in item.files.items()
-    }
+    found = {path: FileCheck(known) for item in record.items.values() for path, known in item.paths.items()}
     for part in record.parts().values():
         if part.kind == TREES:
             found |= _tree_checks(location, part)
@@ -230,6 +234,8 @@ def file_checks(location: Location, record: CheckpointRecord) -> dict[str, FileC
 
 
 def _tree_checks(location: Location, tree: ItemRecord) -> dict[str, FileCheck]:
+    if tree.is_archive:  # its digest covers all of it
+        return {}
     database = ArrayDatabase(location / tree.folder, tree.files)
     chunks = database.file_checks()
     return {f"{tree.folder}/{path}": check for path, check in chunks.items() if len(check.offsets)}

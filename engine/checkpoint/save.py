@@ -8,12 +8,12 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
-from ..arrays import WrittenSteps, fsync_and_digest
+from ..arrays import WrittenSteps, fsync_and_digest, write_file
 from ..clock import format_size
 from ..distributed import ProcessInfo, Rendezvous
 from ..errors import (
@@ -33,6 +33,7 @@ from ..handlers import (
     PreparedItem,
     finish,
     run_coroutine,
+    write_archive,
 )
 from ..storage import REQUESTS, Location, parallel_map
 from .commit import PendingCheckpoint
@@ -187,7 +188,8 @@ class Save:
 
         ``awaited`` is set when the training loop, which runs beside this call, begins to wait for the save.
         """
-        folders = self._role.open()
+        archives = self._archives(awaited)
+        folders = self._role.open(archives)
         process = replace(self._role.process, awaited=awaited)
         own = {}
         for name, item in self._items.items():
@@ -195,11 +197,27 @@ class Save:
         fragments = self._role.gather(own)
         if fragments is None:
             return None
+        sent = parallel_map(lambda name: write_file(folders[name], archives[name]), list(archives), REQUESTS)
         items = {}
         for name, folder in folders.items():
-            files = self._items.pop(name).merge(folder, fragments[name])
+            if name in archives:
+                files: Files = {"": sent.pop(0)}
+            else:
+                files = self._items.pop(name).merge(folder, fragments[name])
             items[name] = ItemRecord(folder.name, self._kinds[name], files)
         return items
+
+    def _archives(self, awaited: threading.Event | None) -> Mapping[str, bytes]:
+        """Write small items into memory, where each request takes time; return the zip file of each, by its name."""
+        process = self._role.process
+        begun = any(isinstance(item, _BegunItem) for item in self._items.values())  # the folders of all items exist
+        if not self._location.is_remote or process.count > 1 or begun:
+            return {}
+        process = replace(process, awaited=awaited)
+        written = {name: write_archive(one, self._location / name, process) for name, one in self._items.items()}
+        archives = {name: content for name, content in written.items() if content is not None}
+        self._items = {name: item for name, item in self._items.items() if name not in archives}
+        return archives
 
     def commit(self, record: CheckpointRecord | None) -> tuple[CheckpointRecord, SaveReport]:
         """Commit the checkpoint; return the record and the report. Processes other than 0 wait for its summary."""
@@ -296,9 +314,9 @@ class Primary:
     def replaces(self) -> bool:
         return self._pending.replaces
 
-    def open(self) -> Mapping[str, Location]:
-        """Return the folder of every item, made ready."""
-        self._pending.begin()
+    def open(self, archives: Collection[str] = ()) -> Mapping[str, Location]:
+        """Return the folder of every item, made ready; the names of those that are zip files are given first."""
+        self._pending.begin(archives)
         if self._rendezvous is not None and not self._opened:
             self._opened = True
             folders = {name: folder.name for name, folder in self._pending.folders.items()}
@@ -385,7 +403,7 @@ class Worker:
     def process(self) -> ProcessInfo:
         return ProcessInfo(self._rendezvous.index, self._rendezvous.count, self._token)
 
-    def open(self) -> Mapping[str, Location]:
+    def open(self, archives: Collection[str] = ()) -> Mapping[str, Location]:
         if self._folders is None:
             plan = json.loads(self._rendezvous.broadcast("plan", None, self._timeout))
             if self._shared and plan["path"] != self._location.url:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .archive import ARCHIVE, ARCHIVE_LIMIT, decode_archive, encode_archive, is_our_archive
 from .codecs import (
     LEVELS,
     UINT64_MAX,

@@ -15,7 +15,8 @@ from ..errors import DamagedCheckpointError, FormatVersionError
 from .codecs import crc32c, extend
 
 FORMAT = "holdfast"
-VERSION = 1  # the newest version of the format that is read, and the one that is written
+VERSION = 2  # the newest version of the format that is read
+ARCHIVES_VERSION = 2  # of commit records whose items are zip files, which earlier versions do not read
 
 DOCUMENT_LIMIT = 128 << 20  # bytes of the largest document that is read or written
 
@@ -24,11 +25,12 @@ _READABLE = frozenset({"checkpoint"})  # kinds that users read; all others are c
 _DIGEST = re.compile(r"crc32c:[0-9a-f]{8}")
 
 
-def encode_document(kind: str, body: dict[str, Any]) -> bytes:
+def encode_document(kind: str, body: dict[str, Any], *, version: int = 1) -> bytes:
+    """Return a document; ``version`` is the oldest version of the format whose readers understand it."""
     taken = [name for name in _RESERVED if name in body]
     if taken:
         raise ValueError(f"the body of a document cannot have members called {', '.join(taken)}")
-    document = {"format": FORMAT, "version": VERSION, "kind": kind, **body}
+    document = {"format": FORMAT, "version": version, "kind": kind, **body}
     try:
         text = _canonical(document)
         digest = _digest(text)

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import DamagedCheckpointError
+from .archive import ARCHIVE
 from .codecs import crc32c
-from .documents import decode_document, encode_document
+from .documents import ARCHIVES_VERSION, decode_document, encode_document
 from .ocdbt_read import is_inside
 
 RECORD = "checkpoint.json"  # name of the commit record inside a checkpoint's directory
@@ -63,11 +64,34 @@ def _folders_of(path: str) -> list[str]:
 class ItemRecord:
     folder: str  # path inside the checkpoint's directory
     kind: str  # "pytree", "json", "processes", "components", or "files" for a handler of the user's own
-    files: Mapping[str, FileRecord]  # the files by their path inside the folder
+    # The files by their path inside the folder. Where the folder itself is a zip file that holds all of them, it is the
+    # only one, with the path "".
+    files: Mapping[str, FileRecord]
 
     @property
     def nbytes(self) -> int:
         return sum(file.size for file in self.files.values())
+
+    @property
+    def name(self) -> str:
+        """The last part of the folder's path."""
+        return self.folder.rpartition("/")[2]
+
+    @property
+    def paths(self) -> dict[str, FileRecord]:
+        """The files by their path inside the checkpoint's directory."""
+        return {f"{self.folder}/{path}" if path else self.folder: file for path, file in self.files.items()}
+
+    @property
+    def is_archive(self) -> bool:
+        """Whether the folder is a zip file."""
+        return "" in self.files
+
+    @property
+    def has_archives(self) -> bool:
+        """Whether the folder is a zip file, or has one in the place of the folder of a process."""
+        own = self if self.kind == PROCESSES else own_item(self.files) if self.kind == TREES else None
+        return self.is_archive or (own is not None and any("/" not in path for path in own.files))
 
     def shares(self) -> list[ItemRecord]:
         """Return the tree of each process of an item of kind ``"processes"``, in the order of the processes."""
@@ -75,11 +99,13 @@ class ItemRecord:
         for path, record in self.files.items():
             process, _, rest = path.partition("/")
             found.setdefault(process, {})[rest] = record
-        if not found or set(found) != {str(index) for index in range(len(found))}:
+        names = [name if name in found else f"{name}{ARCHIVE}" for name in map(str, range(len(found)))]
+        if not found or found.keys() != set(names):
             raise DamagedCheckpointError(
-                f"{self.folder}: expected folders 0, 1, 2, ... of processes, found {sorted(found)}"
+                f"{self.folder}: expected folders 0, 1, 2, ... of processes, or {ARCHIVE} files of them, found "
+                f"{sorted(found)}"
             )
-        return [ItemRecord(f"{self.folder}/{index}", TREES, found[str(index)]) for index in range(len(found))]
+        return [ItemRecord(f"{self.folder}/{name}", TREES, found[name]) for name in names]
 
     def components(self) -> dict[str, ItemRecord]:
         """Return the trees of an item of kind ``"components"`` by the component's path, ``""`` for the root.
@@ -177,7 +203,8 @@ class CheckpointRecord:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def encode(self) -> bytes:
-        return encode_document(_KIND, self.to_document())
+        archives = any(item.has_archives for item in self.items.values())
+        return encode_document(_KIND, self.to_document(), version=ARCHIVES_VERSION if archives else 1)
 
     def to_document(self) -> dict[str, Any]:
         """Return the record as JSON, without the digest: what :meth:`from_document` takes."""
@@ -218,12 +245,7 @@ class CheckpointRecord:
                 str(name): ItemRecord(
                     _relative_path(item["folder"]),
                     str(item["kind"]),
-                    {
-                        _relative_path(path): FileRecord(
-                            _size(file["size"]), int(file["crc32c"], 16) if "crc32c" in file else None
-                        )
-                        for path, file in item["files"].items()
-                    },
+                    _files(item["files"]),
                 )
                 for name, item in body["items"].items()
             }
@@ -245,6 +267,17 @@ class CheckpointRecord:
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise DamagedCheckpointError(f"{source}: the commit record has unexpected content: {error!r}") from error
+
+
+def _files(documents: Mapping[str, Any]) -> dict[str, FileRecord]:
+    if "" in documents and (len(documents) > 1 or "crc32c" not in documents[""]):
+        raise ValueError("an item that is a zip file has no other files, and needs a crc32c")
+    return {
+        path and _relative_path(path): FileRecord(
+            _size(file["size"]), int(file["crc32c"], 16) if "crc32c" in file else None
+        )
+        for path, file in documents.items()
+    }
 
 
 def encode_metrics(value: Any) -> Any:

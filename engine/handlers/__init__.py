@@ -11,11 +11,13 @@ from .base import (
     PreparedCheckpointHandler,
     PreparedItem,
     SaveFuture,
+    SizedItem,
     finish,
     has_structure,
     refuse_arguments,
     run_coroutine,
     write_alone,
+    write_archive,
 )
 from .per_process import PerProcessCheckpointHandler, ProcessShare, SavedShares, own_share
 from .pytree import ArrayCheckpointHandler, PyTreeCheckpointHandler, check_savable, flat_template, fresh_types

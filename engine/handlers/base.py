@@ -11,18 +11,21 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard, TypeVar
+from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
-from ..arrays import Layout, make_durable, read_checked, write_file
+from ..arrays import Layout, make_durable, open_folder, read_checked, write_file
 from ..distributed import ProcessInfo
 from ..errors import UnsupportedLeafError
-from ..format import DOCUMENT_LIMIT, FileRecord, decode_document, encode_document
+from ..format import DOCUMENT_LIMIT, FileRecord, decode_document, encode_archive, encode_document
 from ..peer_names import refuse_unknown
-from ..storage import Helper, Location
+from ..storage import Helper, Location, folder_in_memory
 
 T = TypeVar("T")
 
 Files = Mapping[str, FileRecord]  # the files of an item by their path in its folder, as the commit record lists them
+
+# Bytes of an item that becomes one file: to read the rest of it takes no longer than another request of a store.
+SMALL_ITEM = 256 << 10
 
 # Arguments that the engine passes to handlers, and callers of a checkpointer do not.
 _INTERNAL = frozenset({"snapshot", "member", "reuse", "files", "source", "shared"})
@@ -46,6 +49,14 @@ class PreparedItem(Protocol):
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
         """Complete the item from what every process's ``write`` returned; return all files, for the commit."""
         ...
+
+
+@runtime_checkable
+class SizedItem(PreparedItem, Protocol):
+    """An item whose size is known before it is written, and which can be written anywhere, memory included."""
+
+    def estimate_bytes(self) -> int | None:
+        """Return about how many bytes all processes write; None if the item must have a folder."""
 
 
 class CheckpointHandler(abc.ABC):
@@ -188,6 +199,17 @@ def write_alone(prepared: PreparedItem, folder: Location, awaited: threading.Eve
     return make_durable(folder, prepared.merge(folder, [prepared.write(folder, ProcessInfo(awaited=awaited))]))
 
 
+def write_archive(prepared: PreparedItem, place: Location, member: ProcessInfo) -> bytes | None:
+    """Write a small item that one process has into memory; return the zip file for ``place``, None for other items."""
+    size = prepared.estimate_bytes() if isinstance(prepared, SizedItem) else None
+    if size is None or size > SMALL_ITEM:
+        return None
+    files: dict[str, bytes] = {}
+    folder = folder_in_memory(place, files)
+    prepared.merge(folder, [prepared.write(folder, member)])
+    return encode_archive(files)
+
+
 def finish(futures: Sequence[SaveFuture] | None) -> Files | None:
     """Complete a save; return its files if every future knows its own."""
     found: dict[str, FileRecord] = {}
@@ -285,6 +307,7 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
         """Read the item back; ``item`` is not used."""
         if kwargs:
             refuse_arguments(self, kwargs, self.restore)
+        directory, files = open_folder(directory, files)
         place = directory / self._filename
         content = read_checked(place, None if files is None else files.get(self._filename), limit=DOCUMENT_LIMIT)
         return decode_document(content, "json", source=str(place)).get("data")
@@ -299,6 +322,9 @@ class _PreparedFile:
         self._name = name
         self._content = content
         self._files: dict[str, FileRecord] = {}
+
+    def estimate_bytes(self) -> int:
+        return len(self._content)
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
         if member.index == 0:

@@ -10,16 +10,16 @@ from typing import Any
 
 from ..distributed import Coordinator, ProcessInfo, current_coordinator
 from ..errors import OptionError
-from ..format import PROCESSES, FileRecord, ItemRecord
+from ..format import ARCHIVE, PROCESSES, FileRecord, ItemRecord, crc32c
 from ..storage import Location
-from .base import Files, PreparedCheckpointHandler, PreparedItem, write_alone
+from .base import Files, PreparedCheckpointHandler, PreparedItem, write_alone, write_archive
 from .pytree import PyTreeCheckpointHandler
 
 _logger = logging.getLogger("holdfast")
 
 
 class PerProcessCheckpointHandler(PreparedCheckpointHandler):
-    """Saves a tree for each process of a program, in a folder named after the process.
+    """Saves a tree for each process of a program, in a folder named after the process; a small one is one zip file.
 
     Each process gets its own tree back. If the number of processes differs from that of the save, a warning reports it:
     fewer processes get the trees of the first ones, and a process without a tree of its own keeps what it has. It gets
@@ -72,10 +72,7 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
             shares = ItemRecord(directory.name, PROCESSES, files or {}).shares()
             coordinator = current_coordinator() if self._coordinator is None else self._coordinator
             if len(shares) != coordinator.process_count:
-                read = (
-                    self._handler.restore(directory / str(i), item, files=one.files, **kwargs)
-                    for i, one in enumerate(shares)
-                )
+                read = (self._handler.restore(directory / one.name, item, files=one.files, **kwargs) for one in shares)
                 return SavedShares(tuple(read))
         share = own_share(directory, files or {}, self._coordinator, process)
         return self._handler.restore(share.folder, item, files=share.files, **kwargs) if share.is_own else item
@@ -83,7 +80,7 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Describe every process's tree, in their order."""
         shares = ItemRecord(directory.name, self.kind, files or {}).shares()
-        return [self._handler.structure(directory / str(i), files=each.files) for i, each in enumerate(shares)]
+        return [self._handler.structure(directory / each.name, files=each.files) for each in shares]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +107,7 @@ def own_share(
     if process is not None:
         if not 0 <= process < len(shares):
             raise OptionError(f"process={process!r}: {directory} has trees of {len(shares)} processes, from 0")
-        return Share(directory / str(process), shares[process].files)
+        return Share(directory / shares[process].name, shares[process].files)
     coordinator = current_coordinator() if coordinator is None else coordinator
     index, count = coordinator.process_index, coordinator.process_count
     is_own = index < len(shares)
@@ -118,27 +115,33 @@ def own_share(
         what = "restores its own tree" if is_own else "has no tree there, and keeps its fresh state"
         saved = "%s was saved by %d processes and is restored by %d: process %d %s"
         _logger.warning(saved, directory, len(shares), count, index, what)
-    chosen = index if is_own else 0
-    return Share(directory / str(chosen), shares[chosen].files, is_own)
+    chosen = shares[index if is_own else 0]
+    return Share(directory / chosen.name, chosen.files, is_own)
 
 
 class ProcessShare:
-    """One process's tree, to be written into a folder of its own."""
+    """One process's tree, to be written into a folder of its own, or into a zip file if it is small."""
 
     def __init__(self, prepared: PreparedItem) -> None:
         self._prepared = prepared
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
         own = folder / str(member.index)
-        own.make_directory()
-        files = write_alone(self._prepared, own, member.awaited)
+        archive = folder / f"{member.index}{ARCHIVE}"
+        content = write_archive(self._prepared, archive, ProcessInfo(awaited=member.awaited))
+        if content is None:
+            own.make_directory()
+            files = write_alone(self._prepared, own, member.awaited)
+        else:
+            archive.write_bytes(content, atomic=False)
+            files = {"": FileRecord(len(content), crc32c(content))}
         folder.sync_directory()
         return json.dumps({path: [file.size, file.crc32c, file.shared] for path, file in files.items()}).encode()
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
         shares: list[Mapping[str, Any]] = [json.loads(fragment) for fragment in fragments]
         return {
-            f"{process}/{path}": FileRecord(*record)
+            f"{process}/{path}" if path else f"{process}{ARCHIVE}": FileRecord(*record)
             for process, share in enumerate(shares)
             for path, record in share.items()
         }

@@ -385,6 +385,11 @@ class _PreparedTree:
         self._contents = files
         self._files: dict[str, FileRecord] = {}
 
+    def estimate_bytes(self) -> int | None:
+        if self._external.notes:  # their handlers may need a path
+            return None
+        return self._tree.estimate_bytes() + sum(map(len, self._contents.values()))
+
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
         if member.index == 0:
             self._files.update(self._external.write(folder))

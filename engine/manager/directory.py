@@ -23,6 +23,7 @@ from ..checkpoint import (
     is_swept,
     remove_temporary,
     sweep,
+    sweep_stray,
     write_record,
 )
 from ..clock import Clock, SystemClock
@@ -399,6 +400,8 @@ class RunDirectory:
         if not self.location.is_local:
             self._late.remove_stray(listing)
         self.reload(content)
+        for step, record in self._records.items() if self.location.is_remote else ():
+            sweep_stray(listing / self.step_location(step).name, record)
         store_metadata(self.location, metadata)
         stored, belongs = stored_identity(self.location), belongs or RunIdentity()
         identity = replace(
@@ -529,7 +532,7 @@ class RunDirectory:
             self.ownership.check()
             location = self.step_location(step)
             try:
-                delete_checkpoint(location)
+                delete_checkpoint(location, self._records.get(step))
             except StorageError:
                 if not (location / RECORD).is_there():  # the step is deleted, and the next sweep removes its files
                     self.add(step, None)

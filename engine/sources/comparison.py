@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..arrays import SavedLeaf, TreeReader, TreeSource, batches
 from ..clock import UNHEARD, Portion, Progress
 from ..errors import UnsupportedLeafError, shortened_text
-from ..format import OWN_FOLDER, FileRecord, own_shares
+from ..format import ARCHIVE, OWN_FOLDER, FileRecord, own_shares
 from ..generators import is_idle
 from ..pytree import Box, PathFilter, Patterns, format_path, materialize, unescape_key
 from .protocol import JSON, METRICS, TREE, CheckpointSource
@@ -102,7 +102,7 @@ def trees_in(checkpoint: CheckpointSource, name: str) -> Iterator[tuple[str, Tre
     tree = checkpoint.tree(name)
     yield name, tree
     for share in own_shares(checkpoint.files(name) or {}):
-        yield f"{name}/{share.folder}", TreeReader(tree.location / share.folder, share.files)
+        yield f"{name}/{share.folder.removesuffix(ARCHIVE)}", TreeReader(tree.location / share.folder, share.files)
 
 
 def _compare_trees(

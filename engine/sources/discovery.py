@@ -28,7 +28,7 @@ from operator import methodcaller
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-from ..arrays import TreeReader, TreeSource, read_checked, write_file
+from ..arrays import TreeReader, TreeSource, open_folder, read_checked, write_file
 from ..clock import UNHEARD, Portion, Progress
 from ..distributed import ProcessInfo
 from ..errors import (
@@ -41,6 +41,7 @@ from ..errors import (
     shortened_steps,
 )
 from ..format import (
+    ARCHIVE,
     DOCUMENT_LIMIT,
     OWN_FOLDER,
     RECORD,
@@ -56,6 +57,7 @@ from ..handlers import (
     JsonCheckpointHandler,
     PreparedItem,
     PyTreeCheckpointHandler,
+    SizedItem,
     restore_external,
 )
 from ..pytree import EXTERNAL, Patterns
@@ -239,6 +241,8 @@ def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSo
     if step is None:
         if has_record(location):
             return NativeCheckpoint(location)
+        if location.name.endswith(ARCHIVE) and has_record(location.parent):
+            raise CheckpointNotFoundError(f"{location}: no checkpoint here; {_as_part(location)}")
         if not is_ours(location) and (found := recognise(location)) is not None:
             return found
     entry = _find_step(location, step)
@@ -263,11 +267,14 @@ def _find_step(location: Location, step: int | None) -> StepEntry:
     if steps.entries:
         known = f"it holds the steps {shortened_steps(sorted(one.step for one in steps.entries))}"
     elif (location.parent / RECORD).is_there():
-        known = (
-            f"it is a part of the checkpoint {location.parent}; load that, with item={location.name!r} for this part"
-        )
+        known = _as_part(location)
     wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     raise CheckpointNotFoundError(f"{location}: {wanted} here; {known}")
+
+
+def _as_part(location: Location) -> str:
+    item = location.name.partition(".")[0]
+    return f"it is a part of the checkpoint {location.parent}; load that, with item={item!r} for this part"
 
 
 def open_at(location: Location) -> CheckpointSource:
@@ -337,6 +344,10 @@ class PreparedGraph:
         except ValueError as error:
             raise UnsupportedLeafError(f"this graph cannot be described: {error}; nothing was written") from error
 
+    def estimate_bytes(self) -> int | None:
+        size = self._tree.estimate_bytes() if isinstance(self._tree, SizedItem) and self._own is None else None
+        return None if size is None else size + len(self._document)
+
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
         if member.index == 0:
             self._files[GRAPH] = write_file(folder / GRAPH, self._document)
@@ -362,13 +373,13 @@ class NativeTree(TreeReader):
 
     def __init__(self, location: Location, files: Files | None = None, select: Patterns | None = None) -> None:
         super().__init__(location, files, select=select)
-        self._graph = (files or {}).get(GRAPH)
 
     def graph_document(self) -> Any:
-        if self._graph is None:
+        known = self.files.get(GRAPH)
+        if known is None:
             return None
         place = self.location / GRAPH
-        return decode_document(read_checked(place, self._graph, limit=DOCUMENT_LIMIT), KIND, source=str(place))
+        return decode_document(read_checked(place, known, limit=DOCUMENT_LIMIT), KIND, source=str(place))
 
 
 class NativeCheckpoint(CheckpointSource):
@@ -383,6 +394,7 @@ class NativeCheckpoint(CheckpointSource):
         self.items = {name: item.kind for name, item in self.parts.items()}
         self.step = self.record.step
         self.reason = self.record.reason
+        self._opened: dict[str, tuple[Location, Files]] = {}
 
     @property
     def time(self) -> float | None:
@@ -404,40 +416,43 @@ class NativeCheckpoint(CheckpointSource):
         return has_changed(self.location, self.record)
 
     def files(self, item: str) -> Mapping[str, FileRecord]:
-        return self.parts[item].files
+        return self._open(item)[1]
+
+    def _open(self, item: str) -> tuple[Location, Files]:
+        """Return the folder of an item and its files; one that is a zip file is read once."""
+        if item not in self._opened:
+            saved = self.parts[item]
+            folder, files = open_folder(self.location / saved.folder, saved.files)
+            self._opened[item] = folder, files or {}
+        return self._opened[item]
 
     def tree(self, item: str) -> TreeSource:
         return self.selected_tree(item, None)
 
     def selected_tree(self, item: str, select: Patterns | None) -> TreeSource:
-        saved = self.parts[item]
-        return NativeTree(self.location / saved.folder, saved.files, select)
+        return NativeTree(*self._open(item), select)
 
     def value(self, item: str) -> Any:
-        saved = self.parts[item]
-        if saved.kind != JSON:
+        if self.parts[item].kind != JSON:
             raise OptionError(
                 f"{self.location}: item {item!r} was written by a handler of your own; restore it with that handler "
                 "(Checkpointer(handler).restore, or a CheckpointManager)"
             )
-        return JsonCheckpointHandler().restore(self.location / saved.folder, files=saved.files)
+        folder, files = self._open(item)
+        return JsonCheckpointHandler().restore(folder, files=files)
 
     def load(self, item: str, like: Any = None, select: Patterns | None = None) -> Any:
-        saved = self.parts[item]
-        if saved.kind != TREE:
+        if self.parts[item].kind != TREE:
             return super().load(item, like, select)
         kwargs: dict[str, Any] = {} if select is None else {"select": select}
-        return PyTreeCheckpointHandler().restore(self.location / saved.folder, like, files=saved.files, **kwargs)
+        folder, files = self._open(item)
+        return PyTreeCheckpointHandler().restore(folder, like, files=files, **kwargs)
 
     def complete(self, item: str, source: TreeSource, tree: Any) -> Any:
         numbers = source.numbers if isinstance(source, TreeReader) else range(len(source.leaves))
         pairs = zip(source.leaves, numbers, strict=True)
         kept = {leaf.name: number for leaf, number in pairs if leaf.saved.kind == EXTERNAL}
-        return (
-            restore_external(tree, source.location, self.parts[item].files, kept, DEFAULT_REGISTRY, {})
-            if kept
-            else tree
-        )
+        return restore_external(tree, source.location, self.files(item), kept, DEFAULT_REGISTRY, {}) if kept else tree
 
     def items_to_load(self) -> list[str]:
         return list(self.items)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .backend import DataFile, DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE, Buffer, aligned_empty, round_up
+from .folder_in_memory import folder_in_memory
 from .kvstore import shared_context, store_spec
 from .local import TEMPORARY_PREFIX, LocalBackend, append_line, open_own
 from .location import Location, Place, as_location, max_concurrency, sync_all

@@ -261,7 +261,7 @@ class AzureBackend(ObjectStoreBackend):
             names.append(key)
         return sorted(names)
 
-    def honours_conditions(self, key: str, data: bytes) -> bool:
+    def honours_conditions(self, key: str, data: bytes | None) -> bool:
         return True
 
     def read_generation(self, key: str) -> tuple[bytes | None, str | None]:

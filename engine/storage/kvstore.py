@@ -134,13 +134,15 @@ class KvStoreBackend(ObjectStoreBackend):
         answer = self.request(key, "access", lambda: self._store().read(key, byte_range=slice(0, 0)))
         return bool(answer.state == "value")
 
-    def honours_conditions(self, key: str, data: bytes) -> bool:
+    def honours_conditions(self, key: str, data: bytes | None) -> bool:
         """Return whether the service refuses to create an object that exists; each service is asked once.
 
         ``key`` holds ``data``, which a service that ignores conditions writes again.
         """
         service = self.spec.get("endpoint", "") if self.scheme == "s3" else ""
         if self.scheme == "s3" and service not in _conditional:
+            if data is None:
+                return False
             try:
                 # If the first one succeeds, the object may have been missing.
                 found = not all(self.write_where(key, data, None) for _ in range(2))

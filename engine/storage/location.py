@@ -428,11 +428,12 @@ class Location:
         else:
             backend.write_bytes(self._key, data, atomic=atomic)
 
-    def honours_conditions(self, data: bytes) -> bool:
+    def honours_conditions(self, data: bytes | None) -> bool:
         """Return whether ``write_bytes_if`` is atomic here: never on a disk; in a store, if the service supports it.
 
         Args:
-            data: The content of this object, which may be written again to find out.
+            data: The content of this object, which may be written again to find out. With None, nothing is written, and
+                the answer is False where it is not known yet.
         """
         return isinstance(self._backend, ObjectStoreBackend) and self._object_store().honours_conditions(
             self._key, data

@@ -144,8 +144,11 @@ class ObjectStoreBackend:
     def share(self, key: str, target: str, known: FileIdentity) -> FileIdentity:
         raise NotImplementedError
 
-    def honours_conditions(self, key: str, data: bytes) -> bool:
-        """Return whether the service refuses to create an object that exists; ``key`` holds ``data``."""
+    def honours_conditions(self, key: str, data: bytes | None) -> bool:
+        """Return whether the service refuses to create an object that exists; ``key`` holds ``data``.
+
+        With None, no request is sent, and the answer is False where one would be needed.
+        """
         return False
 
     def read_generation(self, key: str) -> tuple[bytes | None, Any]:

@@ -188,7 +188,8 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
         **kwargs: Any,
     ) -> Any:
         """Open a graph; with a template, read the values that the template takes, and change nothing."""
-        stored = StoredGraph(NativeTree(directory, files), directory.parent, files, shared)
+        tree = NativeTree(directory, files)
+        stored = StoredGraph(tree, directory.parent, tree.files, shared)
         template: GraphTemplate | None = item
         return stored if template is None else template.prepare(stored)
 

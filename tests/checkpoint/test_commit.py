@@ -16,6 +16,7 @@ import pytest
 
 import holdfast as hf
 from holdfast.engine.checkpoint.commit import PendingCheckpoint, delete_checkpoint, sweep, write_record
+from holdfast.engine.format import encode_document
 from holdfast.engine.format.record import CheckpointRecord, FileRecord, ItemRecord
 from holdfast.engine.steps import read_record
 
@@ -338,10 +339,10 @@ def test_a_damaged_checkpoint_can_be_replaced(place: hf.storage.Location) -> Non
     assert content(place) == "four"
 
 
-def test_a_newer_version_is_not_replaced(place: hf.storage.Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("holdfast.engine.format.documents.VERSION", 2)
-        commit(place, "one")
+def test_a_newer_version_is_not_replaced(place: hf.storage.Location) -> None:
+    commit(place, "one")
+    record = CheckpointRecord.decode((place / "checkpoint.json").read_bytes(), source="")
+    (place / "checkpoint.json").write_bytes(encode_document("checkpoint", record.to_document(), version=3))
     (place / "checkpoint.partial").write_bytes(b'{"folders": ["item"]}')
     with pytest.raises(hf.errors.FormatVersionError):
         PendingCheckpoint(place, ["item"], overwrite=True)

@@ -109,10 +109,10 @@ def test_newer_versions_are_told_apart_from_damage(place: str, stored: Any) -> N
     hf.save(place, TREE)
     record = json.loads(stored(place).read()[RECORD])
     del record["digest"]
-    record["version"] = 2
+    record["version"] = 3
     digest = f"crc32c:{crc32c(json.dumps(record, separators=(',', ':')).encode()):08x}"
     stored(place).write(RECORD, json.dumps({**record, "digest": digest}).encode())
-    with pytest.raises(hf.errors.FormatVersionError, match=r"version 2.*upgrade holdfast"):
+    with pytest.raises(hf.errors.FormatVersionError, match=r"version 3.*upgrade holdfast"):
         hf.load(place)
 
 

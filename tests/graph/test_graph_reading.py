@@ -325,20 +325,24 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
 class Words:
     """A data iterator whose state holds an array."""
 
+    def __init__(self, size: int = 1000) -> None:
+        self._size = size
+
     def get_state(self) -> dict[str, Any]:
-        return {"words": np.arange(1000), "position": 3}
+        return {"words": np.arange(self._size), "position": 3}
 
     def set_state(self, state: dict[str, Any]) -> None:
         raise AssertionError
 
 
-def test_what_each_process_has_of_its_own_is_verified(tmp_path: Path) -> None:
-    found = capture(walk(graph.Checkpoint(batches=Words(), w=np.ones(3))), apart=True)
+@pytest.mark.parametrize(("size", "count"), [(1000, 1), (100_000, 4)], ids=["zip file", "folder"])
+def test_what_each_process_has_of_its_own_is_verified(tmp_path: Path, size: int, count: int) -> None:
+    found = capture(walk(graph.Checkpoint(batches=Words(size), w=np.ones(3))), apart=True)
     path = tmp_path / "x"
     hf.Checkpointer(GraphCheckpointHandler()).save(path, found)
     assert hf.verify(path).ok
     files = [file for file in (path / "state" / "own").rglob("*") if file.is_file()]
-    assert len(files) > 3
+    assert len(files) == count
     for file in files:
         content = file.read_bytes()
         for place in {0, len(content) // 2, len(content) - 1}:

@@ -21,6 +21,7 @@ from tests.events import heard
 import holdfast as hf
 from holdfast.cli.main import main
 from holdfast.engine.checkpoint.commit import PendingCheckpoint
+from holdfast.engine.format import decode_document, encode_document
 
 
 def tree(step: int) -> dict[str, Any]:
@@ -617,12 +618,13 @@ def test_in_memory() -> None:
         assert manager.all_steps() == [3]
 
 
-def test_a_step_of_a_newer_version_is_an_error_not_a_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_a_newer_version_is_an_error_not_a_fallback(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path, hf.PyTreeCheckpointer()) as manager:
-        manager.save(1, tree(1))
-        with monkeypatch.context() as patch:
-            patch.setattr("holdfast.engine.format.documents.VERSION", 2)
-            manager.save(2, tree(2))
+        for step in (1, 2):
+            manager.save(step, tree(step))
+    record = tmp_path / "2" / "checkpoint.json"
+    body = decode_document(record.read_bytes(), "checkpoint", source=str(record))
+    record.write_bytes(encode_document("checkpoint", body, version=3))
     with hf.CheckpointManager(tmp_path, hf.PyTreeCheckpointer()) as manager:
         with pytest.raises(hf.errors.FormatVersionError, match="newer"):
             manager.restore_latest()

@@ -519,7 +519,7 @@ class Part(Checkpointable):
     [
         (hf.PyTreeCheckpointHandler(layout=LAYOUT), tree(0) | {"v": np.arange(10_000.0)}, {}),
         (hf.PyTreeCheckpointHandler(), np.arange(10_000.0), {"layout": LAYOUT}),
-        (hf.handlers.PerProcessCheckpointHandler(hf.PyTreeCheckpointHandler(layout=LAYOUT)), np.arange(10_000.0), {}),
+        (hf.handlers.PerProcessCheckpointHandler(hf.PyTreeCheckpointHandler(layout=LAYOUT)), np.arange(99_000.0), {}),
         (ComponentCheckpointHandler(layout=LAYOUT), Part(), {}),
     ],
     ids=["tree", "asked for", "per process", "components"],

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from holdfast.engine.steps import read_record
 from holdfast.engine.storage import as_location
 
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=16_384)
@@ -44,10 +45,10 @@ def save_and_load(place: str) -> list[Any]:
     one = f"{place}/a folder/größe"
     results = [
         outcome(lambda: hf.load(one)),
-        hf.save(one, tree(1), layout=SMALL).bytes,
+        hf.save(one, tree(1), layout=SMALL).bytes == read_record(as_location(one)).nbytes,
         outcome(lambda: hf.save(one, tree(2))),
         hf.load(one),
-        hf.save(one, tree(3), overwrite=True).bytes,
+        hf.save(one, tree(3), overwrite=True).bytes == read_record(as_location(one)).nbytes,
         hf.load(one, like=tree(0)),
         hf.load(one, select="w"),
         hf.verify(one).ok,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.object_stores.conftest import Store
+from tests.object_stores.conftest import Store, s3_store
+from tests.object_stores.s3_server import S3Server
 
 import holdfast as hf
 from holdfast.storage import as_location
 
 LEAVES = {f"layer{number}": np.full((20, 50), number, np.float32) for number in range(50)}
+LARGER = {name: np.tile(leaf, (2, 1)) for name, leaf in LEAVES.items()}
 KEEP = hf.CheckpointManagerOptions(max_to_keep=2)
 
 
@@ -29,39 +32,75 @@ def counted(store: Store, action: Callable[[], Any]) -> tuple[int, dict[str, int
     return sum(found.values()), found
 
 
+def test_one_small_checkpoint(store: Store) -> None:
+    url = f"{store.url}/ckpt"
+    # The list, the tree, the record, and another list.
+    assert counted(store, lambda: hf.save(url, LEAVES)) == (4, {"LIST": 2, "PUT": 2})
+    # The record and the tree.
+    for read in (
+        hf.load,
+        lambda url: hf.load(url, like=LEAVES),
+        lambda url: hf.load(url, select="layer7"),
+        hf.describe,
+    ):
+        assert counted(store, partial(read, url)) == (2, {"GET": 2})
+    assert counted(store, lambda: hf.verify(url))[0] == 3
+    # As in the next test, with the tree in one object, and the old record before.
+    assert counted(store, lambda: hf.save(url, LEAVES, overwrite=True))[0] == 11
+
+
 def test_one_checkpoint(store: Store) -> None:
     url = f"{store.url}/ckpt"
     # The list, the lock, data, index, tree, manifest, a check of the lock, the record, another check of the lock.
-    assert counted(store, lambda: hf.save(url, LEAVES)) == (10, {"LIST": 1, "PUT": 6, "GET": 2, "DELETE": 1})
+    assert counted(store, lambda: hf.save(url, LARGER)) == (10, {"LIST": 1, "PUT": 6, "GET": 2, "DELETE": 1})
     # The record, manifest, index, tree, data.
     assert counted(store, lambda: hf.load(url)) == (5, {"GET": 5})
-    assert counted(store, lambda: hf.load(url, like=LEAVES)) == (5, {"GET": 5})
+    assert counted(store, lambda: hf.load(url, like=LARGER)) == (5, {"GET": 5})
     assert counted(store, lambda: hf.load(url, select="layer7")) == (5, {"GET": 5})
     assert counted(store, lambda: hf.describe(url)) == (4, {"GET": 4})
     assert counted(store, lambda: hf.verify(url))[0] <= 14
-    assert counted(store, lambda: hf.save(url, LEAVES, overwrite=True))[0] <= 18
+    assert counted(store, lambda: hf.save(url, LARGER, overwrite=True))[0] <= 18
 
 
-def test_a_run(store: Store) -> None:
+def test_the_first_save_to_a_service(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It marks the path, and asks with the marker whether the service honours conditions."""
+    with S3Server() as server:
+        new = s3_store(server, monkeypatch)
+        first = {"LIST": 1, "PUT": 4, "GET": 2, "DELETE": 1}
+        assert counted(new, lambda: hf.save(f"{new.url}/1", LEAVES)) == (8, first)
+        assert counted(new, lambda: hf.save(f"{new.url}/2", LEAVES)) == (4, {"LIST": 2, "PUT": 2})
+    with S3Server() as server:
+        new = s3_store(server, monkeypatch)
+        server.conditions = False
+        hf.save(f"{new.url}/1", LEAVES)
+        without = {"LIST": 1, "PUT": 3, "GET": 2, "DELETE": 1}
+        assert counted(new, lambda: hf.save(f"{new.url}/2", LEAVES)) == (7, without)
+
+
+@pytest.mark.parametrize("leaves", [LEAVES, LARGER], ids=["small", "larger"])
+def test_a_run(store: Store, leaves: Any) -> None:
     url = f"{store.url}/run"
+    is_small = leaves is LEAVES
     for number in range(40):
         store.server.buckets[store.bucket][f"other/{number}"] = store.server.put(store.bucket, "run2/x", b"")
     with hf.CheckpointManager(url, options=KEEP) as run:
         for step in (1, 2):
-            run.save(step, LEAVES)
+            run.save(step, leaves)
             run.wait_until_finished()
 
         def save() -> None:
-            run.save(3, LEAVES)
+            run.save(3, leaves)
             run.wait_until_finished()
 
         # As above, and two checks of the owner; the deletion marks, deletes the record, lists, and deletes the rest,
         # on S3 with one request for all.
-        assert counted(store, save)[0] <= (16 if store.url.startswith("s3") else 20)
+        # Of small trees: the list, the record and the tree.
+        assert counted(store, save)[0] <= (9 if is_small else 16 if store.url.startswith("s3") else 20)
     # A list, and each record.
     assert counted(store, lambda: hf.CheckpointManager(url, options=KEEP)) == (3, {"LIST": 1, "GET": 2})
     run = hf.CheckpointManager(url, options=KEEP)
-    assert counted(store, lambda: run.restore_latest(LEAVES)) == (4, {"GET": 4})
+    reads = 1 if is_small else 4
+    assert counted(store, lambda: run.restore_latest(leaves)) == (reads, {"GET": reads})
     assert counted(store, lambda: hf.load(url))[0] <= 13
     assert counted(store, lambda: hf.list_checkpoints(url))[0] <= 9
     assert not any("other" in what or "run2" in what for what in store.server.sent())
@@ -138,11 +177,11 @@ def test_verifying_does_not_fetch_data_twice(store: Store) -> None:
 def test_a_service_that_deletes_one_object_at_a_time(s3: Store) -> None:
     """Single requests follow the one for all that failed or was refused; after a refusal, it is not sent again."""
     for number, (status, code) in enumerate([(500, "InternalError"), (501, "NotImplemented")]):
-        hf.save(f"{s3.url}/{number}", LEAVES)
+        hf.save(f"{s3.url}/{number}", LARGER)
         s3.server.fail(rf"POST /{s3.bucket}$", times=1, answer=s3.server.error(status, code))
         as_location(f"{s3.url}/{number}").remove_tree()
         assert s3.stored() == []
-    hf.save(f"{s3.url}/later", LEAVES)
+    hf.save(f"{s3.url}/later", LARGER)
     s3.server.log.clear()
     as_location(f"{s3.url}/later").remove_tree()
     assert (s3.stored(), s3.server.counts()) == ([], {"LIST": 1, "DELETE": 5})

@@ -18,43 +18,55 @@ import holdfast as hf
 
 AZURE = True
 
-TREE = {"w": np.arange(1000, dtype=np.float32)}
+# The elements of a tree, and what the name of an object that its save writes matches.
+SIZES = {"folder": 100_000, "zip file": 1000}
+WRITES = {100_000: r"(PUT|POST).*run/2/state\.\w+/tree\.json", 1000: r"(PUT|POST).*run/2/state\.\w+\.zip"}
 
 
-def take_over(process: Process, environment: dict[str, str], url: str, step: int) -> list[int]:
+@pytest.fixture(params=SIZES.values(), ids=[*SIZES])
+def size(request: pytest.FixtureRequest) -> int:
+    found: int = request.param
+    return found
+
+
+def tree(size: int) -> dict[str, Any]:
+    return {"w": np.arange(size, dtype=np.float32)}
+
+
+def take_over(process: Process, environment: dict[str, str], url: str, step: int, size: int) -> list[int]:
     """Saves a step from another run."""
     assert process.count == 1
     os.environ.update(environment)
     with hf.CheckpointManager(url) as run:
-        run.save(step, TREE)
+        run.save(step, tree(size))
     return run.all_steps()
 
 
-def taken_over(store: Store, url: str, request: str) -> hf.CheckpointManager:
+def taken_over(store: Store, url: str, request: str, size: int) -> hf.CheckpointManager:
     """Returns a run with step 1, in the middle of saving step 2: another run took over during one of its requests."""
     older = hf.CheckpointManager(url)
-    older.save(1, TREE)
+    older.save(1, tree(size))
     older.wait_until_finished()
     arrived, go_on = threading.Event(), threading.Event()
     store.server.fail(request, act=arrived.set, after=go_on)
-    older.save(2, TREE)
+    older.save(2, tree(size))
     assert arrived.wait(10)
-    assert run_processes(take_over, 1, store.environment, url, 5, backend="none") == [[1, 5]]
+    assert run_processes(take_over, 1, store.environment, url, 5, size, backend="none") == [[1, 5]]
     go_on.set()
     return older
 
 
-def test_the_older_run_finds_out_before_it_commits(store: Store) -> None:
+def test_the_older_run_finds_out_before_it_commits(store: Store, size: int) -> None:
     url = f"{store.url}/run"
     older = hf.CheckpointManager(url)
-    older.save(1, TREE)
+    older.save(1, tree(size))
     older.wait_until_finished()
-    assert run_processes(take_over, 1, store.environment, url, 2, backend="none") == [[1, 2]]
-    older.save(3, TREE)
+    assert run_processes(take_over, 1, store.environment, url, 2, size, backend="none") == [[1, 2]]
+    older.save(3, tree(size))
     with pytest.raises(hf.SaveFailedError, match=r"another manager has taken over .* process \d+ on ") as caught:
         older.wait_until_finished()
     assert isinstance(caught.value.__cause__, hf.errors.OwnershipError)
-    for act in (lambda: older.save(4, TREE), lambda: older.delete(1), lambda: older.pin(1)):
+    for act in (lambda: older.save(4, tree(size)), lambda: older.delete(1), lambda: older.pin(1)):
         with pytest.raises(hf.errors.OwnershipError):
             act()
     older.close()
@@ -64,10 +76,10 @@ def test_the_older_run_finds_out_before_it_commits(store: Store) -> None:
     assert not any(key.startswith("run/3/") for key in store.stored())
 
 
-def test_taken_over_in_the_middle_of_a_save(store: Store) -> None:
+def test_taken_over_in_the_middle_of_a_save(store: Store, size: int) -> None:
     """The newer run deletes the files that the older one is writing; the older one's step never appears."""
     url = f"{store.url}/run"
-    older = taken_over(store, url, r"(PUT|POST).*run/2/state\.\w+/tree\.json")
+    older = taken_over(store, url, WRITES[size], size)
     with pytest.raises(hf.SaveFailedError, match="taken over"):
         older.wait_until_finished()
     older.close()
@@ -78,88 +90,90 @@ def test_taken_over_in_the_middle_of_a_save(store: Store) -> None:
     assert not any(key.startswith("run/2/") for key in store.stored())
 
 
-def test_a_store_that_is_silent_for_a_while_is_no_other_run(store: Store) -> None:
+def test_a_store_that_is_silent_for_a_while_is_no_other_run(store: Store, size: int) -> None:
+    # The last look at what is there, after the record is written: at the marker, or a list, which is the second one.
+    last = (r"GET.*checkpoint\.partial", 0) if size == SIZES["folder"] else ("GET.*(prefix|startOffset)=run/2", 1)
     with hf.CheckpointManager(f"{store.url}/run") as run:
-        run.save(1, TREE)
+        run.save(1, tree(size))
         run.wait_until_finished()
-        for pattern in (r"GET.*owner\.json", r"GET.*checkpoint\.partial"):
-            fault = store.server.fail(pattern, times=1000, answer=store.server.error(503, "SlowDown"))
-            run.save(2, TREE, force=True)
+        for pattern, skip in ((r"GET.*owner\.json", 0), last):
+            fault = store.server.fail(pattern, times=1000, skip=skip, answer=store.server.error(503, "SlowDown"))
+            run.save(2, tree(size), force=True)
             with pytest.raises(hf.SaveFailedError) as caught:
                 run.wait_until_finished()
             assert isinstance(caught.value.__cause__, hf.errors.StorageUnavailableError)
             fault.times = 0
-            run.save(2, TREE, force=True)
+            run.save(2, tree(size), force=True)
             run.wait_until_finished()
             assert run.all_steps() == [1, 2]
             run.delete(2)
     assert hf.verify(f"{store.url}/run").ok
 
 
-def older_run(process: Process, environment: dict[str, str], url: str) -> str:
+def older_run(process: Process, environment: dict[str, str], url: str, size: int) -> str:
     """Saves step 1, and step 2 when it is allowed to continue; returns how that ended."""
     assert process.count == 1
     os.environ.update(environment)
     with contextlib.suppress(hf.SaveFailedError), hf.CheckpointManager(url) as run:
-        run.save(1, TREE)
+        run.save(1, tree(size))
         run.wait_until_finished()
         hf.save(f"{url}-waits", {"a": 1})
         try:
-            run.save(2, {"w": TREE["w"] + 1})
+            run.save(2, {"w": tree(size)["w"] + 1})
             run.wait_until_finished()
         except hf.HoldfastError as error:
             return f"{type(error).__name__}: {error}"
     return "it has saved"
 
 
-def test_the_newer_run_goes_on_though_the_older_one_begins_to_save_the_same_step(store: Store) -> None:
+def test_the_newer_run_goes_on_though_the_older_one_begins_to_save_the_same_step(store: Store, size: int) -> None:
     url = f"{store.url}/run"
     waits, older_goes_on, saving, newer_goes_on = (threading.Event() for _ in range(4))
     store.server.fail(r"(PUT|POST).*run-waits", act=waits.set, after=older_goes_on)
     ended: list[str] = []
     older = threading.Thread(
-        target=lambda: ended.extend(run_processes(older_run, 1, store.environment, url, backend="none"))
+        target=lambda: ended.extend(run_processes(older_run, 1, store.environment, url, size, backend="none"))
     )
     older.start()
     assert waits.wait(60)
     newer = hf.CheckpointManager(url)
-    assert np.array_equal(newer.restore(1)["w"], TREE["w"])
-    store.server.fail(r"(PUT|POST).*run/2/state\.\w+/tree\.json", act=saving.set, after=newer_goes_on)
-    newer.save(2, TREE)
+    assert np.array_equal(newer.restore(1)["w"], tree(size)["w"])
+    store.server.fail(WRITES[size], act=saving.set, after=newer_goes_on)
+    newer.save(2, tree(size))
     assert saving.wait(10)
     older_goes_on.set()
     older.join()
     newer_goes_on.set()
     newer.wait_until_finished()
-    newer.save(3, TREE)
+    newer.save(3, tree(size))
     newer.close()
     assert "another manager has taken over" in ended[0]
     assert newer.all_steps() == [1, 2, 3]
-    assert np.array_equal(hf.load(f"{url}/2")["w"], TREE["w"])
+    assert np.array_equal(hf.load(f"{url}/2")["w"], tree(size)["w"])
     assert hf.verify(url).ok
     assert len({key.split("/")[2] for key in store.stored("run/2/")}) == 2, "the record and one tree"
 
 
 def test_a_step_that_the_older_run_has_saved_meanwhile_is_replaced(
-    store: Store, caplog: pytest.LogCaptureFixture
+    store: Store, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"{store.url}/run"
     with hf.CheckpointManager(url) as newer:  # which has no step yet
-        assert run_processes(take_over, 1, store.environment, url, 2, backend="none") == [[2]]
-        newer.save(2, {"w": TREE["w"] + 1})
+        assert run_processes(take_over, 1, store.environment, url, 2, size, backend="none") == [[2]]
+        newer.save(2, {"w": tree(size)["w"] + 1})
         newer.wait_until_finished()
     assert "step 2 was committed by another run" in caplog.text
-    assert np.array_equal(hf.load(f"{url}/2")["w"], TREE["w"] + 1)
+    assert np.array_equal(hf.load(f"{url}/2")["w"], tree(size)["w"] + 1)
     assert hf.verify(url).ok
 
 
-def saves(url: str, values: Sequence[int], **options: Any) -> dict[int, Any]:
+def saves(url: str, values: Sequence[int], size: int = 5000, **options: Any) -> dict[int, Any]:
     """Saves several values to one path at once; returns of each the report or the error."""
     outcomes: dict[int, Any] = {}
 
     def work(value: int) -> None:
         try:
-            outcomes[value] = hf.save(url, {"w": np.full(5000, value)}, **options)
+            outcomes[value] = hf.save(url, {"w": np.full(size, value)}, **options)
         except hf.HoldfastError as error:
             outcomes[value] = error
 
@@ -173,13 +187,13 @@ def saves(url: str, values: Sequence[int], **options: Any) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
-def test_several_threads_save_to_one_path(store: Store, old: bool) -> None:
+def test_several_threads_save_to_one_path(store: Store, size: int, old: bool) -> None:
     """A save that reports success is there, unless a later one replaced it; the others fail."""
     for turn in range(4):
         url = f"{store.url}/{turn}"
         if old:
             hf.save(url, {"w": np.full(5000, 9)})
-        outcomes = saves(url, range(3), overwrite=old)
+        outcomes = saves(url, range(3), size, overwrite=old)
         failed = [value for value in outcomes if isinstance(outcomes[value], hf.HoldfastError)]
         assert all(
             isinstance(outcomes[value], hf.errors.StorageConflictError | hf.CheckpointExistsError) for value in failed
@@ -218,34 +232,34 @@ def test_a_store_without_conditions(new_s3: Store) -> None:
         assert set(hf.load(url)["w"].tolist()) == {3}
         assert hf.verify(url).ok
     before = len(questions(new_s3))
-    hf.save(f"{new_s3.url}/later", TREE)
+    hf.save(f"{new_s3.url}/later", tree(1000))
     assert len(questions(new_s3)) == before
 
 
 def test_each_service_is_asked_once(new_s3: Store) -> None:
     for number in range(2):
-        hf.save(f"{new_s3.url}/{number}", TREE)
+        hf.save(f"{new_s3.url}/{number}", tree(1000))
     assert questions(new_s3) == [f"PUT /{new_s3.bucket}/0/checkpoint.partial"]
 
 
-def held_back(store: Store, url: str, value: int) -> tuple[threading.Thread, list[Any], threading.Event]:
+def held_back(store: Store, url: str, value: int, size: int) -> tuple[threading.Thread, list[Any], threading.Event]:
     """Begins a save that waits with its record until the event is set; returns when it does."""
     arrived, go_on = threading.Event(), threading.Event()
     store.server.fail(r"(PUT|POST).*\bckpt/checkpoint\.json", act=arrived.set, after=go_on)
     outcome: list[Any] = []
-    thread = threading.Thread(target=lambda: outcome.append(saves(url, [value], overwrite=True)[value]))
+    thread = threading.Thread(target=lambda: outcome.append(saves(url, [value], size, overwrite=True)[value]))
     thread.start()
     assert arrived.wait(20)
     return thread, outcome, go_on
 
 
 @pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
-def test_a_save_is_overtaken_after_its_last_look(store: Store, old: bool) -> None:
+def test_a_save_is_overtaken_after_its_last_look(store: Store, size: int, old: bool) -> None:
     """The record of the one that was overtaken arrives after that of the other, and is refused."""
     url = f"{store.url}/ckpt"
     if old:
         hf.save(url, {"w": np.full(5000, 9)})
-    thread, outcome, go_on = held_back(store, url, 1)
+    thread, outcome, go_on = held_back(store, url, 1, size)
     hf.save(url, {"w": np.full(5000, 2)}, overwrite=True)
     go_on.set()
     thread.join()
@@ -256,13 +270,13 @@ def test_a_save_is_overtaken_after_its_last_look(store: Store, old: bool) -> Non
 
 
 @pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
-def test_the_first_record_counts(store: Store, old: bool) -> None:
+def test_the_first_record_counts(store: Store, size: int, old: bool) -> None:
     """Both saves are about to write their records: the first one succeeds, and nothing of it is removed."""
     url = f"{store.url}/ckpt"
     if old:
         hf.save(url, {"w": np.full(5000, 9)})
-    first, first_outcome, first_goes_on = held_back(store, url, 1)
-    second, second_outcome, second_goes_on = held_back(store, url, 2)
+    first, first_outcome, first_goes_on = held_back(store, url, 1, size)
+    second, second_outcome, second_goes_on = held_back(store, url, 2, size)
     first_goes_on.set()
     first.join()
     assert not isinstance(first_outcome[0], hf.HoldfastError)
@@ -275,10 +289,10 @@ def test_the_first_record_counts(store: Store, old: bool) -> None:
     assert len({key.split("/")[1] for key in store.stored("ckpt/")}) == 2
 
 
-def test_taken_over_in_the_very_moment_of_the_commit(store: Store) -> None:
+def test_taken_over_in_the_very_moment_of_the_commit(store: Store, size: int) -> None:
     """The commit record arrives when another run has swept the data: it is taken back."""
     url = f"{store.url}/run"
-    older = taken_over(store, url, r"(PUT|POST).*run/2/checkpoint\.json")
+    older = taken_over(store, url, r"(PUT|POST).*run/2/checkpoint\.json", size)
     with pytest.raises(hf.SaveFailedError, match="another save"):
         older.wait_until_finished()
     older.close()

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.engine.errors import DamagedCheckpointError, InvalidLocationError, ObjectNotFoundError, StorageError
-from holdfast.engine.storage import Buffer, DataFile, Location, Segment, as_location
+from holdfast.engine.storage import Buffer, DataFile, Location, Segment, as_location, folder_in_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -442,3 +442,16 @@ class TestMemory(BackendConformance):
         place = as_location(f"memory://{uuid.uuid4().hex}/some%20where")
         yield place
         place.parent.remove_tree()
+
+
+class TestFolderInMemory(BackendConformance):
+    @pytest.fixture
+    def root(self) -> Location:
+        return folder_in_memory(as_location("memory://zip file"), {}) / "some where"
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_names(self, folder: Location, name: str) -> None:
+        """The URL of a file in it is only shown."""
+        (folder / name / name).write_bytes(name.encode())
+        assert (folder / name / name).read_bytes() == name.encode()
+        assert [entry.name for entry in folder.entries()] == [name]

@@ -309,6 +309,11 @@ def _metadata_files(checkpoint: CheckpointSource) -> dict[str, bytes]:
             "readable in place; export a copy"
         )
     items = checkpoint.record.items
+    archives = [name for name, saved in items.items() if saved.is_archive]
+    if archives:
+        raise OptionError(
+            f"{checkpoint.location}: {', '.join(archives)}: a zip file, in which Orbax finds no arrays; export a copy"
+        )
     plans = {
         name: OrbaxPlan(checkpoint.tree(name), in_place=True) for name, saved in items.items() if saved.kind == TREE
     }

@@ -1,0 +1,260 @@
+"""Saves whose items are zip files have no marker: every crash, race and lost request of such a save.
+
+A save is a list, the zip file, the record, and another list. ``test_kills_over_http.py`` kills a run at any request; in
+``test_store_owners.py``, runs take over from each other.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.object_stores.conftest import Store
+from tests.processes.harness import Process, run_outcomes
+
+import holdfast as hf
+from holdfast.engine.format import encode_archive
+from holdfast.engine.storage import as_location, object_store
+
+AZURE = True
+
+# What the requests of a save match, in their order: how many like it come before, and a pattern.
+REQUESTS = {
+    "the list": (0, "(prefix|startOffset)=(run/)?1/"),
+    "the zip file": (0, r"(PUT|POST).*\b1/state\.\w+\.zip"),
+    "the record": (0, r"(PUT|POST).*\b1/checkpoint\.json"),
+    "the last list": (1, "(prefix|startOffset)=(run/)?1/"),
+}
+OURS = encode_archive({"tree.json": b"{}"})
+
+
+def tree(value: int, size: int = 1000) -> dict[str, Any]:
+    return {"w": np.full(size, value)}
+
+
+def larger(value: int) -> dict[str, Any]:
+    """A tree that is a folder, whose save has a marker."""
+    return tree(value, 100_000)
+
+
+def value_of(url: str) -> int | None:
+    """Returns the value in a checkpoint, which must be whole; None without one."""
+    try:
+        [found] = set(hf.load(url)["w"].tolist())
+    except hf.CheckpointNotFoundError:
+        return None
+    assert hf.verify(url).ok
+    value: int = found
+    return value
+
+
+def names(store: Store, prefix: str) -> set[str]:
+    """Returns the names directly below a prefix."""
+    return {key.removeprefix(prefix).split("/")[0] for key in store.stored(prefix)}
+
+
+def outcome(action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except hf.HoldfastError as error:
+        return error
+
+
+def held(store: Store, request: str, action: Callable[[], Any]) -> tuple[threading.Event, Callable[[], Any]]:
+    """Begins an action that waits at a request until the event is set; also returns what waits for its outcome."""
+    skip, pattern = REQUESTS[request]
+    arrived, go_on = threading.Event(), threading.Event()
+    store.server.fail(pattern, skip=skip, act=arrived.set, after=go_on)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(outcome(action)))
+    thread.start()
+    assert arrived.wait(20)
+
+    def finish() -> Any:
+        go_on.set()
+        thread.join()
+        return found[0]
+
+    return go_on, finish
+
+
+def save_alone(process: Process, environment: dict[str, str], url: str) -> None:
+    """Saves to the path 1 below a URL, after it has said which process it is."""
+    assert process.count == 1
+    os.environ.update(environment)
+    hf.save(f"{url}/0", {"a": 1})  # the first save asks whether the service honours conditions
+    (as_location(url) / "pid").write_bytes(str(os.getpid()).encode())
+    hf.save(f"{url}/1", tree(1))
+
+
+@pytest.mark.parametrize("done", [True, False], ids=["done", "not done"])
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_a_save_that_is_killed(store: Store, request_: str, done: bool) -> None:
+    """The next save finds nothing, or a whole checkpoint, and leaves nothing of the first one."""
+
+    def kill() -> None:
+        os.kill(int(store.server.buckets[store.bucket]["pid"].content), signal.SIGKILL)
+
+    skip, pattern = REQUESTS[request_]
+    answer = None if done else store.server.error(500, "InternalError")
+    store.server.fail(pattern, skip=skip, answer=answer, act=kill)
+    [killed] = run_outcomes(save_alone, 1, store.environment, store.url, backend="none")
+    assert killed.status == -signal.SIGKILL
+    store.server.reset()
+    stored = [*REQUESTS].index(request_) - 1 + done  # how many of the zip file and the record are there
+    committed = stored >= 2
+    assert len(names(store, "1/")) == min(2, max(0, stored))
+    assert value_of(f"{store.url}/1") == (1 if committed else None)
+    if committed:
+        with pytest.raises(hf.CheckpointExistsError):
+            hf.save(f"{store.url}/1", tree(2))
+    hf.save(f"{store.url}/1", tree(2), overwrite=committed)
+    assert value_of(f"{store.url}/1") == 2
+    assert len(names(store, "1/")) == 2
+
+
+RIVALS: dict[str, Callable[[str], Any]] = {
+    "a small save": lambda url: hf.save(url, tree(2)),
+    "a larger save": lambda url: hf.save(url, larger(2)),
+    "a small save that replaces": lambda url: hf.save(url, tree(2), overwrite=True),
+    "a larger save that replaces": lambda url: hf.save(url, larger(2), overwrite=True),
+}
+
+
+@pytest.mark.parametrize("rival", RIVALS)
+@pytest.mark.parametrize(
+    ("mine", "request_"), [*((tree, one) for one in REQUESTS), (larger, "the list"), (larger, "the record")]
+)
+def test_another_save_comes_between(store: Store, request_: str, rival: str, mine: Callable[[int], Any]) -> None:
+    """While a save waits at a request, another one runs from beginning to end: one is committed, nothing is left."""
+    url = f"{store.url}/1"
+    _, finish = held(store, request_, lambda: hf.save(url, mine(1)))
+    second = outcome(lambda: RIVALS[rival](url))
+    first = finish()
+    lost = (hf.errors.StorageConflictError, hf.CheckpointExistsError)
+    committed = [value for value, one in ((1, first), (2, second)) if not isinstance(one, lost)]
+    assert not [one for one in (first, second) if isinstance(one, hf.HoldfastError) and not isinstance(one, lost)]
+    if request_ == "the last list" and "replaces" in rival:
+        assert committed == [2], "the first save cannot tell that what it saved was replaced"
+    else:
+        assert len(committed) == 1
+    assert value_of(url) == committed[-1]
+    assert len(names(store, "1/")) == 2, "the record and one tree"
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_a_run_takes_the_directory_meanwhile(store: Store, request_: str) -> None:
+    """A run removes what it takes for left: then the save, which is not of that run, fails and leaves nothing."""
+    url = f"{store.url}/run/1"
+    _, finish = held(store, request_, lambda: hf.save(url, tree(1)))
+    with hf.CheckpointManager(f"{store.url}/run") as run:
+        run.acquire()
+        report = finish()
+        committed = not isinstance(report, hf.HoldfastError)
+        assert committed or isinstance(report, hf.errors.StorageConflictError)
+        assert committed is (request_ != "the record"), "nothing of it was there before, or all of it"
+        assert value_of(url) == (1 if committed else None)
+        assert names(store, "run/1/") == ({"checkpoint.json", *names(store, "run/1/")} if committed else set())
+        run.reload()
+        assert run.all_steps() == ([1] if committed else [])
+
+
+@pytest.mark.parametrize("then", ["a save", "a larger save", "a run"])
+def test_a_zip_file_that_arrives_late(store: Store, then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sender has given up and removed nothing; whoever comes next removes it."""
+    url = f"{store.url}/run/1"
+    with monkeypatch.context() as patch:
+        patch.setattr(object_store, "REQUEST_TIMEOUT", 0.3)
+        patch.setattr(object_store, "SLOWEST", 1 << 40)
+        never = store.server.error(500, "InternalError")
+        store.server.fail(REQUESTS["the zip file"][1], times=1000, how="never", answer=never)
+        with store.server.watch() as seen, pytest.raises(hf.errors.StorageUnavailableError, match="no answer"):
+            hf.save(url, tree(1))
+    late = next(one for one in seen if f"{store.bucket}" in one.what and ".zip" in one.what)
+    store.server.reset()
+    assert store.server.answer(late).status in (200, 201)
+    [stray] = names(store, "run/1/")
+    assert value_of(url) is None
+    if then == "a run":
+        with hf.CheckpointManager(f"{store.url}/run") as run:
+            run.acquire()
+        assert names(store, "run/1/") == set()
+    else:
+        hf.save(url, (tree if then == "a save" else larger)(2))
+        assert value_of(url) == 2
+        assert len(names(store, "run/1/") - {stray}) == len(names(store, "run/1/")) == 2
+
+
+@pytest.mark.parametrize("then", ["replaced", "a run"])
+def test_a_zip_file_of_a_save_that_lost_and_was_killed(store: Store, then: str) -> None:
+    url = f"{store.url}/run/1"
+    with hf.CheckpointManager(f"{store.url}/run") as run:
+        run.save(1, tree(1))
+    store.server.put(store.bucket, "run/1/state.deadbeef.zip", OURS)
+    store.server.put(store.bucket, "run/1/notes.deadbeef.zip", b"of someone else")
+    assert value_of(url) == 1
+    with hf.CheckpointManager(f"{store.url}/run") as run:
+        run.save(1, tree(2), force=True) if then == "replaced" else run.acquire()
+    assert "state.deadbeef.zip" not in names(store, "run/1/")
+    assert "notes.deadbeef.zip" in names(store, "run/1/")
+    assert value_of(url) == (2 if then == "replaced" else 1)
+    assert len(names(store, "run/1/")) == 3
+
+
+def test_a_save_that_was_seen_to_lose_is_named_by_a_marker(store: Store) -> None:
+    """It is killed before it can remove its zip file: the marker of the one that is committed explains that."""
+    url = f"{store.url}/run/1"
+    _, finish = held(store, "the last list", lambda: hf.save(url, tree(1)))
+    store.server.put(store.bucket, "run/1/state.deadbeef.zip", OURS)
+    assert not isinstance(finish(), Exception)
+    assert {"checkpoint.partial", "state.deadbeef.zip"} < names(store, "run/1/")
+    assert value_of(url) == 1
+    with hf.CheckpointManager(f"{store.url}/run") as run:
+        run.acquire()
+    assert len(names(store, "run/1/")) == 2
+    assert value_of(url) == 1
+
+
+@pytest.mark.parametrize("content", [b"PK", b"", OURS + b"x", OURS[1:]])
+def test_files_of_others_are_never_touched(store: Store, content: bytes) -> None:
+    """A name like ours is not enough."""
+    for name in ("state.deadbeef.zip", "weights.zip"):
+        store.server.put(store.bucket, f"run/1/{name}", content)
+    with hf.CheckpointManager(f"{store.url}/run") as run:
+        run.acquire()
+    with pytest.raises(hf.CheckpointExistsError, match="not empty and is not a checkpoint"):
+        hf.save(f"{store.url}/run/1", tree(1))
+    assert names(store, "run/1/") == {"state.deadbeef.zip", "weights.zip"}
+
+
+def test_what_else_lies_in_a_step_is_deleted_with_it(store: Store) -> None:
+    with hf.CheckpointManager(f"{store.url}/run", options=hf.CheckpointManagerOptions(max_to_keep=1)) as run:
+        run.save(1, tree(1))
+        run.wait_until_finished()
+        store.server.put(store.bucket, "run/1/notes.txt", b"of the user")
+        run.save(2, tree(2))
+    assert names(store, "run/1/") == set()
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_deletion_that_is_interrupted(store: Store, number: int) -> None:
+    """At each of its requests: the step is whole, or gone, and what is left of it is removed by the next run."""
+    url = f"{store.url}/run"
+    with hf.CheckpointManager(url) as run:
+        for step in (1, 2):
+            run.save(step, tree(step))
+        run.wait_until_finished()
+        refused = store.server.error(403, "AccessDenied")
+        fault = store.server.fail("", skip=1 + number, times=1000, answer=refused)  # the owner is read before
+        assert isinstance(outcome(lambda: run.delete(1)), hf.errors.StoragePermissionError)
+        fault.times = 0
+        assert value_of(f"{url}/1") == (1 if number < 2 else None)
+    with hf.CheckpointManager(url) as run:
+        run.acquire()
+        assert run.all_steps() == ([1, 2] if number < 2 else [2])
+        assert len(names(store, "run/1/")) == (2 if number < 2 else 0)
