@@ -167,6 +167,9 @@ def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict
     if strategy == "ddp with own buffers":
         strategy = DDPStrategy(broadcast_buffers=False)
     averages: list[Any] = [callbacks.EMAWeightAveraging(decay=0.5)] if options.pop("average", False) else []
+    if (memory := options.pop("memory", None)) is not None:  # each process is a host
+        local = hf.Local(f"{memory}/{index}", every=2, host=f"host{index}")
+        checkpoint = {**checkpoint, "local": local, "barrier_timeout_secs": 20}
     if options.pop("reshard", False):
         checkpoint = {**checkpoint, "reshard": resharded}
     model = OfArrays() if loader == "elastic" else Sharded() if sharded else Model() if noted else program.Model()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -153,6 +154,23 @@ def test_a_killed_process_costs_what_was_not_saved(
     resumed = finish(tmp_path, checkpoint=NEVER, seed=7)
     assert resumed[0]["first_step"] == steps[-1]
     assert compared(resumed) == compared(whole())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=SWEEP)])
+def test_a_run_resumes_from_local_steps_without_one_host(
+    stop: Callable[..., None], finish: Callable[..., list[Any]], whole: Callable[..., list[Any]], tmp_path: Path,
+    strategy: str,
+) -> None:  # fmt: skip
+    options = {} if strategy == "ddp" else {"strategy": strategy}
+    memory = str(tmp_path / "memory")
+    run = tmp_path / "run"
+    stop(run, -signal.SIGKILL, checkpoint=NEVER, memory=memory, kill_after=["all", 5], **options)
+    shutil.rmtree(tmp_path / "memory" / "0")
+    resumed = finish(run, checkpoint=NEVER, memory=memory, seed=2, **options)
+    first = {report["first_step"] for report in resumed}
+    assert first <= {2, 4}, "the local save of step 4 may have been under way"
+    assert len(first) == 1
+    assert compared(resumed) == compared(whole(**options))
 
 
 def test_a_save_after_an_exception_is_refused_at_once(run_together: Run, tmp_path: Path) -> None:
