@@ -2,14 +2,12 @@
 
 ==============  ==========================================================================================
 ``main``        the entry point: takes arguments, returns the exit status, prints errors as one line
-``app``         the list of the commands; each is a function in one of the modules below
+``app``         the list of the commands, each a function in one of the modules below; completion
 ``arguments``   the arguments and options that several commands share
 ``recipes``     run and recipes
-``inspect``     ls, show and verify
+``inspect``     ls, watch, show, diff and verify
 ``change``      prune, rm, rollback, pin and unpin
 ``convert``     cp, import and export
-``diff``        diff
-``watch``       watch
 ``supervise``   supervise: the rules for restarts, and the loop
 ``drill``       drill, in a folder of its own
 ``run_report``  report, in a folder of its own

@@ -1,37 +1,65 @@
-"""The commands, in the order of ``holdfast --help``; each is a function that returns the exit status."""
+"""The list of the commands, in the order of ``holdfast --help``, and what the shell completes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-import typer
+import click
+from click.shell_completion import get_completion_class, shell_complete
 
-COMMANDS = (
-    *("run", "supervise", "drill", "recipes"),
-    *("ls", "watch", "prune", "rm", "rollback", "pin", "unpin", "show", "diff", "report", "verify"),
-    *("cp", "import", "export"),
-)
+from .. import __version__
+from ..engine.errors import OptionError
+from .streams import say
+
+COMMANDS = {
+    "run": "Train a recipe; the same command again resumes.",
+    "supervise": "Run a program, and start it again after a preemption, a crash or a hang.",
+    "drill": "Rehearse preemptions of a program, and compare its checkpoints bit for bit.",
+    "recipes": "List the available recipes.",
+    "ls": "List the checkpoints of a run, or the runs in a folder.",
+    "watch": "Follow a run: print its checkpoints as they come and go, until Ctrl-C.",
+    "prune": "Delete the checkpoints of a run that no rule keeps.",
+    "rm": "Delete checkpoints of a run, pinned and damaged ones, too.",
+    "rollback": "Delete all checkpoints later than a step, so that the run resumes from it.",
+    "pin": "Keep checkpoints until they are unpinned, also if no rule keeps them.",
+    "unpin": "Leave checkpoints to the retention rules again.",
+    "show": "List every leaf of a checkpoint, by default of the newest.",
+    "diff": "Compare two checkpoints leaf by leaf: structure, dtypes, shapes and values.",
+    "report": "Write the life of runs on one page of HTML, which opens from disk without a network.",
+    "verify": "Check every byte of checkpoints, by default of all steps.",
+    "cp": "Copy a checkpoint, or a run with all its steps, between disks and object stores.",
+    "import": "Import checkpoints of another library.",
+    "export": "Export a checkpoint to the format of another library.",
+}
+_NAME, _COMPLETE = "holdfast", "_HOLDFAST_COMPLETE"  # the variable with which a script asks for completions
+_SCRIPTS = {  # by shell: where its script goes, and the line that a startup file needs for it
+    "bash": (".bash_completions/holdfast.sh", ".bashrc", "source ~/.bash_completions/holdfast.sh"),
+    "zsh": (".zfunc/_holdfast", ".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit; compinit"),
+    "fish": (".config/fish/completions/holdfast.fish", None, ""),
+}
 
 
-def make_app(names: Sequence[str] = COMMANDS) -> typer.Typer:
-    """Return the command line with some of the commands; only their modules are imported."""
-    app = typer.Typer(
-        add_completion=True,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-        help="Run training recipes, and inspect, verify, convert and delete checkpoints.",
-    )
-    app.callback(invoke_without_command=True)(_start)
-    for name in names:
-        app.command(name)(_function(name))
-    return app
+def execute(arguments: Sequence[str]) -> int:
+    """Run a command with its arguments, or complete those of a shell; return the exit status."""
+    if instruction := os.environ.get(_COMPLETE):
+        return shell_complete(_app, {}, _NAME, _COMPLETE, instruction)
+    try:
+        with _app.make_context(_NAME, list(arguments) or ["--help"]) as context:
+            status: int = _app.invoke(context)
+            return status
+    except click.exceptions.Exit as ended:  # --help and --version end so.
+        return ended.exit_code
+    except click.Abort as error:  # Ctrl-C at a question
+        raise KeyboardInterrupt from error
 
 
-def _function(name: str) -> Callable[..., int]:
-    """Return the function of a command. To import all of their modules takes longer than to list checkpoints."""
+def command(name: str) -> click.Command:
+    """Import a command. To import all of their modules takes longer than to list checkpoints."""
     module: Any
-    if name in ("ls", "show", "verify"):
+    if name in ("ls", "watch", "show", "diff", "verify"):
         from . import inspect as module
     elif name in ("prune", "rm", "rollback", "pin", "unpin"):
         from . import change as module
@@ -43,29 +71,83 @@ def _function(name: str) -> Callable[..., int]:
         from . import supervise as module
     elif name == "drill":
         from .drill import command as module
-    elif name == "watch":
-        from . import watch as module
-    elif name == "diff":
-        from . import diff as module
     elif name == "report":
         from . import run_report as module
     else:
         raise AssertionError(name)
-    function: Callable[..., int] = module.import_ if name == "import" else getattr(module, name)
-    return function
+    found: click.Command = module.import_ if name == "import" else getattr(module, name)
+    return found
 
 
-def _start(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    _traceback: Annotated[
-        bool, typer.Option("--traceback", help="Print the traceback of an error; accepted anywhere.")
-    ] = False,
-) -> None:
-    # --traceback is declared for --help only: the entry point has handled it already.
-    if version:
-        from importlib.metadata import version as version_of
+class _Unloaded(click.Command):
+    """Stands in the list for a command, which is imported when it is called or its arguments are completed."""
 
-        typer.echo(version_of("holdfast"))
-    elif context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        assert self.name is not None
+        return command(self.name).make_context(info_name, args, parent, **extra)
+
+
+class _App(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+
+def _shell() -> str:
+    name = os.path.basename(os.environ.get("SHELL", ""))
+    if name not in _SCRIPTS:
+        raise OptionError(f"SHELL={os.environ.get('SHELL', '')}: completion is for the shells {', '.join(_SCRIPTS)}")
+    return name
+
+
+def _script(shell: str) -> str:
+    shell_class: Any = get_completion_class(shell)
+    source: str = shell_class(_app, {}, _NAME, _COMPLETE).source()
+    return source
+
+
+def _show_completion(context: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked:
+        click.echo(_script(_shell()))
+        context.exit()
+
+
+def _install_completion(context: click.Context, _: click.Parameter, asked: bool) -> None:
+    if not asked:
+        return
+    shell = _shell()
+    place, startup, line = _SCRIPTS[shell]
+    script = Path.home() / place
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(_script(shell), encoding="utf-8")
+    if startup is not None:
+        with (Path.home() / startup).open("a+", encoding="utf-8") as file:
+            file.seek(0)
+            if line not in file.read():
+                file.write(f"\n{line}\n")
+    say(f"{script}: {shell} completes the command in its next terminal")
+    context.exit()
+
+
+def _flag(name: str, text: str, **more: Any) -> click.Option:
+    return click.Option([name], is_flag=True, expose_value=False, help=text, **more)
+
+
+_app = _App(
+    help="Run training recipes, and inspect, verify, convert and delete checkpoints.",
+    commands=[_Unloaded(name, short_help=text) for name, text in COMMANDS.items()],
+    context_settings={"show_default": True},
+    params=[
+        # The entry point has handled --traceback already.
+        _flag("--traceback", "Print the traceback of an error; accepted anywhere."),
+        _flag(
+            "--install-completion",
+            "Install completion for the shell that SHELL names.",
+            is_eager=True,
+            callback=_install_completion,
+        ),
+        _flag("--show-completion", "Print the script for it.", is_eager=True, callback=_show_completion),
+    ],
+)
+click.version_option(__version__, message="%(version)s", help="Print the version and exit.")(_app)

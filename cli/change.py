@@ -9,9 +9,9 @@ import contextlib
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 from ..engine.clock import format_size
 from ..engine.errors import CheckpointNotFoundError, OptionError, StorageError, shortened_steps
@@ -31,7 +31,7 @@ from ..engine.manager import (
 from ..engine.sources import find_steps
 from ..engine.steps import StepEntry, list_steps, prefix_of
 from ..engine.storage import Location, as_location
-from .arguments import AsJson, DryRun, Prefix, Run, Steps, Yes
+from . import arguments
 from .log import configure_logging
 from .places import checkpoints_at, is_one_checkpoint, where_else
 from .progress import progress_of
@@ -52,7 +52,7 @@ class Confirmation:
             return not self.dry_run
         if not sys.stdin.isatty():
             raise OptionError("nothing was deleted: this is no terminal to ask on; give --yes, or --dry-run to look")
-        return typer.confirm(question)
+        return click.confirm(question)
 
 
 class ChangedRun:
@@ -120,45 +120,26 @@ def _of_one_prefix(location: Location, entries: Sequence[StepEntry], prefix: str
     return [entry for entry in entries if entry.series == wanted]
 
 
-def prune(
-    directory: Run,
-    max_to_keep: Annotated[
-        int | None, typer.Option("--max-to-keep", help="Keep this many: the best with --best-fn, the newest without.")
-    ] = None,
-    keep_latest: Annotated[int | None, typer.Option("--keep-latest", help="Keep this many of the newest.")] = None,
-    keep_period: Annotated[
-        int | None, typer.Option("--keep-period", help="Keep the first at or past each multiple of this many steps.")
-    ] = None,
-    keep_time_interval: Annotated[
-        str | None, typer.Option("--keep-time-interval", help="Keep those this far apart, such as 1h.")
-    ] = None,
-    keep_steps: Annotated[
-        list[int] | None, typer.Option("--keep-step", help="Keep this step; may be given several times.")
-    ] = None,
-    best_fn: Annotated[str | None, typer.Option("--best-fn", help="The metric that ranks checkpoints.")] = None,
-    best_mode: Annotated[str | None, typer.Option("--best-mode", help="max or min.")] = None,
-    only: Annotated[
-        bool, typer.Option("--only", help="Apply the rules given here alone, without those of the run.")
-    ] = False,
-    prefix: Prefix = None,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    as_json: AsJson = False,
-) -> int:
+@click.command()
+@arguments.run_directory
+@click.option("--max-to-keep", type=int, help="Keep this many: the best with --best-fn, the newest without.")
+@click.option("--keep-latest", type=int, help="Keep this many of the newest.")
+@click.option("--keep-period", type=int, help="Keep the first at or past each multiple of this many steps.")
+@click.option("--keep-time-interval", help="Keep those this far apart, such as 1h.")
+@click.option("--keep-step", "keep_steps", type=int, multiple=True, help="Keep this step; may be given several times.")
+@click.option("--best-fn", help="The metric that ranks checkpoints.")
+@click.option("--best-mode", help="max or min.")
+@click.option("--only", is_flag=True, help="Apply the rules given here alone, without those of the run.")
+@arguments.prefix
+@arguments.dry_run
+@arguments.yes
+@arguments.as_json
+def prune(directory: str, only: bool, prefix: str | None, dry_run: bool, yes: bool, as_json: bool, **given: Any) -> int:
     """Delete the checkpoints of a run that no rule keeps.
 
     Rules that are not given here are those of the last run. The newest checkpoint and pinned ones stay.
     """
-    given = {
-        "max_to_keep": max_to_keep,
-        "keep_latest": keep_latest,
-        "keep_period": keep_period,
-        "keep_time_interval": keep_time_interval,
-        "keep_steps": keep_steps,
-        "best_fn": best_fn,
-        "best_mode": best_mode,
-    }
-    rules = {name: value for name, value in given.items() if value is not None}
+    rules = {name: value for name, value in given.items() if value not in (None, ())}
     run = ChangedRun(directory, prefix)
     options = _pruning_options(run, rules, only)
     applied = [rule for rule in retention_rules(options) if not (rules and isinstance(rule, KeepAll))]
@@ -200,28 +181,28 @@ def _pruning_options(run: ChangedRun, rules: dict[str, Any], only: bool) -> Chec
     return replace(run.options, **rules)
 
 
-def rm(
-    directory: Run,
-    steps: Steps,
-    prefix: Prefix = None,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    as_json: AsJson = False,
-) -> int:
+@click.command()
+@arguments.run_directory
+@arguments.steps
+@arguments.prefix
+@arguments.dry_run
+@arguments.yes
+@arguments.as_json
+def rm(directory: str, steps: Sequence[int], prefix: str | None, dry_run: bool, yes: bool, as_json: bool) -> int:
     """Delete checkpoints of a run, pinned and damaged ones, too."""
     run = ChangedRun(directory, prefix)
     run.check(steps)
     return _delete(run, sorted(set(steps)), Confirmation(yes, dry_run), as_json=as_json)
 
 
-def rollback(
-    directory: Run,
-    step: Annotated[int, typer.Argument(metavar="STEP", help="The step to go back to.", min=0)],
-    prefix: Prefix = None,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    as_json: AsJson = False,
-) -> int:
+@click.command()
+@arguments.run_directory
+@click.argument("step", metavar="STEP", type=click.IntRange(min=0), help="The step to go back to.")
+@arguments.prefix
+@arguments.dry_run
+@arguments.yes
+@arguments.as_json
+def rollback(directory: str, step: int, prefix: str | None, dry_run: bool, yes: bool, as_json: bool) -> int:
     """Delete all checkpoints later than a step, so that the run resumes from it."""
     run = ChangedRun(directory, prefix)
     run.check([step])
@@ -285,12 +266,22 @@ def _delete(
     return DONE
 
 
-def pin(directory: Run, steps: Steps, prefix: Prefix = None, as_json: AsJson = False) -> int:
+@click.command()
+@arguments.run_directory
+@arguments.steps
+@arguments.prefix
+@arguments.as_json
+def pin(directory: str, steps: Sequence[int], prefix: str | None, as_json: bool) -> int:
     """Keep checkpoints until they are unpinned, also if no rule keeps them."""
     return _pin(directory, steps, prefix, pinned=True, as_json=as_json)
 
 
-def unpin(directory: Run, steps: Steps, prefix: Prefix = None, as_json: AsJson = False) -> int:
+@click.command()
+@arguments.run_directory
+@arguments.steps
+@arguments.prefix
+@arguments.as_json
+def unpin(directory: str, steps: Sequence[int], prefix: str | None, as_json: bool) -> int:
     """Leave checkpoints to the retention rules again."""
     return _pin(directory, steps, prefix, pinned=False, as_json=as_json)
 

@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, cast, get_args
+from typing import Any, cast, get_args
 
-import typer
+import click
 
 from ..engine.clock import format_size
 from ..engine.errors import CheckpointExistsError, OptionError, TreeMismatchError
@@ -16,7 +16,7 @@ from ..engine.exit_status import DONE
 from ..engine.manager import copy_checkpoint
 from ..engine.sources import is_ours
 from ..integrations.formats.convert import Conversion, ExportFormat, export_checkpoint, import_checkpoint
-from .arguments import AsJson, Select, Source
+from . import arguments
 from .log import configure_logging
 from .places import checkpoints_at
 from .progress import progress_of
@@ -33,15 +33,13 @@ _OPTIONS = {  # the options of the commands, by the arguments of functions that 
 }
 
 
-def cp(
-    source: Source,
-    destination: Annotated[str, typer.Argument(metavar="DST", help="Where the copy goes: a path or URL.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace other checkpoints at DST.")] = False,
-    max_bandwidth: Annotated[
-        str | None, typer.Option("--max-bandwidth", metavar="RATE", help="The most to copy, such as '50 MB/s'.")
-    ] = None,
-    as_json: AsJson = False,
-) -> int:
+@click.command()
+@arguments.source
+@click.argument("destination", metavar="DST", help="Where the copy goes: a path or URL.")
+@click.option("--overwrite", is_flag=True, help="Replace other checkpoints at DST.")
+@click.option("--max-bandwidth", metavar="RATE", help="The most to copy, such as '50 MB/s'.")
+@arguments.as_json
+def cp(source: str, destination: str, overwrite: bool, max_bandwidth: str | None, as_json: bool) -> int:
     """Copy a checkpoint, or a run with all its steps, between disks and object stores.
 
     Every byte is verified on the way. The same command again continues with a copy that was interrupted.
@@ -68,14 +66,12 @@ def cp(
     return DONE
 
 
-def import_(
-    source: Annotated[
-        str, typer.Argument(metavar="SRC", help="The checkpoint of another library: a file or a directory.")
-    ],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="Where the checkpoints go.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")] = False,
-    as_json: AsJson = False,
-) -> int:
+@click.command("import")
+@click.argument("source", metavar="SRC", help="The checkpoint of another library: a file or a directory.")
+@click.argument("destination", metavar="DST", help="Where the checkpoints go.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint.")
+@arguments.as_json
+def import_(source: str, destination: str, overwrite: bool, as_json: bool) -> int:
     """Import checkpoints of another library.
 
     Reads Orbax (one checkpoint or a whole run), safetensors (a file, or a folder with an index), files of torch.save
@@ -99,30 +95,33 @@ def _step_or_best(text: str) -> int | str:
         return text
     if text.isdecimal():
         return int(text)
-    raise typer.BadParameter(f"{text!r} is neither the number of a step nor best")
+    raise click.BadParameter(f"{text!r} is neither the number of a step nor best")
 
 
+@click.command()
+@arguments.source
+@click.argument(
+    "destination", metavar="[DST]", required=False, help="The file, or the directory for orbax; none with --in-place."
+)
+@click.option("--to", metavar="FORMAT", default="safetensors", help="safetensors, torch or orbax.")
+@click.option("--in-place", is_flag=True, help="Only add the small files with which orbax reads it in place.")
+@click.option("--step", metavar="STEP", type=_step_or_best, help="A number, or best; by default the newest.")
+@click.option("--item", help="The item, if there are several.")
+@arguments.select
+@click.option("--root", help="Only what is in this container, such as model, with names that begin there.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+@arguments.as_json
 def export(
-    source: Source,
-    destination: Annotated[
-        str | None, typer.Argument(metavar="[DST]", help="The file, or the directory for orbax; none with --in-place.")
-    ] = None,
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="safetensors, torch or orbax.")] = "safetensors",
-    in_place: Annotated[
-        bool, typer.Option("--in-place", help="Only add the small files with which orbax reads it in place.")
-    ] = False,
-    step: Annotated[
-        Any,
-        typer.Option("--step", metavar="STEP", parser=_step_or_best, help="A number, or best; by default the newest."),
-    ] = None,
-    item: Annotated[str | None, typer.Option("--item", help="The item, if there are several.")] = None,
-    select: Select = None,
-    root: Annotated[
-        str | None,
-        typer.Option("--root", help="Only what is in this container, such as model, with names that begin there."),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
-    as_json: AsJson = False,
+    source: str,
+    destination: str | None,
+    to: str,
+    in_place: bool,
+    step: Any,
+    item: str | None,
+    select: Sequence[str],
+    root: str | None,
+    overwrite: bool,
+    as_json: bool,
 ) -> int:
     """Export a checkpoint to the format of another library.
 

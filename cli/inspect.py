@@ -1,33 +1,38 @@
-"""``holdfast ls``, ``show`` and ``verify`` inspect checkpoints without any framework."""
+"""``holdfast ls``, ``watch``, ``show``, ``diff`` and ``verify`` inspect checkpoints without any framework."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
-from ..engine.clock import format_size
-from ..engine.errors import CheckpointNotFoundError, OptionError, TreeMismatchError, shortened_steps
-from ..engine.exit_status import DONE, FAILED
+from ..engine.clock import format_size, seconds
+from ..engine.errors import CheckpointNotFoundError, HoldfastError, OptionError, TreeMismatchError, shortened_steps
+from ..engine.exit_status import BAD_USAGE, DONE, FAILED
 from ..engine.inspection import CheckpointSummary, LeafSummary, describe, list_checkpoints, shared_bytes
 from ..engine.inspection import verify as verify_checkpoints
+from ..engine.manager import finite
 from ..engine.pytree import PathFilter
 from ..engine.sources import (
     CheckpointSource,
     LeafStatistics,
     NativeCheckpoint,
+    compare_checkpoints,
     find_checkpoint,
     is_ours,
     leaf_statistics,
     open_at,
+    open_checkpoint,
 )
 from ..engine.storage import Location
-from .arguments import AsJson, Directory, Select, Step
+from . import arguments
 from .log import configure_logging
 from .places import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below, where_else
 from .progress import progress_of
@@ -35,13 +40,20 @@ from .report import age, count, metrics_text, print_json, print_table, print_tre
 from .streams import one_line, say
 
 
-def ls(directory: Directory, as_json: AsJson = False) -> int:
+@click.command()
+@arguments.directory
+@arguments.as_json
+def ls(directory: str, as_json: bool) -> int:
     """List the checkpoints of a run, or the runs in a folder.
 
     For each checkpoint: its age, size and metrics, why it is kept, and whether it is damaged.
     """
     configure_logging("warning")
-    location = checkpoints_at(directory)
+    return list_at(checkpoints_at(directory), as_json=as_json)
+
+
+def list_at(location: Location, *, as_json: bool = False) -> int:
+    """Print the checkpoints of a location, or its runs."""
     found = [shown(item) for item in _checkpoints(location)]
     runs = [] if found else [_run(location / name) for name in runs_below(location)]
     if as_json:
@@ -168,15 +180,66 @@ def _shared_bytes(checkpoint: CheckpointSource) -> int:
     return shared_bytes(checkpoint.location, checkpoint.record) if isinstance(checkpoint, NativeCheckpoint) else 0
 
 
+@click.command()
+@arguments.run_directory
+@click.option("--interval", default="2s", help="How often to look, such as 10s.")
+@click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each change, for programs.")
+def watch(directory: str, interval: str, as_json: bool) -> int:
+    """Follow a run: print its checkpoints as they come and go, until Ctrl-C."""
+    pause = max(0.1, seconds(interval, name="--interval"))
+    location = checkpoints_at(directory)
+    before: dict[str, CheckpointSummary] = {}
+    if not as_json:
+        before = _listed(location)
+        list_at(location)
+    try:
+        while True:
+            now = _listed(location)
+            for what, item, text in _changes(before, now):
+                line = f"{time.strftime('%H:%M:%S')} {what} {text}"
+                say(json.dumps(finite({"change": what, **shown(item)})) if as_json else line, flush=True)
+            before = now
+            time.sleep(pause)
+    except KeyboardInterrupt:
+        return DONE
+
+
+def _listed(location: Location) -> dict[str, CheckpointSummary]:
+    return {item.path: item for item in list_checkpoints(location)} if location.exists() else {}
+
+
+def _changes(
+    before: dict[str, CheckpointSummary], now: dict[str, CheckpointSummary]
+) -> Iterator[tuple[str, CheckpointSummary, str]]:
+    """Generate each difference between two listings: the change, its checkpoint, and the rest of a line."""
+    for path in sorted(before.keys() - now.keys(), key=lambda path: before[path].step):
+        yield "deleted", before[path], f"{before[path].step}"
+    for path, item in sorted(now.items(), key=lambda pair: pair[1].step):
+        if item == before.get(path):
+            continue
+        if item.damage is not None:
+            yield "damaged", item, f"{item.step}: {item.damage}"
+        elif path not in before or before[path].time != item.time:
+            facts = (format_size(item.bytes), item.reason, metrics_text(item.metrics))
+            yield "saved", item, f"{item.step}: {', '.join(fact for fact in facts if fact)}"
+        elif before[path].metrics != item.metrics:
+            yield "metrics", item, f"of {item.step}: {metrics_text(item.metrics)}"
+
+
+@click.command()
+@arguments.directory
+@arguments.step
+@arguments.select
+@click.option(
+    "--stats",
+    "statistics",
+    is_flag=True,
+    help="Read the values: least, greatest, mean, norm, NaN and Inf of each leaf.",
+)
+@click.option("--tree", "as_tree", is_flag=True, help="Show containers as a tree, with their sizes.")
+@arguments.as_json
 def show(
-    directory: Directory,
-    step: Step = None,
-    select: Select = None,
-    statistics: Annotated[
-        bool, typer.Option("--stats", help="Read the values: least, greatest, mean, norm, NaN and Inf of each leaf.")
-    ] = False,
-    as_tree: Annotated[bool, typer.Option("--tree", help="Show containers as a tree, with their sizes.")] = False,
-    as_json: AsJson = False,
+    directory: str, step: int | None, select: Sequence[str], statistics: bool, as_tree: bool, as_json: bool
 ) -> int:
     """List every leaf of a checkpoint, by default of the newest."""
     configure_logging("warning")
@@ -184,7 +247,7 @@ def show(
     with _saying_where_else(place):
         location = find_checkpoint(place, step)
     checkpoint = open_at(location)
-    chosen = PathFilter(select)
+    chosen = PathFilter(select or None)
     leaves = describe(location)
     shared = _shared_bytes(checkpoint)
     try:
@@ -195,7 +258,7 @@ def show(
     numbers = {}
     if statistics:
         with progress_of("read", shown=not as_json) as progress:
-            numbers = {(one.item, one.path): one for one in leaf_statistics(checkpoint, select, progress)}
+            numbers = {(one.item, one.path): one for one in leaf_statistics(checkpoint, select or None, progress)}
     if as_json:
         listed = [asdict(leaf) for leaf in leaves]
         if statistics:
@@ -262,7 +325,50 @@ def _about(leaf: LeafSummary, numbers: Mapping[tuple[str, str], LeafStatistics])
     return ", ".join([kind, *(f"{name} {text}" for name, text in zip(names, _columns(one), strict=True) if text != "")])
 
 
-def verify(directory: Directory, step: Step = None, as_json: AsJson = False) -> int:
+@click.command()
+@click.argument("one", metavar="A", help="A checkpoint, or the directory of a run: a path or URL.")
+@click.argument("other", metavar="B", help="What it is compared with.")
+@click.option("--step", type=click.IntRange(min=0), help="The step of A; by default the newest.")
+@click.option("--other-step", type=click.IntRange(min=0), help="The step of B; by default that of A, or the newest.")
+@click.option(
+    "--rtol", type=click.FloatRange(min=0), default=0.0, help="Relative tolerance; by default bits are compared."
+)
+@click.option("--atol", type=click.FloatRange(min=0), default=0.0, help="Absolute tolerance.")
+@arguments.as_json
+def diff(
+    one: str, other: str, step: int | None, other_step: int | None, rtol: float, atol: float, as_json: bool
+) -> int:
+    """Compare two checkpoints leaf by leaf: structure, dtypes, shapes and values.
+
+    Exit status: 0 the same, 1 different, 2 they cannot be compared. With a tolerance, NaN equals NaN.
+    """
+    configure_logging("warning")
+    try:
+        first = open_checkpoint(checkpoints_at(one), step)
+        second = open_checkpoint(checkpoints_at(other), step if other_step is None else other_step)
+        with progress_of("compare", shown=not as_json) as progress:
+            found = list(compare_checkpoints(first, second, rtol=rtol, atol=atol, progress=progress))
+    except HoldfastError as error:  # 1 would say that they differ
+        say(f"holdfast: {error}", file=sys.stderr)
+        return BAD_USAGE
+    places = [str(checkpoint.location) for checkpoint in (first, second)]
+    if as_json:
+        print_json({"checkpoints": places, "same": not found, "differences": [asdict(item) for item in found]})
+        return FAILED if found else DONE
+    if not found:
+        within = "" if not rtol and not atol else f" within the tolerances (rtol {rtol:g}, atol {atol:g})"
+        say(f"{places[0]} and {places[1]} are the same{within or ', bit for bit'}")
+        return DONE
+    print_table(["LEAF", "DIFFERS IN", "HOW"], [[item.name, item.kind, item.detail] for item in found])
+    say(f"\n{count(len(found), 'leaf differs', 'leaves differ')} between {places[0]} and {places[1]}")
+    return FAILED
+
+
+@click.command()
+@arguments.directory
+@arguments.step
+@arguments.as_json
+def verify(directory: str, step: int | None, as_json: bool) -> int:
     """Check every byte of checkpoints, by default of all steps.
 
     Exit status 1 if anything is damaged.

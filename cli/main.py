@@ -16,7 +16,7 @@ from ..engine.exit_status import BAD_USAGE, DONE, FAILED, INTERRUPTED
 from .streams import open_closed_streams, say
 
 _USAGE_ERRORS = (OptionError, CheckpointNotFoundError, CheckpointExistsError, InvalidLocationError)
-_OWN_PACKAGES = ("pydantic", "pydantic_core", "rich", "ruamel", "typer")
+_OWN_PACKAGES = ("click", "pydantic", "pydantic_core", "rich", "ruamel")
 _TRACEBACK = "--traceback"
 _JSON = "--json"
 
@@ -29,21 +29,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with_traceback, as_json = (flag in arguments[:own] for flag in (_TRACEBACK, _JSON))
     arguments = [argument for argument in arguments[:own] if argument != _TRACEBACK] + arguments[own:]
     try:
-        from .app import COMMANDS, make_app
+        from .app import execute
 
-        named = arguments[:1] if arguments[:1] and arguments[0] in COMMANDS else COMMANDS
-        status = make_app(named)(args=arguments, prog_name="holdfast", standalone_mode=False)
+        status = execute(arguments)
         sys.stdout.flush()
-        if status != INTERRUPTED:  # typer's status for Ctrl-C
-            return status if isinstance(status, int) else DONE
-        problem: BaseException = KeyboardInterrupt()
+        return status
     except BrokenPipeError:
         # The reader of a pipe has gone, as in `holdfast ls | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except (Exception, KeyboardInterrupt) as error:
         # Extension modules that are being imported turn Ctrl-C into an ImportError.
-        problem = error.__cause__ if isinstance(error.__cause__, KeyboardInterrupt) else error
+        problem: BaseException = error.__cause__ if isinstance(error.__cause__, KeyboardInterrupt) else error
         if with_traceback and problem is error:
             traceback.print_exception(error)
     message, status = _explained(problem)

@@ -7,13 +7,13 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from ..engine.errors import OptionError
 from ..engine.exit_status import DONE, FAILED, PREEMPTED
-from .arguments import AsJson
+from . import arguments
 from .log import configure_logging
 from .report import print_json, print_table
 from .streams import say
@@ -23,42 +23,34 @@ if TYPE_CHECKING:
     from ..recipes.problems import Problem
 
 
-def bundled_names(incomplete: str) -> list[str]:
+def _bundled_names(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
     """Return the bundled configurations whose names begin with a text; the shell completes file names."""
-    from ..recipes.configuration import bundled_configs
+    from ..recipes.bundled import bundled_configs
 
     return [name for name in bundled_configs() if name.startswith(incomplete)]
 
 
-def run(
-    config: Annotated[
-        str,
-        typer.Argument(
-            metavar="CONFIG", help="A YAML file, or a name that 'recipes' lists.", autocompletion=bundled_names
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...",
-            help="Values that override the file, such as train.steps=400; seed=0,1,2 is three runs.",
-        ),
-    ] = None,
-    print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print every key and value; run nothing.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything and say what would be done; run nothing.")
-    ] = False,
-    as_json: AsJson = False,
-) -> int:
+@click.command()
+@click.argument(
+    "config", metavar="CONFIG", shell_complete=_bundled_names, help="A YAML file, or a name that 'recipes' lists."
+)
+@click.argument(
+    "overrides",
+    metavar="[KEY=VALUE]...",
+    nargs=-1,
+    help="Values that override the file, such as train.steps=400; seed=0,1,2 is three runs.",
+)
+@click.option("--print-config", is_flag=True, help="Print every key and value; run nothing.")
+@click.option("--dry-run", is_flag=True, help="Check everything and say what would be done; run nothing.")
+@arguments.as_json
+def run(config: str, overrides: Sequence[str], print_config: bool, dry_run: bool, as_json: bool) -> int:
     """Train a recipe; the same command again resumes.
 
     Exit status: 0 done, 75 preempted and saved (run the same command again), 1 failed, 2 bad usage.
     """
     from ..recipes import runner
 
-    runs = _runs(config, overrides or [])
+    runs = _runs(config, overrides)
     if print_config and as_json:
         print_json({"runs": [one.resolved() for one in runs.values()]})
     elif print_config:
@@ -104,9 +96,9 @@ def _runs(config: str, overrides: Sequence[str]) -> dict[str, Configuration]:
 
     runs: dict[str, Configuration] = {}
     problems: dict[Problem, None] = {}  # problems of all runs, without duplicates
-    for name, arguments in expand_sweep(overrides):
+    for name, given in expand_sweep(overrides):
         try:
-            one = load_configuration(config, arguments)
+            one = load_configuration(config, given)
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
             continue
@@ -115,8 +107,8 @@ def _runs(config: str, overrides: Sequence[str]) -> dict[str, Configuration]:
             own = [f"run_dir={json.dumps(run_dir)}"]
             if one.config.checkpoint.directory is not None:
                 own.append(f"checkpoint.directory={json.dumps(f'{one.config.checkpoint.directory}/{name}')}")
-            given = {text.partition("=")[0] for text in own}
-            one = load_configuration(config, [text for text in arguments if text.partition("=")[0] not in given] + own)
+            keys = {text.partition("=")[0] for text in own}
+            one = load_configuration(config, [text for text in given if text.partition("=")[0] not in keys] + own)
         runs[name] = one
     if problems:
         raise ConfigError(list(problems))
@@ -144,15 +136,16 @@ def _plan_text(plan: dict[str, Any]) -> str:
     return f"{plan['recipe']} in {plan['directory']}: {begin}{todo}; checkpoints go to {plan['checkpoints']}"
 
 
-def recipes(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[NAME]", help="Explain every key of this recipe, or module:function.", autocompletion=bundled_names
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> int:
+@click.command()
+@click.argument(
+    "name",
+    metavar="[NAME]",
+    required=False,
+    shell_complete=_bundled_names,
+    help="Explain every key of this recipe, or module:function.",
+)
+@arguments.as_json
+def recipes(name: str | None, as_json: bool) -> int:
     """List the available recipes."""
     from ..recipes.problems import did_you_mean
     from ..recipes.registry import RECIPES, RecipeError, find_recipe, installed_recipes
@@ -192,7 +185,8 @@ def recipes(
 
 
 def _explain(schema: Any, name: str, as_json: bool) -> int:
-    from ..recipes.configuration import bundled_configs, load_configuration
+    from ..recipes.bundled import bundled_configs
+    from ..recipes.configuration import load_configuration
     from ..recipes.problems import as_yaml
 
     shown = load_configuration(name).config if name in bundled_configs() else schema.model_construct()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -20,34 +22,42 @@ _SPANS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
     """Print a table: fitted to a terminal, but as wide as necessary elsewhere or if it has many rows."""
     rows = [[visible(cell) for cell in row] for row in rows]
-    if sys.stdout.isatty() and len(rows) <= _WRAPPED:
-        _print_fitted(columns, rows, right)
-        return
     lines: list[Sequence[str]] = [columns]
     for row in rows:
         cells = [cell.expandtabs().split("\n") for cell in row]
         lines.extend(itertools.zip_longest(*cells, fillvalue=""))
     widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
+    on_terminal = sys.stdout.isatty()
+    if on_terminal and len(rows) <= _WRAPPED and _whole(widths) > shutil.get_terminal_size().columns:
+        _print_fitted(columns, rows, widths, right)  # with rich, which takes as long to import as to list a run
+        return
     for line in lines:
         aligned: list[str] = []
         for name, cell, width in zip(columns, line, widths, strict=True):
             space = " " * (width - _width(cell))
             aligned.append(space + cell if name in right else cell + space)
-        say("  ".join(aligned).rstrip())
+        text = "  ".join(aligned).rstrip()
+        if on_terminal and line is columns and os.environ.get("TERM") not in ("dumb", "unknown"):
+            text = f"\x1b[1m{text}\x1b[0m"
+        print(text)  # The cells are escaped already.
 
 
-def _print_fitted(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
+def _whole(widths: Sequence[int]) -> int:
+    """Return the width of a table with columns of these widths."""
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _print_fitted(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int], right: Sequence[str]
+) -> None:
     """Print a table no wider than the terminal: with folded cells, or, with too many columns, several lines a row."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
-    widths = [
-        max(_width(line) for cell in cells for line in (cell.split("\n"))) for cells in zip(columns, *rows, strict=True)
-    ]
     folded = [width if name in right else min(width, _FOLDED) for name, width in zip(columns, widths, strict=True)]
-    if sum(folded) + 2 * (len(folded) - 1) > console.width:
+    if _whole(folded) > console.width:
         _print_stacked(columns, rows, console.width)
         return
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))

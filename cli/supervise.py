@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import typer
+import click
 
 from ..engine.clock import seconds
 from ..engine.errors import HoldfastError, OptionError
@@ -30,7 +30,7 @@ from ..engine.exit_status import BAD_USAGE, FAILED, NO_PROGRESS, PREEMPTED
 from ..engine.manager import EVENTS, append_after_death
 from ..engine.steps import list_steps, newest_step
 from ..engine.storage import as_location
-from .arguments import AsJson, Command
+from . import arguments
 from .program import Program, Signals, shell_status
 from .streams import silence_lost_streams, write_error
 
@@ -249,28 +249,31 @@ def in_words(event: str, facts: Mapping[str, Any]) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in said)
 
 
+@click.command()
+@arguments.program
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=10,
+    help="Restarts after crashes and hangs; preemptions are free.",
+)
+@click.option("--pause", default="1s", help="Before a restart; doubles with every crash without progress.")
+@click.option("--longest-pause", default="5m", help="The pause does not grow beyond this.")
+@click.option("--hang-timeout", help="Restart if there is no step within so long, such as 10m.")
+@click.option("--start-timeout", default="1h", help="With --hang-timeout: how long the first step may take.")
+@click.option("--grace", default="30s", help="The time between SIGTERM and SIGKILL; slower saves are reported.")
+@click.option("--events", metavar="FILE", help="Append the events to a file, as JSON.")
+@arguments.as_json
 def supervise(
-    command: Command,
-    max_restarts: Annotated[
-        int, typer.Option("--max-restarts", help="Restarts after crashes and hangs; preemptions are free.", min=0)
-    ] = 10,
-    pause: Annotated[
-        str, typer.Option("--pause", help="Before a restart; doubles with every crash without progress.")
-    ] = "1s",
-    longest_pause: Annotated[str, typer.Option("--longest-pause", help="The pause does not grow beyond this.")] = "5m",
-    hang_timeout: Annotated[
-        str | None, typer.Option("--hang-timeout", help="Restart if there is no step within so long, such as 10m.")
-    ] = None,
-    start_timeout: Annotated[
-        str, typer.Option("--start-timeout", help="With --hang-timeout: how long the first step may take.")
-    ] = "1h",
-    grace: Annotated[
-        str, typer.Option("--grace", help="The time between SIGTERM and SIGKILL; slower saves are reported.")
-    ] = "30s",
-    events: Annotated[
-        str | None, typer.Option("--events", metavar="FILE", help="Append the events to a file, as JSON.")
-    ] = None,
-    as_json: AsJson = False,
+    command: Sequence[str],
+    max_restarts: int,
+    pause: str,
+    longest_pause: str,
+    hang_timeout: str | None,
+    start_timeout: str,
+    grace: str,
+    events: str | None,
+    as_json: bool,
 ) -> int:
     """Run a program, and start it again after a preemption, a crash or a hang.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import io
 import itertools
 import json
@@ -17,12 +16,12 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from ..engine.errors import OptionError
+from .bundled import bundled_configs, bundled_text
 from .problems import ConfigError, KeyPath, Problem, SourceLine, did_you_mean, dotted, found
 from .registry import RECIPES, Recipe, RecipeError, find_recipe, installed_recipes
 from .schema import Config, fields_of, is_section
 from .yaml_reader import Document, compose, merged, read_yaml
 
-_PACKAGE = f"{__package__.rpartition('.')[0]}.configs"
 _MOST_FILES = 200  # the most files that ``defaults`` may lead to
 _EXPECTED = {
     "bool_type": "true or false",
@@ -141,12 +140,6 @@ def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Documen
     return document
 
 
-def bundled_configs() -> list[str]:
-    """Return the names of the configurations that come with the package, sorted."""
-    files = importlib.resources.files(_PACKAGE).iterdir()
-    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
-
-
 def read_config(name: str) -> tuple[str, str]:
     """Return the name of a configuration for error messages, and its text.
 
@@ -167,8 +160,7 @@ def read_config(name: str) -> tuple[str, str]:
     if ":" in name and "/" not in name:
         text = f"a recipe is run by a file that names it: write recipe: {name} into a YAML file"
     elif bundled in known:
-        file = importlib.resources.files(_PACKAGE) / f"{bundled}.yaml"
-        return f"configs/{bundled}.yaml", file.read_text(encoding="utf-8")
+        return f"configs/{bundled}.yaml", bundled_text(bundled)
     elif name and Path(name).is_dir():
         inside = Path(name, "config.yaml")
         hint = f"did you mean {inside}?" if inside.is_file() else "give the path of a YAML file"

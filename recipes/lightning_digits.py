@@ -17,9 +17,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from ..integrations.lightning import CheckpointCallback, Preempted
-from .context import Outcome, RunContext
+from .context import Outcome, Progress, RunContext
 from .digits import CLASSES, Images, split_digits
-from .progress import Progress
 from .schema import LightningDigits, Schedule, TrainSection
 
 Batch = tuple[Tensor, Tensor]

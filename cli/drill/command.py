@@ -20,9 +20,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import typer
+import click
 
 from ...engine.clock import format_size, seconds
 from ...engine.errors import HoldfastError, OptionError, shortened, shortened_steps
@@ -32,7 +32,7 @@ from ...engine.observer import DRILL, STRAYS
 from ...engine.sources import LeafDifference, compare_checkpoints, open_at
 from ...engine.steps import list_steps
 from ...engine.storage import as_location
-from ..arguments import AsJson, Command
+from .. import arguments
 from ..log import configure_logging
 from ..program import Program, Signals, shell_status
 from ..report import count, print_json
@@ -70,41 +70,52 @@ class _StoppedError(Exception):
         self.number = number
 
 
+@click.command()
+@arguments.program
+@click.option(
+    "--steps",
+    type=click.IntRange(min=2),
+    default=20,
+    help="How many steps to rehearse; two epochs and a validation tell most.",
+)
+@click.option(
+    "--at",
+    metavar="STEP",
+    type=int,
+    multiple=True,
+    help="Interrupt at this step instead of random ones; may be repeated.",
+)
+@click.option(
+    "--kinds",
+    metavar="KIND,...",
+    help="What to rehearse, of: first (the first step), kill, save (killed in a save), term, twice (in a row), "
+    "validation. Default: all; with --at, kill and term.",
+)
+@click.option("--seed", default=0, help="Chooses the random steps.")
+@click.option(
+    "--signal", "signal_name", metavar="NAME", default="SIGTERM", help="The signal that announces a preemption."
+)
+@click.option("--ignore", metavar="PATTERN", multiple=True, help="Do not compare leaves such as 'extras/clock*'.")
+@click.option("--keep", metavar="DIR", help="Keep the checkpoints and logs in a new directory.")
+@click.option(
+    "--hang-timeout", default="30m", help="Give up if there is no step or other sign of progress for so long."
+)
+@click.option("--start-timeout", default="1h", help="How long the first step may take.")
+@click.option("--grace", default="1m", help="The time between the signal and SIGKILL.")
+@arguments.as_json
 def drill(
-    command: Command,
-    steps: Annotated[
-        int, typer.Option("--steps", help="How many steps to rehearse; two epochs and a validation tell most.", min=2)
-    ] = 20,
-    at: Annotated[
-        list[int] | None,
-        typer.Option("--at", metavar="STEP", help="Interrupt at this step instead of random ones; may be repeated."),
-    ] = None,
-    kinds: Annotated[
-        str | None,
-        typer.Option(
-            "--kinds",
-            metavar="KIND,...",
-            help="What to rehearse, of: first (the first step), kill, save (killed in a save), term, twice (in a row), "
-            "validation. Default: all; with --at, kill and term.",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Chooses the random steps.")] = 0,
-    signal_name: Annotated[
-        str, typer.Option("--signal", help="The signal that announces a preemption.", metavar="NAME")
-    ] = "SIGTERM",
-    ignore: Annotated[
-        list[str] | None,
-        typer.Option("--ignore", metavar="PATTERN", help="Do not compare leaves such as 'extras/clock*'."),
-    ] = None,
-    keep: Annotated[
-        str | None, typer.Option("--keep", metavar="DIR", help="Keep the checkpoints and logs in a new directory.")
-    ] = None,
-    hang_timeout: Annotated[
-        str, typer.Option("--hang-timeout", help="Give up if there is no step or other sign of progress for so long.")
-    ] = "30m",
-    start_timeout: Annotated[str, typer.Option("--start-timeout", help="How long the first step may take.")] = "1h",
-    grace: Annotated[str, typer.Option("--grace", help="The time between the signal and SIGKILL.")] = "1m",
-    as_json: AsJson = False,
+    command: Sequence[str],
+    steps: int,
+    at: Sequence[int],
+    kinds: str | None,
+    seed: int,
+    signal_name: str,
+    ignore: Sequence[str],
+    keep: str | None,
+    hang_timeout: str,
+    start_timeout: str,
+    grace: str,
+    as_json: bool,
 ) -> int:
     """Rehearse preemptions of a program, and compare its checkpoints bit for bit.
 
@@ -115,12 +126,12 @@ def drill(
     """
     options = DrillOptions(
         steps=steps,
-        at=tuple(sorted(set(at or ()))),
+        at=tuple(sorted(set(at))),
         kinds=named_kinds(kinds, ["kill", "term"] if at else KINDS),
         seed=seed,
         preemption=preemption_signal(signal_name),
         keep=None if keep is None else Path(keep),
-        ignore=tuple(ignore or ()),
+        ignore=tuple(ignore),
         hang=seconds(hang_timeout, name="--hang-timeout"),
         first_step=seconds(start_timeout, name="--start-timeout"),
         grace=seconds(grace, name="--grace"),

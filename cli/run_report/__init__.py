@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
+from ... import __version__
 from ...engine.clock import format_size
 from ...engine.errors import OptionError
 from ...engine.exit_status import DONE
-from ..arguments import AsJson
+from .. import arguments
 from ..log import configure_logging
 from ..progress import progress_of
 from ..report import count, print_json
@@ -24,25 +24,29 @@ from .intervals import advice, choices
 from .page import GENERATOR, draw_page
 
 
-def report(
-    directories: Annotated[
-        list[str],
-        typer.Argument(metavar="DIR...", help="Runs, folders of runs, or checkpoints: paths or URLs."),
-    ],
-    output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE", help="The file; an earlier report is replaced.")
-    ] = "report.html",
-    no_statistics: Annotated[
-        bool, typer.Option("--no-stats", help="Read no values: quick, without statistics and norms of leaves.")
-    ] = False,
-    norm_steps: Annotated[
-        int | None,
-        typer.Option(
-            "--norm-steps", metavar="N", help="Compare the norms of so many kept steps; each is read whole.", min=1
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> int:
+@click.command()
+@click.argument(
+    "directories",
+    metavar="DIR...",
+    nargs=-1,
+    required=True,
+    help="Runs, folders of runs, or checkpoints: paths or URLs.",
+)
+@click.option("--output", "-o", metavar="FILE", default="report.html", help="The file; an earlier report is replaced.")
+@click.option(
+    "--no-stats",
+    "no_statistics",
+    is_flag=True,
+    help="Read no values: quick, without statistics and norms of leaves.",
+)
+@click.option(
+    "--norm-steps",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Compare the norms of so many kept steps; each is read whole.",
+)
+@arguments.as_json
+def report(directories: Sequence[str], output: str, no_statistics: bool, norm_steps: int | None, as_json: bool) -> int:
     """Write the life of runs on one page of HTML, which opens from disk without a network.
 
     It shows the timeline (starts, saves, preemptions, crashes, hangs, fallbacks), metrics with the kept checkpoints,
@@ -55,7 +59,7 @@ def report(
     locations, more = find_runs(directories)
     with progress_of("read", shown=not as_json) as progress:
         runs = [read_run(location, Reading(progress, not no_statistics, norm_steps)) for location in locations]
-    page = draw_page(runs, now=time.time(), version=version("holdfast"), left_out=more)
+    page = draw_page(runs, now=time.time(), version=__version__, left_out=more)
     content = page.encode("utf-8", "replace")  # File names may hold halves of surrogate pairs.
     _replace(target, content)
     if as_json:

@@ -147,12 +147,10 @@ def _entries(names: list[str], documented: dict[Any, str]) -> str:
 
 def commands_page() -> str:
     """Return the page of the command and its subcommands."""
-    import typer
+    import click
 
-    from holdfast.cli.app import make_app
+    from holdfast.cli.app import COMMANDS, command
 
-    group: Any = typer.main.get_command(make_app())
-    context = group.make_context("holdfast", [], resilient_parsing=True)
     parts = [
         "# The command\n",
         "`holdfast --help` and `holdfast COMMAND --help` print the same. `--traceback`, accepted anywhere, prints the "
@@ -160,8 +158,7 @@ def commands_page() -> str:
         "shell its names.\n",
         "| command | what it does |\n|---|---|",
     ]
-    commands = {name: group.get_command(context, name) for name in group.list_commands(context)}
-    parts += [f"| [`{name}`](#holdfast-{name}) | {_cell(one.help.splitlines()[0])} |" for name, one in commands.items()]
+    parts += [f"| [`{name}`](#holdfast-{name}) | {_cell(text)} |" for name, text in COMMANDS.items()]
     parts.append(
         "\n## Exit status\n\n| status | meaning |\n|---|---|\n| 0 | done; of `diff`, the same; of `verify`, whole |\n"
         "| 1 | failed; of `diff`, different; of `verify`, damaged |\n"
@@ -170,12 +167,13 @@ def commands_page() -> str:
         "| 93 | `supervise`: restarts bring no new checkpoint |\n"
         "| 128 and a number | ended by that signal, such as 130 after Ctrl-C |\n"
     )
-    for name, command in commands.items():
-        inner = command.make_context(name, [], parent=context, resilient_parsing=True)
-        arguments = [one.metavar for one in command.params if one.param_type_name == "argument"]
+    for name in COMMANDS:
+        found = command(name)
+        context = click.Context(found, info_name=name)
+        arguments = [one.make_metavar(context) for one in found.params if isinstance(one, click.Argument)]
         usage = " ".join(["holdfast", name, "[OPTION]...", *arguments])
-        parts.append(f"## holdfast {name}\n\n```text\n{usage}\n```\n\n{command.help}\n")
-        rows = [row for one in command.params if (row := _parameter(one, inner)) is not None]
+        parts.append(f"## holdfast {name}\n\n```text\n{usage}\n```\n\n{inspect.cleandoc(found.help or '')}\n")
+        rows = [row for one in found.params if (row := _parameter(one, context)) is not None]
         if rows:
             parts.append("\n".join(["| argument or option | meaning | default |", "|---|---|---|", *rows, ""]))
     return "\n".join(parts)
@@ -186,7 +184,7 @@ def _parameter(parameter: Any, context: Any) -> str | None:
     if record is None or "--help" in parameter.opts:
         return None
     name = parameter.metavar if parameter.param_type_name == "argument" else record[0]
-    default = parameter.get_default(context, call=False)
+    default = parameter.to_info_dict()["default"]
     shown = "" if default in (None, False, (), []) else f"`{default}`"
     return f"| `{_cell(re.sub(r'  +', ' ', name))}` | {_cell(parameter.help or '')} | {shown} |"
 

@@ -17,16 +17,19 @@ from ...engine.pytree import NUMBERS, LeafRequest, TreeDef, collection_paused, e
 from ...engine.stateful import instance_of
 from ...engine.steps import has_record, read_record, read_steadily
 from ...engine.storage import Location, Place, as_location
-from ..formats.rllib import looks_like_rllib
+from ..formats.rllib import BUILDERS, CONSTRUCTOR, RLlibDirectory, looks_like_rllib
+from ..formats.torch.files import without_objects
+from ..formats.torch.pickles import Name, unpickle
 from ..graph import Path
+from .constructor_spec import encode_spec
 from .layout import Description, below, part_records, parts_of, whole_around
 from .names import STATE, format_component_path, name_of
 from .permissions import allowed_objects
-from .rllib import RLlibComponent
 
 _logger = logging.getLogger("holdfast")
 
 _SEARCHED = 100  # directories in which a message looks for a tree to name
+_SMALL = 16 << 20  # the most bytes of a pickled class with its arguments
 _FRAMEWORKS = {"jax": "jax", "torch": "torch", "key": "jax"}
 
 
@@ -95,6 +98,45 @@ class NativeComponent:
     def structure(self) -> Any:
         """Return its own state with a description of every leaf in its place; no data is read."""
         return tree_metadata(TreeReader(self._folder, self._item.files))
+
+
+class RLlibComponent(RLlibDirectory):
+    @cached_property
+    def description(self) -> Description:
+        name, spec, obstacle = "", None, f"{self.location} has no {CONSTRUCTOR}"
+        if CONSTRUCTOR in self.names:
+            name, spec, obstacle = self._constructor()
+        return Description(
+            type=name or "unknown:unknown",
+            constructor=spec,
+            obstacle=obstacle,
+            path=self.path,
+            components=tuple(self.children),
+            metadata=self.metadata,
+        )
+
+    def state(self, component: Any = None, *, packed: bool = False) -> Any:
+        return super().state()
+
+    def _constructor(self) -> tuple[str, dict[str, Any] | None, str]:
+        """Return the name of the class, the constructor spec, and why there is none."""
+        place, name = self.location / CONSTRUCTOR, ""
+        try:
+            content = read_checked(place, None, limit=_SMALL)
+            found = unpickle(content, BUILDERS)
+            kind = found.get("class") if isinstance(found, dict) else None
+            given = found.get("ctor_args_and_kwargs") if isinstance(found, dict) else None
+            name = f"{kind.module}:{kind.attribute}" if isinstance(kind, Name) else ""
+            if not isinstance(given, tuple) or len(given) != 2:
+                return name, None, f"{place} has no constructor arguments"
+            args, kwargs = without_objects(list(given), [], len(content))
+        except DamagedCheckpointError as error:  # states can be restored without it
+            return name, None, f"{place} cannot be read: {error}"
+        named = isinstance(kwargs, dict) and all(isinstance(key, str) and key.isidentifier() for key in kwargs)
+        if not isinstance(args, list | tuple) or not named:
+            return name, None, f"the arguments in {place} are not plain data"
+        spec, _ = encode_spec(tuple(args), kwargs, lambda _: None, lambda _: None)
+        return name, spec, ""
 
 
 def _set_gradients_needed(tree: Any, names: Collection[str]) -> None:

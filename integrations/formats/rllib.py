@@ -4,7 +4,7 @@ Each component's directory holds its state, ``state.pkl`` or ``state.msgpack``, 
 (``rllib_checkpoint.json`` for algorithms) may give, and the pickled class and constructor arguments. Subdirectories are
 the components below. See https://docs.ray.io/en/latest/rllib/checkpoints.html
 
-A tree of components reads them one by one (``integrations/components/rllib.py``). Here, a directory is one tree: the
+A tree of components reads them one by one (``integrations/components/reading.py``). Here, a directory is one tree: the
 state of its component, and under their names the states of the components below.
 
 Pickles are interpreted by :mod:`~holdfast.integrations.formats.torch.pickles`, which knows arrays and Python's plain

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import inspect
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -14,6 +14,7 @@ import pytest
 from tests.cli.commands import error_of, output_of
 
 import holdfast as hf
+from holdfast.cli.app import COMMANDS, command
 from holdfast.cli.main import main
 
 
@@ -136,8 +137,8 @@ def test_a_directory_of_runs_says_where_checkpoints_are(capsys: pytest.CaptureFi
         ("chosen", 1, 10),
         ("run", 3, 30),
     ]
-    for command in ("show", "verify"):
-        assert error_of(capsys, command, run.parent, status=2).endswith(f"was found{below}")
+    for word in ("show", "verify"):
+        assert error_of(capsys, word, run.parent, status=2).endswith(f"was found{below}")
 
 
 def test_a_part_of_a_checkpoint_says_so(capsys: pytest.CaptureFixture[str], run: Path) -> None:
@@ -241,7 +242,7 @@ BAD_USAGE = {
     "negative step": (["show", "RUN", "--", "-1"], "Invalid value for '[STEP]'"),
     "unknown scheme": (["ls", "what://x"], "has an unknown scheme, 'what'"),
     "unknown command": (["list"], "No such command 'list'."),
-    "unknown option": (["ls", "RUN", "--xml"], "No such option: --xml"),
+    "unknown option": (["ls", "RUN", "--xml"], "No such option '--xml'."),
     "missing argument": (["run"], "Missing argument 'CONFIG'."),
     "unknown configuration": (["run", "flax_digit"], 'did you mean "flax_digits"?'),
     "unknown key": (["run", "flax_digits", "train.stesp=3"], 'train.stesp: unknown key; did you mean "steps"?'),
@@ -270,7 +271,7 @@ def test_a_damaged_checkpoint_cannot_be_shown(capsys: pytest.CaptureFixture[str]
     ("arguments", "kind", "said", "status"),
     [
         (("ls", "RUN/none"), "CheckpointNotFoundError", "no such directory", 2),
-        (("show", "RUN", "x"), "BadParameter", "should be a valid integer", 2),
+        (("show", "RUN", "x"), "BadParameter", "is not a valid integer range", 2),
         (("rm", "RUN", "99", "--yes"), "CheckpointNotFoundError", "no checkpoint of step 99", 2),
         (("pin", "RUN", "99"), "CheckpointNotFoundError", "no checkpoint of step 99", 2),
         (("prune", "RUN", "--only"), "OptionError", "--only needs a rule", 2),
@@ -290,17 +291,13 @@ def test_errors_are_json_for_programs(
     assert captured.err == f"holdfast: {found['error']}\n"
 
 
-def test_every_command_has_json_for_programs() -> None:
-    without = {name for name, command in commands() if "--json" not in {o for p in command.params for o in p.opts}}
-    assert without <= {"supervise"}
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_json_for_programs_and_is_in_the_list(name: str) -> None:
+    found = command(name)
 
-
-def commands() -> list[tuple[str, Any]]:
-    from typer.main import get_command
-
-    from holdfast.cli.app import make_app
-
-    return list(get_command(make_app()).commands.items())  # type: ignore[attr-defined]
+    assert "--json" in {option for parameter in found.params for option in parameter.opts}
+    assert found.help is not None
+    assert (found.name, inspect.cleandoc(found.help).partition("\n\n")[0].replace("\n", " ")) == (name, COMMANDS[name])
 
 
 def test_unexpected_errors_are_one_line_as_well(
@@ -336,7 +333,7 @@ def test_a_missing_package_names_the_command_that_installs_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "holdfast.cli.app", raising=False)
-    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setitem(sys.modules, "click", None)
 
     assert "pip install 'holdfast[cli]'" in error_of(capsys, "recipes", status=1)
 
@@ -383,38 +380,90 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "completed"),
+    ("shell", "words", "completed"),
     [
-        ({"_HOLDFAST_COMPLETE": "complete_bash", "COMP_WORDS": "holdfast ro", "COMP_CWORD": "1"}, ["rollback"]),
-        (
-            {"_HOLDFAST_COMPLETE": "complete_bash", "COMP_WORDS": "holdfast run fl", "COMP_CWORD": "2"},
-            ["flax_digits", "flax_text"],
-        ),
-        (
-            {"_HOLDFAST_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "holdfast recipes l"},
-            ["lightning_digits"],
-        ),
+        ("bash", "holdfast ro", "plain,rollback\n"),
+        ("bash", "holdfast show --tr", "plain,--tree\n"),
+        ("zsh", "holdfast recipes l", "plain\nlightning_digits\n_\n"),
+        ("zsh", "holdfast un", "plain\nunpin\nLeave checkpoints to the retention rules again.\n"),
+        ("fish", "holdfast run flax_d", "plain,flax_digits\n"),
     ],
-    ids=["command", "bash", "zsh"],
 )
-def test_the_shell_completes_commands(words: dict[str, str], completed: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast"], env={**os.environ, **words}, capture_output=True, text=True, timeout=60
-    )
-    words_found = re.findall(r"[a-z]+_?[a-z]+", done.stdout.removeprefix("_arguments"))
-    assert (words_found, done.stderr) == (completed, "")
+def test_the_shell_completes_commands(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, shell: str, words: str, completed: str
+) -> None:
+    *_, last = words.split()
+    monkeypatch.setenv("_HOLDFAST_COMPLETE", f"{shell}_complete")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", last if shell == "fish" else str(words.count(" ")))
+
+    assert main([]) == 0
+    assert capfd.readouterr().out == completed
 
 
-def test_looking_at_checkpoints_loads_no_framework(run: Path) -> None:
+@pytest.mark.parametrize(
+    ("shell", "script", "startup"),
+    [
+        ("bash", ".bash_completions/holdfast.sh", ".bashrc"),
+        ("zsh", ".zfunc/_holdfast", ".zshrc"),
+        ("fish", ".config/fish/completions/holdfast.fish", None),
+    ],
+)
+def test_completion_is_installed_once(
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    shell: str,
+    script: str,
+    startup: str | None,
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
+    if startup is not None:
+        (tmp_path / startup).write_text("alias ll='ls -l'")
+    for _ in range(2):
+        assert output_of(capfd, "--install-completion").startswith(f"{tmp_path / script}: {shell} completes ")
+
+    assert "_HOLDFAST_COMPLETE" in (tmp_path / script).read_text()
+    assert output_of(capfd, "--show-completion").strip() == (tmp_path / script).read_text().strip()
+    if startup is not None:
+        lines = (tmp_path / startup).read_text().split("\n")
+        assert lines[0] == "alias ll='ls -l'"
+        assert len([line for line in lines[1:] if line]) == 1
+
+
+def test_completion_of_an_unknown_shell(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHELL", "/bin/csh")
+
+    assert "SHELL=/bin/csh: completion is for " in error_of(capfd, "--install-completion", status=2)
+
+
+SLOW = {"asyncio", "email", "http", "importlib.metadata", "pydantic", "rich", "ruamel", "ssl", "tensorstore", "typer"}
+FRAMEWORKS = {"flax", "jax", "lightning", "sklearn", "torch"}
+
+
+@pytest.mark.parametrize(
+    ("words", "unneeded"),
+    [
+        (("ls", "RUN"), SLOW | FRAMEWORKS),
+        (("show", "RUN"), SLOW | FRAMEWORKS),
+        (("verify", "RUN"), SLOW | FRAMEWORKS),
+        (("--help",), SLOW | FRAMEWORKS | {"holdfast.engine.manager"}),
+        (("recipes",), FRAMEWORKS),
+    ],
+    ids=lambda given: given[0] if isinstance(given, tuple) else "",
+)
+def test_a_look_at_checkpoints_imports_nothing_that_takes_long(
+    run: Path, words: tuple[str, ...], unneeded: set[str]
+) -> None:
+    arguments = [word.replace("RUN", str(run)) for word in words]
     code = (
-        "import sys; from holdfast.cli.main import main; "
-        f"statuses = [main([word, {str(run)!r}]) for word in ('ls', 'show', 'verify')] + [main(['recipes'])]; "
-        "loaded = {'jax', 'flax', 'torch', 'lightning', 'pydantic', 'sklearn'} & set(sys.modules); "
-        "sys.exit(repr((statuses, loaded)) if any(statuses) or loaded - {'pydantic'} else 0)"
+        f"import sys; from holdfast.cli.main import main; status = main({arguments}); "
+        f"sys.exit(status or repr({unneeded} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stderr == "set()\n"
 
 
 def test_a_reader_that_leaves_early_is_no_error(run: Path) -> None:

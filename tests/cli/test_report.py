@@ -93,6 +93,21 @@ def test_a_table_fits_a_narrow_terminal(
     assert max(map(len, shown)) <= 44
 
 
+def test_a_table_that_fits_the_terminal_is_the_one_of_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "44")
+    monkeypatch.setenv("TERM", "xterm")
+    columns, rows = ["NAME", "N"], [["a/\x1b[31mb", "1"], ["日本語", "23"]]
+    print_table(columns, rows, right=["N"])
+    in_a_pipe = capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    print_table(columns, rows, right=["N"])
+
+    header, _, rest = in_a_pipe.partition("\n")
+    assert capsys.readouterr().out == f"\x1b[1m{header}\x1b[0m\n{rest}"
+
+
 def test_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"metrics": {"loss": math.nan, "list": [1.5, -math.inf]}, "text": "ü"})
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.recipes.configuration import bundled_configs, load_configuration, read_config, to_yaml
+from holdfast.recipes.bundled import bundled_configs
+from holdfast.recipes.configuration import load_configuration, read_config, to_yaml
 from holdfast.recipes.problems import ConfigError
 from holdfast.recipes.registry import RECIPES
 from holdfast.recipes.schema import LocalSection, MirrorSection, Section

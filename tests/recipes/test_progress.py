@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from holdfast.recipes.progress import Progress
+from holdfast.recipes.context import Progress
 
 
 class Scalar:

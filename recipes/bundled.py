@@ -1,0 +1,18 @@
+"""The configurations that come with the package; the shell completes their names, so that this imports no pydantic."""
+
+from __future__ import annotations
+
+import importlib.resources
+
+_PACKAGE = f"{__package__.rpartition('.')[0]}.configs"
+
+
+def bundled_configs() -> list[str]:
+    """Return the names of the configurations that come with the package, sorted."""
+    files = importlib.resources.files(_PACKAGE).iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def bundled_text(name: str) -> str:
+    """Return the text of one of them."""
+    return (importlib.resources.files(_PACKAGE) / f"{name}.yaml").read_text(encoding="utf-8")
