@@ -94,44 +94,33 @@ class _App(click.Group):
         return list(COMMANDS)
 
 
-def _shell() -> str:
-    name = os.path.basename(os.environ.get("SHELL", ""))
-    if name not in _SCRIPTS:
-        raise OptionError(f"SHELL={os.environ.get('SHELL', '')}: completion is for the shells {', '.join(_SCRIPTS)}")
-    return name
-
-
-def _script(shell: str) -> str:
-    shell_class: Any = get_completion_class(shell)
-    source: str = shell_class(_app, {}, _NAME, _COMPLETE).source()
-    return source
-
-
-def _show_completion(context: click.Context, _: click.Parameter, asked: bool) -> None:
-    if asked:
-        click.echo(_script(_shell()))
-        context.exit()
-
-
-def _install_completion(context: click.Context, _: click.Parameter, asked: bool) -> None:
+def _set_up_completion(context: click.Context, option: click.Parameter, asked: bool) -> None:
+    """Print the script with which a shell completes the command, or install it."""
     if not asked:
         return
-    shell = _shell()
+    shell = os.path.basename(os.environ.get("SHELL", ""))
+    if shell not in _SCRIPTS:
+        raise OptionError(f"SHELL={os.environ.get('SHELL', '')}: completion is for the shells {', '.join(_SCRIPTS)}")
+    shell_class: Any = get_completion_class(shell)
+    script = shell_class(_app, {}, _NAME, _COMPLETE).source()
+    if option.name == "show_completion":
+        click.echo(script)
+        context.exit()
     place, startup, line = _SCRIPTS[shell]
-    script = Path.home() / place
-    script.parent.mkdir(parents=True, exist_ok=True)
-    script.write_text(_script(shell), encoding="utf-8")
+    path = Path.home() / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(script, encoding="utf-8")
     if startup is not None:
         with (Path.home() / startup).open("a+", encoding="utf-8") as file:
             file.seek(0)
             if line not in file.read():
                 file.write(f"\n{line}\n")
-    say(f"{script}: {shell} completes the command in its next terminal")
+    say(f"{path}: {shell} completes the command in its next terminal")
     context.exit()
 
 
 def _flag(name: str, text: str, **more: Any) -> click.Option:
-    return click.Option([name], is_flag=True, expose_value=False, help=text, **more)
+    return click.Option([name], is_flag=True, expose_value=False, is_eager=True, help=text, **more)
 
 
 _app = _App(
@@ -142,12 +131,9 @@ _app = _App(
         # The entry point has handled --traceback already.
         _flag("--traceback", "Print the traceback of an error; accepted anywhere."),
         _flag(
-            "--install-completion",
-            "Install completion for the shell that SHELL names.",
-            is_eager=True,
-            callback=_install_completion,
+            "--install-completion", "Install completion for the shell that SHELL names.", callback=_set_up_completion
         ),
-        _flag("--show-completion", "Print the script for it.", is_eager=True, callback=_show_completion),
+        _flag("--show-completion", "Print the script for it.", callback=_set_up_completion),
     ],
 )
 click.version_option(__version__, message="%(version)s", help="Print the version and exit.")(_app)

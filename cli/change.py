@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -37,22 +37,6 @@ from .places import checkpoints_at, is_one_checkpoint, where_else
 from .progress import progress_of
 from .report import count, print_json
 from .streams import say
-
-
-@dataclass(frozen=True)
-class Confirmation:
-    """How the user confirms a deletion: by a flag, or by an answer on a terminal."""
-
-    yes: bool = False
-    dry_run: bool = False
-
-    def given(self, question: str) -> bool:
-        """Return whether to delete; raise OptionError if there is no terminal to ask on, and no flag."""
-        if self.dry_run or self.yes:
-            return not self.dry_run
-        if not sys.stdin.isatty():
-            raise OptionError("nothing was deleted: this is no terminal to ask on; give --yes, or --dry-run to look")
-        return click.confirm(question)
 
 
 class ChangedRun:
@@ -161,7 +145,7 @@ def prune(directory: str, only: bool, prefix: str | None, dry_run: bool, yes: bo
     if run.mirror is not None and not as_json:
         say(f"the mirror {run.mirror} keeps what its own rules keep, and stays as it is")
     more = {"kept": kept, "damaged": damaged}
-    return _delete(run, doomed, Confirmation(yes, dry_run), as_json=as_json, more=more, in_mirror=False)
+    return _delete(run, doomed, yes, dry_run, as_json=as_json, more=more, in_mirror=False)
 
 
 def _pruning_options(run: ChangedRun, rules: dict[str, Any], only: bool) -> CheckpointManagerOptions:
@@ -192,7 +176,7 @@ def rm(directory: str, steps: Sequence[int], prefix: str | None, dry_run: bool, 
     """Delete checkpoints of a run, pinned and damaged ones, too."""
     run = ChangedRun(directory, prefix)
     run.check(steps)
-    return _delete(run, sorted(set(steps)), Confirmation(yes, dry_run), as_json=as_json)
+    return _delete(run, sorted(set(steps)), yes, dry_run, as_json=as_json)
 
 
 @click.command()
@@ -217,13 +201,14 @@ def rollback(directory: str, step: int, prefix: str | None, dry_run: bool, yes: 
             say(f"delete {shortened_steps(mirrored)} in the mirror {run.mirror}, too")
     after = step if mirrored or mirrored is None else None
     more = {"resumes_from": step}
-    return _delete(run, later, Confirmation(yes, dry_run), as_json=as_json, more=more, after=after)
+    return _delete(run, later, yes, dry_run, as_json=as_json, more=more, after=after)
 
 
 def _delete(
     run: ChangedRun,
     steps: Sequence[int],
-    confirmation: Confirmation,
+    yes: bool,
+    dry_run: bool,
     *,
     as_json: bool,
     more: dict[str, Any] | None = None,
@@ -236,7 +221,9 @@ def _delete(
         say(f"delete {shortened_steps(steps)}: {what}" if steps else "nothing to delete")
     deleted: list[int] = []
     anything = bool(steps) or after is not None
-    if anything and confirmation.given(f"Delete {what}?"):
+    if anything and not yes and not dry_run and not sys.stdin.isatty():
+        raise OptionError("nothing was deleted: this is no terminal to ask on; give --yes, or --dry-run to look")
+    if anything and not dry_run and (yes or click.confirm(f"Delete {what}?")):
         with run.manager() as manager, progress_of("delete", shown=not as_json) as progress:
             progress.expect(nbytes)
             for step in reversed(steps):  # Deleting the latest first leaves a valid run at any moment.
@@ -247,14 +234,14 @@ def _delete(
                 manager.delete_after(after)  # The mirror may have other later steps.
             if in_mirror:
                 settle_mirror(manager)
-    elif anything and not confirmation.dry_run:
+    elif anything and not dry_run:
         say("nothing was deleted")
         return FAILED
     if as_json:
         print_json(
             {
                 "directory": str(run.location),
-                "dry_run": confirmation.dry_run,
+                "dry_run": dry_run,
                 "delete": list(steps),
                 "bytes": nbytes,
                 "deleted": deleted[::-1],
