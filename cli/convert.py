@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import click
 
@@ -103,7 +103,7 @@ def _step_or_best(text: str) -> int | str:
 @click.argument(
     "destination", metavar="[DST]", required=False, help="The file, or the directory for orbax; none with --in-place."
 )
-@click.option("--to", metavar="FORMAT", default="safetensors", help="safetensors, torch or orbax.")
+@click.option("--to", type=click.Choice(get_args(ExportFormat)), default="safetensors", help="The format.")
 @click.option("--in-place", is_flag=True, help="Only add the small files with which orbax reads it in place.")
 @click.option("--step", metavar="STEP", type=_step_or_best, help="A number, or best; by default the newest.")
 @click.option("--item", help="The item, if there are several.")
@@ -114,7 +114,7 @@ def _step_or_best(text: str) -> int | str:
 def export(
     source: str,
     destination: str | None,
-    to: str,
+    to: ExportFormat,
     in_place: bool,
     step: Any,
     item: str | None,
@@ -128,9 +128,6 @@ def export(
     For orbax, all steps are written unless one is given.
     """
     configure_logging("warning")
-    formats = get_args(ExportFormat)
-    if to not in formats:
-        raise OptionError(f"--to {to}: expected one of {', '.join(formats)}")
     if in_place:
         if to != "orbax" or destination is not None or item is not None or select or root or overwrite:
             raise OptionError("--in-place takes --to orbax and --step, and neither DST nor another option")
@@ -146,7 +143,7 @@ def export(
         conversions = export_checkpoint(
             place,
             destination,
-            cast("ExportFormat", to),
+            to,
             step=step,
             item=item,
             select=select or None,

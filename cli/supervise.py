@@ -325,8 +325,10 @@ def _start(
 ) -> Start:
     if lost := silence_lost_streams():  # The program would die of the first line that it prints.
         log("output_lost", streams=lost)
+    # torchrun gives its workers 30 seconds after a signal by default.
+    environment = {_SHUTDOWN: os.environ.get(_SHUTDOWN, str(math.ceil(watch.grace)))}
     try:
-        program = Program(command, folder, signals, _environment(watch))
+        program = Program(command, folder, signals, environment)
     except OSError as error:
         raise OptionError(f"cannot start {command[0]}: {error.strerror or error}") from error
     log("started", command=list(command), pid=program.pid, start=number)
@@ -338,7 +340,10 @@ def _start(
         for one in program.forwarded[forwarded:]:
             log("forwarded", signal=signal.Signals(one).name)
         forwarded = len(program.forwarded)
-        _take(program.new_events(), record, saves)
+        events = program.new_events()
+        record.add(events)
+        for event in events:
+            saves.note(event)
         return watch.hang is not None and _overdue(program, watch) is not None
 
     returncode = program.wait(look)
@@ -365,11 +370,6 @@ def _start(
     return Start(kind, returncode, progress, asked, early=record.state is None and took < EARLY)
 
 
-def _environment(watch: Watch) -> dict[str, str]:
-    """Return variables for launchers: torchrun gives its workers 30 seconds after a signal by default."""
-    return {} if _SHUTDOWN in os.environ else {_SHUTDOWN: str(math.ceil(watch.grace))}
-
-
 def _tell_runs(record: RunRecord, **facts: Any) -> None:
     """Append to the events of the runs how their program has ended; a killed program cannot do that itself."""
     for place, run in record.runs.items():
@@ -377,12 +377,6 @@ def _tell_runs(record: RunRecord, **facts: Any) -> None:
         if location.is_local:
             with contextlib.suppress(OSError):
                 append_after_death(location.path / EVENTS, {"event": "ended", "time": time.time(), "run": run, **facts})
-
-
-def _take(events: list[dict[str, Any]], record: RunRecord, saves: SlowSaves) -> None:
-    record.add(events)
-    for event in events:
-        saves.note(event)
 
 
 def _overdue(program: Program, watch: Watch) -> str | None:

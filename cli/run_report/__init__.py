@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from ... import __version__
 from ...engine.clock import format_size
 from ...engine.errors import OptionError
 from ...engine.exit_status import DONE
+from ...engine.storage import as_location
 from .. import arguments
 from ..log import configure_logging
 from ..progress import progress_of
@@ -61,7 +61,7 @@ def report(directories: Sequence[str], output: str, no_statistics: bool, norm_st
         runs = [read_run(location, Reading(progress, not no_statistics, norm_steps)) for location in locations]
     page = draw_page(runs, now=time.time(), version=__version__, left_out=more)
     content = page.encode("utf-8", "replace")  # File names may hold halves of surrogate pairs.
-    _replace(target, content)
+    as_location(target).write_bytes(content)
     if as_json:
         places = [str(location) for location in locations]
         intervals = {run.place: [asdict(one) for one in choices(run.experience)] for run in runs}
@@ -84,13 +84,3 @@ def _check(target: Path) -> None:
         with target.open("rb") as file:
             if GENERATOR.encode() not in file.read(1000):
                 raise OptionError(f"--output={target}: this file is no report of holdfast; choose another name")
-
-
-def _replace(target: Path, content: bytes) -> None:
-    """Write a file so that a crash leaves the earlier one."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -274,7 +274,7 @@ def test_how_often_watch_looks(given: str, waited: float, run: Path, monkeypatch
         pauses.append(seconds)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("holdfast.cli.inspect.time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr("holdfast.cli.inspect.time", SimpleNamespace(sleep=sleep, time=time.time))
     assert main(["watch", str(run), "--interval", given]) == 0
     assert pauses == [waited]
 
@@ -295,7 +295,7 @@ def test_watch_says_what_comes_and_goes(
         raise KeyboardInterrupt
 
     happening = iter((first, second, end))
-    clock = SimpleNamespace(sleep=lambda _: next(happening)(), strftime=time.strftime)
+    clock = SimpleNamespace(sleep=lambda _: next(happening)(), strftime=time.strftime, time=time.time)
     monkeypatch.setattr("holdfast.cli.inspect.time", clock)
     assert main(["watch", str(run), *flags]) == 0
 

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.recipes.bundled import bundled_configs
-from holdfast.recipes.configuration import load_configuration, read_config, to_yaml
+from holdfast.recipes.configuration import load_configuration, read_config, read_yaml, to_yaml
 from holdfast.recipes.problems import ConfigError
 from holdfast.recipes.registry import RECIPES
 from holdfast.recipes.schema import LocalSection, MirrorSection, Section
-from holdfast.recipes.yaml_reader import read_yaml
 
 
 def problems_of(tmp_path: Path, text: str, *arguments: str) -> list[str]:
