@@ -179,7 +179,7 @@ def test_there_are_no_cycles(house: str) -> None:
 
 
 def test_no_framework_is_loaded_by_itself() -> None:
-    """Except by ``integrations/lightning``, for whoever imports that."""
+    """Except by ``integrations/lightning``, for programs that import it."""
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in (*sources("engine"), *sources("integrations"))

@@ -195,7 +195,7 @@ class _DeferredWrite:
 
 
 def write_alone(prepared: PreparedItem, folder: Location, awaited: threading.Event | None = None) -> Files:
-    """Write an item in this process alone, durably, whatever becomes of its folder."""
+    """Write an item in this process alone, and make its files durable."""
     return make_durable(folder, prepared.merge(folder, [prepared.write(folder, ProcessInfo(awaited=awaited))]))
 
 

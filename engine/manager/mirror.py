@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step
@@ -72,7 +73,15 @@ class MirrorStatus:
 class _Copying:
     """The copy of a step: its throttle, its progress, and its rate while no save makes it wait."""
 
-    def __init__(self, step: int, record: CheckpointRecord, rate: float | None) -> None:
+    def __init__(
+        self,
+        step: int,
+        record: CheckpointRecord,
+        rate: float | None,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._now = now
         self.step = step
         self.record = record
         self.throttle = Throttle(rate)
@@ -83,13 +92,13 @@ class _Copying:
     def measure(self) -> None:
         """Begin to measure the rate."""
         if self._since is None:
-            self._since = time.monotonic(), self.progress.arrived
+            self._since = self._now(), self.progress.arrived
 
     def pause(self) -> None:
         """Stop measuring the rate."""
         if self._since is not None:
             began, arrived = self._since
-            self._seconds += time.monotonic() - began
+            self._seconds += self._now() - began
             self._bytes += self.progress.arrived - arrived
             self._since = None
 

@@ -1,4 +1,4 @@
-"""Weights for a model from any checkpoint, found by their names in whichever container of it they are."""
+"""Weights for a model from any checkpoint; their names tell which of its containers holds them."""
 
 from __future__ import annotations
 

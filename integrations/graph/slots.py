@@ -216,7 +216,7 @@ def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
     return contents.build(values)
 
 
-# ---- the last writer of each slot: the latest restore wins, in whichever order objects are attached
+# ---- the last writer of each slot: the latest restore wins, regardless of the order in which objects are attached
 
 restore_numbers = itertools.count(1)
 _writers: dict[int, tuple[Callable[[], Any], dict[Path, int]]] = {}  # by the ids of the anchors

@@ -89,7 +89,7 @@ def test_chunks_cover_the_array_once(saved: Path) -> None:
 
 
 def test_only_the_chunks_that_an_index_needs_are_read_and_verified(saved: Path, tmp_path: Path) -> None:
-    """A flipped bit in the last chunk is found by whoever needs that chunk, and by no one else."""
+    """A read that needs the last chunk finds a flipped bit in it, and no other read does."""
     hf.copy_checkpoint(saved, tmp_path / "copy")
     (data,) = (path for path in (tmp_path / "copy" / "state" / "d").iterdir() if path.name != "index")
     content = bytearray(data.read_bytes())

@@ -480,7 +480,7 @@ with hf.CheckpointCallback("real", save_interval_steps=1) as checkpoint:
 sys.exit(checkpoint.exit_status)
 """
 
-# A program that starts another one with an environment of its own, and continues whatever becomes of it.
+# A program that starts another one with an environment of its own, and continues regardless of how that one ends.
 PARENT = """
 import os, subprocess, sys
 own = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ}

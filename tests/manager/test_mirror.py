@@ -7,7 +7,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -311,10 +310,9 @@ def test_a_copy_gives_way_to_a_save(
             arrives(run, 2 if end == "it is saved" else 1)
 
 
-def test_the_measured_rate_is_that_of_a_copy_that_does_not_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_measured_rate_is_that_of_a_copy_that_does_not_give_way() -> None:
     now = [0.0]
-    monkeypatch.setattr(mirrors, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    copy = mirrors._Copying(1, None, None)  # type: ignore[arg-type]
+    copy = mirrors._Copying(1, None, None, now=lambda: now[0])  # type: ignore[arg-type]
     rates = []
     for change, sent in ((copy.measure, 0), (copy.pause, 500), (copy.measure, 3), (copy.pause, 100), (copy.pause, 7)):
         copy.progress.arrived += sent
