@@ -10,7 +10,6 @@ A fault is that of one process: it ends before one of its calls to either store,
 
 from __future__ import annotations
 
-import gc
 import threading
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,9 +38,6 @@ CHUNK = 4096
 
 GENERATOR = 5056
 """Bytes of the state of a torch generator, which each process saves as its own."""
-
-STACK = 256 * 1024
-"""Bytes of the stack of each thread."""
 
 NETWORK = 0.5e-3
 """Seconds that a request to process 0 and its answer take on the network."""
@@ -113,6 +109,7 @@ class SimulatedStore(ObjectStoreBackend):
         super().__init__("simulated://store", is_remote=True)
         self.objects: dict[str, bytes] = {}
         self.requests = 0
+        self.bytes_read = 0
         self._timeline = timeline
         self._latency = latency
         self._bandwidth = bandwidth
@@ -150,7 +147,8 @@ class SimulatedStore(ObjectStoreBackend):
         whole = self.objects[key]
         if byte_range is not None and (byte_range.start or 0) >= max(1, len(whole)):
             raise hf.DamagedCheckpointError(f"{self.url(key)} is shorter than expected")
-        return whole[byte_range or slice(None)]
+        self.bytes_read += len(found)
+        return found
 
     def read_small(self, key: str, limit: int) -> bytes | None:
         found = self.objects.get(key)
@@ -396,17 +394,9 @@ class Simulation:
         processes = [SimulatedProcess(index) for index in range(self.count)]
         for one in afflicted:
             processes[one.index] = one
-        size = threading.stack_size(STACK)
-        collects = gc.isenabled()
-        gc.disable()  # it would stop one process to look at the objects of all
-        try:
-            for one in processes:
-                one.actor = timeline.start(partial(self._take_part, one, hub, store), one)
-            timeline.run()
-        finally:
-            threading.stack_size(size)
-            if collects:
-                gc.enable()
+        for one in processes:
+            one.actor = timeline.start(partial(self._take_part, one, hub, store), one)
+        timeline.run()
         self.objects = store.objects
         ended = max(one.ended_at for one in processes)
         objects = {key: data for key, data in self.objects.items() if key.startswith("run/1/")}

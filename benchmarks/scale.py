@@ -7,7 +7,8 @@ measured is what process 0 does and the memory that it takes, fragments included
 Then, opening the checkpoint of such a tree and reading one leaf of it, whose chunks lie in the files of all processes.
 
 Then, the commit: a small tree is saved by the real code, with a thread for each process, to a store in memory whose
-requests take 30 ms, in simulated time (`benchmarks.protocol`). At the end, one of 16 processes dies, is slow or is cut
+requests take 30 ms, in simulated time (`benchmarks.protocol`). Up to 64 replicas restore one tree from the same store
+(`benchmarks.replicas`). At the end, one of 16 processes dies, is slow or is cut
 off from process 0, at each call of a save (`benchmarks.faults`).
 """
 
@@ -39,6 +40,7 @@ from holdfast.engine.pytree import ArrayLeaf, Part, flatten, to_document
 
 from .faults import Outcome, outcomes
 from .protocol import Protocol, Simulation
+from .replicas import MOST, restore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -237,13 +239,19 @@ def open_one(folder: Path, name: str) -> Opened:
     with tempfile.TemporaryDirectory() as small:  # what a first load imports is no part of it
         hf.save(f"{small}/one", {"a": np.zeros(3)})
         hf.load(f"{small}/one", select="a")
-    memory, read = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, bytes_read()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak of memory begins anew
+    memory, read = memory_bytes("VmRSS"), bytes_read()
     began = time.process_time()
     found = hf.load(folder, select=name)
     seconds = time.process_time() - began
     assert found
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return Opened(seconds, bytes_read() - read, peak - memory)
+    return Opened(seconds, bytes_read() - read, memory_bytes("VmHWM") - memory)
+
+
+def memory_bytes(kind: str) -> int:
+    """Return the memory of this process: ``VmRSS`` is what it has, ``VmHWM`` the most that it has had."""
+    facts = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(facts.split(f"{kind}:", 1)[1].split("kB", 1)[0]) << 10
 
 
 def bytes_read() -> int:
@@ -390,14 +398,16 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
     parser.add_argument("--patience", type=float, default=600.0, help="seconds that processes wait for each other")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each number of processes")
     options = parser.parse_args(arguments)
-    plans, opened, commits = [], [], []
+    plans, opened, commits, restored = [], [], [], []
     for count in options.processes or [64, 256, 1024, 4096]:
         leaves = min(options.leaves, CHUNKS // count)
         plans.append(measure_apart(count, leaves))
         opened.append(open_apart(count, leaves))
         commits.append(Simulation(count).save()[0])
+        restored.append(restore(min(count, MOST)))
         if options.json:
-            write(json.dumps(asdict(plans[-1]) | asdict(opened[-1]) | asdict(commits[-1])))
+            found = (plans[-1], opened[-1], commits[-1], restored[-1])
+            write(json.dumps({name: value for one in found for name, value in asdict(one).items()}))
     if options.json:
         return
     write("The work of process 0 for a tree whose leaves are each divided among all processes")
@@ -416,6 +426,9 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
     write(aligned(("processes", "leaves", "processor time", "bytes read", "memory"), rows))
     write("\nThe commit of a small tree with a generator of each process; the store takes 30 ms for a request")
     write(commit_table(commits))
+    write("\nA restore of replicas; what all of them read from the store, as a multiple of the checkpoint")
+    shown = [(f"{r.replicas}", f"{r.restore_store_ratio:.2f}x", f"{r.restore_seconds:.2f} s") for r in restored]
+    write(aligned(("replicas", "read", "restore"), shown))
     write(
         f"\nSomething happens to one of 16 processes at each of its calls; the others wait for {options.patience:g} s"
     )

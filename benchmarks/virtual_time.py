@@ -7,6 +7,7 @@ threads do not compete for Python's lock.
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
 import math
@@ -21,6 +22,9 @@ from holdfast.engine.storage import parallel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+STACK = 256 * 1024
+"""Bytes of the stack of each thread."""
+
 
 class Timeline:
     """The threads of a simulation, and which of them runs.
@@ -33,6 +37,7 @@ class Timeline:
         self.measured = measured
         self._ready: list[tuple[float, int, Actor, int]] = []  # when, order, who, and which of its waits this would end
         self._order = itertools.count()
+        self._threads: list[threading.Thread] = []
         self._alive = 0
         self._over = threading.Event()
         self._here = threading.local()
@@ -40,15 +45,24 @@ class Timeline:
     def start(self, work: Callable[[], object], owner: Any = None) -> Actor:
         """Make a thread, which begins at time 0 when :meth:`run` is called."""
         actor = Actor(self, 0.0, owner)
-        threading.Thread(target=actor.perform, args=(work,), daemon=True).start()
+        self._threads.append(threading.Thread(target=actor.perform, args=(work,), daemon=True))
         return actor
 
     def run(self) -> None:
         """Let the threads run until all have ended; helpers that the engine starts for requests are among them."""
-        if self._alive:
-            with mock.patch.object(parallel, "Helper", partial(SimulatedHelper, self)):
-                self.hand_over()
-                self._over.wait()
+        size, collects = threading.stack_size(STACK), gc.isenabled()
+        gc.disable()  # it would stop one thread to look at the objects of all
+        try:
+            for thread in self._threads:
+                thread.start()
+            if self._threads:
+                with mock.patch.object(parallel, "Helper", partial(SimulatedHelper, self)):
+                    self.hand_over()
+                    self._over.wait()
+        finally:
+            threading.stack_size(size)
+            if collects:
+                gc.enable()
 
     @property
     def current(self) -> Actor | None:

@@ -53,7 +53,7 @@ def test_the_command(scale: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     lines: list[str] = []
     monkeypatch.setattr(scale, "outcomes", lambda timeout: [])
     scale.main(["--processes", "3", "--processes", "5", "--leaves", "50"], lines.append)
-    assert [len(text.splitlines()) for text in lines[1:6:2]] == [3, 3, 5]
+    assert [len(text.splitlines()) for text in lines[1:8:2]] == [3, 3, 5, 3]
     lines.clear()
     scale.main(["--processes", "3", "--leaves", "50", "--json"], lines.append)
     facts = json.loads(lines[0])
@@ -61,6 +61,8 @@ def test_the_command(scale: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert 3 * 12 * 64 * 4 < facts["open_bytes"] < 200_000
     assert facts["files"] == 3 + 3 + 3 + 1  # data files, the tree's own, that of each process, the record
     assert 0 < facts["primary_bytes_out"] < 3000
+    assert facts["replicas"] == 3
+    assert 1 <= facts["restore_store_ratio"] < 1.1
 
 
 def test_a_save_of_many_processes_takes_simulated_seconds(scale: Any) -> None:
