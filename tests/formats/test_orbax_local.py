@@ -131,7 +131,7 @@ def test_a_part_is_refused_with_the_way_on(saved: Path, tmp_path: Path, hosts: t
 
 def test_lost_files(saved: Path, tmp_path: Path) -> None:
     path = copied(saved, tmp_path, *(f"replicator/host_{index}" for index in range(4))) / "2"
-    data = max((path / "state" / "ocdbt.process_1" / "d").iterdir(), key=lambda file: file.stat().st_size)
+    data = path / "state" / "ocdbt.process_1" / "d"
     data.rename(path / "lost")
 
     with pytest.raises(hf.DamagedCheckpointError, match=r"ocdbt.process_1 is damaged: .*No such file"):
