@@ -17,7 +17,6 @@ from .codecs import (
     encode_varint,
     extend,
 )
-from .documents import DOCUMENT_LIMIT, decode_document, encode_document
 from .msgpack import ARRAY_EXTENSION, array_of, decode_array, decode_msgpack, encode_arrays
 from .ocdbt_read import (
     CHECKSUMS_MAGIC,
@@ -35,6 +34,7 @@ from .record import (
     COMPONENT,
     COMPONENTS,
     DELETED,
+    DOCUMENT_LIMIT,
     ITEM,
     OWN_FOLDER,
     OWNER,
@@ -46,7 +46,9 @@ from .record import (
     CheckpointRecord,
     FileRecord,
     ItemRecord,
+    decode_document,
     decode_metrics,
+    encode_document,
     encode_metrics,
     own_item,
     own_shares,

@@ -165,7 +165,7 @@ def test_a_path_that_is_too_long(tmp_path: Any, place: str, assert_same: Same) -
 
 
 def test_a_tree_that_is_too_large_to_be_described(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.engine.format.documents.DOCUMENT_LIMIT", 10_000)
+    monkeypatch.setattr("holdfast.engine.format.record.DOCUMENT_LIMIT", 10_000)
     with pytest.raises(hf.errors.UnsupportedLeafError, match=r"the tree document has \d+ bytes; the limit is 10000"):
         hf.save(tmp_path / "ckpt", ["x" * 100] * 100)
     assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.engine.errors import DamagedCheckpointError, FormatVersionError
-from holdfast.engine.format import crc32c, decode_document, documents, encode_document
+from holdfast.engine.format import crc32c, decode_document, encode_document, record
 
 BODY: dict[str, Any] = {
     "step": 1200,
@@ -178,7 +178,7 @@ def test_damaged_documents(data: bytes, message: str) -> None:
 
 
 def test_size_is_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "DOCUMENT_LIMIT", 1000)
+    monkeypatch.setattr(record, "DOCUMENT_LIMIT", 1000)
     data = b"[" + b"[]," * 100_000 + b"[]]"
     tracemalloc.start()
     with pytest.raises(DamagedCheckpointError, match="limit is 1000"):
