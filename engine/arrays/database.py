@@ -253,7 +253,7 @@ class ArrayDatabase:
         cached = (shares_machine() or None) if assembly.wants_everything else False
         with contextlib.ExitStack() as stack:
             files: dict[str, DataReader] = {}
-            for number in np.unique(found.file_ids).tolist():
+            for number in np.flatnonzero(np.bincount(found.file_ids)).tolist():
                 path = found.files[number]
                 try:
                     files[path] = stack.enter_context(self._open(path, cached=cached))

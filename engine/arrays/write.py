@@ -295,7 +295,7 @@ class TreeWriter:
             assert isinstance(leaf, ArrayLeaf)
             pieces.append(leaf.pieces)
         extra = catalog.column([kind.stored.extra is not None for kind in catalog.kinds], bool)
-        for array in np.unique(chunks[0][extra[chunks[0]]]).tolist():
+        for array in set(chunks[0][extra[chunks[0]]].tolist()):
             width = catalog.encodings[array].stored.extra or 0
             pieces[array] = [_raw(piece, width) for piece in pieces[array]]
         encodings = catalog.encodings

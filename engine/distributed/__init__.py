@@ -12,6 +12,5 @@ from .coordinators import (
     primary_host,
     shares_machine,
 )
-from .peers import Peer, PeerServer, own_address
 from .process_group import ProcessGroup, run_on_primary
 from .rendezvous import BoundedCoordinator, Rendezvous, call_within, next_rendezvous

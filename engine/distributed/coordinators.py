@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 import threading
 import time
@@ -302,6 +301,8 @@ def machine_identity() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
+        import socket  # only systems other than Linux need it
+
         return socket.gethostname()
 
 

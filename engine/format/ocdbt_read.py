@@ -356,7 +356,7 @@ class Database:
         if (offsets > INT64_MAX - lengths).any():
             cursor.fail("a value lies where no file reaches")
         if len(places):
-            used = np.unique(local)
+            used = np.flatnonzero(np.bincount(local))
             ids = np.zeros(len(files), np.int64)
             ids[used] = [self._files.setdefault(files[i].path, len(self._files)) for i in used.tolist()]
             file_ids[places] = ids[local]

@@ -18,7 +18,7 @@ from .events import (
     read_run_events,
 )
 from .intervals import DAY, Experience, LearnedInterval, Loss, save_interval
-from .local_tier import LocalStatus
+from .local_steps import LocalStatus
 from .manager import CheckpointManager, best_step_in, note_resume, settle_mirror
 from .metrics import Metric, better, metric_name, metric_value, number_of, plain_metrics
 from .mirror import MirrorStatus

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..arrays import SharedReads
 from ..checkpoint import BackgroundSave
@@ -19,10 +19,12 @@ from ..storage import Location, as_location
 from .directory import RunDirectory
 from .events import RunEvents
 from .intervals import LearnedInterval
-from .local_tier import LocalTier
 from .mirror import MirrorStatus, RunMirror
 from .options import CheckpointManagerOptions, mirror_of
 from .ownership import RunIdentity
+
+if TYPE_CHECKING:
+    from .local_tier import LocalTier
 
 _logger = logging.getLogger("holdfast")
 
@@ -182,6 +184,8 @@ class RunAccess:
 
     def open_local(self) -> None:
         """Find the hosts of the program, and the newest step that is whole on them."""
+        from .local_tier import LocalTier  # needs sockets, which take longer to import than a small save
+
         self.compare_options()
         self.local = LocalTier(self.options, self.run, self.processes, self.clock, self.events)
 

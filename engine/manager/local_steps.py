@@ -40,6 +40,25 @@ def neighbours(domains: Sequence[str], copies: int) -> list[list[int]]:
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalStatus:
+    """What a run has in the memory or on the disks of its hosts.
+
+    Attributes:
+        path: The folder on this host.
+        step: The newest step that this run has saved there, or None.
+        hosts: How many hosts the program has.
+        copies_on: The hosts that keep copies of the files of this one.
+        error: Why the last local save failed; None after one that succeeded.
+    """
+
+    path: str
+    step: int | None
+    hosts: int
+    copies_on: tuple[str, ...]
+    error: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class HeldStep:
     """What one host has of a local step: its files by path, each with its folder and size, and the commit record."""

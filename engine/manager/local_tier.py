@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from ..arrays import FileCheck
 from ..checkpoint import BackgroundSave, ItemToSave, Save, file_checks
 from ..clock import Clock, format_size, seconds
-from ..distributed import Peer, PeerServer, ProcessGroup, Rendezvous, machine_identity, own_address, primary_host
+from ..distributed import ProcessGroup, Rendezvous, machine_identity, primary_host
 from ..errors import (
     BarrierTimeoutError,
     DamagedCheckpointError,
@@ -55,8 +55,9 @@ from ..storage import (
 from .decisions import EverySteps
 from .directory import RunDirectory
 from .events import RunEvents, described
-from .local_steps import COPIES, OWN, HeldStep, WholeStep, decode_record, files_of, neighbours, whole_steps
+from .local_steps import COPIES, OWN, HeldStep, LocalStatus, WholeStep, decode_record, files_of, neighbours, whole_steps
 from .options import CheckpointManagerOptions, Local
+from .peers import Peer, PeerServer, own_address
 
 _logger = logging.getLogger("holdfast")
 
@@ -66,25 +67,6 @@ _SENDERS = 4  # files that a host sends at a time
 _PIECE = 1 << 20
 _PATIENCE = 30.0  # seconds in which another host must send or take the next bytes
 _SILENCE = 60.0  # seconds between two events that tell of local saves
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalStatus:
-    """What a run has in the memory or on the disks of its hosts.
-
-    Attributes:
-        path: The folder on this host.
-        step: The newest step that this run has saved there, or None.
-        hosts: How many hosts the program has.
-        copies_on: The hosts that keep copies of the files of this one.
-        error: Why the last local save failed; None after one that succeeded.
-    """
-
-    path: str
-    step: int | None
-    hosts: int
-    copies_on: tuple[str, ...]
-    error: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from .decisions import Decision, Rollback, SaveDecisions, Wanted
 from .directory import record_metrics as add_metrics
 from .intervals import LearnedInterval
 from .items import ItemSet
-from .local_tier import LocalStatus
+from .local_steps import LocalStatus
 from .metrics import as_given, plain_metrics
 from .mirror import MirrorStatus
 from .options import CheckpointManagerOptions, mirror_of, save_triggers

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine.distributed import Peer, PeerServer, own_address
 from holdfast.engine.errors import (
     DamagedCheckpointError,
     HoldfastError,
@@ -18,6 +17,7 @@ from holdfast.engine.errors import (
     StorageError,
     StorageUnavailableError,
 )
+from holdfast.engine.manager.peers import Peer, PeerServer, own_address
 
 TOKEN = "secret"
 CONTENT = bytes(range(256)) * 12_000  # three frames
