@@ -13,7 +13,7 @@ import pytest
 from tests.processes.harness import Backend, Process, run_outcomes, run_processes
 
 import holdfast as hf
-from holdfast.engine.distributed import Peer
+from holdfast.engine.manager.peers import Peer
 from holdfast.engine.storage import Location
 
 LAST = 12
