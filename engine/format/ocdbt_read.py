@@ -369,7 +369,8 @@ class Database:
         values: list[bytes | None] = [None] * count
         ends = np.cumsum(sizes)
         found = [data[start:end] for start, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
-        alike = bool(found) and data == found[0] * len(found)  # as most arrays of a tree are
+        # As most arrays of a tree are. Zeros of different lengths are not.
+        alike = bool(found) and int(sizes.min()) == int(sizes.max()) and data == found[0] * len(found)
         known = [self._known.setdefault(value, value) for value in (found[:1] if alike else found)]
         for i, value in zip(np.flatnonzero(kinds == 0).tolist(), known * len(found) if alike else known, strict=True):
             values[i] = value

@@ -202,3 +202,20 @@ def test_every_flipped_bit_of_a_compressed_manifest_is_found() -> None:
         flipped[bit // 8] ^= 1 << bit % 8
         with pytest.raises(DamagedCheckpointError):
             decode_database(bytes(flipped), reader.read_node)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {b"a": bytes(2), b"b": bytes(1), b"c": bytes(3)},
+        {b"a": bytes(8), b"b": bytes(4), b"c": bytes(12)},
+        {b"a": b"xy", b"b": b"xyxy", b"c": b""},
+        {b"a": b"", b"b": b""},
+    ],
+    ids=["zeros", "zeros of 4 bytes each", "repeated", "empty"],
+)
+def test_inline_values_keep_their_lengths(values: dict[bytes, bytes]) -> None:
+    context = ts.Context()
+    base = ts.KvStore.open("memory://base/", context=context).result()
+    write(open_database(base, context), values)
+    assert Reader(base).values() == values
