@@ -121,7 +121,7 @@ class Position:
             if not epoch.all_stateful(self._loaders()):
                 position["epoch"] = self._epoch
                 position["batch_sizes"] = epoch.batch_sizes(self._loaders())
-            elif ahead and is_one_for_all:
+            elif ahead and is_one_for_all and self._before_ahead:
                 # Another number of processes could not divide the batch that each of them has drawn ahead.
                 position["loaders"] = self._before_ahead
             elif ahead and is_plain_tree(ahead):
@@ -140,7 +140,7 @@ class Position:
         shares = saved.pop("shares", None)
         self._keeps_random = shares is not None and processes.index >= len(shares)
         before, now = saved.get("replicas", 1), replicas(self._trainer.strategy)
-        one_for_all = _check_replicated(saved, shares)
+        one_for_all = check_replicated(saved, shares)
         if not one_for_all and (shares is not None or before != now):
             _reshard(saved, shares, reshard, processes)
         if before != now and saved["point"] != "epoch" and not one_for_all:
@@ -292,6 +292,8 @@ class Position:
             load = epoch.end_loader_epoch if is_last else epoch.load_loader_states
             load(parts, saved["loaders"])
             if (ahead := saved.get("ahead")) is None:
+                if len(epoch.replicated_states(parts)) == len(parts):
+                    self._before_ahead = list(saved["loaders"])  # iter() may draw one ahead, before any fetch.
                 iter(fetcher)
             else:
                 epoch.begin_with(fetcher, ahead["batches"], ahead["done"])
@@ -310,6 +312,8 @@ class Position:
                 self._restore_random(restarts[drawn])
 
         epoch.skip_batches(fetcher, saved["consumed"], before_batch)
+        if "rescaled" in saved:
+            _check_same_place(saved, epoch.loader_states(parts))
 
     def _set_up_epoch(self) -> None:
         module = self._trainer.lightning_module
@@ -421,9 +425,15 @@ class Position:
             epoch.restore_generators(state, self._trainer.strategy.root_device, self._loaders())
 
 
-def _check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None) -> bool:
+def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None) -> bool:
     """Return whether all data loaders declared one state for all processes; refuse states that differ."""
     replicated = saved.get("replicated", [])
+    if any(len(share["loaders"]) <= max(replicated, default=-1) for share in shares or [saved]):
+        raise StateError(
+            f"the step declares {len(replicated)} data loaders whose state is the same in all processes "
+            "(replicated_state), and does not hold their states, so the position in the data is not known: name an "
+            "earlier step with fit(ckpt_path=...), or delete this step, and the run resumes from the one before it"
+        )
     for index in replicated:
         states = [share["loaders"][index] for share in shares or [saved]]
         other = next((state for state in states if not same_state(state, states[0])), None)
@@ -434,7 +444,20 @@ def _check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | 
                 f"{other!r:.80}; resume from a step before they differed, or as {len(states)} processes without the "
                 "declaration"
             )
-    return bool(replicated) and len(replicated) == len(saved["loaders"]) and "epoch" not in saved
+    return bool(replicated) and len(replicated) == len(saved["loaders"]) and not saved.keys() & {"epoch", "ahead"}
+
+
+def _check_same_place(saved: dict[str, Any], states: Sequence[Any]) -> None:
+    """Raise StateError where the batches drawn again took a loader of all processes to another place."""
+    for index in saved.get("replicated", ()):
+        if not same_state(states[index], saved["loaders"][index]):
+            raise StateError(
+                f"another number of processes continues, and {saved['consumed']} batches of its loaders end at "
+                f"{states[index]!r:.80} for the data loader of loaders/{index}, which was at "
+                f"{saved['loaders'][index]!r:.80}: the batches of loaders that count them must change with the number "
+                "of processes as those of loaders with replicated_state do, which share one global batch size. Change "
+                "their batch sizes by the same factor, or continue with as many processes as before"
+            )
 
 
 def _reshard(
@@ -442,7 +465,13 @@ def _reshard(
 ) -> None:
     """Replace the saved states of data loaders by those that ``reshard`` makes for this process."""
     owners = {"": saved, "epoch/": saved.get("epoch", {})}  # at the save, and at the start of the epoch
-    places = [(prefix, index) for prefix, one in owners.items() for index in range(len(one.get("loaders", ())))]
+    replicated = saved.get("replicated", ())  # those are the same in all processes
+    places = [
+        (prefix, index)
+        for prefix, one in owners.items()
+        for index in range(len(one.get("loaders", ())))
+        if index not in replicated
+    ]
     has_ahead = any("ahead" in share for share in shares or [saved])
     names = [f"{prefix}loaders/{index}" for prefix, index in places] + ["ahead"] * has_ahead
     if not names:

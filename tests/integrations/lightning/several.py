@@ -134,7 +134,11 @@ def of_all(kind: str, index: int, count: int) -> Any:
         return iter(grain.experimental.ElasticIterator(data, GLOBAL_BATCH, shares))
     sampler: Any = DistributedSampler(Numbered(), num_replicas=count, rank=index, seed=3)
     loader = DataLoader(Numbered(), GLOBAL_BATCH // count, sampler=sampler)
-    return hf.skip_to(loader, index if kind == "of all, apart" else 0, global_batch_size=GLOBAL_BATCH)
+    position = hf.skip_to(loader, index if kind == "of all, apart" else 0, global_batch_size=GLOBAL_BATCH)
+    if kind.startswith("of all, beside"):
+        size = 2 if kind == "of all, beside the same batches" else GLOBAL_BATCH // count
+        return {"a": position, "b": DataLoader(Numbered(), size)}
+    return position
 
 
 class Seen(Callback):
@@ -145,7 +149,8 @@ class Seen(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         with open(self.path, "a") as file:
-            file.write("".join(f"{int(number)}\n" for number in torch.as_tensor(batch[0])[:, 0]))
+            features = (batch["a"] if isinstance(batch, dict) else batch)[0]
+            file.write("".join(f"{int(number)}\n" for number in torch.as_tensor(features)[:, 0]))
 
 
 def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict[str, Any]:

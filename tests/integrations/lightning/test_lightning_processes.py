@@ -15,6 +15,7 @@ from tests.sweep.lightning_programs import BATCHES
 
 import holdfast as hf
 from holdfast.integrations.lightning import load_checkpoint
+from holdfast.integrations.lightning.position import check_replicated
 from holdfast.integrations.lightning.strategies import check_strategy
 
 Run = Callable[..., list[tuple[int, Any, str]]]
@@ -247,10 +248,57 @@ def test_one_position_of_all_processes(
 
     assert [status for status, _, _ in ended] == [0] * 3, ended[0][2]
     assert "the data continues in the order that all processes share" in ended[0][2]
-    seen = {path.name: [int(line) for line in path.read_text().split()] for path in tmp_path.glob("seen-*")}
-    assert len(seen) == 4 + 2 + 3
-    assert sorted(number for numbers in seen.values() for number in numbers) == list(range(72))
+    assert len(list(tmp_path.glob("seen-*"))) == 4 + 2 + 3
+    assert numbers(tmp_path) == list(range(72))
     assert ended[0][1]["final"]["step"] == 6
+
+
+def numbers(folder: Path) -> list[int]:
+    """Returns the numbers of the samples that any process has seen, in order."""
+    return sorted(int(line) for path in folder.glob("seen-*") for line in path.read_text().split())
+
+
+def test_one_position_of_all_processes_stopped_twice_in_a_validation(
+    run_together: Run, stop: Callable[..., None], tmp_path: Path
+) -> None:
+    """Data without a length is drawn one batch ahead, by a resume as well, which the second stop saves."""
+    options = {"checkpoint": NEVER, "loader": "of all", "max_steps": 6, "max_epochs": -1, "val_check_interval": 2}
+    directory = tmp_path / "run"
+
+    stop(directory, count=2, **options, signal_in_validation_after=["all", 2])
+    stop(directory, count=2, **options, signal_in_validation_after=["all", 2])
+    [(status, _, said)] = run_together(directory, 1, **options)
+
+    assert status == 0, said
+    assert numbers(tmp_path) == list(range(72))
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        ("of all, beside", ""),
+        ("of all, beside the same batches", "which was at {'epoch': 0, 'samples': "),
+    ],
+)
+def test_a_position_of_all_processes_beside_counted_batches(
+    run_together: Run, stop: Callable[..., None], tmp_path: Path, loader: str, message: str
+) -> None:
+    options = {"checkpoint": NEVER, "loader": loader, "max_steps": 6, "max_epochs": -1, "limit_train_batches": 6}
+
+    stop(tmp_path / "run", count=2, **options, signal_after=["all", 2])
+    [(status, _, said)] = run_together(tmp_path / "run", 1, **options)
+
+    assert message in said
+    assert status == bool(message), said
+    if not message:
+        assert numbers(tmp_path) == list(range(72))
+
+
+@pytest.mark.parametrize("shares", [None, [{"loaders": []}, {"loaders": []}]])
+def test_a_step_without_the_states_that_it_declares_is_refused(shares: Any) -> None:
+    saved = {"point": "validation", "replicas": 2, "replicated": [0], "loaders": []}
+    with pytest.raises(hf.errors.StateError, match="name an earlier step with fit"):
+        check_replicated(saved, shares)
 
 
 def test_positions_of_all_processes_that_differ_are_refused(
