@@ -133,6 +133,8 @@ class RunAccess:
         """Wait until no thread begins a save, and none is under way: a newer manager takes over."""
         with self.changing:
             self.background.join()
+            if self.local is not None:
+                self.local.wait()
 
     @contextlib.contextmanager
     def shared_reads(self, what: str) -> Iterator[SharedReads | None]:

@@ -333,21 +333,26 @@ class RunDirectory:
 
     def record(self, step: int) -> CheckpointRecord:
         """Return the commit record of a step with its files."""
-        record = self.listed_record(step)
+        record = self.stored_record(step)
         if record.summarizes is None:
             return record
         found = self._look(step)
         if found is not None and found.error is not None:
             raise found.error
-        self.add(step, None if found is None else found.record)  # then listed_record() raises that it is not there
-        return self.listed_record(step)
+        self.add(step, None if found is None else found.record)  # then stored_record() raises that it is not there
+        return self.stored_record(step)
 
     def listed_record(self, step: int) -> CheckpointRecord:
-        """Return the commit record of a step, or its summary; looks again where it was not there.
+        """Return the commit record of a step, or its summary; of a local step, if the directory has none."""
+        local = None if step in self._records else self.local.get(step)
+        return self.stored_record(step) if local is None else local[1]
+
+    def stored_record(self, step: int) -> CheckpointRecord:
+        """Return the commit record of a step of the directory, or its summary; looks again where it was not there.
 
         Another program may have saved since. A process that has saved the step with others knows the summary only.
         """
-        if step not in self._records and step not in self._errors and step not in self.local:
+        if step not in self._records and step not in self._errors:
             found = self._look(step)
             if found is not None and found.error is not None:
                 raise found.error
@@ -357,8 +362,6 @@ class RunDirectory:
             record, error = self._records.get(step), self._errors.get(step)
         if record is not None:
             return record
-        if (local := self.local.get(step)) is not None:
-            return local[1]
         if error is not None:
             raise copy.copy(error)
         steps = self.steps()
@@ -498,7 +501,7 @@ class RunDirectory:
     def change(self, step: int, *, pinned: bool | None = None, metrics: Mapping[str, Any] | None = None) -> None:
         """Replace the commit record of a step, atomically."""
         with self._changing:
-            record = self.record(step) if self._writes else self.listed_record(step)
+            record = self.record(step) if self._writes else self.stored_record(step)
             if metrics is not None:
                 record = record.with_metrics(metrics)
             if pinned is not None:
@@ -513,7 +516,7 @@ class RunDirectory:
         """Delete a step, whole or damaged, and note it for the mirror if that must delete it, too."""
         with self._changing:
             if not self.is_damaged(step):
-                self.listed_record(step)
+                self.stored_record(step)
             if mirror:
                 self._doom([step])
             self._delete(step)

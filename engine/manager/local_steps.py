@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import DamagedCheckpointError
 from ..format import RECORD, CheckpointRecord, FileRecord
 
 OWN = "own"  # the folder of what the processes of a host have written
@@ -130,11 +129,3 @@ def whole_steps(held: Sequence[Mapping[str, HeldStep]]) -> list[WholeStep]:
             holders[RECORD] = [(host, one.files[RECORD][0]) for host, one in here if one.record is not None]
             found.append(WholeStep(folder, records[0], holders))
     return sorted(found, key=lambda one: (one.step, one.folder), reverse=True)
-
-
-def decode_record(content: bytes, source: str) -> CheckpointRecord | None:
-    """Return a commit record, or None if it is damaged: then that of another host counts."""
-    try:
-        return CheckpointRecord.decode(content, source=source)
-    except DamagedCheckpointError:
-        return None

@@ -12,6 +12,7 @@ ranges from a host that has them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -35,6 +36,7 @@ from ..errors import (
     BarrierTimeoutError,
     DamagedCheckpointError,
     HoldfastError,
+    ObjectNotFoundError,
     OptionError,
     PeerFailedError,
     StorageError,
@@ -55,9 +57,9 @@ from ..storage import (
 from .decisions import EverySteps
 from .directory import RunDirectory
 from .events import RunEvents, described
-from .local_steps import COPIES, OWN, HeldStep, LocalStatus, WholeStep, decode_record, files_of, neighbours, whole_steps
+from .local_steps import COPIES, OWN, HeldStep, LocalStatus, WholeStep, files_of, neighbours, whole_steps
 from .options import CheckpointManagerOptions, Local
-from .peers import Peer, PeerServer, own_address
+from .peers import Peer, PeerServer, check_private, own_address
 
 _logger = logging.getLogger("holdfast")
 
@@ -122,6 +124,7 @@ class LocalTier:
         self._trigger = EverySteps(self._options.every)
         self._patience = min(_PATIENCE, processes.timeout / 4)
         self._previous: int | None = None
+        self._branches = True  # whether the next step of the directory may begin another branch
         self._background = BackgroundSave(seconds(options.save_timeout_secs))
         # The error of a local save that has missed a process, or the store: the next one would, too.
         self._lost: BarrierTimeoutError | PeerFailedError | None = None
@@ -162,12 +165,13 @@ class LocalTier:
         held: dict[str, HeldStep] = {}
         problem = None
         try:
+            self._check_places(self._program.run)
             if self._leads and len(hosts) > 1:
                 address = local.address or own_address(primary_host())
                 self._server = PeerServer(os.fspath(self._root), self._program.token, address, timeout=self._patience)
             if self._leads:
                 held = self._held()
-        except StorageError as error:  # all processes raise it
+        except HoldfastError as error:  # all processes raise it
             problem = f"{name}: {error}"
         mine = {
             "address": None if self._server is None else self._server.address,
@@ -235,21 +239,23 @@ class LocalTier:
 
     # ---- which step is whole
 
+    def _check_places(self, name: str | None) -> None:
+        """Refuse folders in which another user of the host could have put, or could exchange, local steps."""
+        check_private(os.fspath(self._root), shared=True)
+        if name is not None:
+            check_private(os.fspath(self._root / name), shared=False)
+
     def _held(self) -> dict[str, HeldStep]:
         """Return what this host has of the steps of the run, by folder."""
         if self._program.run is None:
             return {}
         found: dict[str, HeldStep] = {}
         for where in (COPIES, OWN):
-            for folder in (self._root / self._program.run / where).entries():
-                place = self._root / self._program.run / where / folder.name
-                before = found.get(folder.name, HeldStep({}))
+            for place in _folders(self._root / self._program.run / where):
+                before = found.get(place.name, HeldStep({}))
                 files = {path: (where, size) for path, size in _walk(place)}
-                record = before.record
-                if RECORD in files:
-                    content = (place / RECORD).read_bytes(limit=RECORD_LIMIT)
-                    record = decode_record(content, str(place / RECORD)) or record
-                found[folder.name] = HeldStep({**before.files, **files}, record)
+                record = (_record_of(place) if RECORD in files else None) or before.record
+                found[place.name] = HeldStep({**before.files, **files}, record)
         return found
 
     def _first_choice(self, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -293,7 +299,9 @@ class LocalTier:
             record = CheckpointRecord.from_document(whole["record"], source=whole["folder"])
             holders = {path: [(host, where) for host, where in one] for path, one in whole["holders"].items()}
             step = WholeStep(whole["folder"], record, holders)
-            if newest is not None and step.step < newest:
+            if (
+                newest is not None and step.step <= newest
+            ):  # of equal ones, that of the directory may have been replaced
                 return
             verified = True
             for digested in (True, False):  # the index first, which has the checksums of the others
@@ -390,6 +398,25 @@ class LocalTier:
     def restored(self, step: int) -> None:
         """Note that the run resumes from a step."""
         self._previous = step
+        self._branches = True
+
+    def directory_saves(self, step: int) -> None:
+        """Let local steps not count that a save in the directory replaces, or whose branch it leaves; before it."""
+        self._run.local.pop(step, None)
+        if not self._branches:
+            return
+        self._background.join()
+        self._branches = False
+        for later in [one for one in self._run.local if one > step]:
+            del self._run.local[later]
+        self._kept.steps = {folder: one for folder, one in self._kept.steps.items() if one <= step}
+        if not self._leads or self._program.run is None:
+            return
+        for where in (COPIES, OWN):
+            for folder in _folders(self._root / self._program.run / where):
+                record = _record_of(folder)
+                if record is not None and record.step is not None and record.step > step:
+                    _remove(folder)
 
     def forget(self) -> None:
         """Start anew: steps of the run were deleted explicitly, and the local ones are not to bring them back."""
@@ -411,7 +438,11 @@ class LocalTier:
                 raise StorageError(f"{self._run.location}: the identity of the run is not known")
             self._program = replace(self._program, run=name)
             space = self._root / name
+            with contextlib.suppress(OSError):  # what follows then tells why
+                os.makedirs(self._root, 0o755, exist_ok=True)
+                os.mkdir(space, 0o700)
             space.make_directory()
+            self._check_places(name)
             os.chmod(space, 0o700)  # the folder around it is often one that all users write to
             self._space = space
 
@@ -483,6 +514,7 @@ class LocalTier:
                         custom_metadata=facts,
                     )
                     content = record.encode()
+                    self._check_owner()
                     for number in self._copies:
                         self._send(number, f"{COPIES}/{folder}/{RECORD}", content)
                 _, report = save.commit(record)
@@ -508,6 +540,13 @@ class LocalTier:
                 total_seconds=round(report.total_seconds, 6),
             )
             self._told, self._saves = now, 0
+
+    def _check_owner(self) -> None:
+        """Raise OwnershipError if another run has taken over, on process 0; its local steps are in the same folder."""
+        try:
+            self._run.ownership.check()
+        except StorageError as error:  # local steps are for this, too
+            _logger.debug("%s: whether this run still owns it is not known: %s", self._run.location, error)
 
     def _failed(self, step: int, error: Exception) -> None:
         kind, self._error = type(error).__name__, described(error)
@@ -624,6 +663,23 @@ class _RemoteReader(DataReader):
 
     def close(self) -> None:
         return
+
+
+def _folders(place: Location) -> list[Location]:
+    """Return the folders of local steps in a place; nothing else there is ours."""
+    found = [place / entry.name for entry in place.entries() if entry.is_directory]
+    return [folder for folder in found if not folder.is_link()]
+
+
+def _record_of(folder: Location) -> CheckpointRecord | None:
+    """Return the commit record of a local step; None without one that can be read: that of another host may count."""
+    try:
+        return CheckpointRecord.decode((folder / RECORD).read_bytes(limit=RECORD_LIMIT), source=str(folder / RECORD))
+    except ObjectNotFoundError:
+        return None
+    except HoldfastError as error:
+        _logger.warning("%s: the commit record of this local step is passed over: %s", folder, error)
+        return None
 
 
 def _walk(folder: Location, begin: str = "") -> Iterator[tuple[str, int]]:

@@ -196,7 +196,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: There is no such step.
         """
-        self._run.listed_record(step)
+        self._run.stored_record(step)
         return self._run.why_kept(step)
 
     def metrics(self, step: int) -> Any:

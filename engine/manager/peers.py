@@ -11,11 +11,13 @@ import contextlib
 import errno
 import hmac
 import json
+import logging
 import os
 import socket
 import stat
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -26,14 +28,19 @@ from ..errors import (
     ObjectNotFoundError,
     StorageError,
     StorageFullError,
+    StoragePermissionError,
     StorageUnavailableError,
 )
+
+_logger = logging.getLogger("holdfast")
 
 PIECE = 1 << 20  # bytes of the body of a frame, at most
 
 _FRAME = struct.Struct("<III")  # lengths of head and body, and the crc32c of both
 _HEAD = 64 << 10  # bytes of the head of a frame, at most
 _TIMEOUT = 30.0  # seconds in which a peer must send or take the next bytes
+_STRANGERS = 64  # connections that have not said the token yet, at most; more must wait
+_HELLO = 1 << 10  # bytes of the head of a frame that has the token
 _IDLE = 300.0  # seconds after which a connection without requests is closed
 _KINDS: Mapping[str, type[StorageError | DamagedCheckpointError]] = {
     "missing": ObjectNotFoundError,
@@ -63,6 +70,7 @@ class PeerServer:
         self._timeout = timeout
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
+        self._strangers = threading.Semaphore(_STRANGERS)
         self._closed = False
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -87,6 +95,7 @@ class PeerServer:
 
     def _accept(self) -> None:
         while True:
+            self._strangers.acquire()
             try:
                 connection, _ = self._listener.accept()
             except OSError:  # closed
@@ -101,21 +110,27 @@ class PeerServer:
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.settimeout(self._timeout)
-                hello, _ = _receive(connection)
-                if not hmac.compare_digest(str(hello.get("token")).encode(), self._token.encode()):
+                if not self._knows_token(connection):
                     return
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 while True:
                     connection.settimeout(_IDLE)
                     asked, _ = _receive(connection)
                     connection.settimeout(self._timeout)
                     self._answer(connection, asked)
-        except (OSError, EOFError, ValueError, KeyError):  # the peer has gone, or is none of ours
-            pass
+        except Exception as error:  # the peer has gone, or is none of ours
+            _logger.debug("a connection between hosts has ended: %s", error or type(error).__name__)
         finally:
             with self._lock:
                 self._connections.discard(connection)
+
+    def _knows_token(self, connection: socket.socket) -> bool:
+        """Return whether the connection begins with the token, within the time that a stranger has for all of it."""
+        try:
+            hello, _ = _receive(connection, memoryview(b""), deadline=time.monotonic() + self._timeout)
+            return hmac.compare_digest(str(hello.get("token")).encode(), self._token.encode())
+        finally:
+            self._strangers.release()
 
     def _answer(self, connection: socket.socket, asked: Mapping[str, Any]) -> None:
         if asked.get("do") == "write":
@@ -140,9 +155,12 @@ class PeerServer:
     def _place(self, asked: Mapping[str, Any]) -> str:
         """Return the path of a file that is asked for; raise ValueError unless it lies below the root."""
         names = str(asked.get("path")).split("/")
+        place = os.path.join(self._root, *names)
         if not {"", ".", ".."}.isdisjoint(names) or any("\0" in name for name in names):
             raise ValueError(f"{asked.get('path')!r} is not the path of a file here")
-        return os.path.join(self._root, *names)
+        if os.path.realpath(os.path.dirname(place)) != os.path.join(os.path.realpath(self._root), *names[:-1]):
+            raise ValueError(f"{asked.get('path')!r} goes through a symbolic link")
+        return place
 
     def _store(self, place: str, size: int, pieces: Iterator[memoryview]) -> None:
         os.makedirs(os.path.dirname(place), exist_ok=True)
@@ -254,6 +272,32 @@ class Peer:
         return connection
 
 
+def check_private(path: str, *, shared: bool) -> None:
+    """Raise StoragePermissionError if another user of the host can put files into a folder; nothing need be there.
+
+    Args:
+        path: The folder.
+        shared: Whether it may belong to root, and be one like /dev/shm, where users cannot exchange files of others.
+    """
+    if not hasattr(os, "geteuid"):
+        return
+    owners = {os.geteuid(), 0} if shared else {os.geteuid()}
+    try:
+        found = os.lstat(path)
+        is_link = stat.S_ISLNK(found.st_mode)
+        if is_link and shared and found.st_uid in owners:  # as where a disk is mounted elsewhere
+            found, is_link = os.stat(path), False
+    except FileNotFoundError:
+        return
+    writable = shared and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
+    if is_link or not stat.S_ISDIR(found.st_mode) or found.st_uid not in owners or writable:
+        what = "a symbolic link" if is_link else f"of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}"
+        raise StoragePermissionError(
+            f"{path}: local steps must lie in a folder of user {os.geteuid()} to which no other user can write, and "
+            f"this is {what}: another user may have put files there. Remove it, or name another folder in Local(...)"
+        )
+
+
 def own_address(towards: str | None) -> str:
     """Return the number of the address from which this host reaches another one; nothing is sent.
 
@@ -280,15 +324,21 @@ def _send(connection: socket.socket, head: Mapping[str, Any], body: memoryview |
         connection.sendall(body)
 
 
-def _receive(connection: socket.socket, memory: memoryview | None = None) -> tuple[dict[str, Any], memoryview]:
-    """Return the head and the body of the next frame; the body lies in ``memory``, if that is given."""
-    head_size, body_size, crc = _FRAME.unpack(_exactly(connection, memoryview(bytearray(_FRAME.size))))
+def _receive(
+    connection: socket.socket, memory: memoryview | None = None, *, deadline: float | None = None
+) -> tuple[dict[str, Any], memoryview]:
+    """Return the head and the body of the next frame; the body lies in ``memory``, if that is given.
+
+    With a deadline, a time of the monotonic clock, the frame is that of a stranger, and has a short head.
+    """
+    fixed = _exactly(connection, memoryview(bytearray(_FRAME.size)), deadline)
+    head_size, body_size, crc = _FRAME.unpack(fixed)
     limit = PIECE if memory is None else min(PIECE, len(memory))
-    if head_size > _HEAD or body_size > limit:
+    if head_size > (_HEAD if deadline is None else _HELLO) or body_size > limit:
         raise DamagedCheckpointError(f"a peer announced {head_size} and {body_size} bytes, more than {limit}")
-    encoded = bytes(_exactly(connection, memoryview(bytearray(head_size))))
+    encoded = bytes(_exactly(connection, memoryview(bytearray(head_size)), deadline))
     body = memoryview(bytearray(body_size)) if memory is None else memory[:body_size]
-    _exactly(connection, body)
+    _exactly(connection, body, deadline)
     if google_crc32c.extend(google_crc32c.value(encoded), bytes(body)) != crc:
         raise DamagedCheckpointError("what a peer sent does not match its checksum")
     head = json.loads(encoded)
@@ -297,9 +347,11 @@ def _receive(connection: socket.socket, memory: memoryview | None = None) -> tup
     return head, body
 
 
-def _exactly(connection: socket.socket, memory: memoryview) -> memoryview:
+def _exactly(connection: socket.socket, memory: memoryview, deadline: float | None = None) -> memoryview:
     filled = 0
     while filled < len(memory):
+        if deadline is not None:
+            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
         count = connection.recv_into(memory[filled:])
         if not count:
             raise EOFError("the connection was closed")

@@ -119,6 +119,8 @@ class Saves:
             try:
                 self._run.ownership.check(at_once=True)
                 self._run.make_room(step, replaces=replaces)
+                if self._access.local is not None:
+                    self._access.local.directory_saves(step)
                 facts = check_json("custom_metadata", custom_metadata)
                 numbers = None if metrics is None else plain_metrics(metrics)
                 pending = _PendingSave(step, reason or decision.reason, numbers, facts)

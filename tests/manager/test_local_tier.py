@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.threads import together
+from tests.processes.threads import memory_coordinators, together
 
 import holdfast as hf
 from holdfast.engine.distributed import Coordinator
+from holdfast.engine.format import encode_document
 from holdfast.engine.storage import Location
 
 
@@ -151,6 +154,107 @@ def test_the_directory_counts_where_it_is_newer(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, 2, every=8)
     hosts.train(1, 15)
     assert hosts.resume() == (10, 0)
+
+
+def test_a_step_of_the_directory_that_was_replaced_counts(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 1)
+
+    def saved(*values: int) -> Callable[[hf.CheckpointManager], Any]:
+        def work(manager: hf.CheckpointManager) -> Any:
+            found = manager.restore_latest()
+            for value in values:
+                manager.save(10, tree(value), force=True)
+            manager.wait_until_finished()
+            return None if found is None else found.items["step"], manager.restore(10)["step"]
+
+        return work
+
+    assert hosts.run(saved(1, 2)) == [(None, 2)]
+    assert hosts.run(saved(3)) == [(2, 3)]
+
+
+def test_a_local_step_of_a_branch_that_the_directory_has_left_does_not_count(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+    hosts.train(1, 18)
+
+    def branch(manager: hf.CheckpointManager) -> None:
+        manager.restore(10)
+        manager.save(13, tree(13), force=True)  # no local step is due before the run is killed
+        manager.wait_until_finished()
+
+    hosts.run(branch)
+    assert hosts.resume()[0] == 13
+
+
+def test_a_local_step_has_no_record_in_the_directory_to_be_changed(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 1)
+    hosts.train(1, 15)
+
+    def work(manager: hf.CheckpointManager) -> list[int]:
+        assert manager.latest_step() == 14
+        for call in (manager.pin, manager.unpin, manager.delete, manager.why_kept):
+            with pytest.raises(hf.errors.CheckpointNotFoundError, match="no checkpoint of step 14"):
+                call(14)
+        with pytest.raises(hf.errors.CheckpointNotFoundError, match="no checkpoint of step 14"):
+            manager.record_metrics(14, {"loss": 1.0})
+        return manager.all_steps()
+
+    assert hosts.run(work) == [[10]]
+    assert not (tmp_path / "store/14").exists()
+    assert hosts.resume()[0] == 14
+
+
+@pytest.mark.parametrize("what", ["a stray file", "a long record", "a record of a newer version"])
+def test_what_cannot_be_read_on_one_host_does_not_count(tmp_path: Path, what: str) -> None:
+    hosts = Hosts(tmp_path, 2)
+    hosts.train(1, 15)
+    copies = next(hosts.place(1).glob("*/copies"))
+    record = max(copies.iterdir()) / "checkpoint.json"
+    record.chmod(0o600)
+    if what == "a stray file":
+        (copies / "x").write_text("hello")
+    elif what == "a long record":
+        with record.open("wb") as file:
+            file.truncate(1 << 33)
+    else:
+        Path(record).write_bytes(encode_document("checkpoint", {}).replace(b'"version":', b'"version": 9'))
+    assert hosts.resume()[0] == 14
+
+
+@pytest.mark.parametrize("which", ["the folder", "the folder of the run", "a link"])
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, which: str) -> None:
+    hosts = Hosts(tmp_path, 1)
+    hosts.train(1, 15)
+    place = hosts.place(0)
+    if which == "the folder":
+        place.chmod(0o777)
+    elif which == "a link":
+        (run,) = place.iterdir()
+        run.rename(tmp_path / "elsewhere")
+        run.symlink_to(tmp_path / "elsewhere")
+    else:
+        (run,) = place.iterdir()
+        try:
+            os.chown(run, 65534, 65534)
+        except PermissionError:
+            pytest.skip("only root gives files away")
+    with pytest.raises(hf.errors.OptionError, match="another user may have put files there"):
+        hosts.resume()
+
+
+def test_a_run_that_was_superseded_saves_no_local_step(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 1)
+    old = hosts.manager(memory_coordinators(1)[0])
+    for step in range(1, 13):
+        old.save(step, tree(step))
+    hosts.train(13, 16)
+    local = old._access.local
+    assert local is not None
+    with contextlib.suppress(hf.errors.OwnershipError):
+        old.save_locally(18, tree(18))
+    old.wait_until_finished()
+    assert hosts.resume()[0] == 16
+    local.close(finished=False)
 
 
 def test_two_steps_are_kept(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,3 +139,31 @@ def test_a_host_that_is_silent() -> None:
         peer = Peer("host b", silent.getsockname(), TOKEN, timeout=0.05)
         with pytest.raises(StorageUnavailableError, match=r"host b does not answer at .* \(timed out\)"):
             read(peer, "x", 0, 1)
+
+
+def test_a_stranger_has_a_short_head_and_no_body(server: PeerServer, caplog: pytest.LogCaptureFixture) -> None:
+    for head, body in ((60_000, 0), (20, 1 << 19)):
+        with socket.create_connection(server.address, 10) as stranger:
+            stranger.sendall(struct.pack("<III", head, body, 0))
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b"", "it is closed before anything more is read"
+
+
+def test_silent_strangers_are_few_and_have_one_deadline(tmp_path: Path) -> None:
+    server = PeerServer(str(tmp_path), TOKEN, "127.0.0.1", timeout=0.2)
+    strangers = [socket.create_connection(server.address) for _ in range(200)]
+    assert sum(thread.name == "holdfast-peer" for thread in threading.enumerate()) <= 64
+    peer = Peer("host b", server.address, TOKEN, timeout=20)
+    write(peer, "x", b"hello")
+    for one in strangers:
+        one.close()
+    peer.close()
+    server.close()
+
+
+def test_a_link_on_the_way_is_not_followed(peer: Peer, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "root" / "folder").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="goes through a symbolic link"):
+        write(peer, "folder/x", b"planted")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
