@@ -52,7 +52,7 @@ class WantedArray(NamedTuple):
         cls, shape: tuple[int, ...], chunks: tuple[int, ...], itemsize: int, parts: Sequence[Part] | None
     ) -> WantedArray:
         """Return an array whose chunks are joined, along its last axes first, where there are very many."""
-        joined = list(chunks)
+        joined = [max(1, size) for size in chunks]  # an empty array may have empty chunks
         for axis in reversed(range(len(shape))):
             grid = [-(-size // chunk) for size, chunk in zip(shape, joined, strict=True)]
             joined[axis] *= max(1, min(grid[axis], -(-math.prod(grid) // _MOST_CHUNKS)))
@@ -187,7 +187,8 @@ def _teams(wanted: WantedArray, processes: int) -> tuple[Teams, NDArray[np.int32
 class SharedReads:
     """The reads of one restore that all processes of a program make together.
 
-    Every process calls `read` for the same trees in the same order. One that fails outside of it calls `fail`.
+    Every process calls `read` for the same trees in the same order, and then `leave`. One that reads less than the
+    others, or reads again what is damaged, calls `leave` earlier. One whose restore fails calls `fail`.
     """
 
     def __init__(self, rendezvous: Rendezvous, transport: Transport, timeout: float, *, always: bool) -> None:
@@ -197,16 +198,25 @@ class SharedReads:
         self._timeout = timeout
         self._always = always
         self._calls = itertools.count()
-        self._usable = True
+        self._call = next(self._calls)
+        self._awaited: str | None = "plan"  # what the others wait for in this call; None if they wait no more
 
     def fail(self, error: BaseException) -> None:
         """Report to the others, which may wait for this process, that it shares nothing more. Never raises."""
-        self._usable = False
+        self._awaited = None
         self._rendezvous.fail(error)
+
+    def leave(self) -> None:
+        """Share nothing more; the others, which may wait for this process, read on their own what they still need."""
+        if self._awaited == "plan":
+            self._agreed({"plan": None})
+        elif self._awaited == "read":
+            self._all_have_read(f"process {self._rendezvous.index} reads on its own")
+        self._awaited = None
 
     def close(self) -> None:
         """End the connections; what is read later, each process reads on its own."""
-        self._usable = False
+        self._awaited = None
         self._transport.close()
         self._rendezvous.close()
 
@@ -229,13 +239,12 @@ class SharedReads:
             By the position of the leaf, an array for each box. Other leaves are to be read as usual.
 
         Raises:
-            DamagedCheckpointError: What this process read is damaged.
-            PeerFailedError: Another process could not read its share; the message says why.
+            DamagedCheckpointError: What this process read is damaged; the others wait until it calls `leave` or `fail`.
+            PeerFailedError: Another process has called `fail`; the message says why.
             BarrierTimeoutError: Another process did not answer.
         """
-        if not self._usable:  # a step that was replaced meanwhile is read again, and not by all processes
+        if self._awaited is None:
             return {}
-        self._usable = False
         arrays = {
             position: WantedArray.of(leaf.saved.shape, source.chunks(leaf), leaf.saved.dtype.itemsize, some)
             for position, (leaf, some) in enumerate(zip(leaves, parts, strict=True))
@@ -245,16 +254,27 @@ class SharedReads:
         leaves = [leaves[position] for position in positions]
         plan = ReadPlan(list(arrays.values()), self._rendezvous.count)
         shares = [plan.pieces(self._rendezvous.index, teams) for teams in plan.teams]
-        call = next(self._calls)
-        lengths = self._agreed(call, source, leaves, plan, shares)
-        if not lengths:
-            self._usable = lengths is None  # after different plans, the processes may read different trees, too
+        lengths = self._agreed(
+            {
+                "plan": plan.digest(source.fingerprint, [leaf.name for leaf in leaves]),
+                "bytes": [sum(piece.nbytes for piece in share) for share in shares],
+                "spared": plan.spared_bytes,
+                "always": self._always,
+                "store": not source.location.is_local,
+                "machine": machine_identity(),
+            }
+        )
+        if lengths is None:
+            self._next_call()
+        if not lengths:  # after different plans, the processes may read different trees, too
             return {}
-        gathers = self._connected(call, plan, lengths)
+        gathers = self._connected(plan, lengths)
         if not gathers:
             return {}
+        self._awaited = "read"
         own = _read_pieces(source, leaves, shares)
-        self._rendezvous.barrier(f"read {call}", self._timeout)
+        if not self._all_have_read(None):
+            return {}
         outputs = _Outputs(leaves, [boxes.get(position) for position in positions])
         for teams, share, length, (nbytes, gather) in zip(plan.teams, own, lengths, gathers, strict=True):
             team = next(team for team in teams if self._rendezvous.index in team)
@@ -266,48 +286,47 @@ class SharedReads:
                 )
                 for one, data in zip(incoming, received, strict=True):
                     one.take(data)
-        self._usable = True
+        self._next_call()
         return {positions[array]: outputs.of(array) for some in plan.teams.values() for array in some}
 
-    def _agreed(
-        self,
-        call: int,
-        source: TreeSource,
-        leaves: Sequence[SavedLeaf],
-        plan: ReadPlan,
-        shares: Sequence[Sequence[Piece]],
-    ) -> list[int] | None:
+    def _agreed(self, facts: Mapping[str, Any]) -> list[int] | None:
         """Return the most bytes that a process reads for each kind of teams.
 
-        None if it is not worth it, and nothing if the processes have different plans: then each is to read on its own.
+        None if it is not worth it, and nothing if the processes have different plans, or one leaves and has none: then
+        each is to read on its own.
         """
-        facts = {
-            "plan": plan.digest(source.fingerprint, [leaf.name for leaf in leaves]),
-            "bytes": [sum(piece.nbytes for piece in share) for share in shares],
-            "spared": plan.spared_bytes,
-            "always": self._always,
-            "store": not source.location.is_local,
-            "machine": machine_identity(),
-        }
-        found = self._rendezvous.summarize(f"plan {call}", json.dumps(facts).encode(), self._timeout, agreed_lengths)
-        lengths: list[int] | None = json.loads(found)
+        lengths: list[int] | None = self._together("plan", facts, agreed_lengths)
         return lengths
 
-    def _connected(self, call: int, plan: ReadPlan, lengths: Sequence[int]) -> list[tuple[int, AllGather]]:
+    def _all_have_read(self, problem: str | None) -> bool:
+        """Say whether this process has its share; return whether all have. Otherwise each is to read on its own."""
+        if (problem := self._together("read", problem, _any)) is not None:
+            _logger.info("each process reads on its own what it still needs: %s", problem)
+        return problem is None
+
+    def _together(self, what: str, value: Any, summary: Callable[[Sequence[bytes]], bytes]) -> Any:
+        self._awaited = None
+        topic = f"{what} {self._call}"
+        return json.loads(self._rendezvous.summarize(topic, json.dumps(value).encode(), self._timeout, summary))
+
+    def _next_call(self) -> None:
+        self._call = next(self._calls)
+        self._awaited = "plan"
+
+    def _connected(self, plan: ReadPlan, lengths: Sequence[int]) -> list[tuple[int, AllGather]]:
         """Connect all teams; return for each kind of them the bytes of one all-gather, and the function for it."""
         problem: str | None = None
         gathers = []
         try:
             for number, (teams, length) in enumerate(zip(plan.teams, lengths, strict=True)):
-                name = f"{self._rendezvous.name}: {call}.{number}"
+                name = f"{self._rendezvous.name}: {self._call}.{number}"
                 most = max(_WORD, round_up(_ROUND // len(teams[0]), _WORD))
                 nbytes = min(most, round_up(length, _WORD))
                 connect = partial(self._transport.connect, name, teams, self._rendezvous.index, nbytes, self._timeout)
                 gathers.append((nbytes, self._within("connect the processes", connect)))
         except Exception as error:
             problem = f"process {self._rendezvous.index}: {type(error).__name__}: {error}"
-        found = self._rendezvous.summarize(f"connect {call}", json.dumps(problem).encode(), self._timeout, _any)
-        if (problem := json.loads(found)) is not None:
+        if (problem := self._together("connect", problem, _any)) is not None:
             # Networks that collective operations cannot use are no reason to fail.
             _logger.warning(
                 "each process reads all that it restores, as the processes cannot hand on arrays: %s", problem
@@ -329,10 +348,10 @@ def agreed_lengths(values: Sequence[bytes]) -> bytes:
     """Decide from the facts of all processes whether they share reads; return what `SharedReads._agreed` returns."""
     facts = [json.loads(value) for value in values]
     first = facts[0]
+    if any(one["plan"] is None or one["plan"] != first["plan"] for one in facts):
+        return b"[]"
     apart = first["store"] or len({one["machine"] for one in facts}) > 1
     worth = first["always"] or (first["spared"] >= _FEW_BYTES and apart)
-    if any(one["plan"] != first["plan"] for one in facts):
-        return b"[]"
     lengths = [max(some) for some in zip(*(one["bytes"] for one in facts), strict=True)]
     return json.dumps(lengths if lengths and worth else None).encode()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Collection, Mapping
@@ -220,7 +221,12 @@ class Resume:
         return steps[::-1]
 
     def _read(self, step: int, items: Any, kwargs: Mapping[str, Any], shared: SharedReads | None) -> Any:
+        attempts = itertools.count()
+
         def read(stored: StoredItems) -> Any:
+            # What is damaged, or was replaced meanwhile, is read again, and perhaps not by all processes.
+            if next(attempts) and shared is not None:
+                shared.leave()
             for item in self._items.left_out(stored, items):
                 before = newest_with(item, self._run.infos(), step)
                 where = "nor was a step before it" if before is None else f"step {before} has it, of an earlier moment"
@@ -228,10 +234,13 @@ class Resume:
             return self._items.restore(stored, items, kwargs, shared)
 
         try:
-            return self._run.read_step(step, read)
+            found = self._run.read_step(step, read)
         except DamagedCheckpointError:
             self._items.damage_found()
             raise
+        if shared is not None:
+            shared.leave()
+        return found
 
     def _read_everywhere(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, _Damage | None]:
         """Read a step on all processes; return it, and the damage that any of them has found."""

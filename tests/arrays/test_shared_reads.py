@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
@@ -18,7 +19,7 @@ import holdfast as hf
 from holdfast.engine.arrays import SharedReads, load_tree
 from holdfast.engine.arrays.shared_reads import agreed_lengths
 from holdfast.engine.distributed import Coordinator, Teams, next_rendezvous
-from holdfast.engine.errors import BarrierTimeoutError
+from holdfast.engine.errors import BarrierTimeoutError, DamagedCheckpointError
 from holdfast.engine.sources import open_at
 from holdfast.engine.storage import as_location
 
@@ -111,7 +112,7 @@ def test_reads_are_shared_where_that_is_worth_it(
 
 
 def test_a_format_without_chunks_is_read_leaf_by_leaf(tmp_path: Any) -> None:
-    tree = {f"w{number:02}": np.full((10, number + 1), number, np.float32) for number in range(12)}
+    tree = {f"w{number:02}": np.full((10, number), number, np.float32) for number in range(12)}
     safetensors.numpy.save_file(tree, tmp_path / "model.safetensors")
     transport = ThreadTransport(COUNT)
     for loaded, _ in loads(str(tmp_path / "model.safetensors"), transport, always=True):
@@ -135,6 +136,51 @@ def test_a_connection_that_breaks_is_an_error(tmp_path: Any) -> None:
         assert "connection reset by peer" in str(error)
 
 
+@pytest.mark.parametrize("garbled", [0, 1])
+def test_a_process_that_reads_again_leaves_and_the_others_go_on(tmp_path: Any, garbled: int) -> None:
+    hf.save(tmp_path / "ckpt", {"w": np.arange(100)})
+
+    def load(coordinator: Coordinator) -> list[Any]:
+        shared = SharedReads(next_rendezvous(coordinator, "restore"), transport, 5.0, always=True)
+        checkpoint = open_at(as_location(tmp_path / "ckpt"))
+        reader: Any = checkpoint.tree(checkpoint.only_tree(how=""))
+        read_boxes, reads = reader.read_boxes, itertools.count()
+
+        def read(*args: Any) -> Any:
+            if next(reads) == garbled and coordinator.process_index == 1:
+                raise DamagedCheckpointError("garbled once")
+            return read_boxes(*args)
+
+        reader.read_boxes = read
+        try:
+            found = [load_tree(reader, shared=shared) for _ in range(2)]
+        except DamagedCheckpointError:
+            shared.leave()
+            found = [load_tree(reader, shared=shared) for _ in range(2)]
+        shared.leave()
+        return found
+
+    transport = ThreadTransport(COUNT)
+    for found in together(COUNT, load):
+        assert [one["w"].tolist() for one in found] == [list(range(100))] * 2
+    assert transport.gathers == garbled  # what was shared before
+
+
+def test_a_process_that_restores_fewer_trees_leaves_and_the_others_go_on(tmp_path: Any) -> None:
+    hf.save(tmp_path / "ckpt", {"w": np.arange(100)})
+
+    def load(coordinator: Coordinator) -> list[Any]:
+        shared = SharedReads(next_rendezvous(coordinator, "restore"), transport, 5.0, always=True)
+        checkpoint = open_at(as_location(tmp_path / "ckpt"))
+        reader = checkpoint.tree(checkpoint.only_tree(how=""))
+        found = [load_tree(reader, shared=shared)["w"].tolist() for _ in range(coordinator.process_index)]
+        shared.leave()
+        return found
+
+    transport = ThreadTransport(COUNT)
+    assert together(COUNT, load) == [[list(range(100))] * number for number in range(COUNT)]
+
+
 FACTS = {"plan": "p", "bytes": [10, 3], "spared": 64 * MIB, "always": False, "store": False, "machine": "one"}
 
 
@@ -147,6 +193,7 @@ FACTS = {"plan": "p", "bytes": [10, 3], "spared": 64 * MIB, "always": False, "st
         ("little is spared", {"machine": "two"}, {"spared": MIB}, None),
         ("it is asked for", {}, {"spared": MIB, "always": True}, [10, 3]),
         ("other templates", {"machine": "two", "plan": "q", "bytes": [1]}, {"always": True}, []),
+        ("one reads on its own", {"plan": None}, {"always": True}, []),
         ("nothing is wanted twice", {"machine": "two"}, {"bytes": [], "always": True}, None),
     ],
 )

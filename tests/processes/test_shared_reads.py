@@ -12,9 +12,10 @@ from tests.equality import assert_same
 from tests.processes.harness import Backend, Process, run_outcomes, run_processes, told
 
 import holdfast as hf
+from holdfast.engine import steps
 from holdfast.engine.arrays import TreeReader
 from holdfast.engine.distributed.all_gather import JaxTransport, TorchTransport
-from holdfast.engine.errors import BarrierTimeoutError, PeerFailedError, TreeMismatchError
+from holdfast.engine.errors import BarrierTimeoutError, DamagedCheckpointError, PeerFailedError, TreeMismatchError
 
 LAYOUT = hf.Layout(chunk_bytes=1 << 16, data_file_bytes=1 << 20)
 NAN_WITH_PAYLOAD = np.array([0x7FA12345, 0xFFC00001, 0x80000000], np.uint32).view(np.float32)
@@ -222,6 +223,58 @@ def test_damage_that_one_process_finds_sends_all_to_an_older_step(
     content[len(content) // 2] ^= 1
     chosen.write_bytes(content)
     assert run_processes(restore_damaged, 3, str(tmp_path), backend=backend) == [(1, [2])] * 3
+
+
+class Garbled(Counting):
+    """A handler with which process 1 finds damage, after its reads, at its first attempts at a step."""
+
+    shares_reads = True
+    process: Process
+    attempts_left = 0
+    step = "2"
+
+    def restore(self, directory: Any, item: Any = None, **kwargs: Any) -> Any:
+        found = super().restore(directory, item, **kwargs)
+        if self.process.index == 1 and self.step in Path(str(directory)).parts and self.attempts_left:
+            self.attempts_left -= 1
+            raise DamagedCheckpointError("garbled")
+        return found
+
+
+def restore_garbled(process: Process, directory: str, times: int, always: bool) -> int:
+    steps.attempts_at = lambda location: 3  # as in an object store
+    handler = Garbled()
+    handler.process, handler.attempts_left = process, times
+    options = hf.CheckpointManagerOptions(load_and_broadcast=always or None, barrier_timeout_secs=10)
+    with hf.CheckpointManager(directory, hf.Checkpointer(handler), options) as reading:
+        found = reading.restore_latest()
+        assert found is not None
+        assert_same(found.items, arrays())
+        return found.step
+
+
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize(("times", "step"), [(1, 2), (3, 1)])
+def test_a_process_reads_again_on_its_own(tmp_path: Path, times: int, step: int, always: bool) -> None:
+    pytest.importorskip("torch")
+    save(tmp_path, 1, 2)
+    assert run_processes(restore_garbled, 3, str(tmp_path), times, always, backend="torch") == [step] * 3
+
+
+def restore_items(process: Process, directory: str) -> list[str]:
+    items = {name: hf.Checkpointer(hf.PyTreeCheckpointHandler()) for name in ("a", "b")}
+    with hf.CheckpointManager(directory, items, hf.CheckpointManagerOptions(barrier_timeout_secs=10)) as reading:
+        found = reading.restore_latest({"a": None, "b": None} if process.index == 0 else {"a": None})
+    assert found is not None
+    return list(found.items)
+
+
+def test_processes_restore_different_numbers_of_items(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    items = {name: hf.Checkpointer(hf.PyTreeCheckpointHandler()) for name in ("a", "b")}
+    with hf.CheckpointManager(tmp_path, items) as saving:
+        saving.save(1, {"a": {"w": np.arange(9.0)}, "b": {"w": np.arange(9.0)}})
+    assert run_processes(restore_items, 2, str(tmp_path), backend="torch") == [["a", "b"], ["a"]]
 
 
 class Stopping(Counting):
