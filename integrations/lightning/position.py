@@ -312,8 +312,7 @@ class Position:
                 self._restore_random(restarts[drawn])
 
         epoch.skip_batches(fetcher, saved["consumed"], before_batch)
-        if "rescaled" in saved:
-            _check_same_place(saved, epoch.loader_states(parts))
+        check_same_place(saved, epoch.loader_states(parts))
 
     def _set_up_epoch(self) -> None:
         module = self._trainer.lightning_module
@@ -447,16 +446,16 @@ def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | N
     return bool(replicated) and len(replicated) == len(saved["loaders"]) and not saved.keys() & {"epoch", "ahead"}
 
 
-def _check_same_place(saved: dict[str, Any], states: Sequence[Any]) -> None:
+def check_same_place(saved: dict[str, Any], states: Sequence[Any]) -> None:
     """Raise StateError where the batches drawn again took a loader of all processes to another place."""
     for index in saved.get("replicated", ()):
         if not same_state(states[index], saved["loaders"][index]):
             raise StateError(
-                f"another number of processes continues, and {saved['consumed']} batches of its loaders end at "
-                f"{states[index]!r:.80} for the data loader of loaders/{index}, which was at "
-                f"{saved['loaders'][index]!r:.80}: the batches of loaders that count them must change with the number "
-                "of processes as those of loaders with replicated_state do, which share one global batch size. Change "
-                "their batch sizes by the same factor, or continue with as many processes as before"
+                f"the {saved['consumed']} batches of the epoch, drawn again, end at {states[index]!r:.80} for the data "
+                f"loader of loaders/{index}, which was at {saved['loaders'][index]!r:.80}. If another number of "
+                "processes continues, change the batch sizes of the loaders beside it, so that all processes together "
+                "take as many samples as before. If it begins again within an epoch, as others last longer, use "
+                "loaders that all have a state, or resume from a step at the end of an epoch"
             )
 
 

@@ -15,7 +15,7 @@ from tests.sweep.lightning_programs import BATCHES
 
 import holdfast as hf
 from holdfast.integrations.lightning import load_checkpoint
-from holdfast.integrations.lightning.position import check_replicated
+from holdfast.integrations.lightning.position import check_replicated, check_same_place
 from holdfast.integrations.lightning.strategies import check_strategy
 
 Run = Callable[..., list[tuple[int, Any, str]]]
@@ -292,6 +292,14 @@ def test_a_position_of_all_processes_beside_counted_batches(
     assert status == bool(message), said
     if not message:
         assert numbers(tmp_path) == list(range(72))
+
+
+def test_a_position_of_all_processes_that_is_not_found_again_is_refused() -> None:
+    """A loader that ended first began again in the epoch before, so that its state is not where its iterator began."""
+    saved = {"replicated": [1], "loaders": [{"place": 1}, {"place": 24}], "consumed": 1}
+    check_same_place(saved, [{"place": 7}, {"place": 24}])
+    with pytest.raises(hf.errors.StateError, match="the data loader of loaders/1, which was at"):
+        check_same_place(saved, [{"place": 1}, {"place": 36}])
 
 
 @pytest.mark.parametrize("shares", [None, [{"loaders": []}, {"loaders": []}]])
