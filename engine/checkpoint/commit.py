@@ -39,7 +39,6 @@ from ..errors import (
 )
 from ..format import (
     ARCHIVE,
-    ARCHIVE_LIMIT,
     DELETED,
     OWNER,
     PARTIAL,
@@ -61,6 +60,7 @@ from ..storage import (
 
 _logger = logging.getLogger("holdfast")
 
+_LEFT_LIMIT = 4 << 20  # bytes of a zip file of a save, whose arrays have up to 256 KiB; foreign ones may be large
 _UNIQUE = re.compile(r".+\.[0-9a-f]{8}")  # names that saves to object stores give to the folders of items
 _ARCHIVE = re.compile(rf".+\.[0-9a-f]{{8}}\{ARCHIVE}")  # names that they give to zip files in their place
 
@@ -371,7 +371,7 @@ class PendingCheckpoint:
         Saves that have begun meanwhile will not be committed. A marker explains what they may leave.
         """
         names = {entry.name for entry in self.location.entries()}
-        if not _folders(record) <= names:
+        if DELETED in names or not _folders(record) <= names:
             raise self._lock.conflict()
         others = {name for name in names - _folders(record) if _is_left(self.location / name)}
         if others and PARTIAL not in names:
@@ -568,32 +568,40 @@ def _is_left(place: Location) -> bool:
     if not (place.is_remote and _ARCHIVE.fullmatch(place.name)):
         return False
     try:
-        return is_our_archive(place.read_bytes(limit=ARCHIVE_LIMIT))
+        return is_our_archive(place.read_bytes(limit=_LEFT_LIMIT))
     except (ObjectNotFoundError, DamagedCheckpointError):  # it is gone, or longer than any of ours
         return False
 
 
-def _remove_left(location: Location, names: Iterable[str]) -> bool:
-    """Remove the zip files of saves where no record and no marker is; return whether nothing else is there."""
-    found = {name: _is_left(location / name) for name in names}
-    if not any(found.values()):
+def _remove_left(location: Location, names: Collection[str]) -> bool:
+    """Remove the zip files of saves where no record and no marker is, and nothing else; return whether that was so."""
+    if not names or not all(_is_left(location / name) for name in names):
         return False
+    # A save that writes its record from now on finds the marker in its last listing, or its file missing.
+    (location / DELETED).write_bytes(b"{}")
     with contextlib.suppress(ObjectNotFoundError):
-        (location / RECORD).read_bytes(limit=RECORD_LIMIT)  # not from a listing: a save was committed meanwhile
+        (location / RECORD).read_bytes(limit=RECORD_LIMIT)
+        (location / DELETED).remove()  # a save was committed meanwhile
         return False
     _logger.info("%s: removing what an interrupted save or deletion has left", location)
-    for name in (name for name, is_left in found.items() if is_left):
+    for name in names:
         (location / name).remove()
-    return all(found.values())
+    (location / DELETED).remove()
+    return True
 
 
-def sweep_stray(location: Location, record: CheckpointRecord) -> None:
-    """Remove zip files of saves that lost against the one of a record, or arrived late; from a listing of a run."""
-    names = {entry.name for entry in location.entries()} - _folders(record)
-    if RECORD in names and not names & {PARTIAL, DELETED}:
-        for name in names:
-            if _is_left(location / name):
-                (location / name).remove()
+def sweep_stray(location: Location, listed: Collection[str], record: CheckpointRecord) -> None:
+    """Remove zip files of saves that lost against the one of a record, or arrived late; from a listing of a run.
+
+    A listing has several pages, and may be older at its beginning than at its end: it only nominates files.
+    """
+    if RECORD not in listed or {PARTIAL, DELETED} & {*listed}:
+        return
+    found = [name for name in {*listed} - _folders(record) if _is_left(location / name)]
+    # A save that replaces the checkpoint has written its marker before its zip file, and its record before the end.
+    if found and not {PARTIAL, DELETED} & {entry.name for entry in location.entries()}:
+        for name in {*found} - _folders(read_record(location)):
+            (location / name).remove()
 
 
 def is_swept(names: Iterable[str]) -> bool:

@@ -151,7 +151,8 @@ class _CopiedFolders(CommitParts):
             name: _SUFFIX.sub("", item.folder.removesuffix(ARCHIVE) if item.is_archive else item.folder)
             for name, item in record.items.items()
         }
-        self._plain = {_SUFFIX.sub("", item.folder) for item in record.items.values()}
+        # Another copy to this place may have had folders where this one has zip files.
+        self._plain = {name for folder in self._folders.values() for name in (folder, f"{folder}{ARCHIVE}")}
 
     def folder(self, item: str) -> str:
         return self._folders[item]

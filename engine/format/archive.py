@@ -59,7 +59,12 @@ def decode_archive(data: bytes, *, source: str) -> dict[str, bytes]:
     while len(files) <= ARCHIVE_FILES and data[place : place + 4] == b"PK\3\4" and len(data) >= place + _FILE.size:
         *_, size, length, _ = _FILE.unpack_from(data, place)
         begin = place + _FILE.size + length
-        name = data[begin - length : begin].decode(errors="replace")
+        try:
+            name = data[begin - length : begin].decode()
+        except UnicodeDecodeError:
+            break
+        if name in files:
+            break
         if not is_inside(name):
             raise DamagedCheckpointError(f"{source} holds a file with the path {name!r:.80}")
         files[name] = data[begin : begin + size]

@@ -404,7 +404,8 @@ class RunDirectory:
             self._late.remove_stray(listing)
         self.reload(content)
         for step, record in self._records.items() if self.location.is_remote else ():
-            sweep_stray(listing / self.step_location(step).name, record)
+            place = self.step_location(step)
+            sweep_stray(place, {entry.name for entry in (listing / place.name).entries()}, record)
         store_metadata(self.location, metadata)
         stored, belongs = stored_identity(self.location), belongs or RunIdentity()
         identity = replace(

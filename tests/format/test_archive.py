@@ -66,6 +66,7 @@ OTHERS: dict[str, Callable[[], bytes]] = {
     "a path of Windows": lambda: forged(b"a\\b!"),
     "an empty path": lambda: encode_archive({"": b"1"}),
     "a path that is no text": lambda: ARCHIVE.replace(b"tree.json", b"tree.\xff\xff\xff\xff"),
+    "a long path that is no text": lambda: encode_archive({"a" * 40_000: b""}).replace(b"a" * 40_000, b"\xff" * 40_000),
     "two files of one path": lambda: encode_archive({"a": b"1", "b": b"2"}).replace(b"b2", b"a2"),
     "a size beyond its end": lambda: ARCHIVE[:18] + struct.pack("<2L", 1 << 31, 1 << 31) + ARCHIVE[26:],
     "a size before its end": lambda: ARCHIVE[:18] + struct.pack("<2L", 3, 3) + ARCHIVE[26:],

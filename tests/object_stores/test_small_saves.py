@@ -164,6 +164,33 @@ def test_a_run_takes_the_directory_meanwhile(store: Store, request_: str) -> Non
         assert run.all_steps() == ([1] if committed else [])
 
 
+def test_a_run_looked_before_the_record_and_removes_after_it(store: Store) -> None:
+    """The run waits before it removes the zip file, and the save ends meanwhile: it fails, and nothing is left."""
+    url = f"{store.url}/run/1"
+    if url.startswith("az:"):
+        pytest.skip("the server cannot hold a deletion, which comes in a batch")
+    _, finish = held(store, "the record", lambda: hf.save(url, tree(1)))
+    arrived, go = threading.Event(), threading.Event()
+    store.server.fail("DELETE", act=arrived.set, after=go)
+    steps: list[list[int]] = []
+
+    def acquire() -> None:
+        with hf.CheckpointManager(f"{store.url}/run") as run:
+            run.acquire()
+            steps.append(run.all_steps())
+
+    taking = threading.Thread(target=acquire)
+    taking.start()
+    assert arrived.wait(20)
+    report = finish()
+    go.set()
+    taking.join(20)
+    assert isinstance(report, hf.errors.StorageConflictError)
+    assert steps == [[]]
+    assert value_of(url) is None
+    assert not names(store, "run/1/")
+
+
 @pytest.mark.parametrize("then", ["a save", "a larger save", "a run"])
 def test_a_zip_file_that_arrives_late(store: Store, then: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sender has given up and removed nothing; whoever comes next removes it."""
