@@ -181,7 +181,7 @@ def test_a_local_step_of_a_branch_that_the_directory_has_left_does_not_count(tmp
         manager.save(13, tree(13), force=True)  # no local step is due before the run is killed
         manager.wait_until_finished()
 
-    hosts.run(branch)
+    Hosts(tmp_path, 2, every=100).run(branch)
     assert hosts.resume()[0] == 13
 
 
