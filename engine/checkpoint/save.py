@@ -302,6 +302,7 @@ class Primary:
         timeout: float,
         shared: bool,
     ) -> None:
+        self._shared = shared
         self._small = _SMALL if shared else sys.maxsize
         self._pending = PendingCheckpoint(location, items, overwrite=overwrite, owned=owned)
         self._rendezvous = rendezvous
@@ -320,7 +321,9 @@ class Primary:
         if self._rendezvous is not None and not self._opened:
             self._opened = True
             folders = {name: folder.name for name, folder in self._pending.folders.items()}
-            plan = {"path": self._pending.location.url, "token": self.process.token, "folders": folders}
+            place = self._pending.location
+            path = place.url if self._shared else place.name
+            plan = {"path": path, "token": self.process.token, "folders": folders}
             self._rendezvous.broadcast("plan", json.dumps(plan).encode(), self._timeout)
         return self._pending.folders
 
@@ -410,6 +413,11 @@ class Worker:
                 raise StateError(
                     f"process {self._rendezvous.index} saves to {self._location.url}, and process 0 to {plan['path']}; "
                     "all processes must save to the same path, or each alone, with coordinator=hf.processes.Alone()"
+                )
+            if not self._shared and plan["path"] != self._location.name:
+                raise StateError(
+                    f"process {self._rendezvous.index} saves to {self._location.url}, and process 0 to a folder "
+                    f"{plan['path']}; all processes must save the same steps to their hosts, in the same order"
                 )
             if sorted(plan["folders"]) != self._items:
                 raise StateError(

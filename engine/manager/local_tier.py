@@ -125,6 +125,7 @@ class LocalTier:
         self._patience = min(_PATIENCE, processes.timeout / 4)
         self._previous: int | None = None
         self._branches = True  # whether the next step of the directory may begin another branch
+        self._restored: int | None = None  # the step of a restore since the first step
         self._background = BackgroundSave(seconds(options.save_timeout_secs))
         # The error of a local save that has missed a process, or the store: the next one would, too.
         self._lost: BarrierTimeoutError | PeerFailedError | None = None
@@ -222,6 +223,10 @@ class LocalTier:
                 return json.dumps({"answer": work([json.loads(one) for one in values])}).encode()
             except OptionError as error:
                 return json.dumps({"error": str(error)}).encode()
+            except BaseException as error:
+                if rendezvous is not None:
+                    rendezvous.fail(error)
+                raise
 
         rendezvous = self._processes.rendezvous(what)
         encoded = json.dumps(mine).encode()
@@ -360,10 +365,6 @@ class LocalTier:
                 f", and on {', '.join(missing)} there is nothing of it" if missing else "",
             )
 
-    def drop(self, step: int) -> None:
-        """Do not read a step from the hosts any more: a process has found it damaged."""
-        self._run.local.pop(step, None)
-
     # ---- reading
 
     def _place(self, folder: str, where: str) -> Location:
@@ -393,11 +394,17 @@ class LocalTier:
         """Return whether a local save is due at a step."""
         if self._previous is None:
             self._previous = step - 1
+        elif self._restored is not None and step <= self._previous:  # the run has gone back
+            self._previous = self._restored
+        self._restored = None
         return self._trigger.due(step, self._previous)
 
     def restored(self, step: int) -> None:
         """Note that the run resumes from a step."""
-        self._previous = step
+        if self._previous is None:
+            self._previous = step
+        else:  # perhaps one process only looks at an older step: the next step of the run shows it
+            self._restored = step
         self._branches = True
 
     def directory_saves(self, step: int) -> None:
@@ -425,26 +432,41 @@ class LocalTier:
         self._kept = _Kept()
         self._run.local.clear()
 
-    def begin(self) -> None:
-        """Wait for the local save before, and make sure that all processes know the folder of the run."""
+    def begin(self, step: int) -> Rendezvous | None:
+        """Count a save that is due, before anything can fail, so that all processes count alike."""
+        self._previous = step
+        self._sequence += 1
+        return self._processes.rendezvous("local save")
+
+    def ready(self, step: int) -> bool:
+        """Wait for the local save before; return whether all processes have the folder of the run."""
         self._background.join()
         lost, self._lost = self._lost, None
         if lost is not None:
-            self._processes.fail("local save", lost)  # this save would wait as long again
-            raise lost
+            raise lost  # this save would wait as long again
         if self._space is None:
             name = self._processes.decide("the folder of local steps", self._run_name)
+            problem = space = None
             if name is None:  # the file that identifies the run is damaged
-                raise StorageError(f"{self._run.location}: the identity of the run is not known")
-            self._program = replace(self._program, run=name)
-            space = self._root / name
-            with contextlib.suppress(OSError):  # what follows then tells why
-                os.makedirs(self._root, 0o755, exist_ok=True)
-                os.mkdir(space, 0o700)
-            space.make_directory()
-            self._check_places(name)
-            os.chmod(space, 0o700)  # the folder around it is often one that all users write to
+                problem = f"{self._run.location}: the identity of the run is not known"
+            else:
+                self._program = replace(self._program, run=name)
+                space = self._root / name
+                try:
+                    with contextlib.suppress(OSError):  # what follows then tells why
+                        os.makedirs(self._root, 0o755, exist_ok=True)
+                        os.mkdir(space, 0o700)
+                    space.make_directory()
+                    self._check_places(name)
+                    os.chmod(space, 0o700)  # the folder around it is often one that all users write to
+                except (HoldfastError, OSError) as error:
+                    problem = described(error)
+            first = self._processes.first("folders of local steps", problem)
+            if first is not None:
+                self._failed(step, StorageError(f"process {first[0]}: {first[1]}"))
+                return False
             self._space = space
+        return True
 
     def save(
         self,
@@ -452,15 +474,15 @@ class LocalTier:
         values: Mapping[str, ItemToSave],
         metrics: Mapping[str, Any] | None,
         facts: Mapping[str, Any] | None,
+        rendezvous: Rendezvous | None,
     ) -> None:
         """Save a step; writing and copying happen in the background, if the items allow that."""
         began = time.perf_counter()
         assert self._space is not None
         self._run.local.clear()  # from now on, older ones are removed
-        self._sequence += 1
-        folder = f"{self._sequence:08d}.{self._program.attempt}"
-        self._previous = step
-        rendezvous = self._processes.rendezvous("local save")
+        folder = f"{self._sequence:08d}.{step}.{self._program.attempt}"
+        if self._leads:
+            self._remove_failed(folder)
         save = Save(
             self._space / OWN / folder,
             {name: replace(item, reuse=None) for name, item in values.items()},
@@ -603,6 +625,18 @@ class LocalTier:
                 if entry.name not in self._kept.steps and _sequence(entry.name) < _sequence(newest):
                     _remove(self._space / where / entry.name)
 
+    def _remove_failed(self, newest: str) -> None:
+        """Remove what failed saves of this attempt have left on this host, which may be what fills it."""
+        assert self._space is not None
+        try:
+            for where in (OWN, COPIES):
+                for entry in (self._space / where).entries():
+                    ours = entry.name.endswith(f".{self._program.attempt}") and entry.name not in self._kept.steps
+                    if ours and _sequence(entry.name) < _sequence(newest):
+                        _remove(self._space / where / entry.name)
+        except StorageError as error:
+            _logger.debug("%s: what failed saves have left is not removed: %s", self._space, error)
+
     # ---- the end
 
     def status(self) -> LocalStatus:
@@ -630,8 +664,8 @@ class LocalTier:
             if self._server is not None:
                 self._server.close()
         last = max(self._kept.steps.values(), default=None)
-        saved = max(self._run.steps(), default=None)
-        if finished and self._leads and self._space is not None and last is not None and (saved or -1) >= last:
+        saved = max(self._run.steps(), default=-1)
+        if finished and self._leads and self._space is not None and last is not None and saved >= last:
             _remove(self._space)
 
 

@@ -12,8 +12,10 @@ from ..checkpoint import Checkpointer
 from ..clock import Clock, SystemClock, seconds
 from ..distributed import Alone, Coordinator, ProcessGroup
 from ..errors import (
+    BarrierTimeoutError,
     CheckpointNotFoundError,
     OptionError,
+    SaveFailedError,
 )
 from ..observer import Observer, process_observer
 from ..peer_names import refuse_unknown
@@ -412,7 +414,12 @@ class CheckpointManager:
         """
         self._access.check_writable()
         step, kwargs = valid_step(step), save_kwargs or {}
-        saved = self._saves.save(step, items, metrics, custom_metadata, force, kwargs, reason)
+        try:
+            saved = self._saves.save(step, items, metrics, custom_metadata, force, kwargs, reason)
+        except SaveFailedError as error:  # that of the save before, so the other processes may go on to the local save
+            if not isinstance(error.__cause__, BarrierTimeoutError):
+                self._saves.save_locally(step, items, metrics, custom_metadata, kwargs)
+            raise
         self._saves.save_locally(step, items, metrics, custom_metadata, kwargs)
         return saved
 

@@ -188,19 +188,22 @@ class Saves:
         local = self._access.local
         if local is None or not local.due(step):
             return False
-        self._access.acquire()
-        with self._access.changing:
-            self._access.check_writable()
-            local.begin()
-            left_out = self._items_left_out(step)
-            try:
+        rendezvous = local.begin(step)
+        try:
+            self._access.acquire()
+            with self._access.changing:
+                self._access.check_writable()
+                if not local.ready(step):
+                    return True
+                left_out = self._items_left_out(step)
                 facts = check_json("custom_metadata", custom_metadata)
                 numbers = None if metrics is None else plain_metrics(metrics)
                 values = self._items.to_save(items, kwargs, left_out)
-            except BaseException as error:
-                self._processes.fail("local save", error)
-                raise
-            local.save(step, values, numbers, facts)
+                local.save(step, values, numbers, facts, rendezvous)
+        except BaseException as error:
+            if rendezvous is not None:
+                rendezvous.fail(error)
+            raise
         return True
 
     def _complete(self, pending: _PendingSave, save: Save, awaited: threading.Event | None = None) -> None:

@@ -470,3 +470,80 @@ def test_two_processes_of_a_host_need_one_folder(tmp_path: Path) -> None:
 def test_options(made: Callable[[], Any], what: str) -> None:
     with pytest.raises(hf.errors.OptionError, match=what):
         made()
+
+
+def test_one_process_that_looks_at_an_older_step_does_not_change_which_are_due(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+
+    def work(manager: hf.CheckpointManager) -> None:
+        for step in range(1, 16):
+            manager.save(step, tree(step))
+            manager.wait_until_finished()
+            if step == 14 and manager.processes.is_primary:
+                manager.restore(10)
+
+    hosts.run(work)
+    assert hosts.resume()[0] == 14
+
+
+def test_processes_that_save_different_steps_are_refused(tmp_path: Path) -> None:
+    def work(manager: hf.CheckpointManager) -> Any:
+        manager.save(10, {"w": np.ones(3)})
+        manager.save_locally(12 if manager.processes.is_primary else 14, {"w": np.ones(3)})
+        manager.wait_until_finished()
+        return manager.local_status()
+
+    for status in Hosts(tmp_path, 2).run(work):
+        assert status.step == 10
+        assert "all processes must save the same steps" in status.error
+
+
+def test_local_saves_go_on_after_one_process_has_failed(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+
+    def work(manager: hf.CheckpointManager) -> None:
+        manager.save(10, tree(10))
+        try:
+            manager.save_locally(12, tree(12), metrics=None if manager.processes.is_primary else {"loss": "bad"})
+        except hf.errors.HoldfastError:
+            assert not manager.processes.is_primary
+        manager.save_locally(14, tree(14))
+        manager.wait_until_finished()
+
+    hosts.run(work)
+    assert hosts.resume()[0] == 14
+
+
+def test_failed_saves_leave_one_step_at_most(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+
+    def work(manager: hf.CheckpointManager) -> None:
+        manager.save(10, tree(10))
+        manager.wait_until_finished()
+        if manager.processes.is_primary:
+            (copies,) = hosts.place(1).glob("*/copies")
+            shutil.rmtree(copies)
+            copies.write_text("in the way")
+        manager.processes.barrier("copies are blocked")
+        for step in (12, 14, 16, 18):
+            manager.save_locally(step, tree(step))
+        manager.wait_until_finished()
+
+    hosts.run(work)
+    for host in range(2):
+        assert len(list(hosts.place(host).glob("*/own/*"))) <= 2
+
+
+def test_a_file_in_the_way_of_the_local_folder_does_not_end_training(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+    hosts.place(1).write_text("in the way")
+
+    def work(manager: hf.CheckpointManager) -> Any:
+        for step in range(8, 13):
+            manager.save(step, tree(step))
+        manager.wait_until_finished()
+        return manager.latest_step(), manager.local_status()
+
+    for latest, status in hosts.run(work):
+        assert latest == 10
+        assert "process 1" in status.error
