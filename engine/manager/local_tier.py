@@ -420,7 +420,12 @@ class LocalTier:
         if not self._leads or self._program.run is None:
             return
         for where in (COPIES, OWN):
-            for folder in _folders(self._root / self._program.run / where):
+            try:
+                folders = _folders(self._root / self._program.run / where)
+            except StorageError as error:  # the save in the directory does not depend on it
+                _logger.warning("%s: local steps of a branch that was left are not removed: %s", self._root, error)
+                continue
+            for folder in folders:
                 record = _record_of(folder)
                 if record is not None and record.step is not None and record.step > step:
                     _remove(folder)

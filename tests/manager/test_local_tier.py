@@ -536,9 +536,10 @@ def test_failed_saves_leave_one_step_at_most(tmp_path: Path) -> None:
 
 def test_a_file_in_the_way_of_the_local_folder_does_not_end_training(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, 2)
-    hosts.place(1).write_text("in the way")
 
     def work(manager: hf.CheckpointManager) -> Any:
+        if not manager.processes.is_primary:
+            hosts.place(1).write_text("in the way")
         for step in range(8, 13):
             manager.save(step, tree(step))
         manager.wait_until_finished()
