@@ -92,6 +92,7 @@ class PeerServer:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
+        self._strangers.release()  # the thread may wait for it, and then finds the listener closed
 
     def _accept(self) -> None:
         while True:
