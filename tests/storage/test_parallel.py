@@ -18,8 +18,9 @@ from holdfast.engine.storage import parallel_map
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
     yield
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast-")]
+    assert not [one for one in threading.enumerate() if one.name.startswith("holdfast-") and one not in before]
 
 
 @pytest.mark.parametrize("max_concurrency", [1, 2, 16])
