@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..arrays import SharedReads, check_files
+from ..arrays import check_files
 from ..errors import OptionError, UnknownArgumentError
 from ..format import ITEM, CheckpointRecord
 from ..handlers import CheckpointHandler, JsonCheckpointHandler, PyTreeCheckpointHandler, has_structure
@@ -34,11 +34,8 @@ class OwnItems:
         handler: CheckpointHandler,
         template: Any,
         kwargs: Mapping[str, Any],
-        shared: SharedReads | None = None,
     ) -> Any:
         """Read an item back; raise OptionError if it is not one that the handler reads."""
-        if shared is not None and handler.shares_reads:
-            kwargs = {**kwargs, "shared": shared}
         saved = self._items[name]
         folder = self.location / saved.folder
         if handler.kind != saved.kind:
@@ -88,11 +85,8 @@ class OtherItems:
         handler: CheckpointHandler,
         template: Any,
         kwargs: Mapping[str, Any],
-        shared: SharedReads | None = None,
     ) -> Any:
         kind = self._source.items[name]
-        if shared is not None and handler.shares_reads:
-            kwargs = {**kwargs, "shared": shared}
         if isinstance(handler, PyTreeCheckpointHandler) and kind == TREE:
             return handler.restore(self.location, template, source=self._source.tree(name), **kwargs)
         if isinstance(handler, JsonCheckpointHandler) and kind != TREE and not kwargs:

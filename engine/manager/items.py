@@ -125,16 +125,13 @@ class ItemSet:
         """Read items back."""
         asked, arguments = self._asked(items, kwargs)
         templates = asked or {}
-        found = {
-            name: stored.restore(
-                saved,
-                self._checkpointers[name].handler,
-                templates.get(name),
-                self._completed(name, templates.get(name), arguments.get(name, {})),
-                shared,
-            )
-            for name, saved in self._names(stored, asked).items()
-        }
+        found = {}
+        for name, saved in self._names(stored, asked).items():
+            handler, template = self._checkpointers[name].handler, templates.get(name)
+            given = self._completed(name, template, arguments.get(name, {}))
+            if shared is not None and handler.shares_reads:
+                given = {**given, "shared": shared}
+            found[name] = stored.restore(saved, handler, template, given)
         return found if self._several else found[ITEM]
 
     def structure(self, stored: StoredItems) -> Any:
