@@ -156,11 +156,10 @@ class PendingCheckpoint:
             raise CheckpointExistsError(f"{location}: a file is there; choose another path")
         _check_not_of_another(location)
         names = {entry.name for entry in location.entries()}
-        self._find_replaceable(names, overwrite=overwrite)
+        # What to remove once this save is committed: here, files of saves that had no marker.
+        self._leftovers = self._find_replaceable(names, overwrite=overwrite)
         untouched = not {PARTIAL, DELETED} & names
         self._lock = SaveLock(location / PARTIAL)
-        # What to remove once this save is committed: here, files of saves that had no marker.
-        self._leftovers = {name for name in names - _folders(self._old) if _is_left(location / name)}
         # Whether there is nothing here that a marker would have to explain.
         self._is_plain = untouched and parts is None and copies is None and not self._leftovers and RECORD not in names
         items, folders = list(items), []
@@ -277,8 +276,11 @@ class PendingCheckpoint:
         """Whether the marker is still that of this save."""
         return self._lock.content(self._marker_size).get("token") == self.token
 
-    def _find_replaceable(self, names: set[str], *, overwrite: bool) -> None:
-        """Read the checkpoint that will be replaced; raise CheckpointExistsError if something else is there."""
+    def _find_replaceable(self, names: set[str], *, overwrite: bool) -> set[str]:
+        """Read the checkpoint that will be replaced; return the files of saves that had no marker.
+
+        Something else that is there raises CheckpointExistsError.
+        """
         if RECORD in names:
             if not overwrite:
                 raise CheckpointExistsError(
@@ -293,14 +295,19 @@ class PendingCheckpoint:
             self._parts.check_replaceable(self._old)
             if self._old is not None and self._old.step is not None:  # it is the step of another run
                 self.location.check_not_link()
-            return
+            return self._left_of(names - _folders(self._old))
+        left = self._left_of(names)
         if self.location.is_remote:  # late requests leave such a folder without a record or a marker
-            names = {one for one in names if not (_UNIQUE.fullmatch(one) or _is_left(self.location / one))}
+            names = {one for one in names - left if not _UNIQUE.fullmatch(one)}
         if names and not {PARTIAL, DELETED} & names:
             raise CheckpointExistsError(
                 f"{self.location}: the directory is not empty and is not a checkpoint (it holds {min(names)!r}); "
                 "choose another path"
             )
+        return left
+
+    def _left_of(self, names: Iterable[str]) -> set[str]:
+        return {name for name in names if _is_left(self.location / name)}
 
     def commit(self, record: CheckpointRecord) -> None:
         """Make the items durable, and then the checkpoint exist."""
@@ -373,7 +380,7 @@ class PendingCheckpoint:
         names = {entry.name for entry in self.location.entries()}
         if DELETED in names or not _folders(record) <= names:
             raise self._lock.conflict()
-        others = {name for name in names - _folders(record) if _is_left(self.location / name)}
+        others = self._left_of(names - _folders(record))
         if others and PARTIAL not in names:
             content = {"format": "holdfast", "token": self.token, "folders": sorted(others)}
             (self.location / PARTIAL).write_bytes(json.dumps(content).encode(), atomic=False)

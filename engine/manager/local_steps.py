@@ -105,8 +105,7 @@ class WholeStep:
 def files_of(record: CheckpointRecord) -> Iterator[tuple[str, FileRecord]]:
     """Generate the files of a checkpoint by their path in its folder."""
     for item in record.items.values():
-        for path, known in item.files.items():
-            yield f"{item.folder}/{path}", known
+        yield from item.paths.items()
 
 
 def whole_steps(held: Sequence[Mapping[str, HeldStep]]) -> list[WholeStep]:
