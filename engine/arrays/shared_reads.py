@@ -170,7 +170,7 @@ def _teams(wanted: WantedArray, processes: int) -> tuple[Teams, NDArray[np.int32
         owners[cells] = min(together)
         chunks_of.setdefault(part.holders, []).append(numbers[cells].reshape(-1))
     if (owners < 0).any():
-        return None  # nobody wants some of its chunks, as where arrays are cut to a smaller shape
+        return None  # no process wants some of its chunks, as where arrays are cut to a smaller shape
     reads = sum(len(holders) * len(np.unique(np.concatenate(some))) for holders, some in chunks_of.items())
     if reads <= _TOO_OFTEN * count:
         return None

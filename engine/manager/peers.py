@@ -306,7 +306,7 @@ def own_address(towards: str | None) -> str:
         towards: The name of a host of the program, such as that of its process 0; None takes the way to the internet.
     """
     found = "127.0.0.1"
-    for target in (towards, "192.0.2.1"):  # an address for documentation, which belongs to nobody
+    for target in (towards, "192.0.2.1"):  # an address for documentation, which no host has
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             if target is not None:
                 probe.connect((target, 9))

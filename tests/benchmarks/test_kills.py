@@ -41,41 +41,27 @@ def test_killed_at_random_instants(tmp_path: Path, kills: int) -> None:
     assert shared > 0, said
 
 
+def kills_of_two_processes(directory: Path, *arguments: str) -> str:
+    """Run the command for programs of two processes of torch; return what it prints."""
+    pytest.importorskip("torch")
+    command = [sys.executable, "-m", "benchmarks.kills", "--processes", "2", "--directory", str(directory), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment)
+    assert finished.returncode == 0, f"{finished.stdout}\n{finished.stderr}"
+    return finished.stdout
+
+
 def test_connected_processes_are_signalled(tmp_path: Path) -> None:
     """SIGKILL to process 0 at a commit, then SIGTERM to both."""
-    pytest.importorskip("torch")
-    command = [sys.executable, "-m", "benchmarks.kills", "--processes", "2", "--count", "2", "--seed", "1507"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    finished = subprocess.run(
-        [*command, "--barrier", "60", "--directory", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=environment,
-    )
-    said = f"{finished.stdout}\n{finished.stderr}"
-    assert finished.returncode == 0, said
-    assert re.search(r"\| 2 \| KILL \| process 0 \| 1 \| 0\.\d\d \| 0 \| 1 \w+Error \|", finished.stdout), said
-    assert "| 2 | TERM | all | 1 | 0.00 | 0 | 1 saved and stopped |" in finished.stdout, said
+    said = kills_of_two_processes(tmp_path, "--count", "2", "--seed", "1507", "--barrier", "60")
+    assert re.search(r"\| 2 \| KILL \| process 0 \| 1 \| 0\.\d\d \| 0 \| 1 \w+Error \|", said), said
+    assert "| 2 | TERM | all | 1 | 0.00 | 0 | 1 saved and stopped |" in said, said
 
 
 @pytest.mark.sweep
 def test_connected_processes_lose_hosts(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    command = [sys.executable, "-m", "benchmarks.kills", "--processes", "2", "--local", "--count", "4", "--seed", "5"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    finished = subprocess.run(
-        [*command, "--barrier", "8", "--directory", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=environment,
-    )
-    said = f"{finished.stdout}\n{finished.stderr}"
-    assert finished.returncode == 0, said
-    assert re.search(r"\d+ processes resumed from a local step", finished.stdout), said
+    said = kills_of_two_processes(tmp_path, "--local", "--count", "4", "--seed", "5", "--barrier", "8")
+    assert re.search(r"\d+ processes resumed from a local step", said), said
 
 
 @pytest.fixture
