@@ -17,11 +17,10 @@ from ..engine.manager import copy_checkpoint
 from ..engine.sources import is_ours
 from ..integrations.formats.convert import Conversion, ExportFormat, export_checkpoint, import_checkpoint
 from . import arguments
-from .log import configure_logging
 from .places import checkpoints_at
 from .progress import progress_of
 from .report import count, print_json
-from .streams import say
+from .streams import configure_logging, say
 
 _OPTIONS = {  # the options of the commands, by the arguments of functions that errors name
     "overwrite=True": "--overwrite",

@@ -33,11 +33,10 @@ from ..engine.sources import (
 )
 from ..engine.storage import Location
 from . import arguments
-from .log import configure_logging
 from .places import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below, where_else
 from .progress import progress_of
 from .report import age, count, metrics_text, print_json, print_table, print_tree
-from .streams import one_line, say
+from .streams import configure_logging, one_line, say
 
 
 @click.command()

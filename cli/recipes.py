@@ -14,9 +14,8 @@ import click
 from ..engine.errors import OptionError
 from ..engine.exit_status import DONE, FAILED, PREEMPTED
 from . import arguments
-from .log import configure_logging
 from .report import print_json, print_table
-from .streams import say
+from .streams import configure_logging, say
 
 if TYPE_CHECKING:
     from ..recipes.configuration import Configuration

@@ -1,7 +1,8 @@
-"""Standard streams: safe text, streams that are closed, and streams whose reader has gone."""
+"""Standard streams: safe text, log lines, streams that are closed, and streams whose reader has gone."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import select
@@ -33,6 +34,37 @@ def one_line(name: object) -> str:
 def say(*texts: object, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
     """Print printable text; the commands print all text for users with this function."""
     print(*map(visible, texts), end=end, file=file, flush=flush)
+
+
+class _Lines(logging.Handler):
+    """Writes to the current standard streams."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+            say(self.format(record), file=stream, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+class _Format(logging.Formatter):
+    """``12:00:00 message``, with the level's name where it is not info."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        name = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        return f"{self.formatTime(record, '%H:%M:%S')} {name}{visible(record.getMessage())}"
+
+
+def configure_logging(level: str) -> None:
+    """Show log messages of holdfast from a level on: debug, info, warning or error."""
+    logger = logging.getLogger("holdfast")
+    for handler in [handler for handler in logger.handlers if isinstance(handler, _Lines)]:
+        logger.removeHandler(handler)
+    handler = _Lines()
+    handler.setFormatter(_Format())
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    logger.propagate = False
 
 
 def open_closed_streams() -> None:

@@ -15,9 +15,9 @@ import optax  # type: ignore[import-untyped]  # it comes without type informatio
 from flax.training import train_state
 
 from ..integrations.flax import CheckpointCallback
-from .context import Outcome, RunContext
 from .digits import CLASSES, Batches, Images, split_digits
 from .optimizers import adamw
+from .registry import Outcome, RunContext
 from .schema import FlaxDigits
 
 

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from ..engine.errors import OptionError
 from ..integrations.flax import CheckpointCallback
-from .context import Outcome, RunContext
 from .optimizers import adamw
-from .registry import MissingExtraError
+from .registry import MissingExtraError, Outcome, RunContext
 from .schema import FlaxText, TextModel
 
 

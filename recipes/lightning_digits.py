@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from ..integrations.lightning import CheckpointCallback, Preempted
-from .context import Outcome, Progress, RunContext
 from .digits import CLASSES, Images, split_digits
+from .registry import Outcome, Progress, RunContext
 from .schema import LightningDigits, Schedule, TrainSection
 
 Batch = tuple[Tensor, Tensor]

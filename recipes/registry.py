@@ -1,4 +1,4 @@
-"""The recipes: those that come with holdfast, installed ones, and functions of your own.
+"""The recipes: those that come with holdfast, installed ones, and functions of your own; what a run gives them.
 
 The value of the ``recipe`` key is the name of a recipe of ours; a name that an installed package declares in the group
 ``holdfast.recipes`` of its entry points; or ``module:function``, with the working directory on the path.
@@ -9,21 +9,94 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, get_type_hints
+from pathlib import Path
+from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, Field, create_model
 
 from ..engine.errors import HoldfastError, OptionError
 from . import schema
 
-if TYPE_CHECKING:
-    from .context import Outcome, RunContext
+logger = logging.getLogger("holdfast.recipes")
+
+
+# ---- what the runner gives to a training program, and takes back from it
+
+
+class Progress:
+    """Logs finished steps.
+
+    Metrics may be scalars on a device: they are fetched only for a line, so that the loop does not wait in between.
+
+    Args:
+        start: The steps that were done before.
+        total: The steps of the run.
+        interval: Log a line every so many steps, and at the end.
+    """
+
+    def __init__(self, start: int, total: int, interval: int) -> None:
+        self._last = self._logged = start
+        self._total = total
+        self._interval = interval
+        self._logged_at = time.monotonic()
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Report that a step is finished, with its metrics."""
+        previous, self._last = self._last, step
+        if step // self._interval == previous // self._interval and step < self._total:
+            return
+        now = time.monotonic()
+        rate = (step - self._logged) / max(now - self._logged_at, 1e-9)
+        self._logged, self._logged_at = step, now
+        shown = ", ".join(f"{name} {float(value):.4f}" for name, value in metrics.items())
+        steps_per_second = f"{rate:.{0 if rate >= 10 else 1}f}"
+        logger.info("step %d of %d: %s (%s steps/s)", step, self._total, shown, steps_per_second)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """What a program gets in addition to its configuration.
+
+    Attributes:
+        config: The checked configuration, with the keys that all recipes have, such as ``train.steps`` and ``seed``.
+        run_dir: Where the run keeps its files.
+        checkpoints: Where its checkpoints go: a path or a URL.
+        callback_arguments: The keyword arguments for its checkpoint callback.
+        log_interval: Report the progress every so many steps.
+    """
+
+    config: schema.Config
+    run_dir: Path
+    checkpoints: str
+    callback_arguments: dict[str, Any]
+    log_interval: int
+
+    def progress(self, start: int, total: int) -> Progress:
+        """Return the report of a run that begins with `start` of `total` steps done."""
+        return Progress(start, total, self.log_interval)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended: the steps done when it began, the steps done now, and whether it was preempted.
+
+    A preempted run has saved, and resumes when it is run again.
+    """
+
+    start: int
+    step: int
+    preempted: bool
+
+
+# ---- the recipes that there are
 
 
 class MissingExtraError(HoldfastError, ImportError):

@@ -18,8 +18,8 @@ from ..engine.sources import open_checkpoint
 from ..engine.storage import Location, Place, as_location
 from ..integrations.loop import PreemptionSignal, all_steps, check_resume, resume_step
 from .configuration import Configuration, to_yaml
-from .context import Outcome, RunContext
 from .problems import KeyPath, as_yaml, dotted
+from .registry import Outcome, RunContext
 
 logger = logging.getLogger("holdfast.recipes")
 

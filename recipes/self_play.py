@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ..integrations.components import Checkpointable, allow
 from ..integrations.loop import CheckpointCallback
-from .context import Outcome, RunContext
+from .registry import Outcome, RunContext
 from .schema import SelfPlay, SelfPlaySwap
 
 logger = logging.getLogger("holdfast.recipes")

@@ -5,8 +5,7 @@
 ``interruptions``  which preemptions are rehearsed
 ``findings``       what was found: differences, their causes in words, the report
 ``plan``           what a start of the program must do: the interface between command and program
-``rehearsal``      inside of the program: the observer that interrupts it and reports
+``rehearsal``      inside of the program: the observer that interrupts it and reports; folders for its directories
 ``fingerprints``   inside of the program: what its next step depends on
-``redirects``      inside of the program: the folders that stand in for its directories
 =================  ==============================================================================
 """

@@ -33,14 +33,12 @@ from ...engine.sources import LeafDifference, compare_checkpoints, open_at
 from ...engine.steps import list_steps
 from ...engine.storage import as_location
 from .. import arguments
-from ..log import configure_logging
 from ..program import Program, Signals, shell_status
 from ..report import count, print_json
-from ..streams import say
+from ..streams import configure_logging, say
 from .findings import Causes, Finding, Report, StepDifference, Trace, in_use, print_report, unseeded
 from .interruptions import KINDS, DrillOptions, Interruption, choose, named_kinds, places_to_save, preemption_signal
-from .plan import RUNS, TRACES, DrillPlan
-from .redirects import CLAIMS
+from .plan import CLAIMS, RUNS, TRACES, DrillPlan
 
 _DENSE = 2 << 30  # Every step is saved as long as the checkpoints take no more bytes than this.
 _TAIL = 15  # lines of the program's output that an error shows

@@ -13,6 +13,7 @@ from ...engine.observer import Point
 PLAN = "plan.json"  # file in the folder of a rehearsal: the plan of the current start
 TRACES = "traces"  # folder: what the processes of each start report
 RUNS = "runs"  # folder: the directories of the current run
+CLAIMS = "claims.jsonl"  # file in it: the directories that were claimed, as lines of {"url": ..., "target": ...}
 
 Kind = Literal["generator", "position", "value", "array"]
 

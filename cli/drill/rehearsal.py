@@ -9,22 +9,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...engine.errors import StateError
 from ...engine.exit_status import PREEMPTED
 from ...engine.manager import CheckpointManagerOptions
 from ...engine.observer import Observer, Point, T
 from ...engine.storage import append_line
 from .fingerprints import Fingerprints
-from .plan import RUNS, TRACES, DrillPlan
-from .redirects import Redirects
+from .plan import CLAIMS, RUNS, TRACES, DrillPlan
 
 _LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # The advice depends on these.
 _PATIENCE = 60.0  # seconds to wait for saves in progress
@@ -148,3 +150,59 @@ class Rehearsal(Observer):
     def _note(self, point: str, **facts: Any) -> None:
         line: Mapping[str, Any] = {"event": point, "process": self._process, "time": time.time(), **facts}
         append_line(self._trace, json.dumps(line))
+
+
+class Redirects:
+    """Directories that the program writes to, each with the folder that stands in for it.
+
+    A directory is *claimed* when the program is about to write to it, and everything below it is redirected from then
+    on, in all later starts of the program as well. Everything else stays where it is, so that weights of another run
+    can still be read.
+
+    Args:
+        folder: Where the folders that stand in are made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder)
+        self._targets: dict[str, str] = {}
+        os.makedirs(folder, exist_ok=True)
+        try:
+            lines = (folder / CLAIMS).read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            lines = []
+        for line in lines:
+            claim = json.loads(line)
+            self._targets[claim["url"]] = claim["target"]
+
+    def target(self, url: str, *, writes: bool) -> str:
+        """Return the path or URL that stands in for another one, or the same.
+
+        Args:
+            url: A URL, or an absolute path.
+            writes: Whether the program is about to write there, which claims it.
+        """
+        if self._stands_in(url):
+            return url
+        claimed = max((one for one in self._targets if f"{url}/".startswith(f"{one}/")), key=len, default=None)
+        if claimed is not None:
+            target = self._targets[claimed] + url[len(claimed) :]
+        else:
+            name = re.sub(r"[^A-Za-z0-9._-]+", "_", url.rstrip("/").rpartition("/")[2]).strip("_.-") or "run"
+            target = os.path.join(self._folder, f"{name}.{zlib.crc32(os.fsencode(url)):08x}")
+        if not writes or claimed == url:
+            return url if claimed is None else target
+        self._targets[url] = target
+        append_line(os.path.join(self._folder, CLAIMS), json.dumps({"url": url, "target": target}))
+        return target
+
+    def check(self, url: str) -> None:
+        """Raise StateError for a place that would be changed, and for which nothing stands in."""
+        if not self._stands_in(url):
+            raise StateError(
+                f"{url}: the program is about to change this place in a rehearsal, and no folder of the rehearsal "
+                "stands in for it, so that nothing was changed; make the location with as_location(place, writes=True)"
+            )
+
+    def _stands_in(self, url: str) -> bool:
+        return f"{url}/".startswith(f"{self._folder}/")

@@ -15,12 +15,10 @@ from ...engine.errors import OptionError
 from ...engine.exit_status import DONE
 from ...engine.storage import as_location
 from .. import arguments
-from ..log import configure_logging
 from ..progress import progress_of
 from ..report import count, print_json
-from ..streams import say
-from .facts import Reading, find_runs, read_run
-from .intervals import advice, choices
+from ..streams import configure_logging, say
+from .facts import Reading, advice, choices, find_runs, read_run
 from .page import GENERATOR, draw_page
 
 

@@ -16,9 +16,8 @@ from ...engine.manager import DAY
 from ...engine.sources import LeafStatistics
 from ..report import age, count, duration, metrics_text
 from .charts import clock_text, line_chart, number_text, percent, size_chart, sparkline, timeline
-from .facts import RunFacts, Statistics
+from .facts import Choice, RunFacts, Statistics, basis, choices
 from .history import WORDS, Attempt, Note
-from .intervals import Choice, basis, choices
 from .markup import Markup, join, tag
 from .tree import draw_tree
 

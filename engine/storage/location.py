@@ -22,8 +22,7 @@ from .backend import Backend, DataFile, DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE
 from .kvstore import open_backend
 from .local import LocalBackend
-from .object_files import open_object
-from .object_store import ObjectStoreBackend
+from .object_store import ObjectStoreBackend, open_object
 from .parallel import REQUESTS, UPLOADS, parallel_map
 from .status import UnknownSchemeError, without_secrets
 

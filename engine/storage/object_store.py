@@ -7,19 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import logging
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import IO, Any, Protocol, Self
 from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DamagedCheckpointError, HoldfastError, ObjectNotFoundError, StorageUnavailableError
+from ..errors import (
+    DamagedCheckpointError,
+    HoldfastError,
+    ObjectNotFoundError,
+    OptionError,
+    StorageUnavailableError,
+)
 from .backend import DataReader, Entry, FileIdentity, Segment
 from .buffers import Buffer, aligned_empty
 from .parallel import REQUESTS, parallel_map
@@ -459,3 +466,49 @@ def file_parts(size: int, segments: Sequence[Segment], sent: bool) -> Iterator[N
                 f"the segment at offset {segment.offset} should have {segment.size} bytes, "
                 f"but its parts have {position - segment.offset}"
             )
+
+
+# ---- files that programs open: read whole when they are opened, sent whole when they are closed
+
+_MODES = frozenset({"r", "w", "x", "a"})
+
+
+class _Upload(io.BytesIO):
+    """A file in memory, which is sent when it is closed."""
+
+    def __init__(self, send: Callable[[bytes], None], content: bytes) -> None:
+        super().__init__()
+        self.write(content)
+        self._send = send
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        content = self.getvalue()
+        super().close()
+        self._send(content)
+
+
+def open_object(
+    mode: str,
+    *,
+    read: Callable[[], bytes],
+    exists: Callable[[], bool],
+    send: Callable[[bytes], None],
+    url: str,
+    **text: Any,
+) -> IO[Any]:
+    """Open an object as the builtin ``open`` opens a file; ``text`` has its arguments for text."""
+    letters = sorted(mode.replace("t", "", 1))
+    binary = "b" in letters
+    kind = "".join(letters).replace("b", "", 1)
+    if kind not in _MODES:
+        raise OptionError(f"{url}: mode={mode!r} opens no object of a store: read it (r), or write it (w, x, a)")
+    if kind == "x" and exists():
+        raise FileExistsError(f"{url} exists")
+    raw: io.BytesIO
+    if kind == "r":
+        raw = io.BytesIO(read())
+    else:
+        raw = _Upload(send, read() if kind == "a" and exists() else b"")
+    return raw if binary else io.TextIOWrapper(raw, **{**text, "encoding": text.get("encoding") or "utf-8"})

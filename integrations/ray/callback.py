@@ -14,8 +14,7 @@ from ...engine.steps import list_steps, series_of
 from ...engine.storage import Location
 from ..loop import CheckpointCallback as LoopCallback
 from ..loop import PreemptionSignal, StepOutcome
-from .notices import DRAINED, WorkerSignal
-from .worker import Worker, current_worker
+from .worker import DRAINED, Worker, WorkerSignal, current_worker
 
 logger = logging.getLogger("holdfast")
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from holdfast.cli.log import configure_logging
+from holdfast.cli.streams import configure_logging
 
 
 def test_lines_go_to_standard_output_and_warnings_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import holdfast as hf
 from holdfast.cli import child
 from holdfast.cli.drill.plan import DrillPlan
-from holdfast.cli.drill.redirects import Redirects
+from holdfast.cli.drill.rehearsal import Redirects
 from holdfast.engine.observer import DRILL, OBSERVER, process_observer
 from holdfast.engine.storage import DataFile, Location, as_location
 

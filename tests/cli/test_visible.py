@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.cli.log import configure_logging
 from holdfast.cli.main import main
-from holdfast.cli.streams import one_line, visible
+from holdfast.cli.streams import configure_logging, one_line, visible
 from holdfast.engine.storage.status import map_status
 
 ACTING = "a\x1b[2J\x1b]0;title\x07\r\u202e\u2066\x9b31m\u2028b"

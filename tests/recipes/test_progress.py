@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from holdfast.recipes.context import Progress
+from holdfast.recipes.registry import Progress
 
 
 class Scalar:

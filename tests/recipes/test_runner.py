@@ -12,8 +12,7 @@ import pytest
 
 import holdfast as hf
 from holdfast.recipes.configuration import load_configuration
-from holdfast.recipes.context import Outcome, Progress
-from holdfast.recipes.registry import RECIPES, MissingExtraError, Recipe
+from holdfast.recipes.registry import RECIPES, MissingExtraError, Outcome, Progress, Recipe
 from holdfast.recipes.runner import run
 
 SMALL = {

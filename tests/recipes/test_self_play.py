@@ -19,8 +19,8 @@ from holdfast.cli.main import main
 from holdfast.engine.arrays import ArrayDatabase, TreeReader
 from holdfast.integrations.components.saving import PreparedComponents
 from holdfast.recipes.configuration import load_configuration
-from holdfast.recipes.context import Outcome, Progress
 from holdfast.recipes.problems import ConfigError
+from holdfast.recipes.registry import Outcome, Progress
 from holdfast.recipes.runner import run
 from holdfast.recipes.self_play import Observation, Policy, Rules, Trainer, take_turns
 
