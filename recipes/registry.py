@@ -24,6 +24,7 @@ from pydantic import ConfigDict, Field, create_model
 
 from ..engine.errors import HoldfastError, OptionError
 from . import schema
+from .schema import Config
 
 logger = logging.getLogger("holdfast.recipes")
 
@@ -73,7 +74,7 @@ class RunContext:
         log_interval: Report the progress every so many steps.
     """
 
-    config: schema.Config
+    config: Config
     run_dir: Path
     checkpoints: str
     callback_arguments: dict[str, Any]
@@ -118,7 +119,7 @@ class Recipe:
 
     name: str
     summary: str
-    schema: type[schema.Config]
+    schema: type[Config]
     extra: str = ""
     packages: tuple[str, ...] = ()
     function: Callable[[Any, RunContext], Outcome] | None = None
@@ -216,16 +217,16 @@ def _recipe(name: str, target: str) -> Recipe:
             f"{target} takes {len(parameters)} arguments; a recipe takes two: its config, and the context"
         )
     try:
-        kind = get_type_hints(function).get(parameters[0].name, schema.Config)
+        kind = get_type_hints(function).get(parameters[0].name, Config)
     except NameError as error:
         raise RecipeError(f"{target}: the annotation of {parameters[0].name} cannot be resolved: {error}") from error
     summary = (inspect.getdoc(function) or "").partition("\n")[0]
-    if isinstance(kind, type) and issubclass(kind, schema.Config):
+    if isinstance(kind, type) and issubclass(kind, Config):
         return Recipe(name, summary, kind, function=function)
     if isinstance(kind, type) and is_dataclass(kind):
         names = [one.name for one in fields(kind) if one.init]
 
-        def program(config: schema.Config, context: RunContext) -> Outcome:
+        def program(config: Config, context: RunContext) -> Outcome:
             return function(kind(**{name: getattr(config, name) for name in names}), context)
 
         return Recipe(name, summary, _with_fields(kind), function=program)
@@ -235,12 +236,12 @@ def _recipe(name: str, target: str) -> Recipe:
     )
 
 
-class _NoSource(schema.Config):
+class _NoSource(Config):
     # With use_attribute_docstrings, pydantic would search the source of every running function.
     model_config = ConfigDict(use_attribute_docstrings=False)
 
 
-def _with_fields(kind: Any) -> type[schema.Config]:
+def _with_fields(kind: Any) -> type[Config]:
     """Return the model of a configuration: the keys that all recipes have, and the fields of a dataclass."""
     found: dict[str, Any] = {}
     described = schema.fields_of(kind)
@@ -250,7 +251,7 @@ def _with_fields(kind: Any) -> type[schema.Config]:
                 f"{kind.__qualname__} has the field {one.name}, a key that all recipes have; rename it, and read the "
                 f"key from the context: context.config.{one.name}"
             )
-        if one.init and one.name not in schema.Config.model_fields:
+        if one.init and one.name not in Config.model_fields:
             annotation, meaning = described[one.name]
             default = Field(... if one.default is MISSING else one.default, description=meaning)
             if one.default_factory is not MISSING:

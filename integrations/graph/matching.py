@@ -150,7 +150,7 @@ class Matching:
             if segment in edges:
                 found, at = edges[segment].value, edges[segment].place
                 if isinstance(found, list | dict | deque) and not isinstance(at, PartSlot):
-                    at = self._places.setdefault(id(found), at)  # One object has one place, whatever leads to it.
+                    at = self._places.setdefault(id(found), at)  # One object has one place, the first that leads to it.
                 queue.append(_Visit(child, found, classify(found, at), below, at, within))
             elif place is not None and (covers := self._made(child)) is not None:
                 add = partial(dict.__setitem__, value, self.plain.key(number, segment))

@@ -25,20 +25,7 @@ from ...engine.stateful import (
     state_of,
     warn_of_lost_draws,
 )
-from .wall import begin_counting, keep_running_averages, running_averages
-
-_FACTS = (
-    "fx",
-    "name",
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "enable_graph",
-    "add_dataloader_idx",
-    "metric_attribute",
-)
-
+from .wall import begin_counting, logged_averages, restore_logged
 
 # ---- data loaders
 
@@ -209,9 +196,8 @@ def capture_averages(trainer: Any, before: Mapping[str, int] | None = None) -> d
     ``before`` has the update counts at the start of a validation that will be repeated; metrics that the validation has
     updated are left out.
     """
-    logged = running_averages(trainer)
     return {
-        "logged": {key: _entry(metric) for key, metric in logged.items() if _is_kept(metric)},
+        "logged": logged_averages(trainer),
         "metrics": {
             name: {
                 "updates": int(metric._update_count),
@@ -234,52 +220,7 @@ def restore_averages(trainer: Any, saved: Mapping[str, Any]) -> None:
             setattr(metric, state, moved)
         metric._update_count = entry["updates"]
         metric._computed = None
-    results = running_averages(trainer)
-    for key, entry in saved["logged"].items():
-        attribute = entry["metric_attribute"]
-        if attribute is not None and attribute not in modules:
-            continue  # the module has changed
-        logged = torch.zeros((), device=trainer.strategy.root_device) if attribute is None else modules[attribute]
-        results.log(
-            **{name: entry[name] for name in _FACTS},
-            value=logged,
-            reduce_fx=getattr(torch, entry["reduce"]),
-            sync_dist=entry["sync_dist"],
-            sync_dist_fn=trainer.strategy.reduce,
-            rank_zero_only=entry["rank_zero_only"],
-            batch_size=1,
-        )
-        metric = results[key]
-        for name, value in entry["state"].items():
-            setattr(metric, name, value.to(trainer.strategy.root_device))
-        metric._forward_cache = None
-        metric._computed = None
-    if saved["logged"]:
-        keep_running_averages(trainer)
-
-
-def _is_kept(metric: Any) -> bool:
-    meta = metric.meta
-    reduction = getattr(meta.reduce_fx, "__name__", "")
-    return bool(
-        meta.on_epoch
-        and not metric.has_reset
-        and meta.dataloader_idx is None
-        and meta.sync.group is None
-        and getattr(torch, reduction, None) is meta.reduce_fx
-    )
-
-
-def _entry(metric: Any) -> dict[str, Any]:
-    meta = metric.meta
-    return {
-        **{name: getattr(meta, name) for name in _FACTS},
-        "reduce": meta.reduce_fx.__name__,
-        "sync_dist": meta.sync.should,
-        "rank_zero_only": meta.sync.rank_zero_only,
-        # A torchmetrics.Metric that was logged is saved with the module.
-        "state": {state: getattr(metric, state).detach() for state in metric._defaults} if metric.is_tensor else {},
-    }
+    restore_logged(trainer, saved["logged"], modules)
 
 
 def _metrics(module: Any) -> Iterator[tuple[str, Any]]:

@@ -26,8 +26,14 @@ from ...engine.distributed import ProcessGroup
 from ...engine.errors import HoldfastError
 from ...engine.exit_status import PREEMPTED
 from ..loop import PreemptionSignal
-from .strategies import release_children
-from .wall import LoopHooks, cluster_environment, handler_before_lightnings, is_lightnings_handler, signal_connector
+from .wall import (
+    LoopHooks,
+    cluster_environment,
+    handler_before_lightnings,
+    is_lightnings_handler,
+    release_children,
+    signal_connector,
+)
 
 
 class Preempted(SystemExit):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import pickle
-import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,9 +31,6 @@ _SAVE_BY_THEMSELVES = {"FSDPStrategy", "DeepSpeedStrategy"}
 _OWN_PROCESSES = {"XLAStrategy"}  # It is derived from DDPStrategy, but torch.distributed does not connect it.
 
 _SHARDED = "ModelParallelStrategy"
-
-# The processes of trainers that have ended. Python would warn of processes that are collected while they run.
-_released: list[subprocess.Popen[bytes]] = []
 
 _OPTIMIZERS = "optimizer_states"
 _LARGE = 1 << 20  # bytes, from which on process 0 broadcasts a tensor instead of sending it through the store
@@ -92,18 +88,6 @@ def replicas(strategy: Any) -> int:
     if strategy.world_size == 1:
         return 1
     return int(strategy.distributed_sampler_kwargs["num_replicas"])
-
-
-def release_children(trainer: Any) -> None:
-    """Keep a trainer from killing the processes that it has started.
-
-    As soon as one has ended with a status other than 0, it would kill the others and itself, but after SIGTERM all end
-    with such a status.
-    """
-    processes = getattr(trainer.strategy.launcher, "procs", None)
-    if isinstance(processes, list):
-        _released.extend(processes)
-        processes.clear()
 
 
 def _kinds(strategy: Any) -> set[str]:

@@ -16,10 +16,13 @@ import importlib
 import logging
 import os
 import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from ...engine.errors import StateError
 
@@ -65,9 +68,16 @@ NAMES_IN_MODULES = {  # of the package, by the module; for attributes of a class
     "utilities.combined_loader": ("CombinedLoader.flattened", "CombinedLoader._iterator", "_MaxSizeCycle._consumed"),
     "trainer.connectors.signal_connector": ("_HandlersCompose",),
     _CONNECTOR: ("_CheckpointConnector",),
+    "trainer.connectors.logger_connector.result": (
+        *("_ResultCollection.log", "_ResultMetric.has_reset", "_ResultMetric.is_tensor", "_ResultMetric.meta"),
+        *("_Metadata.metric_attribute", "_Metadata.sync", "_Sync.group", "_Sync.should"),
+    ),
 }
 _GIVEN = "holdfast_given_path"  # the attribute of a connector that notes the ``ckpt_path`` of the call
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+# The processes of trainers that have ended. Python would warn of processes that are collected while they run.
+_released: list[subprocess.Popen[bytes]] = []
 
 # Trainers find a callback that resumes automatically as ``ckpt_path="last"``. Lightning then warns about a model that
 # was not given, and in a first run about a missing "last", although the user has not requested it.
@@ -127,9 +137,10 @@ def follow_choices(callback: type) -> None:
     Both are known only in the arguments of one call, before any hook. ``callback`` is the class of our callbacks.
     """
     for package in _PACKAGES:
-        module: Any = sys.modules.get(f"{package}.{_CONNECTOR}")
-        if module is not None and not hasattr(module._CheckpointConnector._parse_ckpt_path, "__wrapped__"):
-            _follow(module._CheckpointConnector, callback)
+        connector: Any = getattr(sys.modules.get(f"{package}.{_CONNECTOR}"), "_CheckpointConnector", None)
+        choose = getattr(connector, "_parse_ckpt_path", None)  # `check_version` names what a trainer lacks
+        if choose is not None and not hasattr(choose, "__wrapped__"):
+            _follow(connector, callback)
 
 
 def _follow(connector: Any, callback: type) -> None:
@@ -294,16 +305,6 @@ def dump_checkpoint(trainer: Any) -> dict[str, Any]:
     return found
 
 
-def running_averages(trainer: Any) -> Any:
-    """Return what ``self.log(..., on_epoch=True)`` has accumulated in the epoch, by name."""
-    return trainer.fit_loop.epoch_loop._results
-
-
-def keep_running_averages(trainer: Any) -> None:
-    """Keep Lightning from resetting the averages, as it does at the first batch of an epoch."""
-    trainer._logger_connector._first_loop_iter = True
-
-
 def loaders_of(loop: Any) -> list[Any]:
     """Return the data loaders of a loop, none before it has set them up."""
     return list(loop._combined_loader.flattened) if has_loaders(loop) else []
@@ -376,6 +377,18 @@ def broadcasts_buffers(strategy: Any) -> bool:
     return bool(getattr(strategy, "_ddp_kwargs", {"broadcast_buffers": False}).get("broadcast_buffers", True))
 
 
+def release_children(trainer: Any) -> None:
+    """Keep a trainer from killing the processes that it has started.
+
+    As soon as one has ended with a status other than 0, it would kill the others and itself, but after SIGTERM all end
+    with such a status.
+    """
+    processes = getattr(trainer.strategy.launcher, "procs", None)
+    if isinstance(processes, list):
+        _released.extend(processes)
+        processes.clear()
+
+
 def package_of(kind: type) -> str | None:
     """Return the package of whose ``LightningModule`` or ``LightningDataModule`` a class is derived."""
     names = {f"{base.__module__}.{base.__name__}" for base in kind.__mro__}
@@ -391,6 +404,78 @@ def made_from(
     checkpoint = saving._pl_migrate_checkpoint(checkpoint, place)
     checkpoint.setdefault("hyper_parameters", {}).update(given)
     return saving._load_state(kind, checkpoint, strict, **given)
+
+
+# ---- what `self.log(..., on_epoch=True)` has accumulated in an epoch
+
+
+_FACTS = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "metric_attribute",
+)
+
+
+def logged_averages(trainer: Any) -> dict[str, Any]:
+    """Return what the module has logged since the epoch began, by key."""
+    logged = trainer.fit_loop.epoch_loop._results
+    return {key: _entry(metric) for key, metric in logged.items() if _is_kept(metric)}
+
+
+def restore_logged(trainer: Any, saved: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+    """Restore what :func:`logged_averages` returned; ``metrics`` has the torchmetrics of the module by name."""
+    results = trainer.fit_loop.epoch_loop._results
+    for key, entry in saved.items():
+        attribute = entry["metric_attribute"]
+        if attribute is not None and attribute not in metrics:
+            continue  # the module has changed
+        logged = torch.zeros((), device=trainer.strategy.root_device) if attribute is None else metrics[attribute]
+        results.log(
+            **{name: entry[name] for name in _FACTS},
+            value=logged,
+            reduce_fx=getattr(torch, entry["reduce"]),
+            sync_dist=entry["sync_dist"],
+            sync_dist_fn=trainer.strategy.reduce,
+            rank_zero_only=entry["rank_zero_only"],
+            batch_size=1,
+        )
+        metric = results[key]
+        for name, value in entry["state"].items():
+            setattr(metric, name, value.to(trainer.strategy.root_device))
+        metric._forward_cache = None
+        metric._computed = None
+    if saved:  # Otherwise Lightning would reset the averages at the first batch of the epoch.
+        trainer._logger_connector._first_loop_iter = True
+
+
+def _is_kept(metric: Any) -> bool:
+    meta = metric.meta
+    reduction = getattr(meta.reduce_fx, "__name__", "")
+    return bool(
+        meta.on_epoch
+        and not metric.has_reset
+        and meta.dataloader_idx is None
+        and meta.sync.group is None
+        and getattr(torch, reduction, None) is meta.reduce_fx
+    )
+
+
+def _entry(metric: Any) -> dict[str, Any]:
+    meta = metric.meta
+    return {
+        **{name: getattr(meta, name) for name in _FACTS},
+        "reduce": meta.reduce_fx.__name__,
+        "sync_dist": meta.sync.should,
+        "rank_zero_only": meta.sync.rank_zero_only,
+        # A torchmetrics.Metric that was logged is saved with the module.
+        "state": {state: getattr(metric, state).detach() for state in metric._defaults} if metric.is_tensor else {},
+    }
 
 
 # ---- Lightning's searches for a learning rate and a batch size, whose results a resumed run keeps

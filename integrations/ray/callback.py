@@ -139,7 +139,7 @@ class CheckpointCallback(LoopCallback):
             self._unreported = step
         if outcome.should_stop and not self._has_stopped:
             self._has_stopped = True
-            self._report()  # This save is durable already; later ones are not, if the loop goes on.
+            self._report()  # This save is durable already; later ones are not, if the loop continues.
         if outcome.should_stop and self._preemption.number == DRAINED:
             return StepOutcome(outcome.saved, outcome.reason, should_stop=False)
         return outcome

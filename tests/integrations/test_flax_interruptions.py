@@ -219,7 +219,7 @@ def directory() -> Iterator[Path]:
 def test_interrupted_at_any_step(
     directory: Path, uninterrupted: dict[str, Any], kind: str, how: str, interval: int, every: bool
 ) -> None:
-    # Each way to be interrupted meets every step with one of the intervals, and every phase of the longer one.
+    # Each kind of interruption occurs at every step with one of the intervals, and at every phase of the longer one.
     first = 1 + (["torn", "raised", "preempted"].index(how) + (interval == 3)) % 2
     for stop in range(1, TOTAL + 1) if every else range(first, TOTAL + 1, 2):
         place = directory / str(stop)

@@ -24,10 +24,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from tests.equality import assert_same
 
 import holdfast as hf
-from holdfast.integrations.lightning import wall
+from holdfast.integrations.lightning import CheckpointCallback, wall
 from holdfast.integrations.lightning.epoch import capture_generators, restore_generators
 from holdfast.integrations.lightning.saver import MetricsLedger
 from holdfast.integrations.lightning.stopping import Copies
@@ -369,8 +370,19 @@ def test_a_new_version_of_lightning_is_told_by_what_it_has_moved(monkeypatch: py
         check_version(trainer)
 
 
+def test_a_callback_names_a_moved_choice_of_checkpoints_when_a_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made before it knows its trainer."""
+    monkeypatch.delattr(_CheckpointConnector, "_parse_ckpt_path")
+    callback = CheckpointCallback(tmp_path)
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, callbacks=[callback])
+    with pytest.raises(hf.errors.StateError, match=r"has no trainer\._checkpoint_connector\._parse_ckpt_path"):
+        callback.setup(trainer, None, "fit")
+
+
 def test_one_module_has_the_names_that_lightning_does_not_make_public() -> None:
-    tables = (*wall.NAMES.values(), *wall.NAMES_OF_CLASSES.values())
+    tables = (*wall.NAMES.values(), *wall.NAMES_OF_CLASSES.values(), *wall.NAMES_IN_MODULES.values())
     private = {name for names in tables for name in names if name.startswith("_")}
     folder = Path(str(wall.__file__)).parent
     for module in folder.glob("*.py"):

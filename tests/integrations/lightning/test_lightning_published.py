@@ -66,7 +66,7 @@ def test_the_best_weights_are_exported(program: Any, tmp_path: Path, name: str) 
         found = safetensors.torch.load_file(file)
     assert found.keys() == best.keys()
     assert all(torch.equal(found[key], best[key]) for key in best)
-    assert seen  # it was there, and whole, while training went on
+    assert seen  # it was there, and whole, while training continued
     # a process that was killed in between has not written it
     file.unlink()
     program.run(str(tmp_path / "run"), checkpoint=options, max_epochs=4)
