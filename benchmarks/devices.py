@@ -22,6 +22,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -336,34 +337,39 @@ def _check_host(gigabytes: float, directory: Path) -> None:
     _check("memory of the machine", available, 2.2 * gigabytes)
 
 
-def measure(
-    name: str,
-    device: str,
-    sizes: Sequence[float],
-    rounds: int,
-    directory: Path,
-    seconds: float,
-    report: Callable[[Round], object],
-) -> None:
-    """Save again and again, each time followed by a step.
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Saves of one contender.
 
-    Args:
-        name: A contender.
+    Attributes:
+        name: The contender.
         device: As torch calls it: "cuda", or "cpu" to try the harness.
         sizes: Sizes of all arrays, in units of 1e9 bytes.
         rounds: How many saves of each size are counted, after the first; fewer where time runs out.
         directory: Where to save.
         seconds: The time for all sizes. A size that is done early leaves its time to the next.
-        report: Is called with each round.
     """
-    deadline = time.perf_counter() + seconds
+
+    name: str
+    device: str
+    sizes: Sequence[float]
+    rounds: int
+    directory: Path
+    seconds: float
+
+
+def measure(series: Series, report: Callable[[Round], object]) -> None:
+    """Save again and again, each time followed by a step; call ``report`` with each round."""
+    name, sizes = series.name, series.sizes
+    deadline = time.perf_counter() + series.seconds
     for number, gigabytes in enumerate(sizes):
         ends = time.perf_counter() + (deadline - time.perf_counter()) / (len(sizes) - number)
-        place = directory / f"{gigabytes:g}"
+        place = series.directory / f"{gigabytes:g}"
         place.mkdir(parents=True)
         try:
             _check_host(gigabytes, place)
-            for found in _rounds(CONTENDERS[name](device, gigabytes, place), rounds, place, ends, deadline):
+            contender = CONTENDERS[name](series.device, gigabytes, place)
+            for found in _rounds(contender, series.rounds, place, ends, deadline):
                 report({"contender": name, "gigabytes": gigabytes, **found})
         except Exception as error:  # the others continue
             text = str(error).strip().partition("\n")[0]
@@ -410,41 +416,30 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def measure_apart(
-    name: str,
-    device: str,
-    sizes: Sequence[float],
-    rounds: int,
-    directory: Path,
-    seconds: float,
-    report: Callable[[Round], object],
-) -> None:
+def measure_apart(series: Series, report: Callable[[Round], object]) -> None:
     """Measure in a new process, which has nothing else in memory, and is killed when its time is over."""
     context = multiprocessing.get_context("spawn")
     results, sender = context.Pipe(duplex=False)
-    arguments = (sender, name, device, sizes, rounds, directory, 0.9 * seconds)
-    process = context.Process(target=_child, args=arguments)
-    deadline = time.perf_counter() + seconds
+    process = context.Process(target=_child, args=(sender, replace(series, seconds=0.9 * series.seconds)))
+    deadline = time.perf_counter() + series.seconds
     process.start()
     sender.close()
     try:
         while results.poll(max(0.0, deadline - time.perf_counter())):
             report(results.recv())
-        report({"contender": name, "error": f"stopped after {seconds:.0f} s"})
+        report({"contender": series.name, "error": f"stopped after {series.seconds:.0f} s"})
     except EOFError:
         process.join(max(1.0, deadline - time.perf_counter()))
         if process.exitcode:
-            report({"contender": name, "error": f"ended with the status {process.exitcode}"})
+            report({"contender": series.name, "error": f"ended with the status {process.exitcode}"})
     finally:
         process.kill()
         process.join()
-        shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(series.directory, ignore_errors=True)
 
 
-def _child(
-    sender: Any, name: str, device: str, sizes: Sequence[float], rounds: int, directory: Path, seconds: float
-) -> None:
-    measure(name, device, sizes, rounds, directory, seconds, sender.send)
+def _child(sender: Any, series: Series) -> None:
+    measure(series, sender.send)
     sender.close()
 
 
@@ -477,7 +472,7 @@ def main(options: argparse.Namespace, write: Callable[[str], object]) -> None:
         for number, name in enumerate(CONTENDERS):
             seconds = (deadline - time.perf_counter()) / (len(CONTENDERS) - number)
             place = Path(temporary) / str(number)
-            measure_apart(name, options.device, sizes, options.rounds, place, seconds, report)
+            measure_apart(Series(name, options.device, sizes, options.rounds, place, seconds), report)
             os.sync()
             if not options.json:
                 saves = sum(one["contender"] == name and "round" in one for one in found)

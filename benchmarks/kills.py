@@ -120,7 +120,7 @@ def run(kills: int, directory: Path, seed: int) -> tuple[Counter[str], list[str]
     """Kill a run many times, in several directories.
 
     Returns:
-        How often the lives said what, and the promises that were broken; the directory of a broken one is left.
+        The counts of the outputs of the runs, and the promises that were broken; their directories are left.
     """
     generator = random.Random(seed)
     counts: Counter[str] = Counter()

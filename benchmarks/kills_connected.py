@@ -33,7 +33,7 @@ Framework = Literal["torch", "jax"]
 
 SIGNALS = ("KILL", "TERM", "STOP")
 PREEMPTED = 75
-LIFE_SECONDS = 120.0  # until a run that nobody has signalled counts as hanging
+LIFE_SECONDS = 120.0  # until a run that gets no signal counts as hanging
 LIMIT = 2.2  # barriers after the signal until a process must have ended; a tenth is for a busy machine
 HANG = 4.0  # barriers after the signal until a process counts as hanging
 STOPPED_SECONDS = 1.0  # until processes that were all stopped are killed
@@ -65,7 +65,7 @@ class Case:
 
 @dataclass(slots=True)
 class Life:
-    """What the processes of one start have said, and how each ended: its status, and the seconds after the signal."""
+    """The output of the processes of one start, and how each ended: its status, and the seconds after the signal."""
 
     lines: list[list[str]]
     statuses: dict[int, int] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Life:
     inside: frozenset[int] = frozenset()  # those that took signals at the signal, and had steps to do
 
     def said(self, word: str) -> list[list[str]]:
-        """What follows a word in the lines of each process."""
+        """Return, for each process, the rest of the lines that begin with a word."""
         return [[line.partition(" ")[2] for line in lines if line.partition(" ")[0] == word] for lines in self.lines]
 
 

@@ -92,7 +92,7 @@ class SimulatedProcess:
 
 
 class Died(BaseException):
-    """A simulated process ends here, without another word."""
+    """Ends a simulated process at once, as SIGKILL ends a real one."""
 
 
 class SimulatedStore(ObjectStoreBackend):
@@ -119,7 +119,7 @@ class SimulatedStore(ObjectStoreBackend):
     def _request(self, name: str, key: str, nbytes: int = 0) -> None:
         self.requests += 1
         actor = self._timeline.current
-        if actor is None:  # whoever looks at the result
+        if actor is None:  # a check of the result, outside of the simulation
             return
         process: SimulatedProcess = actor.owner
         process.call(f"{name} {key}")

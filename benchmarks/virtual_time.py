@@ -1,7 +1,7 @@
 """Threads in simulated time: thousands of processes on a few cores, as if each had a core of its own.
 
-Each thread has a clock. It advances by the processor time that the thread takes, and by what it waits for, which nobody
-waits for in reality. One thread runs at a time: the one whose clock is behind those of all others that could run. So
+Each thread has a clock. It advances by the processor time that the thread takes, and by the time of its waits, which
+take no time in reality. One thread runs at a time: the one whose clock is behind those of all others that could run. So
 threads do not compete for Python's lock.
 """
 

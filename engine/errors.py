@@ -80,7 +80,7 @@ class TreeMismatchError(HoldfastError, ValueError):
 
 
 class UnmatchedObjectsError(HoldfastError, AssertionError):
-    """Objects and a checkpoint do not match as a status was told to assert.
+    """An assertion of a restore status failed: objects and the checkpoint do not match.
 
     Attributes:
         report: The objects and values that were matched, and those that were not.

@@ -66,7 +66,7 @@ def is_stream(thing: object) -> bool:
 
 
 def is_replicated(thing: object) -> bool:
-    """Return whether an object declares that its state is the same in all processes, whatever their number.
+    """Return whether an object declares that its state is the same in any number of processes.
 
     An attribute ``replicated_state = True`` declares it. Grain's ``ElasticIterator`` needs none: its state is one place
     in the global order.

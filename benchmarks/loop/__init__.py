@@ -1,6 +1,6 @@
-"""What training feels: the same model, trained with every way to save it in turn.
+"""The impact of saves on training: the same model, trained with each library in turn.
 
-``python -m benchmarks.loop`` runs it; docs/benchmarks.md says how each number comes about.
+``python -m benchmarks.loop`` runs it; docs/benchmarks.md explains each number.
 """
 
 from __future__ import annotations

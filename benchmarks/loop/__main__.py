@@ -1,4 +1,4 @@
-"""``python -m benchmarks.loop``: what training feels of its checkpoints, with holdfast and its peers."""
+"""``python -m benchmarks.loop``: the impact of saves on training, with holdfast and with other libraries."""
 
 from __future__ import annotations
 

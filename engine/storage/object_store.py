@@ -123,7 +123,7 @@ class ObjectStoreBackend:
         parallel_map(self.remove, names, REQUESTS)
 
     def remove_together(self, names: Sequence[str]) -> bool:
-        """Delete up to 1,000 objects with one request; False, whatever was deleted, where single ones have to do it."""
+        """Delete up to 1,000 objects with one request; return False if each of them must be deleted by its own."""
         return False
 
     def list_objects(self, key: str, *, itself: bool) -> list[str]:

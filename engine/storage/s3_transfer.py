@@ -97,7 +97,7 @@ class S3Transfer(Transfer):
 
 @functools.cache
 def _bucket_region(bucket: str) -> str | None:
-    """Ask Amazon for the region of a bucket, which it tells everybody."""
+    """Ask Amazon for the region of a bucket; that needs no credentials."""
     if urllib.request.getproxies().get("https"):
         return None
     try:

@@ -68,7 +68,7 @@ def test_replicas_of_a_part_are_a_team() -> None:
         ("most chunks have one owner", WantedArray((64,), (8,), 4, parts((64,), (4,), 1))),
         ("it has no elements", WantedArray((0, 4), (1, 4), 4, None)),
         ("its elements have no bytes", WantedArray((3,), (3,), 0, None)),
-        ("nobody wants its end", WantedArray((64,), (16,), 4, [Part((0,), (40,), (0, 1, 2, 3))])),
+        ("no process needs its end", WantedArray((64,), (16,), 4, [Part((0,), (40,), (0, 1, 2, 3))])),
     ],
 )
 def test_what_each_process_reads_on_its_own(why: str, array: WantedArray) -> None:

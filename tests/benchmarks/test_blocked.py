@@ -74,6 +74,6 @@ def test_a_contender_that_cannot_be_measured(blocked: Any, tmp_path: Path, gigab
     """What does not fit is left out, and so is a process whose time is over; the others continue."""
     found: list[dict[str, Any]] = []
     measure = blocked.devices.measure if gigabytes > 1 else blocked.devices.measure_apart
-    measure("the disk", "cpu", [gigabytes], 1, tmp_path / "d", 0.01, found.append)
+    measure(blocked.devices.Series("the disk", "cpu", [gigabytes], 1, tmp_path / "d", 0.01), found.append)
     assert len(found) == 1
     assert re.search(message, found[0]["error"])

@@ -1,4 +1,4 @@
-"""What every kind of checkpoint promises when a save of it is killed, fails, loses power, or meets another save.
+"""What every kind of checkpoint promises when a save of it is killed, fails, loses power, or runs beside another save.
 
 A tree, a tree of components and a step of a manager are committed by one protocol, and pass the same tests.
 """

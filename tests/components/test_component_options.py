@@ -65,7 +65,7 @@ class Actor(Checkpointable):
         return None
 
     def get_state(self, components: Any = None, **_: Any) -> dict[str, Any]:
-        self.asked.wait(timeout=20)  # a barrier of one party waits for nobody
+        self.asked.wait(timeout=20)  # a barrier of one party does not wait
         if self.broken:
             raise ConnectionError("the actor is gone")
         return {"value": self.value}

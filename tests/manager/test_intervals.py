@@ -418,7 +418,7 @@ def test_a_manager_that_only_reads_learns_nothing(tmp_path: Path) -> None:
 
 
 def test_processes_agree_at_steps_that_follow_the_interval() -> None:
-    """Process 0 names the step of the next agreement half-way to the next save, whatever the interval is now."""
+    """Process 0 names the step of the next agreement half-way to the next save, for any interval."""
     learned = LearnedInterval(10, HOUR)
     schedule = SyncSchedule([learned])
     assert schedule.next_step(1, 1.0, 0.0) == 2

@@ -188,7 +188,7 @@ def test_what_a_container_needs_to_ask(
         assert amazon.log[-1].headers["authorization"] == token
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", "http://192.0.2.1/task")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    assert not sends(s3), "a token goes to nobody else"
+    assert not sends(s3), "a token is sent to no other service"
 
 
 def test_they_are_renewed_before_they_end(s3: Store, amazon: Amazon, monkeypatch: pytest.MonkeyPatch) -> None:

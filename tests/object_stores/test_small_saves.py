@@ -193,7 +193,7 @@ def test_a_run_looked_before_the_record_and_removes_after_it(store: Store) -> No
 
 @pytest.mark.parametrize("then", ["a save", "a larger save", "a run"])
 def test_a_zip_file_that_arrives_late(store: Store, then: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sender has given up and removed nothing; whoever comes next removes it."""
+    """Its sender has given up and removed nothing; the next save removes it."""
     url = f"{store.url}/run/1"
     with monkeypatch.context() as patch:
         patch.setattr(object_store, "REQUEST_TIMEOUT", 0.3)

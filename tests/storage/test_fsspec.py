@@ -260,7 +260,7 @@ def test_errors_without_secrets(error: Exception, kind: type[Exception], caplog:
 
 @pytest.mark.parametrize("error", [None, OSError(CANARY)], ids=["an answer", "an error"])
 def test_what_comes_too_late_is_dropped(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread of a call for which nobody waits any more ends in silence."""
+    """The thread of a call that is no longer awaited ends without a warning."""
     told: list[Any] = []
     threads: list[threading.Thread] = []
     given_up = threading.Event()
