@@ -8,6 +8,10 @@ replace a checkpoint, the new items go into folders with new names beside the ol
 To delete one, its record is renamed to a marker first. A directory with a marker and no record may be removed; one
 with neither belongs to something else and is never touched.
 
+A sweep may meet a save that is alive, where no lock tells. It first leaves the marker of a deletion, which says what
+record it has seen, and takes the marker of the save; it removes nothing if the record has changed by then. The save
+looks for its marker after it has written its record. So one of them sees the other, and gives way (:func:`sweep`).
+
 Where an object store has conditional writes, a new checkpoint whose items are zip files needs no marker: such a file
 says itself that a save of holdfast has left it (:func:`_is_left`), the record decides between saves, and a save that
 has written its record looks whether its files are still there.
@@ -24,6 +28,7 @@ import logging
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 from ..errors import (
     CheckpointExistsError,
@@ -156,10 +161,12 @@ class PendingCheckpoint:
             raise CheckpointExistsError(f"{location}: a file is there; choose another path")
         _check_not_of_another(location)
         names = {entry.name for entry in location.entries()}
-        # What to remove once this save is committed: here, files of saves that had no marker.
-        self._leftovers = self._find_replaceable(names, overwrite=overwrite)
         untouched = not {PARTIAL, DELETED} & names
         self._lock = SaveLock(location / PARTIAL)
+        # Read before the record: a save that begins after the record was replaced may yet be committed.
+        marked = self._lock.folders() if PARTIAL in names and location.is_remote else []
+        # What to remove once this save is committed: here, files of saves that had no marker.
+        self._leftovers = self._find_replaceable(names, overwrite=overwrite)
         # Whether there is nothing here that a marker would have to explain.
         self._is_plain = untouched and parts is None and copies is None and not self._leftovers and RECORD not in names
         items, folders = list(items), []
@@ -171,12 +178,12 @@ class PendingCheckpoint:
                 self.continues = bool(folders)
                 if not self.continues and PARTIAL in names and location.is_remote:
                     # They may belong to a save that is alive and commits before this one.
-                    found = {*self._lock.folders(), *(() if self._old is None else self._old.replaced)}
+                    found = {*marked, *(() if self._old is None else self._old.replaced)}
                     if RECORD not in names:
                         found |= names
                     self._leftovers |= {*filter(self._parts.owns, found)} - {PARTIAL, DELETED}
                 elif not self.continues:
-                    sweep(location, parts)
+                    sweep(location, parts, self._lock)
             finally:
                 if not self.continues:
                     self._lock.release()
@@ -193,7 +200,7 @@ class PendingCheckpoint:
         if self.continues:
             self.paths = dict(zip(items, folders, strict=True))
         self.folders = {item: location / path for item, path in self.paths.items()}
-        self._deleted = DELETED in names
+        self._deletion = _deletion(location) if DELETED in names else None  # as it was before this save
         self._stale: list[str] = []  # folders that the old checkpoint had replaced, and a power failure brought back
         self._marker_size: int | None = None
         self._begun = False
@@ -327,8 +334,8 @@ class PendingCheckpoint:
                 self._check_listed(record)
             overtaken = not self._unmarked and not self._is_claimed()
             alone = self._old_record is None and not self._conditional and not self._owned
-            if overtaken and (alone or not self._is_whole(record)):
-                # Another save began at the same time, or a run that removes a directory without a record.
+            if overtaken and (alone or self._is_swept(record) or not self._is_whole(record)):
+                # Another save began at the same time, or a run that removes what an interrupted one has left.
                 raise self._lock.conflict()
         except BaseException as error:
             if self._lost:
@@ -350,14 +357,14 @@ class PendingCheckpoint:
         if overtaken and not self._owned:  # the other save replaces this one, or finds this record and fails
             self._lock.release()
             return
-        if overtaken:  # the other save is that of a superseded run, which fails
-            self._leftovers |= {*filter(self._parts.owns, self._lock.folders())} - _folders(record) - {PARTIAL, DELETED}
         with _leftover(self.location):
             self._parts.publish(record, replaces=self._old is not None)
             _remove_folders(self._parts, {*record.replaced, *self._leftovers}, record)
-            if self._deleted:
+            if overtaken:  # the other save is that of a superseded run, which fails
+                sweep(self.location, self._parts)
+            if self._deletion is not None:
                 (self.location / DELETED).remove()
-            if not self._unmarked:  # last: the marker tells the next run that something may be left
+            if not (self._unmarked or overtaken):  # last: the marker tells the next run that something may be left
                 (self.location / PARTIAL).remove()
         self._lock.release()
 
@@ -384,6 +391,11 @@ class PendingCheckpoint:
         if others and PARTIAL not in names:
             content = {"format": "holdfast", "token": self.token, "folders": sorted(others)}
             (self.location / PARTIAL).write_bytes(json.dumps(content).encode(), atomic=False)
+
+    def _is_swept(self, record: CheckpointRecord) -> bool:
+        """Whether a run that has not seen the record may be removing the files of this save."""
+        found = _deletion(self.location)
+        return found is not None and found != self._deletion and found.get("record") != record.identity
 
     def _is_whole(self, record: CheckpointRecord) -> bool:
         """Whether all files are there; asked only where another save may have removed some."""
@@ -473,14 +485,18 @@ class PendingCheckpoint:
                     (self.location / DELETED).remove()
                 return ours
             if self.location.is_remote:
-                # Another save may be alive here; the marker names what is left of earlier ones.
+                # Another save may be alive here; the marker names what is left of earlier ones. What this one has found
+                # is of saves that began before it: they were committed before the one that came first, or never will.
                 if self._lost and has_record(self.location):
-                    sweep(self.location, self._parts)
-                elif not self._leftovers:
-                    if self._old is not None and not self._lost:
-                        self._parts.repair(self._old)
-                    (self.location / DELETED).remove()
-                    (self.location / PARTIAL).remove()
+                    record = read_record(self.location)
+                    _remove_folders(self._parts, {*record.replaced, *self._leftovers}, record)
+                    self._parts.repair(record)
+                elif self._leftovers:
+                    return ours
+                elif self._old is not None and not self._lost:
+                    self._parts.repair(self._old)
+                (self.location / DELETED).remove()
+                (self.location / PARTIAL).remove()
                 return ours
             if any(entry.name == RECORD for entry in self.location.entries()):
                 if self._old is not None:
@@ -522,8 +538,9 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
             return
     if not location.is_local:
         (location / DELETED).write_bytes(b"{}")  # the marker needs no content, and so no request for the record
-        (location / RECORD).remove()
-    elif not location.is_link():  # only the link itself is removed
+        location.snapshot().remove_tree(first=RECORD, last=DELETED)  # without the files of saves that begin later
+        return
+    if not location.is_link():  # only the link itself is removed
         with contextlib.suppress(ObjectNotFoundError):
             (location / RECORD).rename(DELETED)
     location.remove_tree(last=DELETED)
@@ -543,31 +560,90 @@ def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Itera
         raise
 
 
-def sweep(location: Location, parts: CommitParts | None = None) -> bool:
-    """Remove what interrupted saves and deletions left in a checkpoint's directory; return whether it is gone."""
-    names = {entry.name for entry in location.entries()}
+def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock | None = None) -> bool:
+    """Remove what interrupted saves and deletions left in a checkpoint's directory; return whether it is gone.
+
+    Without a lock that tells whether a save is alive, the order of requests decides. This leaves the marker of a
+    deletion, takes the marker of the save, and looks whether the record is still the one that the deletion notes. A
+    save whose record was not seen finds its marker missing, and then either that deletion or its files missing.
+
+    Args:
+        location: The directory.
+        parts: The kind of checkpoint.
+        lock: The lock of the marker, if the caller has taken it over.
+
+    Raises:
+        StorageConflictError: A save is alive.
+        StoragePermissionError: Whether a save is alive is unknown.
+    """
+    if lock is None:
+        lock = SaveLock(location / PARTIAL)
+        try:
+            lock.take_over()
+            return sweep(location, parts, lock)
+        finally:
+            lock.release()
+    listing = location.snapshot()
+    names = {entry.name for entry in listing.entries()}
+    if PARTIAL in names and location.is_local and not lock.is_current():  # a save has begun meanwhile
+        return False
     if RECORD in names:
         remove_temporary(location, names)
-    if not {PARTIAL, DELETED} & names:
-        return RECORD not in names and _remove_left(location, names)
-    if RECORD not in names:
-        _logger.info("%s: removing what an interrupted save or deletion has left", location)
-        location.remove_tree(last=DELETED if DELETED in names else PARTIAL)
-        return True
+    marks = {PARTIAL, DELETED} & names
+    if not marks and (RECORD in names or not names or not all(_is_left(location / name) for name in names)):
+        return False
+    folders = [folder for mark in sorted(marks) for folder in SaveLock(location / mark).folders()]
+    record = None
     try:
-        record = read_record(location)
+        record = read_record(location) if RECORD in names else None
     except FormatVersionError:
         return False
     except DamagedCheckpointError:  # its data stays, as a user may want to inspect it
         (location / PARTIAL).remove()  # otherwise no save could replace this checkpoint
         return False
+    if not (location.is_local and lock.obstacle is None):
+        _announce(location, record, folders)
+        if PARTIAL in names:
+            (location / PARTIAL).remove()
+        if _has_changed(location, record):  # a save was committed meanwhile
+            if not marks:
+                (location / DELETED).remove()
+            return False
+        marks = {DELETED}
+    if record is None:
+        _logger.info("%s: removing what an interrupted save or deletion has left", location)
+        listing.remove_tree(last=DELETED if DELETED in marks else PARTIAL)
+        if not location.is_local:
+            (location / DELETED).remove()
+        return True
     parts = parts or CommitParts(location)
-    left = {*filter(parts.owns, SaveLock(location / PARTIAL).folders()), *record.replaced}
+    left = {*filter(parts.owns, folders), *record.replaced}
     _remove_folders(parts, [folder for folder in left if "/" in folder or folder in names], record)
     parts.repair(record)
     (location / PARTIAL).remove()
     (location / DELETED).remove()
     return False
+
+
+def _announce(location: Location, record: CheckpointRecord | None, folders: Sequence[str]) -> None:
+    """Leave the marker of a deletion, with the record that it keeps and the folders that it removes."""
+    noted = {"token": os.urandom(16).hex(), "record": None if record is None else record.identity}
+    (location / DELETED).write_bytes(json.dumps({"format": "holdfast", **noted, "folders": folders}).encode())
+
+
+def _deletion(location: Location) -> dict[str, Any] | None:
+    """Return the content of the marker of a deletion; None without one."""
+    return FileLock(location / DELETED).content() or None
+
+
+def _has_changed(location: Location, record: CheckpointRecord | None) -> bool:
+    try:
+        found = read_record(location)
+    except CheckpointNotFoundError:
+        return record is not None
+    except (DamagedCheckpointError, FormatVersionError):
+        return True
+    return record is None or found.identity != record.identity
 
 
 def _is_left(place: Location) -> bool:
@@ -578,23 +654,6 @@ def _is_left(place: Location) -> bool:
         return is_our_archive(place.read_bytes(limit=_LEFT_LIMIT))
     except (ObjectNotFoundError, DamagedCheckpointError):  # it is gone, or longer than any of ours
         return False
-
-
-def _remove_left(location: Location, names: Collection[str]) -> bool:
-    """Remove the zip files of saves where no record and no marker is, and nothing else; return whether that was so."""
-    if not names or not all(_is_left(location / name) for name in names):
-        return False
-    # A save that writes its record from now on finds the marker in its last listing, or its file missing.
-    (location / DELETED).write_bytes(b"{}")
-    with contextlib.suppress(ObjectNotFoundError):
-        (location / RECORD).read_bytes(limit=RECORD_LIMIT)
-        (location / DELETED).remove()  # a save was committed meanwhile
-        return False
-    _logger.info("%s: removing what an interrupted save or deletion has left", location)
-    for name in names:
-        (location / name).remove()
-    (location / DELETED).remove()
-    return True
 
 
 def sweep_stray(location: Location, listed: Collection[str], record: CheckpointRecord) -> None:

@@ -486,7 +486,7 @@ class RunDirectory:
             except (StorageConflictError, StoragePermissionError) as error:  # perhaps a save without a manager is alive
                 _logger.warning("%s: not swept: %s", location, error)
                 return
-            if not sweep(location) and location.is_local:
+            if not sweep(location, lock=lock) and location.is_local:
                 # An earlier run may have made the folder and been killed before it locked it. Both times are those of
                 # the file system; a folder that is newer than this run may be about to be filled by another program.
                 with contextlib.suppress(OSError):  # usually because it is not empty

@@ -320,8 +320,8 @@ class FsspecBackend(ObjectStoreBackend):
             if self.has_object(key):
                 raise
 
-    def remove_tree(self, key: str, last: str | None) -> None:
-        super().remove_tree(key, last)
+    def remove_tree(self, key: str, first: str | None, last: str | None) -> None:
+        super().remove_tree(key, first, last)
 
         def remove_folders(fs: Any, path: str) -> None:
             with contextlib.suppress(FileNotFoundError):

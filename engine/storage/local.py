@@ -166,13 +166,13 @@ class LocalBackend:
         with os_errors(key, "remove"), contextlib.suppress(FileNotFoundError):
             os.unlink(key)
 
-    def remove_tree(self, key: str, last: str | None) -> None:
+    def remove_tree(self, key: str, first: str | None, last: str | None) -> None:
         with os_errors(key, "remove"):
             try:
                 if not stat.S_ISDIR(os.lstat(key).st_mode):
                     os.unlink(key)
                     return
-                names = sorted(os.listdir(key), key=lambda name: name == last)
+                names = sorted(os.listdir(key), key=lambda name: (name == last, name != first))
             except FileNotFoundError:
                 return
             for name in names:

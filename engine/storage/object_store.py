@@ -277,15 +277,18 @@ class ObjectStoreBackend:
             self.write_object(target + name.removeprefix(key), [self.read_range(name, None)])
         self.remove_objects(names)
 
-    def remove_tree(self, key: str, last: str | None) -> None:
-        final = None if last is None else f"{key}/{last}" if key else last
+    def remove_tree(self, key: str, first: str | None, last: str | None) -> None:
+        below = f"{key}/" if key else ""
         names = self._listed(key, itself=True)
-        others = [name for name in names if name != final]
+        beginning, end = (None if name is None else f"{below}{name}" for name in (first, last))
+        if beginning in names:
+            self.remove(beginning)
+        others = [name for name in names if name not in (beginning, end)]
         while len(others) > 1 and self.remove_together(others[:_TOGETHER]):
             others = others[_TOGETHER:]
         self.remove_objects(others)
-        if final in names:
-            self.remove(final)
+        if end in names:
+            self.remove(end)
 
     def open_data(self, key: str, size: int | None, *, cached: bool | None) -> DataReader:
         if size is None and not self.is_there(key):
@@ -364,7 +367,7 @@ class ObjectStoreBackend:
         below = f"{key}/" if key else ""
         first = key if itself else below
         listing = self._listing
-        if listing is None or not first.startswith(listing.prefix):
+        if listing is None or not below.startswith(listing.prefix):
             found = self.list_objects(key, itself=itself)
         else:
             end = bisect_left(listing.names, f"{key}0") if key else None  # "0" follows "/"

@@ -86,7 +86,7 @@ class ScatteredFiles(Backend):
     def remove(self, key: str) -> None:
         self._refuse(key)
 
-    def remove_tree(self, key: str, last: str | None) -> None:
+    def remove_tree(self, key: str, first: str | None, last: str | None) -> None:
         self._refuse(key)
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ from holdfast.engine.checkpoint.commit import PendingCheckpoint, delete_checkpoi
 from holdfast.engine.format import encode_document
 from holdfast.engine.format.record import CheckpointRecord, FileRecord, ItemRecord
 from holdfast.engine.steps import read_record
+from holdfast.engine.storage import SaveLock
+from holdfast.engine.storage.kvstore import KvStoreBackend
+from holdfast.engine.storage.local import LocalBackend
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -318,6 +323,83 @@ def test_sweep_beside_a_record(place: hf.storage.Location, left: dict[str, str],
     assert not sweep(place)
     assert sorted(names(place)) == sorted(["checkpoint.json", "item", *swept])
     assert content(place) == "one"
+
+
+READS_AND_CHANGES = ("entries", "read_bytes", "write_bytes", "rename", "remove", "remove_tree")
+
+
+@contextlib.contextmanager
+def before_operation(number: int, act: Callable[[], object]) -> Iterator[None]:
+    """Acts once, before the storage operation with this number."""
+    begun = itertools.count(1)
+
+    def acting(real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(begun) == number:
+                act()
+            return real(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for backend in (LocalBackend, KvStoreBackend):
+            for name in READS_AND_CHANGES:
+                patch.setattr(backend, name, acting(getattr(backend, name)))
+        yield
+
+
+def commit_or_abort(pending: PendingCheckpoint, record: CheckpointRecord) -> hf.errors.StorageConflictError | None:
+    try:
+        pending.commit(record)
+    except hf.errors.StorageConflictError as error:
+        pending.abort(error)
+        return error
+    return None
+
+
+@pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
+def test_a_save_that_is_alive_commits_while_a_run_sweeps(unlocked: hf.storage.Location, old: bool) -> None:
+    """At any moment of the sweep: the save fails, or all of it stays."""
+    for number in itertools.count(1):
+        if old:
+            commit(unlocked, "old")
+        pending = PendingCheckpoint(unlocked, ["item"], overwrite=old)
+        record = write(pending, "new")
+        ended: list[hf.errors.StorageConflictError | None] = []
+        with before_operation(number, lambda: ended.append(commit_or_abort(pending, record))):  # noqa: B023
+            sweep(unlocked)
+        if not ended:
+            break
+        if ended[0] is None or old:
+            assert content(unlocked) == ("new" if ended[0] is None else "old")
+        sweep(unlocked)
+        assert len(names(unlocked)) == (2 if ended[0] is None or old else 0)
+        unlocked.remove_tree()
+    assert number > 4
+
+
+def test_a_save_that_begins_when_a_run_has_looked_for_its_lock(tmp_path: Path) -> None:
+    run = hf.CheckpointManager(tmp_path)
+    run.save(1, {})
+    run.close()
+    step = hf.storage.as_location(tmp_path / "1")
+    (step / "checkpoint.deleted").write_bytes(b"{}")  # there is something to sweep
+    pending = PendingCheckpoint(step, ["item"], overwrite=True)
+    (step / "checkpoint.deleted").write_bytes(b"{}")
+    take_over, records = SaveLock.take_over, []
+
+    def begin_afterwards(lock: SaveLock) -> bool:
+        found = take_over(lock)
+        if not records:
+            records.append(write(pending, "new"))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SaveLock, "take_over", begin_afterwards)
+        with hf.CheckpointManager(tmp_path) as later:
+            later.acquire()
+    pending.commit(records[0])
+    assert content(step) == "new"
 
 
 def test_sweep_takes_only_the_marker_beside_a_damaged_record(place: hf.storage.Location) -> None:

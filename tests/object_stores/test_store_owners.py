@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.object_stores.conftest import Store, s3_store
 from tests.object_stores.s3_server import S3Server
+from tests.object_stores.store_server import Request
 from tests.processes.harness import Process, run_processes
 
 import holdfast as hf
@@ -287,6 +288,78 @@ def test_the_first_record_counts(store: Store, size: int, old: bool) -> None:
     assert set(hf.load(url)["w"].tolist()) == {1}
     assert hf.verify(url).ok
     assert len({key.split("/")[1] for key in store.stored("ckpt/")}) == 2
+
+
+def deletes(request: Request, name: str) -> bool:
+    """Whether a request deletes objects with a name, alone or with others."""
+    if request.method == "POST" and ("delete" in request.query or request.query.get("comp") == "batch"):
+        return name.encode() in request.body
+    return request.method == "DELETE" and name in request.what
+
+
+def test_the_third_of_several_saves_removes_nothing_of_the_second(store: Store, size: int) -> None:
+    """The third one has begun before the first was committed, and asks for the marker when it is that of the second."""
+    url = f"{store.url}/ckpt"
+    hf.save(url, {"w": np.full(5000, 9)})
+    first, first_outcome, first_goes_on = held_back(store, url, 1, size)
+    asks, third_goes_on, removes, third_removes = (threading.Event() for _ in range(4))
+    store.server.fail(r"GET.*ckpt/checkpoint\.partial", act=asks.set, after=third_goes_on)
+    outcomes: dict[int, Any] = {}
+    third = threading.Thread(target=lambda: outcomes.update(saves(url, [3], size, overwrite=True)))
+    third.start()
+    assert asks.wait(20)
+    first_goes_on.set()
+    first.join()
+    before = {key.split("/")[1] for key in store.stored("ckpt/")}
+    second, second_outcome, second_goes_on = held_back(store, url, 2, size)
+    [name] = {key.split("/")[1] for key in store.stored("ckpt/")} - before - {"checkpoint.partial"}
+    store.server.fail("", when=lambda request: deletes(request, name), act=removes.set, after=third_removes)
+    third_goes_on.set()
+    assert removes.wait(20)
+    second_goes_on.set()
+    second.join()
+    third_removes.set()
+    third.join()
+    outcomes |= {1: first_outcome[0], 2: second_outcome[0]}
+    failed = {value for value, found in outcomes.items() if isinstance(found, hf.HoldfastError)}
+    assert all(isinstance(outcomes[value], hf.errors.StorageConflictError) for value in failed)
+    [found] = set(hf.load(url)["w"].tolist())
+    assert found in {2, 3} - failed
+    assert hf.verify(url).ok
+
+
+@pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
+@pytest.mark.parametrize("order", ["the marker", "the data"])
+def test_a_run_sweeps_the_step_of_a_save_that_is_alive(store: Store, order: str, old: bool) -> None:
+    """The save ends while the run is about to remove its marker, or its data."""
+    url, folder = f"{store.url}/run", SIZES["folder"]
+    with hf.CheckpointManager(url) as run:
+        for step in (1, 2) if old else (2,):
+            run.save(step, {"w": np.full(5000, 9)})
+    arrived, save_goes_on, sweeps, run_goes_on = (threading.Event() for _ in range(4))
+    store.server.fail(r"(PUT|POST).*run/1/checkpoint\.json", act=arrived.set, after=save_goes_on)
+    outcomes: dict[int, Any] = {}
+    save = threading.Thread(target=lambda: outcomes.update(saves(f"{url}/1", [1], folder, overwrite=old)))
+    save.start()
+    assert arrived.wait(20)
+    name = "1/checkpoint.partial" if order == "the marker" else "tree.json"
+    store.server.fail("", when=lambda request: deletes(request, name), act=sweeps.set, after=run_goes_on)
+    later = hf.CheckpointManager(url)
+    acquires = threading.Thread(target=later.acquire)
+    acquires.start()
+    assert sweeps.wait(20)
+    save_goes_on.set()
+    save.join()
+    run_goes_on.set()
+    acquires.join()
+    later.close()
+    failed = isinstance(outcomes[1], hf.errors.StorageConflictError)
+    assert failed or not isinstance(outcomes[1], hf.HoldfastError)
+    hf.CheckpointManager(url).acquire()  # which removes what is left
+    if old or not failed:
+        assert set(hf.load(f"{url}/1")["w"].tolist()) == {9 if failed else 1}
+        assert hf.verify(f"{url}/1").ok
+    assert len({key.split("/")[2] for key in store.stored("run/1/")}) == (2 if old or not failed else 0)
 
 
 def test_taken_over_in_the_very_moment_of_the_commit(store: Store, size: int) -> None:
