@@ -386,7 +386,8 @@ def test_a_save_that_begins_when_a_run_has_looked_for_its_lock(tmp_path: Path) -
     (step / "checkpoint.deleted").write_bytes(b"{}")  # there is something to sweep
     pending = PendingCheckpoint(step, ["item"], overwrite=True)
     (step / "checkpoint.deleted").write_bytes(b"{}")
-    take_over, records = SaveLock.take_over, []
+    take_over = SaveLock.take_over
+    records: list[CheckpointRecord] = []
 
     def begin_afterwards(lock: SaveLock) -> bool:
         found = take_over(lock)
