@@ -487,15 +487,15 @@ class Location:
         """Delete this file or object; a missing one is fine."""
         self._writing().remove(self._key)
 
-    def remove_tree(self, *, first: str | None = None, last: str | None = None) -> None:
+    def remove_tree(self, last: str | None = None, *, first: str | None = None) -> None:
         """Delete this directory and everything below; a missing one is fine. Links are deleted, never followed.
 
         From a snapshot of an object store, only the objects that it lists are deleted.
 
         Args:
-            first: The name of a file directly inside that is deleted first.
             last: The name of a file directly inside that is deleted last, so that it marks the rest of an interrupted
                 deletion.
+            first: The name of one that is deleted first.
         """
         self._writing().remove_tree(self._key, first, last)
 
