@@ -9,7 +9,8 @@ Then, opening the checkpoint of such a tree and reading one leaf of it, whose ch
 Then, the commit: a small tree is saved by the real code, with a thread for each process, to a store in memory whose
 requests take 30 ms, in simulated time (`benchmarks.protocol`). Up to 64 replicas restore one tree from the same store
 (`benchmarks.replicas`). At the end, one of 16 processes dies, is slow or is cut
-off from process 0, at each call of a save (`benchmarks.faults`).
+off from process 0, at each call of a save (`benchmarks.faults`), and a run of up to 64 hosts with local steps loses one
+of them with its memory (`benchmarks.lost_host`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from holdfast.engine.format import CheckpointRecord, FileRecord, ItemRecord, crc
 from holdfast.engine.pytree import ArrayLeaf, Part, flatten, to_document
 
 from .faults import Outcome, outcomes
+from .lost_host import MOST as MOST_HOSTS
+from .lost_host import LostHost, lose_a_host
 from .protocol import Protocol, Simulation
 from .replicas import MOST, restore
 
@@ -383,6 +386,23 @@ def fault_table(found: Sequence[Outcome]) -> str:
     return aligned(("what happens", "calls", "from the call on", "the others are told", "after", "committed"), rows)
 
 
+def lost_host_table(found: Sequence[LostHost]) -> str:
+    """Return what came of the loss of one host, a line for each number of hosts."""
+    rows = [
+        (
+            f"{one.hosts}",
+            f"{one.lost_host_store_step}",
+            f"{one.lost_host_local_step}",
+            f"{one.lost_host_resumed}",
+            f"{one.lost_host_store_bytes:,}",
+            f"{one.lost_host_peer_bytes:,}",
+        )
+        for one in found
+    ]
+    head = ("hosts", "newest in the store", "newest local", "resumed", "bytes from the store", "bytes from other hosts")
+    return aligned(head, rows)
+
+
 def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] = print) -> None:
     """Measure for each number of processes and show the results.
 
@@ -398,15 +418,17 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
     parser.add_argument("--patience", type=float, default=600.0, help="seconds that processes wait for each other")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each number of processes")
     options = parser.parse_args(arguments)
-    plans, opened, commits, restored = [], [], [], []
+    plans, opened, commits, restored, lost = [], [], [], [], []
     for count in options.processes or [64, 256, 1024, 4096]:
         leaves = min(options.leaves, CHUNKS // count)
         plans.append(measure_apart(count, leaves))
         opened.append(open_apart(count, leaves))
         commits.append(Simulation(count).save()[0])
         restored.append(restore(min(count, MOST)))
+        hosts = min(count, MOST_HOSTS)
+        lost.append(lose_a_host(hosts, hosts // 2))
         if options.json:
-            found = (plans[-1], opened[-1], commits[-1], restored[-1])
+            found = (plans[-1], opened[-1], commits[-1], restored[-1], lost[-1])
             write(json.dumps({name: value for one in found for name, value in asdict(one).items()}))
     if options.json:
         return
@@ -435,6 +457,8 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
     logging.getLogger("holdfast").setLevel(logging.ERROR)  # the warnings of saves that are meant to fail
     write(fault_table(list(outcomes(timeout=options.patience))))
     write("After each of them, the checkpoint was whole or did not exist, and the next save was committed.")
+    write("\nA host is lost with its memory; the others have local steps, and the run is started again")
+    write(lost_host_table(lost))
 
 
 if __name__ == "__main__":

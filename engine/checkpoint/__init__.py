@@ -18,5 +18,5 @@ from .commit import (
 )
 from .copying import CopiedFiles, CopyProgress, Throttle, copied_step, file_checks
 from .replicas import check_replicas
-from .save import ItemToSave, Save, SaveReport
+from .save import ItemToSave, Save, SaveReport, leave_save
 from .stored import OtherItems, OwnItems, StoredItems

@@ -449,9 +449,21 @@ class Worker:
         """Report the failure, and that this process writes no more."""
         if not isinstance(error, PeerFailedError):  # the others know of that already
             self._rendezvous.fail(error)
+        _stop(self._rendezvous)
+
+
+def leave_save(rendezvous: Rendezvous | None, error: BaseException) -> None:
+    """Report to the other processes that this one has failed before its part of a save, and writes nothing."""
+    if rendezvous is not None:
+        rendezvous.fail(error)
+        _stop(rendezvous)
+
+
+def _stop(rendezvous: Rendezvous) -> None:
+    if rendezvous.index:
         with contextlib.suppress(Exception):  # the store itself may have failed
-            self._rendezvous.coordinator.put(_stopped_key(self._rendezvous, self._rendezvous.index), b"1")
-        self._rendezvous.close()
+            rendezvous.coordinator.put(_stopped_key(rendezvous, rendezvous.index), b"1")
+    rendezvous.close()
 
 
 def _all_stopped(rendezvous: Rendezvous, timeout: float) -> bool:

@@ -19,7 +19,7 @@ from .events import (
 )
 from .intervals import DAY, Experience, LearnedInterval, Loss, save_interval
 from .local_steps import LocalStatus
-from .manager import CheckpointManager, best_step_in, note_resume, settle_mirror
+from .manager import CheckpointManager, best_step_in, local_part, note_resume, settle_mirror
 from .metrics import Metric, better, metric_name, metric_value, number_of, plain_metrics
 from .mirror import MirrorStatus
 from .options import (

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import FileCheck
-from ..checkpoint import BackgroundSave, ItemToSave, Save, file_checks
+from ..checkpoint import BackgroundSave, ItemToSave, Save, file_checks, leave_save
 from ..clock import Clock, format_size, seconds
 from ..distributed import ProcessGroup, Rendezvous, machine_identity, primary_host
 from ..errors import (
@@ -443,35 +443,50 @@ class LocalTier:
         self._sequence += 1
         return self._processes.rendezvous("local save")
 
-    def ready(self, step: int) -> bool:
+    def ready(self, step: int, rendezvous: Rendezvous | None) -> bool:
         """Wait for the local save before; return whether all processes have the folder of the run."""
         self._background.join()
         lost, self._lost = self._lost, None
         if lost is not None:
             raise lost  # this save would wait as long again
-        if self._space is None:
-            name = self._processes.decide("the folder of local steps", self._run_name)
-            problem = space = None
-            if name is None:  # the file that identifies the run is damaged
-                problem = f"{self._run.location}: the identity of the run is not known"
-            else:
-                self._program = replace(self._program, run=name)
-                space = self._root / name
-                try:
-                    with contextlib.suppress(OSError):  # what follows then tells why
-                        os.makedirs(self._root, 0o755, exist_ok=True)
-                        os.mkdir(space, 0o700)
-                    space.make_directory()
-                    self._check_places(name)
-                    os.chmod(space, 0o700)  # the folder around it is often one that all users write to
-                except (HoldfastError, OSError) as error:
-                    problem = described(error)
-            first = self._processes.first("folders of local steps", problem)
-            if first is not None:
-                self._failed(step, StorageError(f"process {first[0]}: {first[1]}"))
-                return False
-            self._space = space
-        return True
+        if self._space is not None:
+            return True
+        try:
+            self._space = self._make_space(rendezvous)
+        except (StorageError, PeerFailedError) as error:
+            if isinstance(error.__cause__, ConnectionError):  # the store of the processes is gone
+                raise
+            self._failed(step, error)
+            leave_save(rendezvous, error)
+        return self._space is not None
+
+    def _make_space(self, rendezvous: Rendezvous | None) -> Location | None:
+        """Make the folder of the run on all hosts; raise StorageError on all processes if one cannot."""
+        # A process that has failed before takes no part in this, so it belongs to the local save, which that one knows.
+        name = self._run_name() if self._processes.is_primary else None
+        if rendezvous is not None:
+            mine = json.dumps(name).encode() if self._processes.is_primary else None
+            name = json.loads(rendezvous.broadcast("run", mine, self._processes.timeout))
+        problem = space = None
+        if name is None:  # the file that identifies the run is damaged
+            problem = f"{self._run.location}: the identity of the run is not known"
+        else:
+            self._program = replace(self._program, run=name)
+            space = self._root / name
+            try:
+                with contextlib.suppress(OSError):  # what follows then tells why
+                    os.makedirs(self._root, 0o755, exist_ok=True)
+                    os.mkdir(space, 0o700)
+                space.make_directory()
+                self._check_places(name)
+                os.chmod(space, 0o700)  # the folder around it is often one that all users write to
+            except (HoldfastError, OSError) as error:
+                problem = described(error)
+        mine = b"" if problem is None else f"process {self._processes.index}: {problem}".encode()
+        found = mine if rendezvous is None else rendezvous.summarize("folders", mine, self._processes.timeout, _first)
+        if found:
+            raise StorageError(found.decode())
+        return space
 
     def save(
         self,
@@ -502,10 +517,14 @@ class LocalTier:
         def complete(awaited: Any = None) -> None:
             self._complete(save, folder, step, metrics, facts, rendezvous, awaited)
 
-        if save.in_background:
-            self._background.start(complete, what=f"the local step {step}", step=step)
-        else:
-            complete()
+        try:
+            if save.in_background:
+                self._background.start(complete, what=f"the local step {step}", step=step)
+            else:
+                complete()
+        except BaseException as error:  # an interrupt, or the system has no more threads
+            save.give_up(error)
+            raise
 
     def _complete(
         self,
@@ -702,6 +721,10 @@ class _RemoteReader(DataReader):
 
     def close(self) -> None:
         return
+
+
+def _first(texts: Sequence[bytes]) -> bytes:
+    return next(filter(None, texts), b"")
 
 
 def _folders(place: Location) -> list[Location]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -416,9 +417,12 @@ class CheckpointManager:
         step, kwargs = valid_step(step), save_kwargs or {}
         try:
             saved = self._saves.save(step, items, metrics, custom_metadata, force, kwargs, reason)
-        except SaveFailedError as error:  # that of the save before, so the other processes may go on to the local save
-            if not isinstance(error.__cause__, BarrierTimeoutError):
+        except BaseException as error:
+            # That of the save before in the background does not concern this step.
+            if isinstance(error, SaveFailedError) and not isinstance(error.__cause__, BarrierTimeoutError):
                 self._saves.save_locally(step, items, metrics, custom_metadata, kwargs)
+            else:
+                self._saves.miss_locally(step, error)
             raise
         self._saves.save_locally(step, items, metrics, custom_metadata, kwargs)
         return saved
@@ -620,6 +624,16 @@ def note_resume(manager: CheckpointManager, step: int) -> list[int]:
     later = manager._resume.resumes_from(valid_step(step))
     manager._rollback.warn(later)
     return later
+
+
+@contextlib.contextmanager
+def local_part(manager: CheckpointManager, step: int) -> Iterator[None]:
+    """Tell the other processes at once if a block fails before it comes to a local save of a step that is due."""
+    try:
+        yield
+    except BaseException as error:
+        manager._saves.miss_locally(step, error)
+        raise
 
 
 def settle_mirror(manager: CheckpointManager) -> bool:

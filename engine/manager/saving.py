@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..checkpoint import Save
+from ..checkpoint import Save, leave_save
 from ..errors import SaveFailedError
 from ..format import CheckpointRecord, ItemRecord
 from .access import RunAccess
@@ -130,8 +130,7 @@ class Saves:
                 values = self._items.to_save(items, kwargs, left_out)
                 self._items.save_begins(step, self._run)
             except BaseException as error:
-                if rendezvous is not None:
-                    rendezvous.fail(error)
+                leave_save(rendezvous, error)
                 raise
             if self._access.mirror is not None:
                 self._access.mirror.save_begins()
@@ -189,22 +188,26 @@ class Saves:
         if local is None or not local.due(step):
             return False
         rendezvous = local.begin(step)
-        try:
-            self._access.acquire()
-            with self._access.changing:
-                self._access.check_writable()
-                if not local.ready(step):
+        with self._access.changing:
+            try:
+                self._access.acquire()
+                if not local.ready(step, rendezvous):
                     return True
                 left_out = self._items_left_out(step)
                 facts = check_json("custom_metadata", custom_metadata)
                 numbers = None if metrics is None else plain_metrics(metrics)
                 values = self._items.to_save(items, kwargs, left_out)
-                local.save(step, values, numbers, facts, rendezvous)
-        except BaseException as error:
-            if rendezvous is not None:
-                rendezvous.fail(error)
-            raise
+            except BaseException as error:
+                leave_save(rendezvous, error)
+                raise
+            local.save(step, values, numbers, facts, rendezvous)
         return True
+
+    def miss_locally(self, step: int, error: BaseException) -> None:
+        """Tell the other processes at once that this one, which has failed before, takes no part in a local save."""
+        local = self._access.local
+        if local is not None and local.due(step):
+            leave_save(local.begin(step), error)
 
     def _complete(self, pending: _PendingSave, save: Save, awaited: threading.Event | None = None) -> None:
         """Write and commit a save, then delete what no rule keeps."""

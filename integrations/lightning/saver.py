@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from ...engine.errors import SaveFailedError, StateError, shortened
-from ...engine.manager import event_scalars, guarded, note_resume
+from ...engine.manager import event_scalars, guarded, local_part, note_resume
 from ...engine.sources import Misfits
 from ..loop import PreemptionSignal, Stop, TensorVersions, announce, barrier_exit, unfinished_neighbour, warn_of_misfits
 from .fitting import Fitting
@@ -282,8 +282,9 @@ class FitSaver:
         elif reports and (metric := self._store.awaited_metric(self._recorded, lambda: self._ledger.of(step))):
             self._save(step, point, f"the first with {metric} after a save without it")
         elif self._store.manager.local_due(step):
-            checkpoint, strategy = self._dump(point), self._trainer.strategy
-            self._store.save(step, checkpoint, strategy, metrics=self._ledger.of(step), locally=True)
+            with local_part(self._store.manager, step):
+                checkpoint, strategy = self._dump(point), self._trainer.strategy
+                self._store.save(step, checkpoint, strategy, metrics=self._ledger.of(step), locally=True)
         self._hold(step, point)
 
     def save_after(self, exception: BaseException) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError, shortened
 from ...engine.generators import GlobalGenerators, capture
 from ...engine.handlers import check_savable
-from ...engine.manager import CheckpointManager, plain_metrics
+from ...engine.manager import CheckpointManager, local_part, plain_metrics
 from ...engine.pytree import FreshTypes
 from ...engine.stateful import encode_state, state_of
 from .extras import CHECKSUMS, GLOBAL_GENERATORS, GRADIENTS, changes_in_place, checksum_of, is_own, moves, tree_of
@@ -232,7 +232,8 @@ class StepSaver:
         """Save the last step in the local places of the hosts, if that is due."""
         assert self.step is not None
         if self._manager.local_due(self.step):
-            self._manager.save_locally(self.step, **self._taken())
+            with local_part(self._manager, self.step):
+                self._manager.save_locally(self.step, **self._taken())
 
     def _taken(self) -> dict[str, Any]:
         """Return what is saved of the last step, as arguments of the manager."""

@@ -54,6 +54,10 @@ def test_the_command(scale: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(scale, "outcomes", lambda timeout: [])
     scale.main(["--processes", "3", "--processes", "5", "--leaves", "50"], lines.append)
     assert [len(text.splitlines()) for text in lines[1:8:2]] == [3, 3, 5, 3]
+    assert [line.split()[:5] for line in lines[-1].splitlines()[1:]] == [
+        ["3", "4", "6", "6", "0"],
+        ["5", "4", "6", "6", "0"],
+    ]
     lines.clear()
     scale.main(["--processes", "3", "--leaves", "50", "--json"], lines.append)
     facts = json.loads(lines[0])
@@ -63,6 +67,17 @@ def test_the_command(scale: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert 0 < facts["primary_bytes_out"] < 3000
     assert facts["replicas"] == 3
     assert 1 <= facts["restore_store_ratio"] < 1.1
+    assert facts["hosts"] == 3
+    assert facts["lost_host_store_step"] < facts["lost_host_resumed"] == facts["lost_host_local_step"]
+    assert facts["lost_host_store_bytes"] == 0
+    assert facts["lost_host_peer_bytes"] > 0
+
+
+@pytest.mark.parametrize("lost", [0, pytest.param(32, marks=pytest.mark.sweep)])
+def test_any_one_of_64_hosts_is_lost_without_a_byte_from_the_store(scale: Any, lost: int) -> None:
+    found = scale.lose_a_host(64, lost)
+    assert (found.lost_host_resumed, found.lost_host_store_bytes) == (6, 0)
+    assert found.lost_host_peer_bytes > 0
 
 
 def test_a_save_of_many_processes_takes_simulated_seconds(scale: Any) -> None:

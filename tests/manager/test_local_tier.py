@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -16,6 +17,7 @@ from tests.processes.threads import memory_coordinators, together
 import holdfast as hf
 from holdfast.engine.distributed import Coordinator
 from holdfast.engine.format import OWNER
+from holdfast.engine.manager import local_part
 from holdfast.engine.storage import Location
 
 
@@ -498,7 +500,7 @@ def test_processes_that_save_different_steps_are_refused(tmp_path: Path) -> None
         assert "all processes must save the same steps" in status.error
 
 
-def test_local_saves_go_on_after_one_process_has_failed(tmp_path: Path) -> None:
+def test_local_saves_go_on_after_one_process_has_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hosts = Hosts(tmp_path, 2)
 
     def work(manager: hf.CheckpointManager) -> None:
@@ -511,6 +513,44 @@ def test_local_saves_go_on_after_one_process_has_failed(tmp_path: Path) -> None:
         manager.wait_until_finished()
 
     hosts.run(work)
+    assert "not all processes have said that they stopped" not in caplog.text
+    assert hosts.resume()[0] == 14
+
+
+@pytest.mark.parametrize("where", ["the save in the directory", "the loop"])
+def test_a_process_that_fails_before_its_local_save_stops_that_of_the_others_at_once(
+    tmp_path: Path, where: str
+) -> None:
+    hosts = Hosts(tmp_path, 3)
+
+    class Broken:
+        def state_dict(self) -> Any:
+            raise ValueError("no state today")
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError
+
+    def work(manager: hf.CheckpointManager) -> Any:
+        fails = manager.processes.index == 1
+        step = 10 if where == "the save in the directory" else 12
+        try:
+            if step == 10:
+                manager.save(step, {"w": object()} if fails else tree(step))
+            else:
+                with local_part(manager, step):
+                    manager.save_locally(step, Broken().state_dict() if fails else tree(step))
+        except (ValueError, hf.errors.UnsupportedLeafError):
+            assert fails
+        with contextlib.suppress(hf.errors.SaveFailedError):  # that of the directory
+            manager.wait_until_finished()
+        status = manager.local_status()
+        manager.save_locally(14, tree(14))
+        return status
+
+    first, _, third = hosts.run(work, barrier_timeout_secs=600)
+    for status in (first, third):
+        assert "process 1 failed: " in status.error
+        assert ("object" if where == "the save in the directory" else "no state today") in status.error
     assert hosts.resume()[0] == 14
 
 
