@@ -5,7 +5,8 @@
 ``app``         the list of the commands, each a function in one of the modules below; completion
 ``arguments``   the arguments and options that several commands share
 ``recipes``     run and recipes
-``inspect``     ls, watch, show, diff and verify
+``listing``     ls and watch
+``inspect``     show, diff and verify
 ``change``      prune, rm, rollback, pin and unpin
 ``convert``     cp, import and export
 ``supervise``   supervise: the rules for restarts, and the loop

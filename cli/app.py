@@ -59,7 +59,9 @@ def execute(arguments: Sequence[str]) -> int:
 def command(name: str) -> click.Command:
     """Import a command. To import all of their modules takes longer than to list checkpoints."""
     module: Any
-    if name in ("ls", "watch", "show", "diff", "verify"):
+    if name in ("ls", "watch"):
+        from . import listing as module
+    elif name in ("show", "diff", "verify"):
         from . import inspect as module
     elif name in ("prune", "rm", "rollback", "pin", "unpin"):
         from . import change as module

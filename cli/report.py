@@ -155,6 +155,14 @@ def metrics_text(metrics: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{name} {_number(value)}".lstrip() for name, value in _flat(metrics or {}))
 
 
+def step_names(checkpoints: list[tuple[int | None, str]], step: str = "", other: str = "-") -> list[str]:
+    """Return the names of checkpoints: their steps, unless they have several prefixes."""
+    names = [path.rpartition("/")[2] for _, path in checkpoints]
+    if len({name.rstrip("0123456789") for name in names}) > 1:
+        return names
+    return [other if number is None else f"{step}{number}" for number, _ in checkpoints]
+
+
 def count(number: int, one: str, many: str) -> str:
     """Return a number with its noun, such as ``3 leaves``."""
     return f"{number} {one if number == 1 else many}"

@@ -1,17 +1,14 @@
-"""Lists of the steps in a directory and of the leaves in a checkpoint, for programs and users, and verification."""
+"""The leaves of a checkpoint, for programs and users, and verification."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from .arrays import Problem, SavedLeaf, TreeReader, check_file, naming, open_folder
 from .clock import UNHEARD, Portion, Progress
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError, shortened_text
 from .format import RECORD, TREES, CheckpointRecord, FileRecord, ItemRecord, own_shares
-from .manager import infos_of, reasons, retention_rules, stored_rules
 from .pytree import materialize
 from .sources import (
     JSON,
@@ -28,38 +25,7 @@ from .sources import (
     trees_in,
 )
 from .steps import StepEntry, has_changed, has_record, read_record
-from .storage import Entry, Location, Place, as_location
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSummary:
-    """One step of a directory.
-
-    Attributes:
-        step: The step.
-        path: Its directory.
-        time: When it was committed, in seconds since 1970-01-01 UTC; None if it is damaged.
-        bytes: Bytes of all its files.
-        shared_bytes: Bytes of those files that other steps have, too, by hard links: deleting this step alone does not
-            free them, and a copy elsewhere takes them in full.
-        added_bytes: Bytes of those files that no step before it in the list has: their sum is what all steps take on
-            the disk.
-        metrics: The metrics stored with it, or None.
-        reason: Why it was saved.
-        kept: Why it is kept, as far as that is known.
-        damage: What is wrong with its record or the sizes of its files, or None.
-    """
-
-    step: int
-    path: str
-    time: float | None = None
-    bytes: int = 0
-    shared_bytes: int = 0
-    added_bytes: int = 0
-    metrics: Mapping[str, Any] | None = None
-    reason: str = ""
-    kept: tuple[str, ...] = ()
-    damage: str | None = None
+from .storage import Location, Place, as_location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,81 +51,6 @@ class LeafSummary:
     sharding: str = ""
     bytes: int = 0
     value: str | None = None
-
-
-def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
-    """List the steps of a directory; reads only their records and the sizes of their files.
-
-    Args:
-        directory: A manager's directory, or a directory of steps of another library. Steps of several names, such as
-            ``a-1`` and ``b-1``, are all listed.
-
-    Returns:
-        The steps, damaged ones included: by name, in ascending order.
-
-    Raises:
-        CheckpointNotFoundError: There is nothing at this path.
-    """
-    location = as_location(directory).snapshot()
-    if not location.exists():
-        raise CheckpointNotFoundError(f"{location}: there is nothing at this path")
-    steps = find_steps(location)
-    if not steps.is_native:
-        return [_foreign_summary(entry, steps.format) for entry in steps.entries]
-    # The options of the last run do not tell which of several series it wrote.
-    several = len({entry.series for entry in steps.entries}) > 1
-    options, function = (None, None) if several else stored_rules(location)
-    infos = infos_of(steps.entries)
-    # Only the run has the function that ranks its steps, and can tell why one is kept.
-    kept = {} if options is None or function is not None else reasons(infos, retention_rules(options))
-    seen: set[tuple[int, int]] = set()
-    found = [_native_summary(entry, kept.get(entry.step, ()), seen) for entry in steps.entries]
-    for entry, one in zip(steps.entries, found, strict=True):
-        if one.damage and entry.record is not None and has_changed(entry.location, entry.record):
-            return list_checkpoints(directory)  # a run has replaced or deleted the step meanwhile
-    return found
-
-
-def _native_summary(entry: StepEntry, kept: tuple[str, ...], seen: set[tuple[int, int]]) -> CheckpointSummary:
-    """Describe a step; ``seen`` has the files of the steps before it that have several names, and gets its own."""
-    record = entry.record
-    if record is None:
-        return CheckpointSummary(step=entry.step, path=str(entry.location), damage=str(entry.error))
-    listed = _listed(entry.location, record)
-    again = 0
-    for _, _, file in listed:
-        if file is not None and file.links > 1 and file.identity is not None:
-            again += (file.size or 0) if file.identity in seen else 0
-            seen.add(file.identity)
-    return CheckpointSummary(
-        step=entry.step,
-        path=str(entry.location),
-        time=record.time,
-        bytes=record.nbytes,
-        shared_bytes=_shared(listed),
-        added_bytes=record.nbytes - again,
-        metrics=record.metrics,
-        reason=record.reason,
-        kept=kept,
-        damage=next((f"{p.file}: {p.what}" for p in _file_problems(listed)), None),
-    )
-
-
-def _foreign_summary(entry: StepEntry, format_name: str) -> CheckpointSummary:
-    try:
-        checkpoint = open_at(entry.location)
-        metrics = checkpoint.metrics
-    except HoldfastError as error:
-        return CheckpointSummary(step=entry.step, path=str(entry.location), damage=str(error))
-    return CheckpointSummary(
-        step=entry.step,
-        path=str(entry.location),
-        time=checkpoint.time,
-        bytes=checkpoint.nbytes,
-        added_bytes=checkpoint.nbytes,
-        metrics=metrics,
-        reason=f"written by {format_name}",
-    )
 
 
 def describe(path: Place, step: int | None = None) -> list[LeafSummary]:
@@ -194,63 +85,6 @@ def _leaf_summaries(checkpoint: CheckpointSource) -> list[LeafSummary]:
         else:
             value = shortened_text(repr(checkpoint.value(name))) if kind in (JSON, METRICS) else None
             found.append(LeafSummary(item=name, kind=kind, value=value))
-    return found
-
-
-def shared_bytes(location: Location, record: CheckpointRecord) -> int:
-    """Return the bytes of those files of a checkpoint that have names elsewhere, too, as other steps share them."""
-    return _shared(_listed(location, record))
-
-
-def _shared(listed: Iterable[tuple[str, FileRecord, Entry | None]]) -> int:
-    return sum(found.size or 0 for _, _, found in listed if found is not None and found.links > 1)
-
-
-def _listed(location: Location, record: CheckpointRecord) -> list[tuple[str, FileRecord, Entry | None]]:
-    """Return the path, the record and the entry of every file that a commit record names; None if it is missing."""
-    listed: list[tuple[str, FileRecord, Entry | None]] = []
-    for item in record.items.values():
-        paths = item.paths
-        if location.is_local:
-            found = _local_files(location, paths)
-        elif item.is_archive:
-            found = {entry.name: entry for entry in location.entries()}
-        else:
-            found = _files(location / item.folder, f"{item.folder}/")
-        listed += [(path, known, found.get(path)) for path, known in paths.items()]
-    return listed
-
-
-def _file_problems(listed: Iterable[tuple[str, FileRecord, Entry | None]]) -> Iterator[Problem]:
-    """Compare the sizes of a checkpoint's files with its record."""
-    for path, known, found in listed:
-        if found is None:
-            yield Problem(path, "", "missing")
-        elif found.size not in (known.size, None):
-            yield Problem(path, "", f"expected {known.size} bytes, found {found.size}")
-
-
-def _local_files(folder: Location, files: Iterable[str]) -> dict[str, Entry]:
-    """Return the files that exist; without a size where the system does not show it."""
-    root, found = os.fspath(folder), dict[str, Entry]()
-    for file in files:
-        try:
-            status = os.stat(f"{root}/{file}")
-            found[file] = Entry(file, False, status.st_size, status.st_nlink, (status.st_dev, status.st_ino))
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError:
-            found[file] = Entry(file, False)
-    return found
-
-
-def _files(folder: Location, prefix: str = "") -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
-    for entry in folder.entries():
-        if entry.is_directory:
-            found.update(_files(folder / entry.name, f"{prefix}{entry.name}/"))
-        else:
-            found[prefix + entry.name] = entry
     return found
 
 

@@ -38,6 +38,7 @@ from .format import (
     RECORD,
     STEP_FOLDER,
     CheckpointRecord,
+    FileRecord,
     decode_document,
     decode_metrics,
     encode_document,
@@ -368,3 +369,54 @@ def read_entry(folder: StepEntry) -> StepEntry | None:
         )
         return replace(folder, error=DamagedCheckpointError(what))
     return StepEntry(folder.step, folder.location, folder.series, record)
+
+
+# ---- the files of a checkpoint
+
+
+def shared_bytes(location: Location) -> int:
+    """Return the bytes of those files of a checkpoint that have names elsewhere, too, as other steps share them."""
+    return shared_by_links(files_of(location, read_record(location))) if has_record(location) else 0
+
+
+def shared_by_links(listed: Iterable[tuple[str, FileRecord, Entry | None]]) -> int:
+    return sum(found.size or 0 for _, _, found in listed if found is not None and found.links > 1)
+
+
+def files_of(location: Location, record: CheckpointRecord) -> list[tuple[str, FileRecord, Entry | None]]:
+    """Return the path, the record and the entry of every file that a commit record names; None if it is missing."""
+    listed: list[tuple[str, FileRecord, Entry | None]] = []
+    for item in record.items.values():
+        paths = item.paths
+        if location.is_local:
+            found = _local_files(location, paths)
+        elif item.is_archive:
+            found = {entry.name: entry for entry in location.entries()}
+        else:
+            found = _files(location / item.folder, f"{item.folder}/")
+        listed += [(path, known, found.get(path)) for path, known in paths.items()]
+    return listed
+
+
+def _local_files(folder: Location, files: Iterable[str]) -> dict[str, Entry]:
+    """Return the files that exist; without a size where the system does not show it."""
+    root, found = os.fspath(folder), dict[str, Entry]()
+    for file in files:
+        try:
+            status = os.stat(f"{root}/{file}")
+            found[file] = Entry(file, False, status.st_size, status.st_nlink, (status.st_dev, status.st_ino))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            found[file] = Entry(file, False)
+    return found
+
+
+def _files(folder: Location, prefix: str = "") -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    for entry in folder.entries():
+        if entry.is_directory:
+            found.update(_files(folder / entry.name, f"{prefix}{entry.name}/"))
+        else:
+            found[prefix + entry.name] = entry
+    return found

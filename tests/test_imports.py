@@ -6,6 +6,7 @@ A call of ``import_module`` with a relative name counts as an import. Only that 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -33,7 +34,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {  # of modules and folders: ea
         ("sources",),
         ("checkpoint",),
         ("manager",),
-        ("api", "inspection"),
+        ("api", "inspection", "listing"),
     ),
     "integrations": (
         ("options",),
@@ -226,10 +227,26 @@ def test_importing_the_package_loads_next_to_nothing() -> None:
     assert "numpy" not in loaded_by("import holdfast")
 
 
+def listing_of(front: Path) -> Path:
+    """The file with the names of a package: next to an ``__init__.py`` that loads each when it is first used."""
+    stub = front.with_suffix(".pyi")
+    return stub if stub.exists() else front
+
+
+@pytest.mark.parametrize("stub", sorted(ROOT.glob("engine/*/__init__.pyi")), ids=lambda stub: stub.parent.name)
+def test_what_a_package_lists_is_there(stub: Path) -> None:
+    package = importlib.import_module(f"holdfast.engine.{stub.parent.name}")
+    names = {name.rpartition(".")[2]: name.rpartition(".")[0] for name in imports(stub)}
+    assert {*package.__all__} == {*names}
+    for name, module in names.items():
+        assert getattr(package, name) is getattr(importlib.import_module(module), name)
+        assert not (stub.parent / f"{name}.py").exists(), "the module would take the place of what it defines"
+
+
 def test_packages_are_entered_through_their_init() -> None:
-    """What other packages may import is what ``__init__.py`` imports; ``formats`` is a folder of packages."""
+    """What other packages may import is what ``__init__.py`` lists; ``formats`` is a folder of packages."""
     listed = {
-        (house, front.parent.name): {name.rpartition(".")[2] for name in imports(front)}
+        (house, front.parent.name): {name.rpartition(".")[2] for name in imports(listing_of(front))}
         for house in LAYERS
         for front in (ROOT / house).glob("*/__init__.py")
         if front.parent.name != "formats"

@@ -11,12 +11,13 @@ from typing import Any
 
 from ...engine.clock import UNHEARD, Progress, format_size
 from ...engine.errors import HoldfastError
-from ...engine.inspection import CheckpointSummary, LeafSummary, describe, list_checkpoints
+from ...engine.inspection import LeafSummary, describe
+from ...engine.listing import CheckpointSummary, list_checkpoints
 from ...engine.manager import Experience, Loss, StepInfo, best, read_run_events, stored_options
 from ...engine.sources import LeafStatistics, find_checkpoint, find_steps, leaf_statistics, open_at
 from ...engine.steps import stored_metadata
 from ...engine.storage import Location, as_location
-from ..inspect import describe_one
+from ..listing import describe_one
 from ..places import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below
 from ..report import count, duration
 from .history import History, add_metrics, read_history

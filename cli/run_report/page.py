@@ -11,7 +11,7 @@ from string import Template
 
 from ...engine.clock import format_size
 from ...engine.errors import shortened
-from ...engine.inspection import CheckpointSummary
+from ...engine.listing import CheckpointSummary
 from ...engine.manager import DAY
 from ...engine.sources import LeafStatistics
 from ..report import age, count, duration, metrics_text

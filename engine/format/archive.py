@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Mapping
 
 from ..errors import DamagedCheckpointError
-from .ocdbt_read import is_inside
 
 ARCHIVE = ".zip"  # what the names of such files end with
 ARCHIVE_LIMIT = 512 << 20  # bytes of the largest one that is read; it is in memory then
@@ -30,6 +29,12 @@ _ENTRY = struct.Struct("<4s6H3L5H2L")
 # Signature, disks (twice), numbers of entries (twice), size and place of the entries, length of the comment.
 _END = struct.Struct("<4s4H2LH")
 _REGULAR = 0o100644 << 16  # attributes of a regular file
+
+
+def is_inside(path: str) -> bool:
+    """Whether a path is relative and leads to a file below its directory."""
+    parts = path.split("/")
+    return not ("\\" in path or "\0" in path or "" in parts or "." in parts or ".." in parts)
 
 
 def encode_archive(files: Mapping[str, bytes]) -> bytes:

@@ -21,7 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError, FormatVersionError
-from .codecs import INT64_MAX, Cursor, crc32c, decompress
+from .archive import is_inside
+from .checksums import crc32c
+from .codecs import INT64_MAX, Cursor, decompress
 
 MANIFEST_NAME = "manifest.ocdbt"  # the name of the manifest in the directory of a database
 MANIFEST_MAGIC = 0x0CDB3A2A
@@ -536,12 +538,6 @@ def decode_keys(
     if not is_increasing(keys):
         cursor.fail("its keys are not strictly increasing")
     return keys
-
-
-def is_inside(path: str) -> bool:
-    """Whether a path is relative and leads to a file below its directory."""
-    parts = path.split("/")
-    return not ("\\" in path or "\0" in path or "" in parts or "." in parts or ".." in parts)
 
 
 def is_increasing(keys: list[bytes]) -> bool:

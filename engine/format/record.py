@@ -19,9 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from ..errors import DamagedCheckpointError, FormatVersionError
-from .archive import ARCHIVE
-from .codecs import crc32c, extend
-from .ocdbt_read import is_inside
+from .archive import ARCHIVE, is_inside
+from .checksums import crc32c, extend
 
 FORMAT = "holdfast"
 VERSION = 2  # the newest version of the format that is read
@@ -128,7 +127,7 @@ def _written_digest(data: bytes, digest: str) -> str | None:
     end = f',"digest":"{digest}"}}\n'.encode("ascii")
     if not data.endswith(end):
         return None
-    computed = f"crc32c:{extend(crc32c(memoryview(data)[: -len(end)]), b'}'):08x}"
+    computed = f"crc32c:{extend(crc32c(data[: -len(end)]), b'}'):08x}"
     return computed if computed == digest else None
 
 

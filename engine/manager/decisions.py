@@ -17,12 +17,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ..clock import Clock, format_duration
-from ..distributed import ProcessGroup
 from ..errors import shortened_steps
 from ..observer import Observer
 from .metrics import Metric, Mode, better, format_metric, metric_name, metric_value
 
 if TYPE_CHECKING:
+    from ..distributed import ProcessGroup
     from .directory import RunDirectory
     from .retention import StepInfo
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ..arrays import TreeSource, load_transformed_tree, load_tree, with_optimizer_states
-from ..errors import CheckpointNotFoundError, OptionError, shortened
+from ..errors import CheckpointNotFoundError, OptionError
 from ..format import ITEM, FileRecord
 from ..pytree import Patterns, collection_paused, flatten
-from ..steps import StepEntry, newest_step
 from ..storage import Location
 from .stored import selected
 
 _logger = logging.getLogger("holdfast")
 
-NATIVE = "holdfast"  # the format of our own checkpoints
 TREE = "pytree"  # kind of the items that are trees of arrays
 JSON = "json"  # kind of the items that are JSON
 METRICS = "metrics"  # kind of an item that only repeats the checkpoint's metrics: read only by name
@@ -158,48 +155,3 @@ class SingleTree(CheckpointSource):
 
     def tree(self, item: str) -> TreeSource:
         return self.source
-
-
-@dataclass(frozen=True, slots=True)
-class FoundSteps:
-    """The steps of a directory: our own, or those of another library."""
-
-    format: str = ""  # which library wrote them; ``""`` if there are none
-    entries: tuple[StepEntry, ...] = ()  # all of them, damaged ones included: by series, in ascending order
-    noted: StepEntry | None = None  # the newest one as the writer noted it, or None
-    metadata: Callable[[], Mapping[str, Any] | None] = lambda: None  # reads the facts about the run
-
-    @classmethod
-    def of(
-        cls,
-        format: str,  # noqa: A002
-        steps: Mapping[int, Location],
-        *,
-        noted: int | None = None,
-        metadata: Callable[[], Mapping[str, Any] | None] = lambda: None,
-    ) -> FoundSteps:
-        """Return the steps of another library, given their places and the number of the one noted as the newest."""
-        entries = {step: StepEntry(step, place) for step, place in sorted(steps.items())}
-        return cls(format, tuple(entries.values()), None if noted is None else entries[noted], metadata)
-
-    @property
-    def is_native(self) -> bool:
-        return self.format == NATIVE
-
-    def newest(self, *, whole: bool = False) -> StepEntry | None:
-        """Return the newest step; with ``whole``, the newest whose commit record is not damaged."""
-        return self.noted or newest_step(self.entries, whole=whole)
-
-    def step(self, step: int) -> StepEntry | None:
-        """Return one step, or None; refuse a number that several series have."""
-        found = [entry for entry in self.entries if entry.step == step]
-        if len(found) > 1:
-            raise OptionError(
-                f"{found[0].location.parent}: step {step} is there more than once "
-                f"({shortened(entry.location.name for entry in found)}); give the path of one of them"
-            )
-        return found[0] if found else None
-
-    def by_step(self) -> dict[int, StepEntry]:
-        """Return the entries by step, in ascending order; refuse numbers that several series have."""
-        return {step: entry for step in sorted({one.step for one in self.entries}) if (entry := self.step(step))}

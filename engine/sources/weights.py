@@ -10,7 +10,7 @@ from ..arrays import PartialTree, SavedLeaf, TreeSource, load_tree
 from ..errors import OptionError, TreeMismatchError, difference
 from ..pytree import Flattened, compare, describe_template, flatten, format_path, split, unflatten, unwrapped_name
 from ..storage import Location, Place, as_location
-from .discovery import read_checkpoint
+from .native import read_checkpoint
 from .protocol import TREE, CheckpointSource
 
 _CONTAINERS = (

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 PAGE = 4096  # alignment that direct I/O requires of memory, offsets and lengths, in bytes
 
@@ -30,6 +32,8 @@ def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
 
     Large memory is a private anonymous mapping on a huge-page boundary; the system gets it back with its last view.
     """
+    import numpy as np  # not above: a listing of checkpoints imports this module, and needs no arrays
+
     if nbytes < _SMALLEST_MAPPING:
         memory = np.empty(nbytes + PAGE, np.uint8)
         start = -memory.ctypes.data % PAGE

@@ -19,9 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..errors import (
     HoldfastError,
     ObjectNotFoundError,
@@ -34,7 +31,9 @@ from .backend import FileIdentity, Segment
 from .object_store import BY_NAME, GARBLED, UNKNOWN_SIZE, ObjectStoreBackend, file_parts, time_limit
 
 if TYPE_CHECKING:
+    import numpy as np
     import tensorstore
+    from numpy.typing import NDArray
 
     from .transfer import Patience, Transfer
 

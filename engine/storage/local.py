@@ -17,15 +17,17 @@ import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from ..errors import DamagedCheckpointError
 from .backend import DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE, BlockPool, Buffer, aligned_empty, round_up
 from .parallel import CORES, parallel_map
 from .status import check_extent, os_errors, truncated
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 HIDDEN_SUFFIX = ".__lock"  # TensorStore's lock files, which its own listings hide, too
 

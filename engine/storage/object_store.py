@@ -14,11 +14,8 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, Protocol, Self
+from typing import IO, TYPE_CHECKING, Any, Protocol, Self
 from urllib.parse import quote
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import (
     DamagedCheckpointError,
@@ -31,6 +28,10 @@ from .backend import DataReader, Entry, FileIdentity, Segment
 from .buffers import Buffer, aligned_empty
 from .parallel import REQUESTS, parallel_map
 from .status import GarbledAnswerError, check_extent, map_status, without_secrets
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _logger = logging.getLogger("holdfast")
 
@@ -411,7 +412,7 @@ class ObjectReader(DataReader):
                 return memory
         value = self._fetch(offset, length)
         memory = aligned_empty(length) if buffer is None else buffer.view(length)
-        memory[:] = np.frombuffer(value, np.uint8)
+        memory.data[:] = value
         return memory
 
     def read_into(self, offset: int, memory: Sequence[NDArray[np.uint8]]) -> bool:
@@ -454,6 +455,8 @@ class ObjectReader(DataReader):
 
 def file_parts(size: int, segments: Sequence[Segment], sent: bool) -> Iterator[NDArray[np.uint8]]:
     """Generate the bytes of a data file, the zeros between segments included, to send them or only to hash them."""
+    import numpy as np  # not above: a listing of checkpoints imports this module, and needs no arrays
+
     position = 0
     for segment in [*segments, Segment(size, 0, lambda: iter(()))]:
         while position < segment.offset:

@@ -32,8 +32,8 @@ from .engine.handlers import PyTreeCheckpointHandler as PyTreeCheckpointHandler
 from .engine.handlers import RestoreArgs as RestoreArgs
 from .engine.handlers import SaveArgs as SaveArgs
 from .engine.inspection import describe as describe
-from .engine.inspection import list_checkpoints as list_checkpoints
 from .engine.inspection import verify as verify
+from .engine.listing import list_checkpoints as list_checkpoints
 from .engine.manager import CheckpointManager as CheckpointManager
 from .engine.manager import CheckpointManagerOptions as CheckpointManagerOptions
 from .engine.manager import Local as Local

@@ -16,10 +16,12 @@ from .engine.clock import (
     Progress,
 )
 from .engine.inspection import (
-    CheckpointSummary,
     CheckpointVerification,
     LeafSummary,
     VerifyReport,
+)
+from .engine.listing import (
+    CheckpointSummary,
 )
 from .engine.manager import (
     CopyReport,

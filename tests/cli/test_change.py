@@ -274,7 +274,7 @@ def test_how_often_watch_looks(given: str, waited: float, run: Path, monkeypatch
         pauses.append(seconds)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("holdfast.cli.inspect.time", SimpleNamespace(sleep=sleep, time=time.time))
+    monkeypatch.setattr("holdfast.cli.listing.time", SimpleNamespace(sleep=sleep, time=time.time))
     assert main(["watch", str(run), "--interval", given]) == 0
     assert pauses == [waited]
 
@@ -296,7 +296,7 @@ def test_watch_says_what_comes_and_goes(
 
     happening = iter((first, second, end))
     clock = SimpleNamespace(sleep=lambda _: next(happening)(), strftime=time.strftime, time=time.time)
-    monkeypatch.setattr("holdfast.cli.inspect.time", clock)
+    monkeypatch.setattr("holdfast.cli.listing.time", clock)
     assert main(["watch", str(run), *flags]) == 0
 
     if flags:

@@ -440,14 +440,19 @@ def test_completion_of_an_unknown_shell(capfd: pytest.CaptureFixture[str], monke
 
 SLOW = {"asyncio", "email", "http", "importlib.metadata", "pydantic", "rich", "ruamel", "ssl", "tensorstore", "typer"}
 FRAMEWORKS = {"flax", "jax", "lightning", "sklearn", "torch"}
+ARRAYS = {"numpy", "holdfast.engine.arrays.read", "holdfast.engine.pytree"}
+MANAGER = {"holdfast.engine.manager.manager", "holdfast.engine.manager.options", "holdfast.engine.checkpoint.save"}
 
 
 @pytest.mark.parametrize(
     ("words", "unneeded"),
     [
-        (("ls", "RUN"), SLOW | FRAMEWORKS),
-        (("show", "RUN"), SLOW | FRAMEWORKS),
-        (("verify", "RUN"), SLOW | FRAMEWORKS),
+        (
+            ("ls", "RUN/checkpoints"),
+            SLOW | FRAMEWORKS | {"numpy", "holdfast.engine.arrays.read", "holdfast.engine.pytree"},
+        ),
+        (("show", "RUN"), SLOW | FRAMEWORKS | MANAGER),
+        (("verify", "RUN"), SLOW | FRAMEWORKS | MANAGER),
         (("--help",), SLOW | FRAMEWORKS | {"holdfast.engine.manager"}),
         (("recipes",), FRAMEWORKS),
     ],

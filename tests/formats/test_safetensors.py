@@ -16,7 +16,7 @@ import torch
 
 import holdfast as hf
 from holdfast.engine.arrays import TreeSource, load_tree
-from holdfast.engine.sources.discovery import NativeCheckpoint
+from holdfast.engine.sources import NativeCheckpoint
 from holdfast.engine.storage import as_location
 from holdfast.integrations.formats import safetensors as format_module
 from holdfast.integrations.formats.safetensors import export_safetensors

@@ -23,7 +23,7 @@ from tests.versions import nnx_assign
 import holdfast as hf
 from holdfast import graph
 from holdfast.engine.arrays import TreeSource
-from holdfast.engine.sources.discovery import open_checkpoint
+from holdfast.engine.sources import open_checkpoint
 from holdfast.engine.storage import as_location
 from holdfast.integrations.graph import GraphCheckpointHandler, Restoration, RestoreStatus, StoredGraph, capture, walk
 

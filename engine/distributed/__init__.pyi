@@ -1,0 +1,17 @@
+from .all_gather import AllGather as AllGather
+from .all_gather import Teams as Teams
+from .all_gather import Transport as Transport
+from .all_gather import transport_of as transport_of
+from .coordinators import Alone as Alone
+from .coordinators import Coordinator as Coordinator
+from .coordinators import ProcessInfo as ProcessInfo
+from .coordinators import current_coordinator as current_coordinator
+from .coordinators import machine_identity as machine_identity
+from .coordinators import primary_host as primary_host
+from .coordinators import shares_machine as shares_machine
+from .process_group import ProcessGroup as ProcessGroup
+from .process_group import run_on_primary as run_on_primary
+from .rendezvous import BoundedCoordinator as BoundedCoordinator
+from .rendezvous import Rendezvous as Rendezvous
+from .rendezvous import call_within as call_within
+from .rendezvous import next_rendezvous as next_rendezvous

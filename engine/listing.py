@@ -1,0 +1,131 @@
+"""Lists of the steps in a directory; it needs no arrays, so that ``holdfast ls`` answers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import CheckpointNotFoundError, HoldfastError
+from .format import FileRecord
+from .manager import infos_of, reasons, retention_rules, stored_rules
+from .sources import find_steps
+from .steps import StepEntry, files_of, has_changed, shared_by_links
+from .storage import Entry, Place, as_location
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSummary:
+    """One step of a directory.
+
+    Attributes:
+        step: The step.
+        path: Its directory.
+        time: When it was committed, in seconds since 1970-01-01 UTC; None if it is damaged.
+        bytes: Bytes of all its files.
+        shared_bytes: Bytes of those files that other steps have, too, by hard links: deleting this step alone does not
+            free them, and a copy elsewhere takes them in full.
+        added_bytes: Bytes of those files that no step before it in the list has: their sum is what all steps take on
+            the disk.
+        metrics: The metrics stored with it, or None.
+        reason: Why it was saved.
+        kept: Why it is kept, as far as that is known.
+        damage: What is wrong with its record or the sizes of its files, or None.
+    """
+
+    step: int
+    path: str
+    time: float | None = None
+    bytes: int = 0
+    shared_bytes: int = 0
+    added_bytes: int = 0
+    metrics: Mapping[str, Any] | None = None
+    reason: str = ""
+    kept: tuple[str, ...] = ()
+    damage: str | None = None
+
+
+def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
+    """List the steps of a directory; reads only their records and the sizes of their files.
+
+    Args:
+        directory: A manager's directory, or a directory of steps of another library. Steps of several names, such as
+            ``a-1`` and ``b-1``, are all listed.
+
+    Returns:
+        The steps, damaged ones included: by name, in ascending order.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing at this path.
+    """
+    location = as_location(directory).snapshot()
+    if not location.exists():
+        raise CheckpointNotFoundError(f"{location}: there is nothing at this path")
+    steps = find_steps(location)
+    if not steps.is_native:
+        return [_foreign_summary(entry, steps.format) for entry in steps.entries]
+    # The options of the last run do not tell which of several series it wrote.
+    several = len({entry.series for entry in steps.entries}) > 1
+    options, function = (None, None) if several else stored_rules(location)
+    infos = infos_of(steps.entries)
+    # Only the run has the function that ranks its steps, and can tell why one is kept.
+    kept = {} if options is None or function is not None else reasons(infos, retention_rules(options))
+    seen: set[tuple[int, int]] = set()
+    found = [_native_summary(entry, kept.get(entry.step, ()), seen) for entry in steps.entries]
+    for entry, one in zip(steps.entries, found, strict=True):
+        if one.damage and entry.record is not None and has_changed(entry.location, entry.record):
+            return list_checkpoints(directory)  # a run has replaced or deleted the step meanwhile
+    return found
+
+
+def _native_summary(entry: StepEntry, kept: tuple[str, ...], seen: set[tuple[int, int]]) -> CheckpointSummary:
+    """Describe a step; ``seen`` has the files of the steps before it that have several names, and gets its own."""
+    record = entry.record
+    if record is None:
+        return CheckpointSummary(step=entry.step, path=str(entry.location), damage=str(entry.error))
+    listed = files_of(entry.location, record)
+    again = 0
+    for _, _, file in listed:
+        if file is not None and file.links > 1 and file.identity is not None:
+            again += (file.size or 0) if file.identity in seen else 0
+            seen.add(file.identity)
+    return CheckpointSummary(
+        step=entry.step,
+        path=str(entry.location),
+        time=record.time,
+        bytes=record.nbytes,
+        shared_bytes=shared_by_links(listed),
+        added_bytes=record.nbytes - again,
+        metrics=record.metrics,
+        reason=record.reason,
+        kept=kept,
+        damage=next(_file_problems(listed), None),
+    )
+
+
+def _foreign_summary(entry: StepEntry, format_name: str) -> CheckpointSummary:
+    from .sources import open_at  # not above: what reads checkpoints takes longer to import than to list our own
+
+    try:
+        checkpoint = open_at(entry.location)
+        metrics = checkpoint.metrics
+    except HoldfastError as error:
+        return CheckpointSummary(step=entry.step, path=str(entry.location), damage=str(error))
+    return CheckpointSummary(
+        step=entry.step,
+        path=str(entry.location),
+        time=checkpoint.time,
+        bytes=checkpoint.nbytes,
+        added_bytes=checkpoint.nbytes,
+        metrics=metrics,
+        reason=f"written by {format_name}",
+    )
+
+
+def _file_problems(listed: Iterable[tuple[str, FileRecord, Entry | None]]) -> Iterator[str]:
+    """Compare the sizes of a checkpoint's files with its record."""
+    for path, known, found in listed:
+        if found is None:
+            yield f"{path}: missing"
+        elif found.size not in (known.size, None):
+            yield f"{path}: expected {known.size} bytes, found {found.size}"

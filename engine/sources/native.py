@@ -1,0 +1,262 @@
+"""Checkpoints opened: our own, and those of other libraries, by the path that a caller gives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from operator import methodcaller
+from typing import Any, TypeVar
+
+from ..arrays import TreeReader, TreeSource, open_folder, read_checked, write_file
+from ..clock import UNHEARD, Portion, Progress
+from ..distributed import ProcessInfo
+from ..errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    HoldfastError,
+    OptionError,
+    UnsupportedLeafError,
+)
+from ..format import (
+    ARCHIVE,
+    DOCUMENT_LIMIT,
+    OWN_FOLDER,
+    CheckpointRecord,
+    FileRecord,
+    ItemRecord,
+    decode_document,
+    encode_document,
+)
+from ..handlers import (
+    DEFAULT_REGISTRY,
+    Files,
+    JsonCheckpointHandler,
+    PreparedItem,
+    PyTreeCheckpointHandler,
+    SizedItem,
+    restore_external,
+)
+from ..pytree import EXTERNAL, Patterns
+from ..steps import StepEntry, has_changed, has_record, read_again, read_record
+from ..storage import Location, max_concurrency, parallel_map
+from .discovery import NATIVE, FoundSteps, as_part, find_step, find_steps, is_ours, recognise
+from .protocol import JSON, TREE, CheckpointSource
+
+T = TypeVar("T")
+
+GRAPH = "graph.json"  # name of the file, beside the tree's own, with the objects and the edges between them
+KIND = "graph"  # the kind of the document
+
+
+class PreparedGraph:
+    """A tree that is about to be written, its document, and what this process has of its own."""
+
+    def __init__(self, tree: PreparedItem, document: Any, own: PreparedItem | None = None) -> None:
+        self._tree = tree
+        self._own = own
+        self._files: dict[str, FileRecord] = {}
+        try:
+            self._document = encode_document(KIND, document)
+        except ValueError as error:
+            raise UnsupportedLeafError(f"this graph cannot be described: {error}; nothing was written") from error
+
+    def estimate_bytes(self) -> int | None:
+        size = self._tree.estimate_bytes() if isinstance(self._tree, SizedItem) and self._own is None else None
+        return None if size is None else size + len(self._document)
+
+    def write(self, folder: Location, member: ProcessInfo) -> bytes:
+        if member.index == 0:
+            self._files[GRAPH] = write_file(folder / GRAPH, self._document)
+        fragment = self._tree.write(folder, member)
+        if self._own is None:
+            return fragment
+        place = folder / OWN_FOLDER
+        place.make_directory()
+        return json.dumps([self._own.write(place, member).hex(), fragment.hex()]).encode()
+
+    def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
+        own: Files = {}
+        if self._own is not None:
+            pairs = [[bytes.fromhex(part) for part in json.loads(fragment)] for fragment in fragments]
+            shares, fragments = zip(*pairs, strict=True)
+            files = self._own.merge(folder / OWN_FOLDER, shares)
+            own = {f"{OWN_FOLDER}/{path}": known for path, known in files.items()}
+        return {**self._tree.merge(folder, fragments), **own, **self._files}
+
+
+class NativeTree(TreeReader):
+    """A tree that holdfast wrote, with the document of its objects where it was saved as a graph."""
+
+    def __init__(self, location: Location, files: Files | None = None, select: Patterns | None = None) -> None:
+        super().__init__(location, files, select=select)
+
+    def graph_document(self) -> Any:
+        known = self.files.get(GRAPH)
+        if known is None:
+            return None
+        place = self.location / GRAPH
+        return decode_document(read_checked(place, known, limit=DOCUMENT_LIMIT), KIND, source=str(place))
+
+
+class NativeCheckpoint(CheckpointSource):
+    """A checkpoint that holdfast committed."""
+
+    format = NATIVE
+
+    def __init__(self, location: Location) -> None:
+        self.location = location
+        self.record: CheckpointRecord = read_record(location)
+        self.parts = self.record.parts()  # an item with a share of each process is one part for each
+        self.items = {name: item.kind for name, item in self.parts.items()}
+        self.step = self.record.step
+        self.reason = self.record.reason
+        self._opened: dict[str, tuple[Location, Files]] = {}
+
+    @property
+    def time(self) -> float | None:
+        return self.record.time
+
+    @property
+    def metrics(self) -> Mapping[str, Any] | None:
+        return self.record.metrics
+
+    @property
+    def custom_metadata(self) -> Mapping[str, Any] | None:
+        return self.record.custom_metadata
+
+    @property
+    def nbytes(self) -> int:
+        return self.record.nbytes
+
+    def has_changed(self) -> bool:
+        return has_changed(self.location, self.record)
+
+    def files(self, item: str) -> Mapping[str, FileRecord]:
+        return self._open(item)[1]
+
+    def _open(self, item: str) -> tuple[Location, Files]:
+        """Return the folder of an item and its files; one that is a zip file is read once."""
+        if item not in self._opened:
+            saved = self.parts[item]
+            folder, files = open_folder(self.location / saved.folder, saved.files)
+            self._opened[item] = folder, files or {}
+        return self._opened[item]
+
+    def tree(self, item: str) -> TreeSource:
+        return self.selected_tree(item, None)
+
+    def selected_tree(self, item: str, select: Patterns | None) -> TreeSource:
+        return NativeTree(*self._open(item), select)
+
+    def value(self, item: str) -> Any:
+        if self.parts[item].kind != JSON:
+            raise OptionError(
+                f"{self.location}: item {item!r} was written by a handler of your own; restore it with that handler "
+                "(Checkpointer(handler).restore, or a CheckpointManager)"
+            )
+        folder, files = self._open(item)
+        return JsonCheckpointHandler().restore(folder, files=files)
+
+    def load(self, item: str, like: Any = None, select: Patterns | None = None) -> Any:
+        if self.parts[item].kind != TREE:
+            return super().load(item, like, select)
+        kwargs: dict[str, Any] = {} if select is None else {"select": select}
+        folder, files = self._open(item)
+        return PyTreeCheckpointHandler().restore(folder, like, files=files, **kwargs)
+
+    def complete(self, item: str, source: TreeSource, tree: Any) -> Any:
+        numbers = source.numbers if isinstance(source, TreeReader) else range(len(source.leaves))
+        pairs = zip(source.leaves, numbers, strict=True)
+        kept = {leaf.name: number for leaf, number in pairs if leaf.saved.kind == EXTERNAL}
+        return restore_external(tree, source.location, self.files(item), kept, DEFAULT_REGISTRY, {}) if kept else tree
+
+    def items_to_load(self) -> list[str]:
+        return list(self.items)
+
+
+# ---- the checkpoint that a path stands for
+
+
+def read_checkpoint(location: Location, read: Callable[[CheckpointSource], T], step: int | None = None) -> T:
+    """Open the checkpoint that a path stands for and read it; where a run replaces or deletes it meanwhile, again."""
+
+    def look() -> CheckpointSource:
+        if step is None:
+            with contextlib.suppress(CheckpointNotFoundError):
+                return NativeCheckpoint(location)
+        return open_checkpoint(location.snapshot(), step)
+
+    return read_again(location, look, read, methodcaller("has_changed"))
+
+
+def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSource:
+    """Open the checkpoint that a path stands for."""
+    if step is None:
+        if has_record(location):
+            return NativeCheckpoint(location)
+        if location.name.endswith(ARCHIVE) and has_record(location.parent):
+            raise CheckpointNotFoundError(f"{location}: no checkpoint here; {as_part(location)}")
+        if not is_ours(location) and (found := recognise(location)) is not None:
+            return found
+    entry = find_step(location, step)
+    if entry.error is not None:
+        raise entry.error
+    try:
+        return open_at(entry.location)
+    except CheckpointNotFoundError:
+        if step is not None or entry.record is None:
+            raise
+    return open_checkpoint(location.snapshot())  # the run has deleted the step meanwhile; it may have saved a new one
+
+
+def open_at(location: Location) -> CheckpointSource:
+    """Open the checkpoint at a location that :func:`find_checkpoint` returned."""
+    if has_record(location):
+        return NativeCheckpoint(location)
+    return recognise(location) or NativeCheckpoint(location)  # the latter raises what is missing
+
+
+def portions_of(progress: Progress, entries: Sequence[StepEntry]) -> Iterator[Portion]:
+    """Yield the part that each of some checkpoints has in a call that reads all of them, by the bytes of its files."""
+    sizes = [0 if progress is UNHEARD else _nbytes(entry) for entry in entries]
+    progress.expect(sum(sizes))
+    for size in sizes:
+        yield Portion(progress, size)
+
+
+def _nbytes(entry: StepEntry) -> int:
+    if entry.record is not None:
+        return entry.record.nbytes
+    try:
+        return open_at(entry.location).nbytes
+    except HoldfastError:
+        return 0  # it cannot be read, and the call itself raises why
+
+
+def described_steps(location: Location) -> FoundSteps:
+    """Return the steps of another library with records of their times, metrics and items, for a manager."""
+    found = find_steps(location)
+    if found.is_native:
+        return FoundSteps()
+    described = parallel_map(_described, found.entries, max_concurrency(location))
+    return replace(found, entries=tuple(entry for entry in described if entry is not None))
+
+
+def _described(entry: StepEntry) -> StepEntry | None:
+    try:
+        source = open_at(entry.location)
+        record = CheckpointRecord(
+            items={name: ItemRecord(name, kind, {}) for name, kind in source.items.items()},
+            time=source.time or 0.0,
+            step=entry.step,
+            reason=source.reason,
+            metrics=source.metrics,
+            custom_metadata=source.custom_metadata,
+        )
+    except DamagedCheckpointError as error:
+        return replace(entry, error=error)
+    except CheckpointNotFoundError:  # the run has deleted the step meanwhile
+        return None
+    return replace(entry, record=record)
