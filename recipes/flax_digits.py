@@ -16,7 +16,6 @@ from flax.training import train_state
 
 from ..integrations.flax import CheckpointCallback
 from .digits import CLASSES, Batches, Images, split_digits
-from .optimizers import adamw
 from .registry import Outcome, RunContext
 from .schema import FlaxDigits
 
@@ -56,7 +55,7 @@ def initial_state(config: FlaxDigits) -> TrainState:
         apply_fn=model.apply,
         params=variables["params"],
         batch_stats=variables["batch_stats"],
-        tx=adamw(config.optimizer),
+        tx=config.optimizer.adamw(),
     )
     return state
 

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from ..engine.errors import OptionError
 from ..integrations.flax import CheckpointCallback
-from .optimizers import adamw
 from .registry import MissingExtraError, Outcome, RunContext
 from .schema import FlaxText, TextModel
 
@@ -188,7 +187,7 @@ def run(config: FlaxText, context: RunContext) -> Outcome:
         batches = Windows(corpus, config.data.batch_size, config.data.context, config.seed)
         validation = jnp.asarray(windows(corpus.validation, config.data.context, VALIDATION_WINDOWS))
         model = Transformer(config.model, len(corpus.alphabet), config.data.context, nnx.Rngs(config.seed))
-        optimizer = nnx.Optimizer(model, adamw(config.optimizer), wrt=nnx.Param)
+        optimizer = nnx.Optimizer(model, config.optimizer.adamw(), wrt=nnx.Param)
         state = {"model": model, "optimizer": optimizer}
         state, start = checkpoint.restore_or_initialize(state, data=batches)
         progress = context.progress(start, total)

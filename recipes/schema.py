@@ -258,6 +258,19 @@ class Schedule(Section):
     weight_decay: NotNegative = 1e-4
     """Decoupled weight decay, a factor on the weights per unit of learning rate."""
 
+    def adamw(self) -> Any:
+        """Return the optimizer of optax."""
+        import optax  # type: ignore[import-untyped]  # it comes without type information
+
+        schedule = optax.warmup_cosine_decay_schedule(
+            init_value=0.0,
+            peak_value=self.learning_rate,
+            warmup_steps=self.warmup_steps,
+            decay_steps=self.decay_steps,
+            end_value=self.learning_rate / 10,
+        )
+        return optax.adamw(schedule, weight_decay=self.weight_decay)
+
 
 class _Scheduled(Config):
     optimizer: Schedule = Field(default_factory=Schedule)

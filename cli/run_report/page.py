@@ -15,11 +15,10 @@ from ...engine.listing import CheckpointSummary
 from ...engine.manager import DAY
 from ...engine.sources import LeafStatistics
 from ..report import age, count, duration, metrics_text
-from .charts import clock_text, line_chart, number_text, percent, size_chart, sparkline, timeline
+from .charts import clock_text, draw_tree, line_chart, number_text, percent, size_chart, sparkline, timeline
 from .facts import Choice, RunFacts, Statistics, basis, choices
 from .history import WORDS, Attempt, Note
 from .markup import Markup, join, tag
-from .tree import draw_tree
 
 GENERATOR = '<meta name="generator" content="holdfast report">'
 _STEPS = 500  # the most rows of a table of steps, and of starts

@@ -1,7 +1,9 @@
-"""Compression and varints: zstd, ULEB128.
+"""Checksums, digests, compression and varints: CRC-32C, which protects every byte that is stored, XXH3, zstd, ULEB128.
 
-zstd (RFC 8878) compresses chunks on request, and TensorStore compresses OCDBT nodes with it. A compressed chunk is one
-zstd frame and the CRC-32C of the frame, as zarr's codecs ``[bytes, zstd, crc32c]`` define it.
+CRC-32C (Castagnoli, RFC 3720 appendix B.4) is the checksum of the OCDBT format and of zarr's codec ``crc32c``. zstd
+(RFC 8878) compresses chunks on request, and TensorStore compresses OCDBT nodes with it. A compressed chunk is one zstd
+frame and the CRC-32C of the frame, as zarr's codecs ``[bytes, zstd, crc32c]`` define it. XXH3 with 128 bits tells
+whether bytes in memory have changed (https://github.com/Cyan4973/xxHash); it is never stored.
 
 A varint has seven bits a byte, the lowest first; the top bit of a byte is set if another one follows. OCDBT stores
 every count and length this way: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
@@ -11,19 +13,76 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
+import google_crc32c
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError
-from .checksums import crc32c
+
+Data: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
 
 LEVELS = range(1, 23)  # the levels of compression, from the fastest to the smallest
 
 _PART = 1 << 20  # bytes that are decompressed at a time; fresh memory for larger parts costs more than decompressing
+_HELD = 64 << 10  # bytes that are hashed at a time without letting other threads run
 _RATIO = 1 << 15  # largest number of content bytes for a byte of a frame: a block of 128 KiB takes at least four
 _MAGIC = b"\x28\xb5\x2f\xfd"
+
+
+def crc32c(data: Data) -> int:
+    return int(google_crc32c.value(_frozen(data)))
+
+
+def extend(crc: int, data: Data) -> int:
+    return int(google_crc32c.extend(crc, _frozen(data)))
+
+
+class ContentDigest:
+    """The 128-bit digest of bytes that come in pieces."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+
+    def update(self, data: NDArray[np.uint8]) -> None:
+        # Above some 100 kB, xxhash releases the interpreter lock; another thread that computes would then hold it for
+        # milliseconds, for each piece.
+        view = data.data
+        for start in range(0, len(view), _HELD):
+            self._hash.update(view[start : start + _HELD])
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
+def content_digest(data: NDArray[np.uint8]) -> bytes:
+    """Return the 128-bit digest of a buffer; other threads run meanwhile."""
+    return xxhash.xxh3_128_digest(data.data)
+
+
+def checksums_of(parts: Sequence[bytes]) -> list[int]:
+    """Compute the CRC-32C of each of many short parts."""
+    return list(map(google_crc32c.value, parts))
+
+
+def _frozen(data: Data) -> bytes | NDArray[np.uint8]:
+    # The C function takes bytes and read-only arrays as they are, and refuses buffers that could change under it.
+    if isinstance(data, bytes):
+        return data
+    if isinstance(data, np.ndarray):
+        if not data.flags.c_contiguous:
+            raise ValueError("a checksum needs contiguous memory; make the array contiguous first")
+        if not data.flags.writeable:
+            return data
+        array = data.view()
+    else:
+        if not len(data):
+            return b""
+        array = np.frombuffer(data, np.uint8)
+    array.flags.writeable = False
+    return array
 
 
 def _zstd() -> Any:

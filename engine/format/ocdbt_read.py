@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError, FormatVersionError
 from .archive import is_inside
-from .checksums import crc32c
-from .codecs import INT64_MAX, Cursor, decompress
+from .codecs import INT64_MAX, Cursor, crc32c, decompress
 
 MANIFEST_NAME = "manifest.ocdbt"  # the name of the manifest in the directory of a database
 MANIFEST_MAGIC = 0x0CDB3A2A

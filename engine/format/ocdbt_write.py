@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .checksums import crc32c
-from .codecs import encode_varint, encode_varints, varint_sizes
+from .codecs import crc32c, encode_varint, encode_varints, varint_sizes
 from .ocdbt_read import (
     CHECKSUM,
     CHECKSUMS_MAGIC,

@@ -18,9 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
+import google_crc32c
+
 from ..errors import DamagedCheckpointError, FormatVersionError
 from .archive import ARCHIVE, is_inside
-from .checksums import crc32c, extend
 
 FORMAT = "holdfast"
 VERSION = 2  # the newest version of the format that is read
@@ -119,7 +120,7 @@ def _canonical(document: dict[str, Any]) -> str:
 
 
 def _digest(text: str) -> str:
-    return f"crc32c:{crc32c(text.encode('ascii')):08x}"
+    return f"crc32c:{google_crc32c.value(text.encode('ascii')):08x}"
 
 
 def _written_digest(data: bytes, digest: str) -> str | None:
@@ -127,7 +128,7 @@ def _written_digest(data: bytes, digest: str) -> str | None:
     end = f',"digest":"{digest}"}}\n'.encode("ascii")
     if not data.endswith(end):
         return None
-    computed = f"crc32c:{extend(crc32c(data[: -len(end)]), b'}'):08x}"
+    computed = f"crc32c:{google_crc32c.extend(google_crc32c.value(data[: -len(end)]), b'}'):08x}"
     return computed if computed == digest else None
 
 
@@ -291,7 +292,8 @@ class CheckpointRecord:
         """Identity of the save: new metrics and pins keep it, another save of the same step has another."""
         if self.summarizes is not None:
             return self.summarizes
-        return f"{crc32c(json.dumps([float(self.time), self._items_document()], sort_keys=True).encode()):08x}"
+        facts = json.dumps([float(self.time), self._items_document()], sort_keys=True)
+        return f"{google_crc32c.value(facts.encode()):08x}"
 
     @property
     def fingerprint(self) -> str:

@@ -21,7 +21,7 @@ from ...engine.sources import Misfits, find_checkpoint, load_weights
 from ...engine.storage import Place, as_location
 from ..options import CallbackOptions
 from .announce import announce
-from .states import STATE, StateAdapter, located
+from .states import STATE, StateAdapter, changed_attributes, located, unsaved_attributes
 from .trees import TreeAdapter
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class LiveAdapter(StateAdapter):
 
     def watch(self, state: Any) -> None:
         self._versions.watch(state)
-        self._attributes = _unsaved_attributes(state)
+        self._attributes = unsaved_attributes(searched(state))
 
     def note(self, state: Any) -> None:
         self._versions.note(state)
@@ -107,9 +107,7 @@ class LiveAdapter(StateAdapter):
         return self._versions.why_lost()
 
     def warn_of_step(self, step: int, state: Any) -> None:
-        from .attributes import changed
-
-        if lost := changed(self._attributes, _unsaved_attributes(state)):
+        if lost := changed_attributes(self._attributes, unsaved_attributes(searched(state))):
             logger.warning(
                 "steps have changed attributes that no state_dict() has, so they are not saved: %s. If later steps "
                 "depend on them, make tensors buffers (register_buffer), and give numbers a place in get_extra_state() "
@@ -250,12 +248,6 @@ class ComponentAdapter(LiveAdapter):
         for module, weights in zip(modules.values(), loaded, strict=True):
             module.load_state_dict(weights.tree)
         return state, ", ".join(f"{path} from {weights}" for path, weights in zip(modules, loaded, strict=True))
-
-
-def _unsaved_attributes(state: Any) -> Mapping[str, Any]:
-    from .attributes import unsaved_attributes
-
-    return unsaved_attributes(searched(state))
 
 
 @dataclass(frozen=True, slots=True)

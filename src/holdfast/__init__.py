@@ -13,6 +13,8 @@ import sys
 
 import lazy_loader
 
+from .engine import VERSION as __version__
+
 try:
     import fcntl  # noqa: F401
 except ImportError:
@@ -21,7 +23,6 @@ except ImportError:
         "run it in WSL 2 (wsl --install), with checkpoints on the disk of Linux"
     ) from None
 
-__version__ = "0.1.0"
 # A name is loaded when it is first used, so that importing the package costs next to nothing; __init__.pyi lists them.
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 _MODULES = ("errors", "handlers", "type_handlers", "reports", "processes", "storage", "clock", "observer")
