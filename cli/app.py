@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.shell_completion import get_completion_class, shell_complete
 
-from ..engine import VERSION
+from ..engine import __version__
 from ..engine.errors import OptionError
 from .streams import say
 
@@ -138,4 +138,4 @@ _app = _App(
         _flag("--show-completion", "Print the script for it.", callback=_set_up_completion),
     ],
 )
-click.version_option(VERSION, message="%(version)s", help="Print the version and exit.")(_app)
+click.version_option(__version__, message="%(version)s", help="Print the version and exit.")(_app)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from ...engine import VERSION
+from ...engine import __version__
 from ...engine.clock import format_size
 from ...engine.errors import OptionError
 from ...engine.exit_status import DONE
@@ -57,7 +57,7 @@ def report(directories: Sequence[str], output: str, no_statistics: bool, norm_st
     locations, more = find_runs(directories)
     with progress_of("read", shown=not as_json) as progress:
         runs = [read_run(location, Reading(progress, not no_statistics, norm_steps)) for location in locations]
-    page = draw_page(runs, now=time.time(), version=VERSION, left_out=more)
+    page = draw_page(runs, now=time.time(), version=__version__, left_out=more)
     content = page.encode("utf-8", "replace")  # File names may hold halves of surrogate pairs.
     as_location(target).write_bytes(content)
     if as_json:

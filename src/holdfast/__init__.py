@@ -13,7 +13,7 @@ import sys
 
 import lazy_loader
 
-from .engine import VERSION as __version__
+from .engine import __version__ as __version__
 
 try:
     import fcntl  # noqa: F401
