@@ -50,6 +50,8 @@ _PEER_NAMES: Mapping[str, str] = {
     "use_zarr3": "leave it out: arrays are always stored as zarr v3",
     "use_compression": "here it is compression: the level of zstd",
     "multiprocessing_options": "here it is coordinator=, of checkpointers and managers",
+    # An option of ours that not everything takes:
+    "local": "hf.CheckpointManager and the callbacks take it; hf.CheckpointCallback saves objects, too",
     # Arguments of Ray:
     "filesystem": "pass holdfast.storage.as_location(path, filesystem=...) as the path, or a URL such as s3://bucket/run",
 }

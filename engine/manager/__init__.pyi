@@ -21,6 +21,7 @@ from .intervals import save_interval as save_interval
 from .local_steps import LocalStatus as LocalStatus
 from .manager import CheckpointManager as CheckpointManager
 from .manager import best_step_in as best_step_in
+from .manager import elsewhere as elsewhere
 from .manager import local_part as local_part
 from .manager import note_resume as note_resume
 from .manager import settle_mirror as settle_mirror

@@ -158,6 +158,7 @@ class RunDirectory:
         self.last_saved: int | None = None  # the step that this run saved last
         # Steps that are read from the hosts' own disks and memory: place and commit record. Only a new run has any.
         self.local: dict[int, tuple[Location, CheckpointRecord]] = {}
+        self.left_on_hosts: frozenset[int] = frozenset()  # whole local steps; only the newest of them is read
         self._options = options
         self._rules = retention_rules(options)
         self._reads_metrics = options.best_fn is not None or options.keep_checkpoints_without_metrics
@@ -366,7 +367,18 @@ class RunDirectory:
             raise copy.copy(error)
         steps = self.steps()
         known = f"there are {shortened_steps(steps)}" if steps else "there is none at all"
-        raise CheckpointNotFoundError(f"{self.location}: no checkpoint of step {step}; {known}")
+        raise CheckpointNotFoundError(f"{self.location}: no checkpoint of step {step}; {known}{self.elsewhere(step)}")
+
+    def elsewhere(self, step: object) -> str:
+        """Return, for the end of a sentence, where a step is that is in the local places only, and not read; or ""."""
+        if step not in self.left_on_hosts or self._options.local is None:
+            return ""
+        newest = max([*self.local, *self.steps()], default=None)
+        way = "" if newest is None else f"; without a number, the run resumes from step {newest}"
+        return (
+            f"; the hosts have step {step} in {self._options.local.url}, but of the local steps only one that is newer "
+            f"than all of the directory is read{way}"
+        )
 
     # -- changes by the writer
 

@@ -84,6 +84,7 @@ class _Start:
     restored: int | None = None
     saved: float | None = None  # the time at which its last save was durable
     failed_at: float | None = None
+    program: Any = None  # the process, by a token of its own
 
 
 class Experience:
@@ -186,7 +187,7 @@ class Experience:
         when = _number(event.get("time"))
         if when is None:
             return
-        start = self._start(str(event.get("run", "")), when)
+        start = self._start(str(event.get("run", "")), when, event.get("program"))
         match event.get("event"):
             case "saved":
                 self._add_save(start, event, when)
@@ -209,15 +210,17 @@ class Experience:
                     self._fail(start, when)
                 start.word = start.word or "ended"
 
-    def _start(self, run: str, when: float) -> _Start:
+    def _start(self, run: str, when: float, program: Any) -> _Start:
         """Return the start of the program that an event belongs to; a new one ends the one before."""
         start = self._starts.get(run)
         if start is None:
             before = self._current
             if before is not None and not before.word:
-                self._fail(before, None)
-                before.word = "lost"
-            start = self._current = self._starts[run] = _Start(when, when)
+                # A program that still runs has only made another manager, as cells of a notebook do.
+                lives = program is not None and program == before.program
+                self._fail(before, None, counts=not lives)
+                before.word = "closed" if lives else "lost"
+            start = self._current = self._starts[run] = _Start(when, when, program=program)
         start.began, start.last = min(start.began, when), max(start.last, when)
         return start
 

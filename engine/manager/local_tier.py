@@ -140,7 +140,11 @@ class LocalTier:
         self._program: _Program
         self._space: Location | None = None  # the folder of the run; None until this run has its directory
         self.bytes_from_peers = 0
-        self._open()
+        try:
+            self._open()
+        except BaseException:
+            self._disconnect()
+            raise
 
     # ---- the hosts
 
@@ -188,6 +192,7 @@ class LocalTier:
                 self._peers[number] = Peer(
                     f"host {hosts[number].name}", (host, port), self._program.token, timeout=self._patience
                 )
+        self._run.left_on_hosts = frozenset(answer["steps"])
         self._find(answer["whole"])
 
     def _meet(self, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -276,6 +281,7 @@ class LocalTier:
             "addresses": [leader["address"] for leader in leaders],
             "sequence": max(numbers, default=0),
             "whole": self._choose(),
+            "steps": [whole.step for whole in whole_steps(self._agreed_steps)],
         }
 
     def _choose(self) -> dict[str, Any] | None:
@@ -436,6 +442,7 @@ class LocalTier:
         self._space = None
         self._kept = _Kept()
         self._run.local.clear()
+        self._run.left_on_hosts = frozenset()
 
     def begin(self, step: int) -> Rendezvous | None:
         """Count a save that is due, before anything can fail, so that all processes count alike."""
@@ -500,9 +507,13 @@ class LocalTier:
         began = time.perf_counter()
         assert self._space is not None
         self._run.local.clear()  # from now on, older ones are removed
+        self._run.left_on_hosts = frozenset()
         folder = f"{self._sequence:08d}.{step}.{self._program.attempt}"
         if self._leads:
-            self._remove_failed(folder)
+            try:
+                self._remove_uncounted(folder)  # before the save, as they may be what fills the host
+            except StorageError as error:
+                _logger.debug("%s: local steps that do not count are not removed: %s", self._space, error)
         save = Save(
             self._space / OWN / folder,
             {name: replace(item, reuse=None) for name, item in values.items()},
@@ -644,22 +655,18 @@ class LocalTier:
         for entry in self._root.entries():
             if entry.name != self._space.name and entry.name.split(".")[:2] == run:
                 _remove(self._root / entry.name)
+        self._remove_uncounted(newest)
+
+    def _remove_uncounted(self, newest: str) -> None:
+        """Remove the local steps on this host that do not count any more.
+
+        Those are of failed saves and of earlier starts, which have ended: this run owns the directory now.
+        """
+        assert self._space is not None
         for where in (OWN, COPIES):
             for entry in (self._space / where).entries():
                 if entry.name not in self._kept.steps and _sequence(entry.name) < _sequence(newest):
                     _remove(self._space / where / entry.name)
-
-    def _remove_failed(self, newest: str) -> None:
-        """Remove what failed saves of this attempt have left on this host, which may be what fills it."""
-        assert self._space is not None
-        try:
-            for where in (OWN, COPIES):
-                for entry in (self._space / where).entries():
-                    ours = entry.name.endswith(f".{self._program.attempt}") and entry.name not in self._kept.steps
-                    if ours and _sequence(entry.name) < _sequence(newest):
-                        _remove(self._space / where / entry.name)
-        except StorageError as error:
-            _logger.debug("%s: what failed saves have left is not removed: %s", self._space, error)
 
     # ---- the end
 
@@ -683,14 +690,17 @@ class LocalTier:
         try:
             self._background.join()
         finally:
-            for peer in self._peers.values():
-                peer.close()
-            if self._server is not None:
-                self._server.close()
+            self._disconnect()
         last = max(self._kept.steps.values(), default=None)
         saved = max(self._run.steps(), default=-1)
         if finished and self._leads and self._space is not None and last is not None and saved >= last:
             _remove(self._space)
+
+    def _disconnect(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+        if self._server is not None:
+            self._server.close()
 
 
 class _RemoteReader(DataReader):

@@ -626,6 +626,11 @@ def note_resume(manager: CheckpointManager, step: int) -> list[int]:
     return later
 
 
+def elsewhere(manager: CheckpointManager, step: object) -> str:
+    """Return, for the end of a sentence, where the hosts have a step that cannot be resumed from there; or ""."""
+    return manager._run.elsewhere(step)
+
+
 @contextlib.contextmanager
 def local_part(manager: CheckpointManager, step: int) -> Iterator[None]:
     """Tell the other processes at once if a block fails before it comes to a local save of a step that is due."""

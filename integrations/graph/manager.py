@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Never, Self
 
 from ...engine.arrays import Layout
 from ...engine.checkpoint import AsyncCheckpointer, Checkpointer
@@ -15,6 +15,7 @@ from ...engine.distributed import ProcessGroup
 from ...engine.errors import CheckpointExistsError, OptionError, SaveFailedError
 from ...engine.manager import CheckpointManager as StepManager
 from ...engine.manager import CheckpointManagerOptions, Mirror, Peek, Rule, StepInfo, infos_of
+from ...engine.peer_names import refuse_unknown
 from ...engine.steps import list_steps, stored_metadata
 from ...engine.storage import Place, as_location
 from .checkpoint import Checkpoint, CheckpointTemplate, listen, numbered
@@ -51,6 +52,9 @@ class CheckpointManager:
         mirror: A second place, such as ``s3://bucket/run``, or a `holdfast.Mirror`: checkpoints are copied there in the
             background, and `restore_or_initialize` takes the newest of both places.
 
+    Local steps (``local=`` of other managers) count the updates of a loop, and these checkpoints have numbers of their
+    own: `holdfast.CheckpointCallback` saves the same objects, and takes ``local=``.
+
     Raises:
         OptionError: An option is not valid.
 
@@ -81,7 +85,9 @@ class CheckpointManager:
         layout: Layout | None = None,
         clock: Clock | None = None,
         mirror: Place | Mirror | None = None,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(type(self).__name__, unknown, CheckpointManager.__init__)
         if checkpoint_interval is not None and step_counter is None:
             raise OptionError("checkpoint_interval= counts steps: pass step_counter=, too")
         if not isinstance(checkpoint, Checkpoint):

@@ -26,7 +26,7 @@ from ...engine.errors import (
 )
 from ...engine.generators import DRAWN, IDLE
 from ...engine.handlers import SavedShares
-from ...engine.manager import EVENTS, CheckpointManager, Peek, Restored, has_finished, note_resume
+from ...engine.manager import EVENTS, CheckpointManager, Peek, Restored, elsewhere, has_finished, note_resume
 from ...engine.pytree import flatten
 from ...engine.sources import Misfits
 from ...engine.stateful import decode_state, encode_state, is_elastic, is_generator, is_stream
@@ -131,6 +131,7 @@ def resume_step(resume: Resume, manager: CheckpointManager, *, option: str = "re
         return int(step)
     there = f"it has the steps {shortened_steps(steps)}" if steps else "it has no checkpoint"
     what = "no step has the metric that ranks them" if resume == "best" and steps else there
+    what += elsewhere(manager, step)
     raise CheckpointNotFoundError(
         f"{option.format(resume)}, but {manager.directory} has no such step: {what}. Name one that is there, or set "
         f"{option.format('auto')} to resume from the newest"

@@ -366,3 +366,9 @@ def test_checkpoints_iterator(place: str) -> None:
     found = graph.checkpoints_iterator(place, timeout=0, timeout_fn=save_twice_then_stop, poll_secs=0.001)
     assert list(found) == [f"{place}/run-1", f"{place}/run-2"]
     assert list(graph.checkpoints_iterator(place, timeout=0)) == [f"{place}/run-2"]
+
+
+def test_local_steps_are_refused_with_what_takes_them(tmp_path: Path) -> None:
+    options: Any = {"local": hf.Local(tmp_path / "memory", every=2)}
+    with pytest.raises(hf.errors.UnknownArgumentError, match=r"local: hf\.CheckpointManager and the callbacks take it"):
+        graph.CheckpointManager(graph.Checkpoint(), tmp_path / "run", None, **options)

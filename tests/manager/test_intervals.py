@@ -168,6 +168,14 @@ def test_a_program_that_fails_before_its_first_step_loses_nothing() -> None:
     assert Experience([*before, *again, *fresh]).failures == 0
 
 
+def test_a_manager_that_is_made_again_in_the_same_process_is_no_failure() -> None:
+    """As in the cells of a notebook; another process with the same number, as in a container, is one."""
+    first, again = event("started", 0, pid=1, program="a"), saved(60)
+    assert Experience([first, again, event("started", 100, "b", pid=1, program="a")]).failures == 0
+    assert Experience([first, again, event("started", 100, "b", pid=1, program="c")]).failures == 1
+    assert Experience([event("started", 0), again, event("started", 100, "b")]).failures == 1
+
+
 def test_commands_that_change_a_run_say_that_the_start_before_is_over() -> None:
     found = Experience([event("started", 0), saved(60), event("started", 70, "pin"), event("closed", 71, "pin")])
     assert (found.failures, found.ran) == (1, 61)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,29 @@ def test_a_local_step_has_no_record_in_the_directory_to_be_changed(tmp_path: Pat
     assert hosts.resume()[0] == 14
 
 
+@pytest.mark.parametrize("resume", [14, 12])
+def test_a_step_that_only_the_hosts_have_is_resumed_by_its_number_or_refused(tmp_path: Path, resume: int) -> None:
+    hosts = Hosts(tmp_path, 1)
+    hosts.train(1, 15)
+    local = hf.Local(hosts.place(0), every=2, copies=0, host="host0")
+    with hf.CheckpointCallback(
+        tmp_path / "store", resume=resume, local=local, save_interval_steps=10, save_at_end=False
+    ) as callback:
+        if resume == 14:
+            state, start = callback.restore_or_initialize(tree(0))
+            assert start == 14
+            assert equal(state, 14)
+            return
+        expected = (
+            rf"the hosts have step 12 in {hosts.place(0)}, but of the local steps only one that is newer than all of "
+            "the directory is read; without a number, the run resumes from step 14"
+        )
+        with pytest.raises(hf.errors.CheckpointNotFoundError, match=expected):
+            callback.restore_or_initialize(tree(0))
+        with pytest.raises(hf.errors.CheckpointNotFoundError, match=expected):
+            callback.manager.restore(12)
+
+
 @pytest.mark.parametrize("what", ["a stray file", "a long record", "a damaged record"])
 def test_what_cannot_be_read_on_one_host_does_not_count(tmp_path: Path, what: str) -> None:
     hosts = Hosts(tmp_path, 2)
@@ -268,6 +292,38 @@ def test_two_steps_are_kept(tmp_path: Path) -> None:
     for host in (0, 1):
         (run,) = hosts.place(host).iterdir()
         assert sorted(len(list((run / where).iterdir())) for where in ("own", "copies")) == [2, 2]
+
+
+def test_what_earlier_starts_have_left_goes_before_the_first_local_save(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+    hosts.train(1, 9)
+    for host in (0, 1):  # as if the program was killed in the save of step 10
+        (run,) = hosts.place(host).iterdir()
+        left = run / "own" / "00000006.10.deadbeef"
+        left.mkdir()
+        (left / "data").write_bytes(bytes(1000))
+
+    def work(manager: hf.CheckpointManager) -> set[str]:
+        copies = next(hosts.place(1).glob("*/copies"))
+        manager.processes.barrier("all have looked")
+        if manager.processes.is_primary:  # the local save fails
+            copies.rename(tmp_path / "copies")
+            copies.write_text("in the way")
+        manager.processes.barrier("copies are blocked")
+        manager.save_locally(10, tree(10))
+        manager.wait_until_finished()
+        place = hosts.place(manager.processes.index)
+        found = {one.name.split(".", 1)[1] for one in place.glob("*/own/*")}
+        manager.processes.barrier("all have looked again")
+        if manager.processes.is_primary:
+            copies.unlink()
+            (tmp_path / "copies").rename(copies)
+        return found
+
+    for found in hosts.run(work):
+        assert "10.deadbeef" not in found
+        assert not [name for name in found if name.startswith("6.")]
+    assert hosts.resume()[0] == 8
 
 
 def flip(file: Path) -> None:
@@ -447,7 +503,11 @@ def test_a_host_that_cannot_listen_stops_all(tmp_path: Path) -> None:
             hf.CheckpointManager(tmp_path / "store", options=options, coordinator=coordinator)
         return str(caught.value)
 
+    before = set(threading.enumerate())
     assert len(set(together(2, one))) == 1
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
+        assert not thread.is_alive(), "process 0 does not listen any more"
 
 
 def test_two_processes_of_a_host_need_one_folder(tmp_path: Path) -> None:
