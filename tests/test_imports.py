@@ -74,11 +74,15 @@ def imported(text: str, package: list[str], everywhere: bool = True, calls: bool
         elif isinstance(node, ast.ImportFrom):
             module = ".".join([*_above(package, node.level), *([node.module] if node.module else [])])
             yield from (f"{module}.{alias.name}" for alias in node.names)
-        elif calls and isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "import_module":
+        elif calls and isinstance(node, ast.Call) and _name(node.func) == "import_module":
             name = _beginning(node.args[0])
             level = len(name) - len(name.lstrip("."))
             if level:
                 yield ".".join([*_above(package, level), name[level:]])
+
+
+def _name(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def _above(package: list[str], level: int) -> list[str]:

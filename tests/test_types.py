@@ -12,6 +12,24 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
+# `make check` reads the whole package with the types of all libraries, in a minute. What a program sees of holdfast
+# needs none of them but numpy's.
+SETTINGS = f"""
+[mypy]
+strict = True
+python_version = 3.11
+mypy_path = {ROOT / "src"}
+explicit_package_bases = True
+
+[mypy-holdfast.*]
+implicit_reexport = True
+follow_imports = silent
+
+[mypy-flax.*,jax.*,jaxlib.*,lightning.*,ml_dtypes.*,optax.*,orbax.*,pytorch_lightning.*,tensorstore.*,torch.*]
+follow_imports = skip
+follow_imports_for_stubs = True
+"""
+
 PROGRAM = '''
 from dataclasses import dataclass
 from typing import Any, assert_type
@@ -78,23 +96,16 @@ hf.CheckpointCallback("x", resume=1200, partial="initialize")
 
 def test_a_restore_returns_the_type_of_its_template(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--no-error-summary"]
-    done = subprocess.run(
-        # The cache of `make check`, if there is one.
-        [*command, "--cache-dir", str(ROOT / ".mypy_cache"), str(tmp_path / "program.py")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    (tmp_path / "mypy.ini").write_text(SETTINGS)
+    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--no-error-summary", "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
 @pytest.mark.skipif(shutil.which("pyright") is None, reason="needs pyright")
 def test_pyright_agrees(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    settings = {"include": ["program.py"], "extraPaths": [str(ROOT / "build" / "editable")]}
+    settings = {"include": ["program.py"], "extraPaths": [str(ROOT / "src")]}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     command = ["pyright", "--pythonpath", sys.executable, "--project", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
