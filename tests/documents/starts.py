@@ -18,7 +18,9 @@ MODULES = ("flax", "hydra", "lightning.pytorch.cli", "optax", "torch._dynamo")
 STARTS = """
 import gc, importlib, json, os, runpy, signal, sys
 
-sys.path.append(os.getcwd())  # for benchmarks
+sys.path.append(os.getcwd())  # for tests and benchmarks
+from tests.endings import run_to_end
+
 for name in sys.argv[1:]:
     importlib.import_module(name)
 gc.freeze()
@@ -55,8 +57,7 @@ for line in sys.stdin:
         os.close(0)
         os.open(os.devnull, os.O_RDONLY)
         signal.alarm(240)
-        run(directory, arguments, name, at)
-        sys.exit()
+        run_to_end(run, directory, arguments, name, at)
     print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 """
 # In which directory a program starts with which arguments, the signal that it gets and in which update, its status.

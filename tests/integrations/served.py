@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import tests.endings  # noqa: F401 - before what registers functions of atexit
+
 KINDS = {
     "program": ("tests.integrations.lightning.program", "serve"),
     "several": ("tests.integrations.lightning.several", "launch"),

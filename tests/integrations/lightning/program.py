@@ -6,11 +6,11 @@ import dataclasses
 import json
 import os
 import signal
-import sys
 from typing import Any
 
 import lightning.pytorch as lightning
 import torch
+from tests.endings import run_to_end
 from tests.sweep.lightning_programs import (  # noqa: F401 - FEATURES is for the tests
     BATCH_SIZE,
     BATCHES,
@@ -172,6 +172,5 @@ def serve(directory: str, result: str, options: dict[str, Any]) -> int:
     """Runs the program in a process of its own; returns its status."""
     process = os.fork()
     if process == 0:
-        main(directory, result, options)
-        sys.exit()
+        run_to_end(main, directory, result, options)
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer, callbacks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from tests.endings import run_to_end
 from tests.integrations.lightning import program
 from tests.sweep.lightning_programs import FEATURES
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -248,13 +249,16 @@ def run(directory: str, results: Path, index: int, count: int, options: dict[str
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     logging.basicConfig(level=logging.INFO)
     warnings.simplefilter("ignore")
+    run_to_end(train, directory, results, index, count, options)
+
+
+def train(directory: str, results: Path, index: int, count: int, options: dict[str, Any]) -> None:
     if (page := options.get("page")) is not None:
         os.chdir(directory)
         exec(compile(page, "train_lightning.py", "exec"), {"__name__": "__main__"})
-        sys.exit()
+        return
     found = fit(directory, index, count, options)
     (results / f"{index}.json").write_text(json.dumps(found))
-    sys.exit()
 
 
 if __name__ == "__main__":  # as Lightning starts the other processes
