@@ -2,8 +2,8 @@
 
 An object is *stateful* if it has ``get_state``/``set_state`` (Grain iterators, ``torch.Generator``) or
 ``state_dict``/``load_state_dict`` (torch, torchdata), if it is an iterator with ``save(path)`` and ``restore(path)``
-(CLU's over tf.data), or if it is a random generator of numpy or the standard library. :func:`skip_to` gives loaders a
-state.
+(CLU's over tf.data), or if it is a random generator of numpy or the standard library. The handle of an actor of Ray is
+stateful if the actor has such methods. :func:`skip_to` gives loaders a state.
 :func:`state_of` returns a snapshot of its state as a tree of containers, arrays and plain values. :func:`restore_state`
 restores it from a tree that was loaded without a template.
 
@@ -50,7 +50,7 @@ _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 def is_stateful(thing: object) -> bool:
     """Return whether the state of an object can be saved and restored in place."""
     known = isinstance(thing, (random.Random, np.random.Generator))
-    return known or _methods(thing) is not None or _writes_files(thing)
+    return known or _methods(thing) is not None or _writes_files(thing) or is_actor(thing)
 
 
 def is_stream(thing: object) -> bool:
@@ -60,7 +60,7 @@ def is_stream(thing: object) -> bool:
     """
     methods = _methods(thing)
     if methods is None:
-        return isinstance(thing, (random.Random, np.random.Generator)) or _writes_files(thing)
+        return isinstance(thing, (random.Random, np.random.Generator)) or _writes_files(thing) or is_actor(thing)
     # Grain and torch.Generator have get_state; torchdata has state_dict, as schedulers have, and can be iterated.
     return methods == _METHODS[0] or hasattr(type(thing), "__next__") or hasattr(type(thing), "__iter__")
 
@@ -99,6 +99,8 @@ def state_of(thing: object) -> Any:
         return _with_generators(thing, state) if is_torchdata_loader(thing) else state
     if _writes_files(thing):
         return _saved_files(thing)
+    if is_actor(thing):
+        return encode_state(actor_state(thing))
     if not is_plain(thing):
         raise OptionError(
             f"{type(thing).__qualname__} has no state to save: define get_state() and set_state(state), or "
@@ -151,6 +153,9 @@ def restore_state(thing: object, state: Any) -> Any:
     if _writes_files(thing):
         _restore_files(thing, state)
         return thing
+    if is_actor(thing):
+        set_actor_state(thing, decode_state(state))
+        return thing
     return decode_state(state)
 
 
@@ -175,6 +180,38 @@ def _methods(thing: object) -> tuple[str, str] | None:
 def _is_method(value: object) -> bool:
     # Ray's handles of actors have the names of their methods, which only .remote() calls.
     return callable(value) and not hasattr(value, "remote")
+
+
+# ---- actors of Ray
+
+
+def is_actor(thing: object) -> bool:
+    """Return whether an object is the handle of an actor of Ray whose class has methods that get and set its state."""
+    return _actor_methods(thing) is not None
+
+
+def actor_state(handle: object) -> Any:
+    """Return the state of an actor, as its own method returns it."""
+    return _call_actor(handle, 0)
+
+
+def set_actor_state(handle: object, state: Any) -> None:
+    """Set the state of an actor by its own method."""
+    _call_actor(handle, 1, state)
+
+
+def _call_actor(handle: object, method: int, *arguments: Any) -> Any:
+    ray: Any = sys.modules["ray"]  # It has made the handle.
+    methods = _actor_methods(handle)
+    assert methods is not None
+    return ray.get(getattr(handle, methods[method]).remote(*arguments))
+
+
+def _actor_methods(thing: object) -> tuple[str, str] | None:
+    if type(thing).__module__ != "ray.actor" or type(thing).__name__ != "ActorHandle":
+        return None
+    found = (pair for pair in _METHODS if all(hasattr(getattr(thing, name, None), "remote") for name in pair))
+    return next(found, None)
 
 
 # ---- iterators that write their state to files, such as CLU's iterators over tf.data

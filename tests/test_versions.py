@@ -22,7 +22,7 @@ def pins(file: str) -> dict[str, str]:
 
 def parsed(requirement: str) -> tuple[str, str]:
     """Returns the name of a requirement and its lower bound."""
-    match = re.match(r"([\w.-]+)>=([\d.]+)", requirement)
+    match = re.match(r"([\w.-]+)(?:\[\w+\])?>=([\d.]+)", requirement)
     assert match, f"{requirement} needs a lower bound"
     return match[1], match[2]
 

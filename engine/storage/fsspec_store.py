@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import logging
 import os
@@ -75,14 +76,14 @@ def open_fsspec(scheme: str, authority: str, shown: str) -> FsspecBackend:
 
     Raises:
         UnknownSchemeError: fsspec does not know the scheme.
-        InvalidLocationError: The URL holds a password, or belongs to another process.
+        InvalidLocationError: The URL holds a password, or names a file system object that was not passed here.
         OptionError: A package is missing.
     """
     if "+" in scheme:
         if scheme in _given:
             return _given[scheme]
         raise InvalidLocationError(
-            f"{shown!r} names a file system object of another process: pass it again, as "
+            f"{shown!r} names a file system object that this process has not been given: pass it, as "
             "as_location(path, filesystem=...)"
         )
     unknown = f"{shown!r} has an unknown scheme, {scheme!r}"
@@ -156,14 +157,52 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
         raise InvalidLocationError(f"{without_secrets(path)!r} holds '.' or '..', which is not resolved there")
     prefix = "/" if inner.startswith("/") else ""
     with _given_lock:
+        name, whole = _names_of(filesystem, prefix)
         for found in _given.values():
-            if found.given == filesystem and found.prefix == prefix:
+            if found.given is filesystem or found.identity == whole:
                 return found, key
-        scheme = f"{re.sub('[^a-z0-9]', '', protocol.lower())}+{uuid.uuid4().hex[:8]}"
+        scheme = f"{re.sub('[^a-z0-9]', '', protocol.lower())}+{name}"
+        while scheme in _given:  # of a file system that differs only in its secrets
+            scheme += "a"
         _given[scheme] = FsspecBackend(
-            f"{scheme}://", protocol, lambda: (_of_this_process(wrapped), prefix), given=filesystem, prefix=prefix
+            f"{scheme}://",
+            protocol,
+            lambda: (_of_this_process(wrapped), prefix),
+            given=filesystem,
+            prefix=prefix,
+            identity=whole,
         )
         return _given[scheme], key
+
+
+def _names_of(filesystem: Any, prefix: str) -> tuple[str, str]:
+    """Return a name of a file system, the same in all processes, and a text that only equal ones share."""
+    try:
+        shown, whole = (repr((_described(filesystem, inside), prefix)) for inside in (False, True))
+    except Exception:  # What cannot be pickled has no description: each process gets a name of its own.
+        return uuid.uuid4().hex[:8], f"{id(filesystem)} {prefix}"
+    return hashlib.sha256(shown.encode()).hexdigest()[:8], whole
+
+
+def _described(value: Any, whole: bool) -> Any:
+    """Return what pickle would write of a value, as plain data; secrets and addresses of classes only in a whole one.
+
+    Raises:
+        Exception: The value cannot be pickled.
+    """
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value
+    if isinstance(value, Mapping):
+        pairs = ((str(name), inner) for name, inner in value.items())
+        return sorted((name, _described(one, whole)) for name, one in pairs if whole or not _SECRET.search(name))
+    if isinstance(value, list | tuple):
+        return [_described(inner, whole) for inner in value]
+    if isinstance(value, set | frozenset):
+        return sorted(repr(_described(inner, whole)) for inner in value)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__} {id(value) if whole else ''}"
+    reduced = value.__reduce_ex__(2)
+    return reduced if isinstance(reduced, str) else [_described(part, whole) for part in reduced]
 
 
 def _is_arrow(filesystem: Any) -> bool:
@@ -192,14 +231,23 @@ class FsspecBackend(ObjectStoreBackend):
         connect: Returns the file system, and what its paths begin with before the key.
         given: The object that was passed, if one was.
         prefix: For such an object, what its paths begin with.
+        identity: For such an object, a text that equal ones share.
     """
 
     def __init__(
-        self, root: str, protocol: str, connect: Callable[[], tuple[Any, str]], *, given: Any = None, prefix: str = ""
+        self,
+        root: str,
+        protocol: str,
+        connect: Callable[[], tuple[Any, str]],
+        *,
+        given: Any = None,
+        prefix: str = "",
+        identity: str = "",
     ) -> None:
         super().__init__(root, is_remote=True)
         self.given = given
         self.prefix = prefix
+        self.identity = identity
         self._connect = connect
         self._whole = protocol in _WHOLE
         self._replaces = protocol in _REPLACING

@@ -26,6 +26,7 @@ from .saving import prepare
 from .states import (
     Fetched,
     call_get_state,
+    call_set_state,
     default_state,
     inherited,
     is_remote,
@@ -117,7 +118,7 @@ class Checkpointable:
             coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of
                 them is initialized; ``hf.processes.Alone()`` saves the components of this process.
             filesystem: The file system of fsspec or pyarrow in which ``path`` is; the URL that is returned then stands
-                for it in this process alone.
+                for it in processes that have passed an equal one.
 
         Returns:
             The path or URL, for all methods that restore.
@@ -381,6 +382,6 @@ def _give_children(one: LiveComponent, state: Mapping[str, Any], *, but: Collect
     for child in one.children:
         if child.name in state and child.name not in but:
             if overrides(child.value, "set_state"):
-                child.value.set_state(state[child.name])
+                call_set_state(child.value, state[child.name])
             else:
                 _give(child, state[child.name])

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...engine.errors import OptionError
 from ...engine.pytree import is_jax_array, is_nnx, is_torch_tensor
-from ...engine.stateful import is_stateful
+from ...engine.stateful import is_actor, is_stateful
 from ..graph import Path, is_actor_class, is_module, is_optimizer, nnx_children, tracked_attributes
 from .constructor_spec import PLAIN, CtorArguments
 from .names import named_path
@@ -123,7 +123,8 @@ def components_of(value: Any) -> list[tuple[str, Any]]:
 
 
 def is_component(value: Any) -> bool:
-    return all(method_of(value, name) for name in ("get_state", "set_state", "get_checkpointable_components"))
+    methods = ("get_state", "set_state", "get_checkpointable_components")
+    return all(method_of(value, name) for name in methods) or is_actor(value)
 
 
 def method_of(value: Any, name: str) -> Callable[..., Any] | None:

@@ -28,6 +28,7 @@ from ...engine.errors import OptionError, UnsupportedLeafError, shortened
 from ...engine.format import COMPONENT, CheckpointRecord, ItemRecord
 from ...engine.handlers import PreparedItem, PyTreeCheckpointHandler, SaveArgs
 from ...engine.pytree import collection_paused, flatten, format_path, is_jax_array, is_torch_tensor
+from ...engine.stateful import is_actor
 from ...engine.storage import Location
 from ..graph import Path
 from .constructor_spec import encode_spec
@@ -38,6 +39,8 @@ from .permissions import import_path
 from .states import own_states
 
 _logger = logging.getLogger("holdfast")
+
+_REMOTE = "holdfast.integrations.ray.components:RemoteComponent"  # starts an actor, in the place of a handle of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +175,7 @@ def _described(one: LiveComponent, known: Mapping[int, Path], saved: Mapping[Pat
     if method is not None:
         metadata.update(method())
     return Description(
-        type=import_path(type(value)),
+        type=import_path(type(value)) if not is_actor(value) else _REMOTE,
         constructor=spec,
         obstacle=obstacle,
         path=one.path,
@@ -185,6 +188,11 @@ def _described(one: LiveComponent, known: Mapping[int, Path], saved: Mapping[Pat
 def _spec_of(value: Any, paths: Mapping[int, Path]) -> tuple[dict[str, Any] | None, str]:
     """Return the constructor spec of an object, or why it is not known."""
     method = method_of(value, "get_ctor_args_and_kwargs")
+    if is_actor(value):
+        return None, (
+            "the handle of an actor does not know them, whereas RemoteComponent(Class, ...) does, in the place of "
+            "Class.remote(...). Pass kind=Class, with arguments of Class by name"
+        )
     if method is None:
         return None, f"{type(value).__qualname__} has no get_ctor_args_and_kwargs()"
     found = method()

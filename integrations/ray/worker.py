@@ -9,12 +9,13 @@ import logging
 import signal
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
+from urllib.parse import quote, unquote
 
-from ...engine.errors import OptionError, StateError
-from ...engine.storage import Location, as_location
+from ...engine.errors import StateError
+from ...engine.storage import Location, as_location, store_spec
 from ..loop import PreemptionSignal
 
 logger = logging.getLogger("holdfast")
@@ -23,7 +24,10 @@ DRAINED = 1000
 """The number, in place of that of a signal, that says that Ray takes a node away."""
 
 _TIMEOUT = 30.0  # seconds to wait for the main thread of the actor, which Ray keeps free
-_SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "az://"}  # by the type of a file system of pyarrow
+_SCHEMES = {"s3": "s3://", "gcs": "gs://", "abfs": "abfs://"}  # by the type of a file system of pyarrow
+_CREDENTIALS = ("access_key", "account_key", "access_token", "sas_token", "client_id", "anonymous", "role_arn")
+"""Options of a file system with credentials of its own; those of a URL come from the environment."""
+
 _here: weakref.WeakValueDictionary[int, WorkerSignal] = weakref.WeakValueDictionary()  # An actor's call finds it there.
 
 
@@ -37,11 +41,12 @@ def run_directory(name: str = "checkpoints") -> str:
         name: The name of the directory.
 
     Returns:
-        A path, or a URL such as ``s3://bucket/runs/digits/checkpoints``.
+        A path, or a URL such as ``s3://bucket/runs/digits/checkpoints``. Where the storage has options of its own, such
+        as an endpoint or ``RunConfig(storage_filesystem=...)``, the URL is that of
+        ``holdfast.storage.as_location(..., filesystem=...)``, with what is promised there.
 
     Raises:
         StateError: This is no worker of Ray Train.
-        OptionError: The storage is of a kind that has no URL, such as a file system of the program's own.
     """
     worker = current_worker()
     if worker is None:
@@ -73,30 +78,44 @@ class Worker:
 
     def root(self) -> Location:
         """Return the directory of the run, as Ray's storage has it."""
-        return self._location(self._storage.experiment_fs_path)
+        return _location(self._storage.storage_filesystem, self._storage.experiment_fs_path)
 
     def checkpoint(self) -> Location | None:
         """Return the directory of the last checkpoint that Ray knows of."""
         found = self._train.get_checkpoint()
-        return None if found is None else self._location(found.path)
+        return None if found is None else _location(found.filesystem, found.path)
 
     def report(self, metrics: dict[str, Any], step: Location | None) -> None:
         """Report metrics, and the checkpoint of a step as it lies in the storage; waits for all workers."""
         checkpoint = None
         if step is not None:
-            path = self._storage.experiment_fs_path + step.url.removeprefix(self.root().url)
+            below = step.url.removeprefix(self.root().url)
+            path = self._storage.experiment_fs_path + (below if step.is_local else unquote(below))
             checkpoint = self._train.Checkpoint(path, filesystem=self._storage.storage_filesystem)
         mode = self._train.CheckpointUploadMode.NO_UPLOAD
         self._train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=mode)
 
-    def _location(self, path: str) -> Location:
-        kind = self._storage.storage_filesystem.type_name
-        if kind not in _SCHEMES:
-            raise OptionError(
-                f"Ray's storage is a file system of the type {kind!r}, which has no URL; choose a storage_path "
-                "on a disk, S3, Google Cloud Storage or Azure, or pass a directory= of your own"
-            )
-        return as_location(_SCHEMES[kind] + path)
+
+def _location(filesystem: Any, path: str) -> Location:
+    """Return the place of a path in a file system of pyarrow: by a URL of a store if that leads to the same place."""
+    kind = filesystem.type_name
+    if kind in _SCHEMES:
+        options = filesystem.__reduce__()[1][0]  # pyarrow shows them to pickle alone
+        bucket, _, key = path.partition("/")
+        account = f"@{options['account_name']}" if kind == "abfs" else ""
+        if not any(options.get(name) for name in _CREDENTIALS) and _is_service_of_urls(kind, bucket, options):
+            return as_location(f"{_SCHEMES[kind]}{bucket}{account}/{quote(key)}")
+    return as_location(path, filesystem=filesystem)
+
+
+def _is_service_of_urls(kind: str, bucket: str, options: Mapping[str, Any]) -> bool:
+    """Return whether a URL of a store is resolved by the service that a file system with these options asks."""
+    if kind == "abfs":
+        return bool(options.get("blob_storage_authority") == ".blob.core.windows.net")
+    found = options.get("endpoint_override") or None
+    if found is not None and "://" not in found:
+        found = f"{options['scheme']}://{found}"
+    return found == (store_spec("s3", bucket).get("endpoint") if kind == "s3" else None)
 
 
 def is_drained() -> bool:

@@ -314,8 +314,8 @@ def test_the_page_runs(
         state = 1
 
         def __init__(self) -> None:
-            self.get_state = types.SimpleNamespace(remote=lambda: {"n": self.state})
-            self.set_state = types.SimpleNamespace(remote=lambda found: setattr(self, "state", found["n"]))
+            self.save_state = types.SimpleNamespace(remote=lambda: {"n": self.state})
+            self.load_state = types.SimpleNamespace(remote=lambda found: setattr(self, "state", found["n"]))
 
     one, other = Remote(), Remote()
     one.state = 7

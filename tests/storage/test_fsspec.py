@@ -15,11 +15,13 @@ import threading
 import traceback
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from tests.storage.test_storage_conformance import BackendConformance
@@ -145,7 +147,7 @@ def test_what_is_not_promised_is_said_once(tmp_path: pathlib.Path, caplog: pytes
         (f"ftp://user:{CANARY}@host/x", "holds a password.*filesystem="),
         ("sftp:/host/x", "lost a slash"),
         ("plain:///a/../b", "'..'"),
-        ("memory+1234abcd://x", "of another process: pass it again"),
+        ("memory+1234abcd://x", "that this process has not been given: pass it"),
     ],
 )
 def test_what_is_no_place(text: str, message: str) -> None:
@@ -183,6 +185,41 @@ def test_file_systems_that_are_passed(tmp_path: pathlib.Path) -> None:
         as_location("/runs/../x", filesystem=filesystem)
     with pytest.raises(hf.errors.OptionError, match="leave filesystem= out"):
         as_location(place, filesystem=filesystem)
+
+
+def url_of(filesystem: Any) -> str:
+    return as_location("runs/x", filesystem=filesystem).url
+
+
+def test_the_url_of_a_file_system_is_the_same_in_all_processes(tmp_path: pathlib.Path) -> None:
+    """A process of several opens what another one names, and all compare their directories."""
+    secret, other = (MemoryFileSystem(zone="a", token=token, skip_instance_cache=True) for token in (CANARY, "another"))
+    systems = [
+        DirFileSystem(str(tmp_path / "a"), fs=LocalFileSystem()),
+        DirFileSystem(str(tmp_path / "b"), fs=LocalFileSystem()),
+        MemoryFileSystem(kinds={"checkpoint", "log", "metrics"}, skip_instance_cache=True),
+        secret,
+        other,
+    ]
+    urls = [url_of(one) for one in systems]
+    assert len(set(urls)) == len(systems)
+    with ThreadPoolExecutor(1) as pool:
+        assert [pool.submit(url_of, pickle.loads(pickle.dumps(one))).result() for one in systems] == urls
+    assert urls[4].startswith(urls[3].partition("://")[0]), "no secret is part of the name"
+    program = (
+        "import pickle, sys; from holdfast.storage import as_location\n"
+        "for one in pickle.load(sys.stdin.buffer): print(as_location('runs/x', filesystem=one).url)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, input=pickle.dumps(systems), capture_output=True, env=environment, check=True)
+    assert done.stdout.decode().split() == urls
+
+
+def test_a_file_system_that_cannot_be_pickled_has_a_url_of_this_process() -> None:
+    filesystem = MemoryFileSystem(lock=threading.Lock(), skip_instance_cache=True)
+    assert url_of(filesystem) == url_of(filesystem)
+    assert re.match(r"memory\+[0-9a-f]{8}://runs/x", url_of(filesystem))
 
 
 def test_components_take_the_file_system_of_rllib(filesystem: Any, tmp_path: pathlib.Path) -> None:

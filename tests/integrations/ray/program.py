@@ -1,7 +1,8 @@
 """A run of TorchTrainer with two workers, as the tests and their faults see it: ``program.py STORAGE KIND``.
 
 The faults: ``none``; ``kill`` and ``term`` send SIGKILL or SIGTERM to the second worker at step 7, once; ``driver``
-kills the driver there; ``drain`` announces that the node is taken away; ``keep`` has Ray keep two checkpoints.
+kills the driver there; ``drain`` announces that the node is taken away; ``keep`` has Ray keep two checkpoints, and
+``own`` the callback. ``given`` is ``kill`` on a storage that is a file system of the program's own.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def fault(config: dict[str, Any]) -> None:
     if config["fault"] == "drain":
         drain()
         return
-    os.kill(os.getpid(), {"kill": signal.SIGKILL, "term": signal.SIGTERM}[config["fault"]])
+    os.kill(os.getpid(), signal.SIGTERM if config["fault"] == "term" else signal.SIGKILL)
 
 
 def drain() -> None:
@@ -89,6 +90,16 @@ def drain() -> None:
     print("DRAIN", client.drain_node(node, DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, "a notice", deadline))
 
 
+def folder_as_file_system(folder: Path) -> Any:
+    """Return a file system of pyarrow that Ray sends to the workers, and that no URL names."""
+    import pyarrow.fs
+    from fsspec.implementations.dirfs import DirFileSystem
+    from fsspec.implementations.local import LocalFileSystem
+
+    inside = DirFileSystem(str(folder), fs=LocalFileSystem(auto_mkdir=True))
+    return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(inside))
+
+
 def main(storage: str, kind: str) -> None:
     import ray
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
@@ -96,6 +107,9 @@ def main(storage: str, kind: str) -> None:
 
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True)
     options: dict[str, Any] = {"max_to_keep": 2} if kind == "own" else {}
+    place: dict[str, Any] = {"storage_path": storage}
+    if kind == "given":
+        place = {"storage_path": Path(storage).name, "storage_filesystem": folder_as_file_system(Path(storage).parent)}
     trainer = TorchTrainer(
         train,
         train_loop_config={
@@ -107,7 +121,7 @@ def main(storage: str, kind: str) -> None:
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(
             name="run",
-            storage_path=storage,
+            **place,
             failure_config=FailureConfig(max_failures=2),
             checkpoint_config=CheckpointConfig(num_to_keep=2 if kind == "keep" else None),
         ),

@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 import holdfast as hf
-from holdfast.errors import OptionError, StateError
+from holdfast.errors import OptionError, StateError, UnsupportedLeafError
 from holdfast.integrations.ray import CheckpointCallback, PreemptedError, RemoteComponent, run_directory
+from holdfast.storage import as_location
 
 CONTEXT = "ray.train.v2._internal.execution.context"
 
@@ -25,7 +28,9 @@ class Ray:
     """A worker of a run in ``storage``; the calls to its actor run in the main thread, once ``serve`` is called."""
 
     def __init__(self, storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.storage, self.kind, self.workers = storage, "local", 1
+        self.storage, self.workers = storage, 1
+        self.filesystem: Any = LocalFileSystem(skip_instance_cache=True)
+        self.filesystem.type_name = "local"  # as pyarrow calls it
         self.reports: list[tuple[dict[str, Any], str | None]] = []
         self.known: str | None = None
         self.drained: object = None
@@ -34,7 +39,9 @@ class Ray:
             "ray": types.SimpleNamespace(get_runtime_context=lambda: self, get=self._get),
             "ray.train": types.SimpleNamespace(
                 get_context=lambda: self,
-                get_checkpoint=lambda: self.known and types.SimpleNamespace(path=self.known),
+                get_checkpoint=lambda: (
+                    self.known and types.SimpleNamespace(path=self.known, filesystem=self.filesystem)
+                ),
                 Checkpoint=lambda path, filesystem: path,
                 CheckpointUploadMode=types.SimpleNamespace(NO_UPLOAD="no upload"),
                 report=self._report,
@@ -45,9 +52,7 @@ class Ray:
             monkeypatch.setitem(sys.modules, name, module)
 
     def get_storage(self) -> Any:
-        return types.SimpleNamespace(
-            experiment_fs_path=str(self.storage), storage_filesystem=types.SimpleNamespace(type_name=self.kind)
-        )
+        return types.SimpleNamespace(experiment_fs_path=str(self.storage), storage_filesystem=self.filesystem)
 
     def get_world_rank(self) -> int:
         return 0
@@ -65,7 +70,7 @@ class Ray:
 
     def _report(self, metrics: dict[str, Any], checkpoint: str | None, checkpoint_upload_mode: str) -> None:
         assert checkpoint_upload_mode == "no upload"
-        assert checkpoint is None or hf.load(checkpoint) is not None, "it is durable"
+        assert checkpoint is None or hf.load(as_location(checkpoint, filesystem=self.filesystem)), "it is durable"
         self.reports.append((metrics, checkpoint and Path(checkpoint).name))
         self.known = checkpoint or self.known
 
@@ -207,9 +212,55 @@ def test_workers_that_are_not_connected_are_refused(ray: Ray) -> None:
     assert "JaxTrainer on CPUs, call jax.distributed.initialize()" in str(error)
 
 
-def test_a_storage_without_a_url_is_refused(ray: Ray) -> None:
-    ray.kind = "py::fsspec"
-    assert isinstance(ray.run(loop(2)), OptionError)
+class S3FileSystem:
+    """What the callback asks one of pyarrow, which tests do not install."""
+
+    def __init__(self, kind: str, options: dict[str, Any]) -> None:
+        self.type_name, self.options = kind, options
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return S3FileSystem, (self.options,)
+
+
+S3FileSystem.__module__ = "pyarrow._s3fs"
+AZURE = {"account_name": "acc", "blob_storage_authority": ".blob.core.windows.net"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "endpoint", "url"),
+    [
+        ("s3", {"region": "eu"}, None, "s3://bucket/a%20run"),
+        ("s3", {"endpoint_override": "host:9", "scheme": "http"}, "http://host:9", "s3://bucket/a%20run"),
+        ("s3", {"endpoint_override": "http://host:9", "scheme": "https"}, "http://host:9", "s3://bucket/a%20run"),
+        ("s3", {"endpoint_override": "host:9", "scheme": "http"}, None, "s3+"),
+        ("s3", {"region": "eu"}, "http://host:9", "s3+"),
+        ("s3", {"access_key": "a", "secret_key": "b"}, None, "s3+"),
+        ("gcs", {"endpoint_override": ""}, "http://host:9", "gs://bucket/a%20run"),
+        ("gcs", {"anonymous": True}, None, "gcs+"),
+        ("abfs", AZURE, None, "abfs://bucket@acc.dfs.core.windows.net/a%20run"),
+        ("abfs", {**AZURE, "blob_storage_authority": "localhost"}, None, "abfs+"),
+        ("hdfs", {}, None, "hdfs+"),
+    ],
+)
+def test_storage_is_reached_where_ray_reaches_it(
+    kind: str, options: dict[str, Any], endpoint: str | None, url: str, ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A URL stands for the service of the environment; other services are reached through Ray's own file system."""
+    if endpoint is not None:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    ray.filesystem, ray.storage = S3FileSystem(kind, options), Path("bucket/a run")
+    assert run_directory().startswith(url)
+    assert run_directory().endswith("/checkpoints")
+
+
+def test_a_run_in_a_file_system_that_the_program_made(ray: Ray, tmp_path: Path) -> None:
+    ray.filesystem = DirFileSystem(str(tmp_path), fs=LocalFileSystem(auto_mkdir=True))
+    ray.filesystem.type_name = "py::fsspec+dir"
+    ray.storage = Path("run")
+    assert ray.run(loop(3)) is None
+    assert ray.run(loop(5)) is None
+    assert reported(ray) == [(2, "2"), (3, "3"), (4, "4"), (5, "5")]
+    assert [one.step for one in hf.list_checkpoints(tmp_path / "run" / "checkpoints")] == [2, 3, 4, 5]
 
 
 def test_outside_of_a_worker_it_is_the_ordinary_callback(tmp_path: Path) -> None:
@@ -234,6 +285,19 @@ class Runner:
         self.total = state["total"]
 
 
+class ActorHandle:
+    """A handle of Ray: a method is called by ``remote()``, and cannot be called directly."""
+
+    def __init__(self, made: Any) -> None:
+        self.object = made
+
+    def __getattr__(self, name: str) -> Any:
+        return types.SimpleNamespace(remote=getattr(self.object, name))
+
+
+ActorHandle.__module__ = "ray.actor"
+
+
 class Actors:
     """``ray.remote``, ``ray.get`` and handles, whose calls happen at once."""
 
@@ -243,11 +307,7 @@ class Actors:
     def remote(self, kind: type) -> Any:
         def options(**given: Any) -> Any:
             self.options.append(given)
-            return types.SimpleNamespace(remote=lambda *args, **kwargs: handle(kind(*args, **kwargs)))
-
-        def handle(made: Any) -> Any:
-            calls = {name: types.SimpleNamespace(remote=getattr(made, name)) for name in ("get_state", "set_state")}
-            return types.SimpleNamespace(object=made, **calls)
+            return types.SimpleNamespace(remote=lambda *args, **kwargs: ActorHandle(kind(*args, **kwargs)))
 
         return types.SimpleNamespace(options=options)
 
@@ -263,11 +323,14 @@ class Team(hf.components.Checkpointable):
         return [one.actor.object.total for one in self.runners]
 
 
-def test_components_are_saved_restored_and_made_in_their_actors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    actors = Actors()
-    monkeypatch.setitem(sys.modules, "ray", actors)
+@pytest.fixture
+def actors(monkeypatch: pytest.MonkeyPatch) -> Actors:
+    found = Actors()
+    monkeypatch.setitem(sys.modules, "ray", found)
+    return found
+
+
+def test_components_are_saved_restored_and_made_in_their_actors(actors: Actors, tmp_path: Path) -> None:
     team = Team()
     for one in team.runners:
         one.actor.object.total += 10
@@ -280,3 +343,79 @@ def test_components_are_saved_restored_and_made_in_their_actors(
     part = RemoteComponent.from_checkpoint(f"{path}/runners/2", allowed=[Runner])
     assert part.actor.object.total == 12
     assert actors.options == [{"num_cpus": 1}] * 10
+
+
+class Counter:
+    """An object for an actor, with the methods of torch."""
+
+    def __init__(self) -> None:
+        self.n = np.zeros(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n = state["n"]
+
+
+class Bare(hf.components.Checkpointable):
+    """Starts its actors by itself."""
+
+    def __init__(self, size: int, kind: type = Counter) -> None:
+        self.rounds = 0
+        self.runners = [ActorHandle(Runner(seed)) for seed in range(size)]
+        self.counter = ActorHandle(kind())
+
+    def play(self) -> Bare:
+        self.rounds += 1
+        self.runners[1].object.total += 10
+        self.counter.object.n += 1
+        return self
+
+    def values(self) -> tuple[int, int, float]:
+        return self.rounds, self.runners[1].object.total, float(self.counter.object.n[0])
+
+
+def test_bare_handles_of_actors_are_components(actors: Actors, tmp_path: Path) -> None:
+    path = Bare(2).play().save_to_path(tmp_path / "bare")
+    fresh = Bare(2)
+    assert fresh.restore_from_path(path).complete
+    again = Bare(2)
+    again.set_state(fresh.get_state())
+    assert again.values() == fresh.values() == Bare.from_checkpoint(path).values() == (1, 11, 1.0)
+
+
+def test_a_bare_handle_alone_is_started_again_by_its_class(actors: Actors, tmp_path: Path) -> None:
+    path = Bare(2).play().save_to_path(tmp_path / "bare")
+    with pytest.raises(OptionError, match=r"handle of an actor does not know them.*Pass kind=Class"):
+        RemoteComponent.from_checkpoint(f"{path}/runners/1")
+    part = RemoteComponent.from_checkpoint(f"{path}/runners/1", kind=Runner, seed=1)
+    assert part.actor.object.total == 11
+
+
+def test_an_actor_without_a_state_is_refused(actors: Actors, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedLeafError, match=r"counter: .*in another process; give it get_state\(\)"):
+        Bare(2, kind=object).save_to_path(tmp_path / "bare")
+    assert not (tmp_path / "bare").exists()
+
+
+def test_an_error_in_an_actor_leaves_the_others_as_they_were(actors: Actors, tmp_path: Path) -> None:
+    path = Bare(2).play().save_to_path(tmp_path / "bare")
+    fresh = Bare(2)
+    fresh.runners[1].object.set_state = lambda state: state["missing"]
+    with pytest.raises(KeyError):
+        fresh.restore_from_path(path)
+    assert fresh.values() == (0, 1, 0.0)
+
+
+def test_handles_beside_a_state_are_saved_through_their_actors(actors: Actors, tmp_path: Path) -> None:
+    for total in (7, 0):
+        runner = ActorHandle(Runner(total))
+        with hf.CheckpointCallback(tmp_path / "run", save_interval_steps=1) as checkpoint:
+            state, step = checkpoint.restore_or_initialize({"w": np.zeros(1)}, runner=runner)
+            checkpoint.on_step(step + 1, state, runner=runner)
+        assert runner.object.total == 7
+    path = hf.graph.Checkpoint(runner=runner).save(str(tmp_path / "graph"))
+    fresh = ActorHandle(Runner(0))
+    hf.graph.Checkpoint(runner=fresh).restore(path).assert_consumed()
+    assert fresh.object.total == 7
