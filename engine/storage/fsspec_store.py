@@ -159,7 +159,7 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
     with _given_lock:
         name, whole = _names_of(filesystem, prefix)
         for found in _given.values():
-            if found.given is filesystem or found.identity == whole:
+            if found.given is filesystem or found.described == whole:
                 return found, key
         scheme = f"{re.sub('[^a-z0-9]', '', protocol.lower())}+{name}"
         while scheme in _given:  # of a file system that differs only in its secrets
@@ -170,7 +170,7 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
             lambda: (_of_this_process(wrapped), prefix),
             given=filesystem,
             prefix=prefix,
-            identity=whole,
+            described=whole,
         )
         return _given[scheme], key
 
@@ -231,7 +231,7 @@ class FsspecBackend(ObjectStoreBackend):
         connect: Returns the file system, and what its paths begin with before the key.
         given: The object that was passed, if one was.
         prefix: For such an object, what its paths begin with.
-        identity: For such an object, a text that equal ones share.
+        described: For such an object, a text that equal ones share.
     """
 
     def __init__(
@@ -242,12 +242,12 @@ class FsspecBackend(ObjectStoreBackend):
         *,
         given: Any = None,
         prefix: str = "",
-        identity: str = "",
+        described: str = "",
     ) -> None:
         super().__init__(root, is_remote=True)
         self.given = given
         self.prefix = prefix
-        self.identity = identity
+        self.described = described
         self._connect = connect
         self._whole = protocol in _WHOLE
         self._replaces = protocol in _REPLACING
