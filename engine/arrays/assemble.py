@@ -48,6 +48,8 @@ class ChunkDecoder:
         self.adopted = sole and not self.compressed and self.data_bytes >= COPY
         self.lone = self.chunk_count == 1 and not self.compressed  # one chunk, of a size known in advance
         self.key = b"/c" + b"/0" * len(self.shape)  # follows the array's name in the key of its only chunk
+        # Bytes between neighbours along each axis of the array.
+        self.strides = tuple(math.prod(self.shape[axis + 1 :]) * self.dtype.itemsize for axis in range(len(self.shape)))
         # Whether the array is handled together with other small ones.
         self.small = sole and not self.compressed and self.data_bytes <= _SMALL
 
@@ -125,13 +127,14 @@ class Assembly:
         keep: bool,
     ) -> None:
         # Equal metadata is mostly one object; comparing identities is faster than comparing contents.
-        objects = {id(one): one for one in metadata}
+        identities = list(map(id, metadata))
+        objects = dict(zip(identities, metadata, strict=True))
         numbers = {one: number for number, one in enumerate(dict.fromkeys(objects.values()))}
         self._kinds = list(map(ChunkDecoder, numbers))  # the distinct decoders
         by_identity = {key: numbers[one] for key, one in objects.items()}
-        kind_of = [by_identity[id(one)] for one in metadata]
+        kind_of = list(map(by_identity.__getitem__, identities))
         self._kind_of = np.array(kind_of, np.int64)  # the position there of each array's
-        self.decoders = [self._kinds[kind] for kind in kind_of]
+        self.decoders = list(map(self._kinds.__getitem__, kind_of))
         self.keep = keep
         self._boxes: dict[int, list[OutputBox]] = {}
         # The position in the result of each array, or of its first box.
@@ -257,12 +260,12 @@ class Assembly:
             mask = self._small[chunks.arrays[span]]
             if mask.any():
                 some = np.flatnonzero(mask) + rows.start
-                owners = chunks.arrays[some].tolist()
-                starts = chunks.offsets[some] - base
-                decoders = [self.decoders[array] for array in owners]
-                made, bad = _small_arrays(data, starts, decoders, chunks.checksums[some], keep=self.keep)
-                for array, value in zip(owners, made, strict=True):
-                    self._arrays[self._outputs[array]] = value
+                owners = chunks.arrays[some]
+                starts, kinds = chunks.offsets[some] - base, self._kind_of[owners]
+                made, bad = _small_arrays(data, starts, self._kinds, kinds, chunks.checksums[some], keep=self.keep)
+                arrays, outputs = self._arrays, self._outputs
+                for array, value in zip(owners.tolist(), made, strict=True):
+                    arrays[outputs[array]] = value
                 others = sorted([*(np.flatnonzero(~mask) + rows.start).tolist(), *some[bad].tolist()])
         for row in others:
             start = int(chunks.offsets[row]) - base
@@ -325,16 +328,17 @@ def _small_arrays(
     data: Bytes,
     starts: NDArray[np.int64],
     decoders: Sequence[ChunkDecoder],
+    kinds: NDArray[np.int64],
     indexed: NDArray[np.int64],
     *,
     keep: bool,
 ) -> tuple[list[NDArray[Any] | None], NDArray[np.int64]]:
-    """Verify chunks that are whole small arrays, and copy them out.
+    """Verify chunks that are whole small arrays, and copy them out; ``kinds`` has the number of each one's decoder.
 
     Returns the arrays and the rows that need further checks. The work for each of ten thousand arrays must cost next to
     nothing, so numpy handles all of them at once.
     """
-    sizes = np.array([decoder.data_bytes for decoder in decoders], np.int64)
+    sizes = np.array([decoder.data_bytes for decoder in decoders], np.int64)[kinds]
     stops = starts + sizes
     expected = data[stops[:, None] + np.arange(CHECKSUM_BYTES)].view("<u4")[:, 0]
     content = data.tobytes()  # short parts of bytes take half the time of those of an array
@@ -342,24 +346,33 @@ def _small_arrays(
     found = np.array(checksums_of([content[start:stop] for start, stop in spans]), np.uint32)
     verified = (found == expected) & ((indexed == found) | (indexed == -1))
     good = verified & ((starts - starts[0]) % CHUNK_ALIGNMENT == 0)
-    arrays: list[NDArray[Any] | None] = [None] * len(decoders)
+    arrays: list[NDArray[Any] | None] = [None] * len(kinds)
     if not keep:
         return arrays, np.flatnonzero(~verified)
     rows = np.flatnonzero(good)
-    first, last = starts[rows], stops[rows]
+    first, last, kinds = starts[rows], stops[rows], kinds[rows]
     size = _BLOCK if sizes.sum() < _LARGE_BLOCK else _LARGE_BLOCK
     apart = (first[1:] - last[:-1] > _WASTE) | ((first[1:] - first[:1]) // size != (first[:-1] - first[:1]) // size)
-    bounds = [0, *(np.flatnonzero(apart) + 1).tolist(), len(rows)]
-    for low, high in pairwise(bounds):
+    steps = np.diff(first)
+    # Arrays of one kind that lie at equal distances are rows of one that has another axis.
+    ends_run = apart | (kinds[1:] != kinds[:-1])
+    ends_run[1:] |= (steps[1:] != steps[:-1]) & ~ends_run[:-1]
+    made: list[NDArray[Any]] = []
+    for low, high in pairwise([0, *(np.flatnonzero(apart) + 1).tolist(), len(rows)]):
         if low == high:
             continue
         origin = int(first[low])
         end = int(last[high - 1])
         block = aligned_empty(end - origin) if end - origin > _BLOCK else np.empty(end - origin, np.uint8)
         block[:] = data[origin:end]
-        places = (first[low:high] - origin).tolist()
-        for row, place in zip(rows[low:high].tolist(), places, strict=True):
-            arrays[row] = np.ndarray(decoders[row].shape, decoders[row].dtype, block, place)
+        for start, stop in pairwise([low, *(np.flatnonzero(ends_run[low : high - 1]) + low + 1).tolist(), high]):
+            decoder = decoders[kinds[start]]
+            shape = stop - start, *decoder.shape
+            strides = int(steps[start]) if stop - start > 1 else 0, *decoder.strides
+            run = np.ndarray(shape, decoder.dtype, block, int(first[start]) - origin, strides)
+            made.extend(run if decoder.shape else (run[row, ...] for row in range(len(run))))
+    for row, array in zip(rows.tolist(), made, strict=True):
+        arrays[row] = array
     return arrays, np.flatnonzero(~good)
 
 

@@ -22,6 +22,7 @@ from ..format import (
     NODE_LIMIT,
     ArrayMetadata,
     Database,
+    Entries,
     FileRecord,
     KeyRange,
     NodePlace,
@@ -71,16 +72,13 @@ class ArrayDatabase:
     def __init__(self, location: Location, files: Mapping[str, FileRecord] | None = None) -> None:
         self._location = location
         self._files = files
-        self._metadata: dict[str, ArrayMetadata | None] = {}
         self.bytes_read = 0  # bytes read so far from all files, gaps between chunks included
         self.unreadable = False  # whether the disk failed to read some of the data
         self._lock = threading.Lock()
         self._complete = False  # whether all of the index is known
-        self._rows: dict[bytes, int] = {}
         manifest = self.read_file(MANIFEST)
         with naming(location):
             self._index = Database(manifest)
-        self._entries = self._index.entries
 
     def read_file(self, path: str, limit: int = _SMALL_FILE_LIMIT) -> bytes:
         """Read a file of the folder and compare it with the commit record."""
@@ -91,8 +89,7 @@ class ArrayDatabase:
 
     def file_checks(self) -> dict[str, FileCheck]:
         """Return the known sizes and checksums of the files in the commit record, by their paths."""
-        self._know_all()
-        entries, files = self._entries, self._files or {}
+        entries, files = self._know_all(), self._files or {}
         outside = np.flatnonzero(entries.lengths)
         order = outside[np.lexsort((entries.offsets[outside], entries.file_ids[outside]))]
         bounds = np.searchsorted(entries.file_ids[order], np.arange(len(entries.files) + 1))
@@ -107,48 +104,45 @@ class ArrayDatabase:
         return found
 
     def metadata(self, names: Sequence[str]) -> list[ArrayMetadata | None]:
-        known = self._metadata
-        missing = [name for name in names if name not in known] if known else names
-        self._know(missing, _metadata_of)
-        inline = self._entries.inline
-        rows = map(self._rows.get, map(metadata_key, missing))
-        texts = [None if row is None else inline[row] for row in rows]
+        """Return the metadata of arrays, None where there is none; equal ones are mostly one object."""
+        entries = self._know(names, _metadata_of)
+        inline = entries.inline
+        texts = [None if row < 0 else inline[row] for row in entries.find(map(metadata_key, names))]
         decoded: dict[bytes | None, ArrayMetadata | None] = {None: None}
         for text in dict.fromkeys(texts):
             if text is not None:
                 try:
                     decoded[text] = decode_array_metadata(text)
                 except (DamagedCheckpointError, FormatVersionError) as error:
-                    raise type(error)(f"{self._location}: array {missing[texts.index(text)]!r}: {error}") from error
-        known.update(zip(missing, map(decoded.__getitem__, texts), strict=True))
-        return list(map(known.__getitem__, names))
+                    raise type(error)(f"{self._location}: array {names[texts.index(text)]!r}: {error}") from error
+        return list(map(decoded.__getitem__, texts))
 
     def read_arrays(
-        self, names: Sequence[str], boxes: Sequence[Sequence[Box] | None] | None = None
+        self,
+        names: Sequence[str],
+        metadata: Sequence[ArrayMetadata],
+        boxes: Sequence[Sequence[Box] | None] | None = None,
     ) -> tuple[list[NDArray[Any] | None], list[Problem]]:
         """Read whole arrays, or boxes and only the chunks that overlap them; None for each that is damaged."""
-        assembly = Assembly(self._known(names), boxes, keep=True)
+        assembly = Assembly(metadata, boxes, keep=True)
         problems = self._fetch(names, assembly)
         return assembly.finish(), problems
 
-    def verify(self, names: Sequence[str], advance: Callable[[int], None] = UNHEARD.advance) -> list[Problem]:
-        return self._fetch(names, Assembly(self._known(names), keep=False), advance)
+    def verify(
+        self,
+        names: Sequence[str],
+        metadata: Sequence[ArrayMetadata],
+        advance: Callable[[int], None] = UNHEARD.advance,
+    ) -> list[Problem]:
+        return self._fetch(names, Assembly(metadata, keep=False), advance)
 
-    def _known(self, names: Sequence[str]) -> list[ArrayMetadata]:
-        metadata = self.metadata(names)
-        found = [one for one in metadata if one is not None]
-        if len(found) < len(names):
-            raise DamagedCheckpointError(f"{self._location}: the index holds no array {names[metadata.index(None)]!r}")
-        return found
-
-    def _know(self, names: Sequence[str], keys_of: Callable[[str], KeyRange]) -> None:
-        """Make some keys of arrays known: by reading the nodes that may hold them, or all of a small index."""
+    def _know(self, names: Sequence[str], keys_of: Callable[[str], KeyRange]) -> Entries:
+        """Return entries with some keys of arrays: from the nodes that may hold them, or all of a small index."""
         known = None if self._files is None else self._files.get(INDEX)
         if self._complete or not names:
-            return
+            return self._index.entries
         if known is None or not max(_WHOLE, NODE_LIMIT * len(names)) < known.size <= _INDEX_LIMIT:
-            self._know_all()
-            return
+            return self._know_all()
         ranges = list(map(keys_of, names))
         with self._lock, naming(self._location), self._open(INDEX) as file:
             size, is_early = known.size, False
@@ -165,21 +159,20 @@ class ArrayDatabase:
                     self.bytes_read += length
                     return file.read(place.offset, length).tobytes()
 
-            if not self._rows:  # earlier versions wrote the checksums of all values at the end
+            if not self._index.entries:  # earlier versions wrote the checksums of all values at the end
                 end = len(CHECKSUMS_MAGIC)
                 is_early = read(NodePlace(INDEX, size - end, end)) == CHECKSUMS_MAGIC
             if not is_early:
                 many = _READS if self._location.is_remote else 1
                 self._index.decode(lambda places: parallel_map(read, places, many), ranges)
-                self._take_entries()
-        if is_early:
-            self._know_all()
+                return self._index.entries
+        return self._know_all()
 
-    def _know_all(self) -> None:
-        """Make all keys known; the whole index is compared with the commit record, which the manifest does not do."""
+    def _know_all(self) -> Entries:
+        """Return all entries; the whole index is compared with the commit record, which the manifest does not do."""
         with self._lock, naming(self._location):
             if self._complete:
-                return
+                return self._index.entries
             index = self.read_file(INDEX, _INDEX_LIMIT) if self._files and INDEX in self._files else b""
 
             def read(places: Sequence[NodePlace]) -> Iterator[bytes]:
@@ -188,14 +181,9 @@ class ArrayDatabase:
                     yield index[place.offset : place.offset + place.length] if inside else self._read_node(place)
 
             self._index.decode(read)
-            self._take_entries()
-            add_early_checksums(index, self._entries, INDEX)
+            add_early_checksums(index, self._index.entries, INDEX)
             self._complete = True
-
-    def _take_entries(self) -> None:
-        first = len(self._rows)
-        self._entries = self._index.entries
-        self._rows.update(zip(self._entries.keys[first:], range(first, len(self._entries)), strict=True))
+            return self._index.entries
 
     def _read_node(self, place: NodePlace) -> bytes:
         """Read a node of a file that the commit record does not have a digest of, or of a folder without a record."""
@@ -276,8 +264,8 @@ class ArrayDatabase:
 
     def _find(self, names: Sequence[str], assembly: Assembly, report: Report) -> ChunkTable:
         """Find the chunks that arrays need, sorted by their place in the data files; report missing ones."""
-        self._know(names, _all_of)
-        lone, others = self._lone_chunks(names, assembly)
+        entries = self._know(names, _all_of)
+        lone, others = _lone_chunks(entries, names, assembly)
         rows: list[tuple[int, int, int, int]] = []
         # The expected chunks are counted first: a hostile shape could make listing them take forever.
         left = self._index.key_count - len(lone)
@@ -289,46 +277,47 @@ class ArrayDatabase:
                 continue
             left -= decoder.chunk_count
             keys = chunk_keys(names[array], decoder.grid)
-            for number in assembly.wanted_chunks(array):
-                row = self._rows.get(keys[number], -1)
-                if row < 0 or self._entries.inline[row] is not None:
+            numbers = assembly.wanted_chunks(array)
+            for number, row in zip(numbers, entries.find(keys[number] for number in numbers), strict=True):
+                if row < 0 or entries.inline[row] is not None:
                     report("", array, f"chunk {number} is not in the index")
                     break
-                what = decoder.why_not(int(self._entries.lengths[row]))
+                what = decoder.why_not(int(entries.lengths[row]))
                 if what:
-                    report(self._entries.files[self._entries.file_ids[row]], array, f"chunk {number} {what}")
+                    report(entries.files[entries.file_ids[row]], array, f"chunk {number} {what}")
                 else:
                     rows.append((row, array, number, int(assembly.keeps(array, number))))
-        return self._table(np.concatenate([lone, np.array(rows, np.int64).reshape(-1, 4)])).sorted()
-
-    def _lone_chunks(self, names: Sequence[str], assembly: Assembly) -> tuple[NDArray[np.int64], list[int]]:
-        """Find the only chunks of arrays, in data files and of the right size: thousands in a few steps."""
-        find, decoders = self._rows.get, assembly.decoders
-        lone = assembly.column(lambda decoder: decoder.lone, bool) & assembly.are_whole
-        arrays = np.flatnonzero(lone & (np.array(names, object) != ""))
-        table = np.zeros((len(arrays), 4), np.int64)
-        table[:, 0] = [find(names[array].encode() + decoders[array].key, -1) for array in arrays.tolist()]
-        table[:, 1] = arrays
-        table[:, 3] = assembly.column(lambda decoder: decoder.adopted and assembly.keep, bool)[arrays]
-        sizes = assembly.column(lambda decoder: decoder.stored_bytes)[arrays]
-        good = table[:, 0] >= 0
-        good[good] = self._entries.lengths[table[good, 0]] == sizes[good]  # an inline value has length 0 there
-        lone[:] = False
-        lone[arrays[good]] = True
-        return table[good], np.flatnonzero(~lone).tolist()
-
-    def _table(self, table: NDArray[np.int64]) -> ChunkTable:
-        rows, entries = table[:, 0], self._entries
+        table = np.concatenate([lone, np.array(rows, np.int64).reshape(-1, 4)])
+        places = table[:, 0]
         return ChunkTable(
             files=entries.files,
-            file_ids=entries.file_ids[rows],
-            offsets=entries.offsets[rows],
-            lengths=entries.lengths[rows],
+            file_ids=entries.file_ids[places],
+            offsets=entries.offsets[places],
+            lengths=entries.lengths[places],
             arrays=table[:, 1],
             numbers=table[:, 2],
             kept=table[:, 3] != 0,
-            checksums=entries.checksums[rows],
-        )
+            checksums=entries.checksums[places],
+        ).sorted()
+
+
+def _lone_chunks(entries: Entries, names: Sequence[str], assembly: Assembly) -> tuple[NDArray[np.int64], list[int]]:
+    """Find the only chunks of arrays, in data files and of the right size: thousands in a few steps."""
+    decoders = assembly.decoders
+    lone = assembly.column(lambda decoder: decoder.lone, bool) & assembly.are_whole
+    if "" in names:  # the keys of the root have no name before them
+        lone[names.index("")] = False
+    arrays = np.flatnonzero(lone)
+    table = np.zeros((len(arrays), 4), np.int64)
+    table[:, 0] = entries.find([names[array].encode() + decoders[array].key for array in arrays.tolist()])
+    table[:, 1] = arrays
+    table[:, 3] = assembly.column(lambda decoder: decoder.adopted and assembly.keep, bool)[arrays]
+    sizes = assembly.column(lambda decoder: decoder.stored_bytes)[arrays]
+    good = table[:, 0] >= 0
+    good[good] = entries.lengths[table[good, 0]] == sizes[good]  # an inline value has length 0 there
+    lone[:] = False
+    lone[arrays[good]] = True
+    return table[good], np.flatnonzero(~lone).tolist()
 
 
 def _metadata_of(name: str) -> KeyRange:

@@ -77,8 +77,10 @@ def load_tree(
             [leaf for leaf, one in zip(source.leaves, chosen, strict=True) if one and leaf.name in source.unreadable]
         )
     if like is None:
-        leaves = [leaf for leaf, wanted in zip(source.leaves, chosen, strict=True) if wanted]
-        tree = source.tree if select is None else source.tree.select(chosen)
+        leaves, tree = source.leaves, source.tree
+        if select is not None:
+            leaves = [leaf for leaf, wanted in zip(leaves, chosen, strict=True) if wanted]
+            tree = tree.select(chosen)
         return tree.build(_values(source, leaves, _requested(source, leaves, requests), shared))
     template = like if isinstance(like, Flattened) else flatten(like)
     names = [leaf.name for leaf, wanted in zip(source.leaves, chosen, strict=True) if wanted]
@@ -328,12 +330,12 @@ def read_parts(
         found = source.read_boxes([leaves[index] for index in own], [cuts[index].stored for index in own])
         read.update(zip(own, found, strict=True))
     parts = {index: (cut, read.pop(index)) for index, cut in cuts.items()}
-    whole = iter(
-        source.read_leaves([leaf for index, leaf in enumerate(leaves) if index not in parts and index not in read])
-    )
-    arrays: list[NDArray[Any] | None] = [
-        None if index in parts else read[index][0] if index in read else next(whole) for index in range(len(leaves))
-    ]
+    arrays: list[NDArray[Any] | None] = [None] * len(leaves)
+    for index, pieces in read.items():
+        arrays[index] = pieces[0]
+    others = [index for index in range(len(leaves)) if index not in parts and index not in read]
+    for index, array in zip(others, source.read_leaves([leaves[index] for index in others]), strict=True):
+        arrays[index] = array
     return arrays, parts
 
 
@@ -343,13 +345,14 @@ def _partitions(
     """Return, by position, the parts needed of each leaf that is not needed as a whole."""
     cuts: dict[int, Partition] = {}
     problems = []
-    for index, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
+    for index, target in enumerate(targets):
         if target is None:
             continue
+        name, saved = leaves[index]
         try:
-            cut = partition(target, leaf.saved)
+            cut = partition(target, saved)
         except ValueError as error:
-            problems.append(f"{format_path(leaf.name)}: {target} cannot be sharded as asked: {error}")
+            problems.append(f"{format_path(name)}: {target} cannot be sharded as asked: {error}")
             continue
         if cut is not None:
             cuts[index] = cut

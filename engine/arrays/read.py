@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -178,28 +179,26 @@ class TreeReader(TreeSource):
         self._began = stored.get("fresh")
 
     def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
-        arrays = [leaf.name for leaf in leaves if leaf.saved.dtype is not None and leaf.name not in self._aggregated]
-        values, problems = self._database.read_arrays(arrays)
+        values, problems = self._database.read_arrays(*_arrays_of(leaves))
         self._refuse(problems)
         found = iter(values)
         return [
-            None
-            if leaf.saved.dtype is None
-            else self._aggregated[leaf.name].copy()
-            if leaf.name in self._aggregated
-            else _as_saved(next(found), leaf.saved, leaf.saved.shape)
-            for leaf in leaves
+            _as_saved(next(found), saved, saved.shape)
+            if saved.stored is not None
+            else self._aggregated[name].copy()
+            if name in self._aggregated
+            else None
+            for name, saved in leaves
         ]
 
     def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
-        pairs = [pair for pair in zip(leaves, boxes, strict=True) if pair[0].name not in self._aggregated]
-        names = [leaf.name for leaf, _ in pairs]
-        axes = [len(metadata.shape) if metadata else 0 for metadata in self._database.metadata(names)]
+        names, arrays = _arrays_of(leaves)
+        pairs = [(leaf, wanted) for leaf, wanted in zip(leaves, boxes, strict=True) if leaf.saved.stored is not None]
         stored = [
-            [_stored_box(box, count, leaf.saved) for box in wanted]
-            for (leaf, wanted), count in zip(pairs, axes, strict=True)
+            [_stored_box(box, len(array.shape), leaf.saved) for box in wanted]
+            for (leaf, wanted), array in zip(pairs, arrays, strict=True)
         ]
-        values, problems = self._database.read_arrays(names, stored)
+        values, problems = self._database.read_arrays(names, arrays, stored)
         self._refuse(problems)
         found = iter(values)
 
@@ -212,10 +211,9 @@ class TreeReader(TreeSource):
         return list(map(parts, leaves, boxes))
 
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
-        shape = leaf.saved.shape or ()
-        (metadata,) = self._database.metadata([leaf.name])
+        shape, stored = leaf.saved.shape or (), leaf.saved.stored
         # Elements stored as bytes have an axis that the leaf does not have.
-        return shape if metadata is None else metadata.chunk_shape[: len(shape)]
+        return stored.chunk_shape[: len(shape)] if isinstance(stored, ArrayMetadata) else shape
 
     def began(self) -> dict[str, LeafType] | None:
         """Return the types of the fresh state that the run began with; None where they are not recorded."""
@@ -249,8 +247,7 @@ class TreeReader(TreeSource):
         problems += [
             Problem(TREE, format_path(leaf.name), what) for leaf in self.leaves if (what := _value_problem(leaf))
         ]
-        arrays = [leaf.name for leaf in self.leaves if leaf.saved.dtype is not None]
-        found = self._database.verify([name for name in arrays if name not in self._aggregated], advance)
+        found = self._database.verify(*_arrays_of(self.leaves), advance)
         return problems + [problem._replace(leaf=format_path(problem.leaf)) for problem in found]
 
     def _check(self, path: str, known: FileRecord) -> str:
@@ -287,17 +284,13 @@ class TreeReader(TreeSource):
     def _leaves(
         self, names: Sequence[str], details: Sequence[Details], arrays: Sequence[ArrayMetadata | None]
     ) -> list[SavedLeaf]:
-        known: dict[tuple[int, int], Saved] = {}  # most leaves share both documents; they stay alive meanwhile
-        found = []
-        for name, facts, metadata in zip(names, details, arrays, strict=True):
-            key = id(facts), id(metadata)
-            saved = known.get(key)
-            if saved is None:
-                saved = self._saved(name, facts, metadata)
-                if not self._aggregated:
-                    known[key] = saved
-            found.append(saved)
-        return list(map(SavedLeaf._make, zip(names, found, strict=True)))
+        # Most leaves share both documents, which stay alive meanwhile. Those of an aggregate differ in shape and dtype.
+        kinds: Sequence[Any] = names if self._aggregated else list(zip(map(id, details), map(id, arrays), strict=True))
+        first = dict(zip(reversed(kinds), reversed(range(len(kinds))), strict=True))
+        known = {kind: self._saved(names[n], details[n], arrays[n]) for kind, n in reversed(first.items())}
+        # As `SavedLeaf._make` does it, without a frame for each leaf.
+        make = partial(tuple.__new__, SavedLeaf)
+        return list(map(make, zip(names, map(known.__getitem__, kinds), strict=True)))
 
     def _saved(self, name: str, details: Details, metadata: ArrayMetadata | None) -> Saved:
         aggregated = self._aggregated.get(name)
@@ -318,7 +311,13 @@ class TreeReader(TreeSource):
                 f"{self.location}: leaf {format_path(name)} is stored as {metadata.data_type}{list(metadata.shape)}, "
                 f"which does not hold elements of {dtype}"
             )
-        return Saved(details, dtype, shape)
+        return Saved(details, dtype, shape, metadata)
+
+
+def _arrays_of(leaves: Sequence[SavedLeaf]) -> tuple[list[str], list[ArrayMetadata]]:
+    """Return the names of those leaves that are arrays of the database, and their metadata."""
+    pairs = [(name, saved.stored) for name, saved in leaves if isinstance(saved.stored, ArrayMetadata)]
+    return [name for name, _ in pairs], [metadata for _, metadata in pairs]
 
 
 def _value_problem(leaf: SavedLeaf) -> str:

@@ -10,7 +10,7 @@ https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
 from __future__ import annotations
 
 import struct
-from bisect import bisect
+from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -73,6 +73,23 @@ class Entries:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def find(self, wanted: Iterable[bytes]) -> list[int]:
+        """Return the position of each key, or -1. Keys at equal distances, as most have, are found without a search."""
+        keys, count = self.keys, len(self.keys)
+        found = []
+        last, distance = -1, 1
+        for key in wanted:
+            position = last + distance
+            if not (0 <= position < count and keys[position] == key):
+                position = bisect_left(keys, key)
+                if position == count or keys[position] != key:
+                    found.append(-1)
+                    continue
+                distance = position - last
+            found.append(position)
+            last = position
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +252,7 @@ class Database:
         self._followed: bool | None = None  # whether checksums follow the leaf nodes; the first one decides
         self._root = root = decode_manifest(manifest, source)
         self.key_count = 0 if root is None else root.key_count  # keys in the tree
-        self.entries = Entries()  # what has been decoded so far, in the order of the keys if that was done at once
+        self.entries = Entries()  # what has been decoded so far
         # The nodes that are still to be read, in the order of their keys.
         self._unread: list[_Reference] = []
         if root is not None:
@@ -243,22 +260,14 @@ class Database:
             self._unread.append(_Reference(root.height, *place, b"", b"", None, root.key_count))
         self._memory_limit = memory_limit
         self._left = memory_limit
-        self._keys: list[bytes] = []
-        self._inline: list[bytes | None] = []
         self._known: dict[bytes, bytes] = {}  # inline values: most arrays of a tree have the same metadata
         self._files: dict[str, int] = {}
         self._read_parts: dict[str, list[tuple[int, int]]] = {}
-        # For each leaf node: file ids, offsets, lengths and checksums.
-        self._columns: list[tuple[NDArray[np.int64], ...]] = []
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all nodes have been decoded."""
-        return not self._unread
+        self._nodes: list[Entries] = []  # the content of each leaf node that the present call has decoded
 
     def decode(self, read_nodes: ReadNodes, ranges: Iterable[KeyRange] | None = None) -> None:
         """Decode the entries whose keys lie in some ranges, or all; entries of the same nodes come along."""
-        known = len(self._keys)
+        self._nodes = []
         every = ranges is None
         wanted = _joined(ranges or ())
         starts = [first for first, _ in wanted]
@@ -266,16 +275,23 @@ class Database:
         while any(every or node.overlaps(starts, wanted) for node in level):
             level = self._decode_level(level, read_nodes, lambda node: every or node.overlaps(starts, wanted))
         self._unread = level
-        if len(self._keys) == known:
+        if not self._nodes:
             return
+        nodes = [self.entries, *self._nodes] if len(self.entries) else self._nodes
+        keys = [key for node in nodes for key in node.keys]
         # Each node has checked that its keys ascend, between the bounds that its parent gives.
-        if not level and len(self._keys) != self.key_count:
+        if not level and len(keys) != self.key_count:
             raise DamagedCheckpointError(
-                f"the database is damaged: expected {self.key_count} sorted keys, found {len(self._keys)}"
+                f"the database is damaged: expected {self.key_count} sorted keys, found {len(keys)}"
             )
-        columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
-        self._columns = [tuple(columns)]
-        self.entries = Entries(self._keys, self._inline, list(self._files), *columns)
+        inline = [value for node in nodes for value in node.inline]
+        tables = [(node.file_ids, node.offsets, node.lengths, node.checksums) for node in nodes]
+        columns = [np.concatenate(column) for column in zip(*tables, strict=True)]
+        if len(self.entries):  # the nodes lie between those that were known
+            order = sorted(range(len(keys)), key=keys.__getitem__)
+            keys, inline = [keys[row] for row in order], [inline[row] for row in order]
+            columns = [column[order] for column in columns]
+        self.entries = Entries(keys, inline, list(self._files), *columns)
 
     def _decode_level(
         self, level: Sequence[_Reference], read_nodes: ReadNodes, is_wanted: Callable[[_Reference], bool]
@@ -367,16 +383,16 @@ class Database:
         data = cursor.take(int(sizes.sum()))
         cursor.finish()
         self._spend(len(data), cursor.source)
-        values: list[bytes | None] = [None] * count
-        ends = np.cumsum(sizes)
-        found = [data[start:end] for start, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
+        first = data[: int(sizes[0])] if sizes.size else b""
         # As most arrays of a tree are. Zeros of different lengths are not.
-        alike = bool(found) and int(sizes.min()) == int(sizes.max()) and data == found[0] * len(found)
-        known = [self._known.setdefault(value, value) for value in (found[:1] if alike else found)]
-        for i, value in zip(np.flatnonzero(kinds == 0).tolist(), known * len(found) if alike else known, strict=True):
-            values[i] = value
-        self._keys += keys
-        self._inline += values
+        if sizes.size and int(sizes.min()) == int(sizes.max()) and data == first * len(sizes):
+            found = [self._known.setdefault(first, first)] * len(sizes)
+        else:
+            ends = np.cumsum(sizes)
+            found = [data[start:end] for start, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
+            found = [self._known.setdefault(value, value) for value in found]
+        values = np.full(count, None, object)
+        values[kinds == 0] = found
         checksums = np.full(count, -1, np.int64)
         followed = following.startswith(CHECKSUMS_MAGIC)
         if self._followed is None:
@@ -387,7 +403,8 @@ class Database:
             if len(following) < len(CHECKSUMS_MAGIC) + 4 * len(places):
                 cursor.fail(f"it lacks the checksums of its {len(places)} values")
             checksums[places] = np.frombuffer(following, "<u4", len(places), len(CHECKSUMS_MAGIC))
-        self._columns.append((file_ids, offsets, np.where(kinds, lengths, 0), checksums))
+        lengths = np.where(kinds, lengths, 0)
+        self._nodes.append(Entries(keys, values.tolist(), [], file_ids, offsets, lengths, checksums))
 
     def _decode_children(
         self, cursor: Cursor, node: _Reference, keys: list[bytes], common: NDArray[np.int64], files: list[DataFile]

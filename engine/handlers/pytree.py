@@ -266,21 +266,21 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         select = None if alone else select
         numbers = reader.numbers if isinstance(reader, TreeReader) else range(len(reader.leaves))
         pairs = zip(reader.leaves, numbers, strict=True)
-        kept = {leaf.name: number for leaf, number in pairs if leaf.saved.kind == EXTERNAL}
+        kept = {name: number for (name, saved), number in pairs if saved.kind == EXTERNAL}
         if item is not None and item is not ... and transforms is None:
             item = with_optimizer_states(item, reader)
         template = None if item is None or item is ... else flat_template(item, self._registry)
         if template is not None and transforms is None:
             reader = reader.for_template(template.names)
-        saved = [leaf.name for leaf in reader.leaves]
         args: dict[str, RestoreArgs] = {}
         if restore_args is not None:
-            names, structure = saved, reader.tree.structure
+            names, structure = [leaf.name for leaf in reader.leaves], reader.tree.structure
             if template is not None:
                 names, structure = template.names, template.structure
             asked = broadcast_prefix(restore_args, structure, RestoreArgs, "restore_args")
             args = {name: one for name, one in zip(names, asked, strict=True) if one is not None}
-        ordinary = (args.keys() if transforms is not None else set(saved)) - kept.keys() if args else set()
+        requestable = args.keys() if transforms is not None or not args else {leaf.name for leaf in reader.leaves}
+        ordinary = requestable - kept.keys()
         requests = {name: leaf_request(name, one) for name, one in args.items() if name in ordinary}
         if template is None:
             requests = {**_libraries(reader, torch_tensors, as_saved), **requests}

@@ -301,7 +301,7 @@ def _decode_keys(stored: Any, where: str) -> tuple[list[Key], list[str]]:
             segments.append(escape_key(repr(keys[-1])))
         else:
             raise DamagedCheckpointError(f"{where} has the key {item!r:.80}; keys are str, int or lists of them")
-    if len(set(keys)) != len(keys) or len(set(segments)) != len(segments):
+    if len(set(segments)) != len(segments) or (keys != segments and len(set(keys)) != len(keys)):
         raise DamagedCheckpointError(f"{where} has two keys that are the same")
     return keys, segments
 

@@ -189,6 +189,7 @@ class Saved:
     details: Details  # `ArrayLeaf.details` or `ValueLeaf.details`, read from ``tree.json`` and not trusted
     dtype: np.dtype[Any] | None = None  # logical element type, as in `ArrayLeaf.dtype`; None for a value leaf
     shape: tuple[int, ...] | None = None  # shape of the stored array; None for a value leaf
+    stored: object = field(default=None, repr=False, compare=False)  # how its source stores the array, for the source
     kind: str = field(init=False)
 
     def __post_init__(self) -> None:

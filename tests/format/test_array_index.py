@@ -16,6 +16,7 @@ from holdfast.engine.errors import DamagedCheckpointError
 from holdfast.engine.format import (
     CHECKSUMS_MAGIC,
     ArrayIndex,
+    Database,
     Entries,
     chunk_keys,
     decode_database,
@@ -116,6 +117,31 @@ def test_a_stretch_at_a_time(batch: int) -> None:
 )
 def test_any_arrays(arrays: dict[str, Grid], node_limit: int) -> None:
     check(make_index(arrays), node_limit)
+
+
+@pytest.mark.parametrize("order", [["layers.250", "layers.1", "layers.7"], ["layers.1", "layers.7", "layers.250"]])
+def test_nodes_read_in_any_order_give_sorted_entries(order: list[str]) -> None:
+    index = make_index(ARRAYS["many_alike"])
+    manifest, nodes = index.encode(node_file="d/index", database_id=bytes(16), created_ns=1, node_limit=2000)
+    database = Database(manifest)
+    sizes = []
+    for name in order:
+        ranges = [(name.encode(), f"{name}/".encode())]
+        database.decode(lambda places: [part(nodes, *place) for place in places], ranges)
+        sizes.append(len(database.entries))
+        assert database.entries.keys == sorted(database.entries.keys)
+    assert sizes == sorted(set(sizes))  # each step reads further nodes
+    expected = expected_entries(index)
+    assert as_dict(database.entries) == {key: expected[key] for key in database.entries.keys}
+    database.decode(lambda places: [part(nodes, *place) for place in places])
+    assert as_dict(database.entries) == expected
+
+
+@given(st.sets(st.integers(0, 40)), st.lists(st.integers(-1, 41)))
+def test_finding_keys(known: set[int], wanted: list[int]) -> None:
+    keys = sorted(b"%02d" % number for number in known)
+    expected = [keys.index(b"%02d" % number) if number in known else -1 for number in wanted]
+    assert Entries(keys).find(b"%02d" % number for number in wanted) == expected
 
 
 def test_nodes_keep_to_their_limit_with_many_files() -> None:
