@@ -18,7 +18,6 @@ from .intervals import Experience as Experience
 from .intervals import LearnedInterval as LearnedInterval
 from .intervals import Loss as Loss
 from .intervals import save_interval as save_interval
-from .local_steps import LocalStatus as LocalStatus
 from .manager import CheckpointManager as CheckpointManager
 from .manager import best_step_in as best_step_in
 from .manager import elsewhere as elsewhere
@@ -37,6 +36,7 @@ from .options import BestMode as BestMode
 from .options import CheckpointManagerOptions as CheckpointManagerOptions
 from .options import CheckpointOptions as CheckpointOptions
 from .options import Local as Local
+from .options import LocalStatus as LocalStatus
 from .options import Mirror as Mirror
 from .options import has_triggers as has_triggers
 from .options import limits as limits

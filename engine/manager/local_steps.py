@@ -1,15 +1,41 @@
-"""Which hosts keep copies of each other's files, and which local step is whole across the hosts that are there.
+"""Local steps: which hosts there are, who keeps whose copies, which step is whole across them, and how it is read.
 
-Pure functions: what each host has comes in, and what to do comes out.
+A new run asks all hosts what they have. The newest step of which every file is somewhere is verified by its checksums,
+each file where it lies, and read through :class:`~..storage.ScatteredFiles`: files of this host directly, others by
+ranges from a host that has them. `local_tier` saves the steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from ..format import RECORD, CheckpointRecord, FileRecord
+from ..arrays import FileCheck
+from ..checkpoint import file_checks
+from ..clock import format_size
+from ..distributed import ProcessGroup, Rendezvous, machine_identity, primary_host
+from ..errors import HoldfastError, ObjectNotFoundError, OptionError, StorageError
+from ..format import PARTIAL, RECORD, CheckpointRecord, FileRecord
+from ..steps import RECORD_LIMIT
+from ..storage import CORES, TEMPORARY_PREFIX, DataReader, Location, ScatteredFiles, as_location, parallel_map
+from .directory import RunDirectory
+from .events import described
+from .options import Local
+from .peers import Peer, PeerServer, RemoteReader, check_private, own_address
+
+_logger = logging.getLogger("holdfast")
+
+_TOKEN = re.compile(r"[0-9a-f]{1,64}")
+_PATIENCE = 30.0  # seconds in which another host must send or take the next bytes
 
 OWN = "own"  # the folder of what the processes of a host have written
 COPIES = "copies"  # the folder of what other hosts have sent
@@ -37,25 +63,6 @@ def neighbours(domains: Sequence[str], copies: int) -> list[list[int]]:
         after.sort(key=lambda other: domains[other] == domains[host])  # stable: those in other domains come first
         found[host] = after[:copies]
     return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalStatus:
-    """What a run has in the memory or on the disks of its hosts.
-
-    Attributes:
-        path: The folder on this host.
-        step: The newest step that this run has saved there, or None.
-        hosts: How many hosts the program has.
-        copies_on: The hosts that keep copies of the files of this one.
-        error: Why the last local save failed; None after one that succeeded.
-    """
-
-    path: str
-    step: int | None
-    hosts: int
-    copies_on: tuple[str, ...]
-    error: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +135,386 @@ def whole_steps(held: Sequence[Mapping[str, HeldStep]]) -> list[WholeStep]:
             holders[RECORD] = [(host, one.files[RECORD][0]) for host, one in here if one.record is not None]
             found.append(WholeStep(folder, records[0], holders))
     return sorted(found, key=lambda one: (one.step, one.folder), reverse=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """One host of the program."""
+
+    name: str
+    domain: str
+    url: str
+    leader: int  # the process that serves and copies for the host: its first
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """What process 0 tells all processes at the beginning."""
+
+    hosts: Sequence[_Host]
+    run: str | None  # the token of the run whose local steps count, and the epoch; None without any yet
+    token: str
+    attempt: str  # text that no other start of the program has
+
+
+class LocalHosts:
+    """The hosts of a program, what they have of the local steps of its run, and how a step is read from them.
+
+    Attributes:
+        root: The local folder of this host.
+        host: The number of this host.
+        leads: Whether this process is the first of its host, which serves and copies for it.
+        copies: The hosts that keep copies of the files of this one.
+        peers: The other hosts, by their number.
+        sequence: The largest number of a local step that any host has.
+        newest: The folder and the number of the newest step that is whole; None without one that counts.
+        bytes_read: Bytes that this process has read from other hosts.
+    """
+
+    def __init__(self, options: Local, run: RunDirectory, processes: ProcessGroup) -> None:
+        self.root = as_location(options.url, writes=True)
+        self.peers: dict[int, Peer] = {}
+        self.newest: tuple[str, int] | None = None
+        self.bytes_read = 0
+        self._options = options
+        self._run = run
+        self._processes = processes
+        self._patience = min(_PATIENCE, processes.timeout / 4)
+        self._server: PeerServer | None = None
+        self._program: _Program
+        try:
+            self._open()
+        except BaseException:
+            self.disconnect()
+            raise
+
+    @property
+    def names(self) -> list[str]:
+        return [host.name for host in self._program.hosts]
+
+    @property
+    def attempt(self) -> str:
+        return self._program.attempt
+
+    @property
+    def run(self) -> str | None:
+        """The name of the folder of the run; None while the directory of the run is new."""
+        return self._program.run
+
+    def _open(self) -> None:
+        """Find the hosts, and the newest step that is whole across them."""
+        local = self._options
+        name = local.host or f"{socket.gethostname()}/{machine_identity()}"
+        me = {"name": name, "domain": local.failure_domain or name, "url": self.root.url}
+        found = self._agree("hosts of local steps", me, self._meet)
+        self._program = _Program(
+            [_Host(**one) for one in found["hosts"]], found["run"], found["token"], found["attempt"]
+        )
+        hosts = self._program.hosts
+        self.host = next(number for number, host in enumerate(hosts) if host.name == name)
+        self.leads = hosts[self.host].leader == self._processes.index
+        self.copies = neighbours([host.domain for host in hosts], local.copies)[self.host]
+        if len(hosts) == 1 and local.copies and self._processes.is_primary:
+            _logger.warning(
+                "%s: all processes are on one host, so that local steps have no copies: they survive the end of the "
+                "program, and not the loss of the host. Give copies=0 to say that this is meant",
+                self.root,
+            )
+        held: dict[str, HeldStep] = {}
+        problem = None
+        try:
+            self._check_places(self._program.run)
+            if self.leads and len(hosts) > 1:
+                address = local.address or own_address(primary_host())
+                self._server = PeerServer(os.fspath(self.root), self._program.token, address, timeout=self._patience)
+            if self.leads:
+                held = self._held()
+        except HoldfastError as error:  # all processes raise it
+            problem = f"{name}: {error}"
+        mine = {
+            "address": None if self._server is None else self._server.address,
+            "held": {folder: one.to_json() for folder, one in held.items()},
+            "problem": problem,
+        }
+        self._agreed_steps: list[dict[str, HeldStep]] = []
+        answer = self._agree("local steps", mine, self._first_choice)
+        self.sequence = answer["sequence"]
+        for number, address in enumerate(answer["addresses"]):
+            if address is not None and number != self.host:
+                host, port = address
+                self.peers[number] = Peer(
+                    f"host {hosts[number].name}", (host, port), self._program.token, timeout=self._patience
+                )
+        self._run.left_on_hosts = frozenset(answer["steps"])
+        self._find(answer["whole"])
+
+    def _meet(self, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the hosts of the program, and the run whose local steps count; on process 0."""
+        hosts: dict[str, dict[str, Any]] = {}
+        for index, process in enumerate(processes):
+            host = hosts.setdefault(process["name"], {**process, "leader": index})
+            if host["url"] != process["url"]:
+                raise OptionError(
+                    f"processes {host['leader']} and {index} are on one host, {host['name']}, and have different local "
+                    f"folders: {host['url']} and {process['url']}; give them the same, or an identity each (host=)"
+                )
+        return {
+            "hosts": list(hosts.values()),
+            "run": self._run_name(),
+            "token": os.urandom(32).hex(),
+            "attempt": os.urandom(4).hex(),
+        }
+
+    def _run_name(self) -> str | None:
+        """Return the name of the folder of the run; None while the directory of the run is new."""
+        identity = self._run.identity
+        # A copy of a directory has the identity of the original, but another place, and is a run of its own.
+        place = hashlib.blake2b(self._run.location.url.encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
+        tokens = [one for one in (identity.run, place, identity.epoch) if one is not None]
+        return ".".join(tokens) if identity.run and all(map(_TOKEN.fullmatch, tokens)) else None
+
+    def _agree(self, what: str, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
+        """Return on all processes what process 0 makes of the values of all; its error is raised on all."""
+
+        def summary(values: Sequence[bytes]) -> bytes:
+            try:
+                return json.dumps({"answer": work([json.loads(one) for one in values])}).encode()
+            except OptionError as error:
+                return json.dumps({"error": str(error)}).encode()
+            except BaseException as error:
+                if rendezvous is not None:
+                    rendezvous.fail(error)
+                raise
+
+        rendezvous = self._processes.rendezvous(what)
+        encoded = json.dumps(mine).encode()
+        if rendezvous is None:
+            found = summary([encoded])
+        else:
+            try:
+                found = rendezvous.summarize("values", encoded, self._processes.timeout, summary)
+            finally:
+                rendezvous.close()
+        answer = json.loads(found)
+        if "error" in answer:
+            raise OptionError(answer["error"])
+        return answer["answer"]
+
+    # ---- which step is whole
+
+    def _check_places(self, name: str | None) -> None:
+        """Refuse folders in which another user of the host could have put, or could exchange, local steps."""
+        check_private(os.fspath(self.root), shared=True)
+        if name is not None:
+            check_private(os.fspath(self.root / name), shared=False)
+
+    def _held(self) -> dict[str, HeldStep]:
+        """Return what this host has of the steps of the run, by folder."""
+        if self._program.run is None:
+            return {}
+        found: dict[str, HeldStep] = {}
+        for where in (COPIES, OWN):
+            for place in folders_in(self.root / self._program.run / where):
+                before = found.get(place.name, HeldStep({}))
+                files = {path: (where, size) for path, size in files_in(place)}
+                record = (record_of(place) if RECORD in files else None) or before.record
+                found[place.name] = HeldStep({**before.files, **files}, record)
+        return found
+
+    def _first_choice(self, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the address of each host and the newest whole step; on process 0."""
+        leaders = [processes[host.leader] for host in self._program.hosts]
+        if problems := [leader["problem"] for leader in leaders if leader["problem"]]:
+            raise OptionError(f"local steps: {problems[0]}")
+        self._agreed_steps = [
+            {folder: HeldStep.from_json(one, folder) for folder, one in leader["held"].items()} for leader in leaders
+        ]
+        numbers = [sequence_of(folder) for steps in self._agreed_steps for folder in steps]
+        return {
+            "addresses": [leader["address"] for leader in leaders],
+            "sequence": max(numbers, default=0),
+            "whole": self._choose(),
+            "steps": [whole.step for whole in whole_steps(self._agreed_steps)],
+        }
+
+    def _choose(self) -> dict[str, Any] | None:
+        whole = whole_steps(self._agreed_steps)
+        if not whole:
+            return None
+        newest = whole[0]
+        return {"folder": newest.folder, "record": newest.record.to_document(), "holders": newest.holders}
+
+    def _again(self, folder: str, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the newest whole step without what the hosts have found damaged; on process 0."""
+        any_damage = False
+        for steps, host in zip(self._agreed_steps, self._program.hosts, strict=True):
+            damaged = set(processes[host.leader]["damaged"])
+            any_damage |= bool(damaged)
+            if folder in steps:
+                held = steps[folder]
+                kept = {path: where for path, where in held.files.items() if path not in damaged}
+                steps[folder] = replace(held, files=kept)
+        return {"damaged": any_damage, "whole": self._choose() if any_damage else None}
+
+    def _find(self, whole: Mapping[str, Any] | None) -> None:
+        """Verify the newest whole step, each file where it lies; go back to an older one if it is damaged."""
+        newest = self._processes.decide("newest step of the directory", self._newest_in_directory)
+        while whole is not None:
+            record = CheckpointRecord.from_document(whole["record"], source=whole["folder"])
+            holders = {path: [(host, where) for host, where in one] for path, one in whole["holders"].items()}
+            step = WholeStep(whole["folder"], record, holders)
+            if (
+                newest is not None and step.step <= newest
+            ):  # of equal ones, that of the directory may have been replaced
+                return
+            verified = True
+            for digested in (True, False):  # the index first, which has the checksums of the others
+                mine = self._damaged(step, digested) if self.leads else []
+                answer = self._agree("verified local steps", {"damaged": mine}, partial(self._again, step.folder))
+                if answer["damaged"]:
+                    whole, verified = answer["whole"], False
+                    break
+            if verified:
+                self._take(step)
+                return
+
+    def _newest_in_directory(self) -> int | None:
+        return max(self._run.steps(), default=None)
+
+    def _damaged(self, step: WholeStep, digested: bool) -> list[str]:
+        """Return the files of a step that are damaged here: of those with a digest in the record, or of the others."""
+        try:
+            checks = (
+                {path: FileCheck(known) for path, known in files_of(step.record) if known.crc32c is not None}
+                if digested
+                else file_checks(self._location_of(step), step.record)
+            )
+        except HoldfastError as error:  # then it is read from the directory, or an older one is
+            _logger.warning("the local step %d cannot be verified: %s", step.step, error)
+            return [path for path, _ in files_of(step.record)]
+        here = [
+            (path, where)
+            for path, check in checks.items()
+            for host, where in step.holders[path]
+            if host == self.host and (check.known.crc32c is not None) == digested
+        ]
+        met = parallel_map(lambda one: checks[one[0]].is_met(self._place(step.folder, one[1]) / one[0]), here, CORES)
+        damaged = [path for (path, _), good in zip(here, met, strict=True) if not good]
+        if damaged:
+            _logger.warning(
+                "%s: %d files of the local step %d are damaged on this host, such as %s",
+                self.root,
+                len(damaged),
+                step.step,
+                damaged[0],
+            )
+        return damaged
+
+    def _take(self, step: WholeStep) -> None:
+        """Let the run read a step from the hosts."""
+        self.newest = step.folder, step.step
+        self._run.local[step.step] = self._location_of(step), step.record
+        missing = [host.name for number, host in enumerate(self._program.hosts) if number not in step.hosts()]
+        if self._processes.is_primary:
+            _logger.info(
+                "%s: step %d (%s) is whole in the local places of the hosts%s",
+                self._run.location,
+                step.step,
+                format_size(step.record.nbytes),
+                f", and on {', '.join(missing)} there is nothing of it" if missing else "",
+            )
+
+    # ---- reading
+
+    def _place(self, folder: str, where: str) -> Location:
+        assert self._program.run is not None
+        return self.root / self._program.run / where / folder
+
+    def _location_of(self, step: WholeStep) -> Location:
+        """Return the folder of a step as one place, wherever its files are."""
+        sizes = {path: known.size for path, known in files_of(step.record)}
+
+        def opened(path: str) -> DataReader:
+            held = step.holders[path]
+            own = next((where for host, where in held if host == self.host), None)
+            if own is not None:
+                return (self._place(step.folder, own) / path).open_data()
+            remote = [(self.peers[host], f"{self._program.run}/{where}/{step.folder}/{path}") for host, where in held]
+            return RemoteReader(path, sizes[path], remote, self._count)
+
+        return Location(ScatteredFiles(f"the local step {step.step}", sizes, opened), "")
+
+    def _count(self, length: int) -> None:
+        self.bytes_read += length
+
+    def make_folder(self, rendezvous: Rendezvous | None) -> Location | None:
+        """Make the folder of the run on all hosts; raise StorageError on all processes if one cannot."""
+        # A process that has failed before takes no part in this, so it belongs to the local save, which that one knows.
+        name = self._run_name() if self._processes.is_primary else None
+        if rendezvous is not None:
+            mine = json.dumps(name).encode() if self._processes.is_primary else None
+            name = json.loads(rendezvous.broadcast("run", mine, self._processes.timeout))
+        problem = space = None
+        if name is None:  # the file that identifies the run is damaged
+            problem = f"{self._run.location}: the identity of the run is not known"
+        else:
+            self._program = replace(self._program, run=name)
+            space = self.root / name
+            try:
+                with contextlib.suppress(OSError):  # what follows then tells why
+                    os.makedirs(self.root, 0o755, exist_ok=True)
+                    os.mkdir(space, 0o700)
+                space.make_directory()
+                self._check_places(name)
+                os.chmod(space, 0o700)  # the folder around it is often one that all users write to
+            except (HoldfastError, OSError) as error:
+                problem = described(error)
+        mine = b"" if problem is None else f"process {self._processes.index}: {problem}".encode()
+        found = mine if rendezvous is None else rendezvous.summarize("folders", mine, self._processes.timeout, _first)
+        if found:
+            raise StorageError(found.decode())
+        return space
+
+    def disconnect(self) -> None:
+        for peer in self.peers.values():
+            peer.close()
+        if self._server is not None:
+            self._server.close()
+
+
+def folders_in(place: Location) -> list[Location]:
+    """Return the folders of local steps in a place; nothing else there is ours."""
+    found = [place / entry.name for entry in place.entries() if entry.is_directory]
+    return [folder for folder in found if not folder.is_link()]
+
+
+def record_of(folder: Location) -> CheckpointRecord | None:
+    """Return the commit record of a local step; None without one that can be read: that of another host may count."""
+    try:
+        return CheckpointRecord.decode((folder / RECORD).read_bytes(limit=RECORD_LIMIT), source=str(folder / RECORD))
+    except ObjectNotFoundError:
+        return None
+    except HoldfastError as error:
+        _logger.warning("%s: the commit record of this local step is passed over: %s", folder, error)
+        return None
+
+
+def files_in(folder: Location, begin: str = "") -> Iterator[tuple[str, int]]:
+    """Generate the files below a folder, except those that only a save needs; links are left out."""
+    for entry in folder.entries():
+        path = f"{begin}{entry.name}"
+        if (folder / entry.name).is_link() or entry.name == PARTIAL or entry.name.startswith(TEMPORARY_PREFIX):
+            continue
+        if entry.is_directory:
+            yield from files_in(folder / entry.name, f"{path}/")
+        elif entry.size is not None:
+            yield path, entry.size
+
+
+def sequence_of(folder: str) -> int:
+    number = folder.partition(".")[0]
+    return int(number) if number.isdecimal() and len(number) < 19 else 0
+
+
+def _first(texts: Sequence[bytes]) -> bytes:
+    return next(filter(None, texts), b"")

@@ -26,10 +26,9 @@ from .decisions import Decision, Rollback, SaveDecisions, Wanted
 from .directory import record_metrics as add_metrics
 from .intervals import LearnedInterval
 from .items import ItemSet
-from .local_steps import LocalStatus
 from .metrics import as_given, plain_metrics
 from .mirror import MirrorStatus
-from .options import CheckpointManagerOptions, mirror_of, save_triggers
+from .options import CheckpointManagerOptions, LocalStatus, mirror_of, save_triggers
 from .ownership import stored_options
 from .resuming import Peek, Restored, Resume
 from .retention import best, newest_with

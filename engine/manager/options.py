@@ -164,6 +164,25 @@ class Local:
                 raise OptionError(f"{one.name}=None must be a whole number")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalStatus:
+    """What a run has in the memory or on the disks of its hosts.
+
+    Attributes:
+        path: The folder on this host.
+        step: The newest step that this run has saved there, or None.
+        hosts: How many hosts the program has.
+        copies_on: The hosts that keep copies of the files of this one.
+        error: Why the last local save failed; None after one that succeeded.
+    """
+
+    path: str
+    step: int | None
+    hosts: int
+    copies_on: tuple[str, ...]
+    error: str | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
     """When to save and what to keep: the options that managers, callbacks and recipes have in common.

@@ -18,10 +18,12 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import (
     DamagedCheckpointError,
@@ -31,6 +33,7 @@ from ..errors import (
     StoragePermissionError,
     StorageUnavailableError,
 )
+from ..storage import Buffer, DataReader, aligned_empty
 
 _logger = logging.getLogger("holdfast")
 
@@ -271,6 +274,36 @@ class Peer:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _send(connection, {"token": self._token})
         return connection
+
+
+class RemoteReader(DataReader):
+    """A file on other hosts, read by ranges from the first of them that answers."""
+
+    def __init__(self, path: str, size: int, holders: Sequence[tuple[Peer, str]], count: Callable[[int], None]) -> None:
+        self._path = path
+        self._size = size
+        self._holders = holders
+        self._count = count
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def read(self, offset: int, length: int, buffer: Buffer | None = None) -> NDArray[np.uint8]:
+        memory = aligned_empty(length) if buffer is None else buffer.view(length)
+        errors = []
+        for peer, path in self._holders:
+            try:
+                peer.read(path, offset, memory.data)
+            except (StorageError, DamagedCheckpointError) as error:
+                errors.append(str(error))
+                continue
+            self._count(length)
+            return memory
+        raise DamagedCheckpointError(f"{self._path} of a local step: {'; '.join(errors)}", unreadable=True)
+
+    def close(self) -> None:
+        return
 
 
 def check_private(path: str, *, shared: bool) -> None:
