@@ -34,6 +34,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {  # of modules and folders: ea
         ("sources",),
         ("checkpoint",),
         ("manager",),
+        ("opening",),
         ("api", "inspection", "listing"),
     ),
     "integrations": (

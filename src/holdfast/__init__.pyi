@@ -13,7 +13,6 @@ from . import storage as storage
 from . import type_handlers as type_handlers
 from .engine.api import load as load
 from .engine.api import load_transformed as load_transformed
-from .engine.api import open as open  # noqa: A004
 from .engine.api import save as save
 from .engine.arrays import Layout as Layout
 from .engine.checkpoint import AsyncCheckpointer as AsyncCheckpointer
@@ -42,6 +41,7 @@ from .engine.manager import Peek as Peek
 from .engine.manager import copy_checkpoint as copy_checkpoint
 from .engine.manager import event_scalars as event_scalars
 from .engine.manager import record_metrics as record_metrics
+from .engine.opening import open as open  # noqa: A004
 from .engine.pytree import Transform as Transform
 from .engine.pytree import apply_transformations as apply_transformations
 from .engine.stateful import skip_to as skip_to

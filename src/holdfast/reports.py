@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from .engine.api import (
-    ArrayHandle,
-    OpenCheckpoint,
-)
 from .engine.arrays import (
     Problem,
 )
@@ -29,6 +25,10 @@ from .engine.manager import (
     LocalStatus,
     MirrorStatus,
     Restored,
+)
+from .engine.opening import (
+    ArrayHandle,
+    OpenCheckpoint,
 )
 from .engine.pytree import (
     LeafMetadata,

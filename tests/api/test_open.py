@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
@@ -65,6 +69,7 @@ def test_the_tree_has_handles_in_the_place_of_arrays(saved: Path) -> None:
         facts = (handle.path, handle.shape, handle.dtype, handle.ndim, handle.size, handle.nbytes, handle.itemsize)
         assert facts == ("long", (64, 128), np.float32, 2, 8192, 32768, 4)
         assert (handle.chunks, handle.nchunks, len(handle), handle.sharding) == ((8, 128), 8, 64, "")
+        assert (handle.cdata_shape, handle.read_only) == ((8, 1), True)
         assert repr(handle) == "<ArrayHandle long: float32[64, 128] in 8 chunks>"
 
 
@@ -135,6 +140,83 @@ def test_a_closed_checkpoint_reads_nothing(saved: Path) -> None:
     with pytest.raises(hf.errors.StateError, match="ckpt: table cannot be read, as the checkpoint is closed"):
         tree["table"][1]
     assert np.array_equal(row, TABLE[1])
+
+
+# ---- handles that go to other processes, as those of dask do
+
+
+PROGRAM = """
+import pickle, sys
+handle = pickle.load(sys.stdin.buffer)
+print(handle, handle.chunks, handle.__dask_tokenize__()[-1])
+try:
+    print(handle[3:5, 1].tolist())
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def in_another_process(pickled: bytes) -> list[str]:
+    found = subprocess.run([sys.executable, "-c", PROGRAM], input=pickled, capture_output=True, check=True)
+    return found.stdout.decode().splitlines()
+
+
+def test_a_handle_in_another_process(saved: Path) -> None:
+    with hf.open(saved) as tree:
+        handle = tree["long"]
+        token = handle.__dask_tokenize__()
+        found = in_another_process(pickle.dumps(handle))
+    assert found == [f"{handle!r} (8, 128) {token[-1]}", str(LONG[3:5, 1].tolist())]
+    with hf.open(saved, select="long") as tree:
+        assert tree["long"].__dask_tokenize__() == token
+
+
+def test_a_handle_that_was_pickled_twice(saved: Path) -> None:
+    with hf.open(saved) as tree:
+        copy = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(tree["long"]))))
+    assert np.array_equal(copy[5], LONG[5]), "it has its own end"
+
+
+def test_a_handle_of_a_checkpoint_that_was_replaced(tmp_path: Path) -> None:
+    hf.save(tmp_path / "ckpt", {"w": LONG})
+    with hf.open(tmp_path / "ckpt") as tree:
+        token, pickled = tree["w"].__dask_tokenize__(), pickle.dumps(tree["w"])
+    hf.save(tmp_path / "ckpt", {"w": LONG}, overwrite=True)
+    refusal = f"CheckpointNotFoundError: {tmp_path}/ckpt: its run has deleted or replaced this checkpoint"
+    assert in_another_process(pickled)[1].startswith(refusal)
+    with hf.open(tmp_path / "ckpt") as tree:
+        assert tree["w"].__dask_tokenize__() != token
+
+
+def test_a_step_stays_the_one_that_was_opened(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": LONG})
+        manager.wait_until_finished()
+        with hf.open(tmp_path) as tree:
+            pickled = pickle.dumps(tree["w"])
+        manager.save(2, {"w": LONG + 1})
+    assert in_another_process(pickled)[1] == str(LONG[3:5, 1].tolist())
+
+
+class Unpicklable(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    def __reduce__(self) -> Any:
+        raise TypeError("it holds a connection")
+
+
+def test_handles_that_cannot_go_to_another_process(saved: Path) -> None:
+    with hf.open(saved) as tree:
+        handle = tree["table"]
+    with pytest.raises(hf.errors.StateError, match="ckpt: table cannot be pickled, as the checkpoint is closed"):
+        pickle.dumps(handle)
+    place = hf.storage.as_location("/ckpt", filesystem=Unpicklable(skip_instance_cache=True))
+    hf.save(place, {"w": TABLE})
+    with hf.open(place) as tree, pytest.raises(hf.errors.StateError, match=r"w cannot be pickled.*holds a connection"):
+        pickle.dumps(tree["w"])
+    hf.save("memory://of-this-process", {"w": TABLE}, overwrite=True)
+    with hf.open("memory://of-this-process") as tree:
+        pickled = pickle.dumps(tree["w"])
+        assert np.array_equal(pickle.loads(pickled)[0], TABLE[0])
+    assert "the memory of a process is not there in another one" in in_another_process(pickled)[1]
 
 
 def test_a_step_that_its_run_deletes_is_an_error_that_says_so(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
@@ -198,6 +200,29 @@ def test_handles_of_an_open_checkpoint(path: Path) -> None:
         assert same(np.asarray(opened["scale"]), ARRAYS["scale"])
         assert same(opened["empty"][:, 1:], ARRAYS["empty"][:, 1:])
         assert [chunk.tolist() for _, chunk in net["b"].iter_chunks()] == [[True, False, True]]
+
+
+def handle(path: Path) -> Any:
+    opened = hf.open(path).tree
+    return opened["net"]["w"] if "net" in opened else opened["net.w"]
+
+
+def test_handles_that_are_pickled(path: Path) -> None:
+    assert handle(path).__dask_tokenize__() == handle(path).__dask_tokenize__()
+    assert same(pickle.loads(pickle.dumps(handle(path)))[2:5], ARRAYS["net.w"][2:5])
+
+
+def test_handles_of_a_checkpoint_that_is_written_anew(case: Case, tmp_path: Path) -> None:
+    path = case.write(tmp_path)
+    token, pickled = handle(path).__dask_tokenize__(), pickle.dumps(handle(path))
+    if case.format == "holdfast":
+        shutil.rmtree(path)
+        case.write(tmp_path)
+    else:
+        os.utime(data_file(path), ns=(1, 1))  # with the same size
+    assert handle(path).__dask_tokenize__() != token
+    with pytest.raises(hf.CheckpointNotFoundError, match="replaced this checkpoint since it was opened"):
+        pickle.loads(pickled)[2:5]
 
 
 BOXES = {
