@@ -78,6 +78,11 @@ def aws_credentials() -> Credentials | None:
     return _renewed.get(settings)
 
 
+def forget_credentials(authorization: str) -> None:
+    """Forget the credentials that a service has refused, given the header of the request."""
+    _renewed.forget(lambda found: f" Credential={found.key_id}/" in authorization)
+
+
 def chosen_profile() -> str:
     """Return the name of the profile of ``~/.aws`` that is used."""
     return os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"

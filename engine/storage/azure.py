@@ -114,7 +114,14 @@ def azure_root(scheme: str, authority: str, path: str) -> tuple[str, str] | None
         account = account.replace(".blob.core.windows.net", _SERVICE)
     if not container:
         raise InvalidLocationError(f"{shown!r} names no container: write az://container/name")
+    if account == f"{_setting('AZURE_STORAGE_ACCOUNT_NAME')}{_SERVICE}":
+        account = ""  # it is the one that az:// means, and each place has one address
     return (f"abfs://{container}@{account}" if account else f"az://{container}"), path
+
+
+def _setting(wanted: str) -> str:
+    """Return an environment variable, whose name obstore reads in any case."""
+    return next((value for name, value in os.environ.items() if name.upper() == wanted), "")
 
 
 def open_azure(root: str) -> AzureBackend:

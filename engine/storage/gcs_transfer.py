@@ -64,8 +64,10 @@ class GcsTransfer(Transfer):
         kind = {"content-type": "application/octet-stream"} if method == "POST" else {}
         return {"host": self._netloc, **kind, **headers, "authorization": f"Bearer {token}"}
 
-    def _refused(self, headers: Mapping[str, str]) -> None:
-        _renewed.forget(headers["authorization"].removeprefix("Bearer "))
+    def _refuses(self, status: int, answer: bytes, headers: Mapping[str, str]) -> bool:
+        if status == 401:
+            _renewed.forget(lambda token: headers["authorization"] == f"Bearer {token}")
+        return status == 401
 
     def _is_stored(self, answer: bytes, size: int) -> bool:
         with contextlib.suppress(ValueError, AttributeError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import re
 import ssl
 import urllib.error
 import urllib.request
@@ -17,11 +18,13 @@ from typing import Any
 from urllib.parse import quote
 from xml.sax.saxutils import escape
 
-from .aws_credentials import aws_credentials, signed_headers
+from .aws_credentials import aws_credentials, forget_credentials, signed_headers
 from .transfer import Part, Transfer
 
 _LOOKUP = "https://{}.s3.amazonaws.com/"
 _WAIT = 5.0  # seconds for the region of a bucket
+# https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
+_ENDED = re.compile(rb"<Code>(ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId)</Code>")
 _EMPTY = hashlib.sha256(b"").hexdigest()
 
 
@@ -85,6 +88,12 @@ class S3Transfer(Transfer):
 
     def _is_removed(self, answer: bytes) -> bool:
         return b"<DeleteResult" in answer and b"<Error>" not in answer
+
+    def _refuses(self, status: int, answer: bytes, headers: Mapping[str, str]) -> bool:
+        if _ENDED.search(answer) is None:
+            return False
+        forget_credentials(headers["authorization"])
+        return True
 
     def _authorized(self, method: str, target: str, headers: Mapping[str, str], digest: str) -> dict[str, str] | None:
         found = aws_credentials()

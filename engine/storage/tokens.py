@@ -60,11 +60,14 @@ class Renewed(Generic[T]):
             self._known[settings] = found
             return found.value
 
-    def forget(self, value: T) -> None:
+    def forget(self, is_refused: Callable[[T], bool]) -> None:
         """Drop credentials that have ended early: the clock behind their end stands still while a machine sleeps."""
         with self._lock:
-            for settings in [settings for settings, kept in self._known.items() if kept.value == value]:
-                del self._known[settings]
+            self._known = {
+                settings: kept
+                for settings, kept in self._known.items()
+                if kept.value is None or not is_refused(kept.value)
+            }
 
 
 def answer_of(request: urllib.request.Request, timeout: float) -> bytes:

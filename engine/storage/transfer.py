@@ -45,6 +45,7 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 _MISSING = (404, 416)  # statuses of a service that works: there is no such object, or it is shorter than it should be
 _REFUSED = (400, 403, 404, 405, 411, 501)  # a service that lacks a request, or refuses it, still works
+_DENIED = (400, 401, 403)  # a reason may be the credentials
 _ANSWERED = (200, 206, *_MISSING)  # the same, and an object that is longer
 
 
@@ -116,8 +117,9 @@ class Transfer:
         """Return all headers of a request; None without credentials."""
         raise NotImplementedError
 
-    def _refused(self, headers: Mapping[str, str]) -> None:
-        """Note that the service does not accept the credentials in these headers, or no longer."""
+    def _refuses(self, status: int, answer: bytes, headers: Mapping[str, str]) -> bool:
+        """Return whether the service does not accept the credentials in these headers, or no longer; forget them."""
+        return False
 
     def _is_stored(self, answer: bytes, size: int) -> bool:
         """Return whether an answer with the status of success says that an object of this size was stored."""
@@ -317,6 +319,9 @@ class Transfer:
                 _wait(connection.sock, patience)
                 response = connection.getresponse()
                 status = response.status
+                if status in _DENIED and self._refuses(status, response.read(_ANSWER), authorized):
+                    status = 401
+                    break
                 done = receive(response, check)
             except TimeoutError:
                 status = 0
@@ -334,8 +339,6 @@ class Transfer:
             if done or status in works:
                 self._failures = 0
                 return done
-            if status == 401:
-                self._refused(authorized)
             break
         self._failures += 1
         if self._failures >= _ATTEMPTS:

@@ -321,6 +321,24 @@ def test_amazon_tells_the_region_of_a_bucket(amazon: Amazon, monkeypatch: pytest
     assert found._netloc == "far-away.s3.eu-far-1.amazonaws.com"
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "are_ended"),
+    [(400, "ExpiredToken", True), (403, "InvalidAccessKeyId", True), (403, "AccessDenied", False)],
+)
+def test_keys_that_the_service_refuses_are_asked_for_again(
+    s3: Store, amazon: Amazon, status: int, code: str, are_ended: bool
+) -> None:
+    assert sends(s3)
+    found = client(s3)
+    assert found is not None
+    s3.server.fail("PUT", answer=s3.server.error(status, code))
+    assert not found.copy("object", "copy", PATIENT)
+    asked = amazon.asked()
+    assert sends(s3)
+    assert amazon.asked() == asked + MACHINE * are_ended
+    assert found.copies is are_ended, "a refusal of keys says nothing about copies"
+
+
 def test_a_run_with_a_profile(s3: Store, amazon: Amazon, tmp_path: Path) -> None:
     """TensorStore finds the same; the data is carried by the client of holdfast."""
     (tmp_path / ".aws" / "credentials").write_text(f"[default]\n{KEYS}")

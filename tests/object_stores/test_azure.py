@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.object_stores.azure_server import KEY
+from tests.object_stores.azure_server import ACCOUNT, KEY
 from tests.object_stores.conftest import Store
 
 import holdfast as hf
@@ -45,6 +45,19 @@ def test_addresses(text: str, url: str) -> None:
     assert place.url == url
     assert as_location(place.url) == place
     assert place.is_remote
+
+
+def test_each_place_has_one_address(az: Store) -> None:
+    """Also where an address names the account that the environment names."""
+    host = f"{ACCOUNT}.blob.core.windows.net"
+    hf.save(f"{az.url}/run", TREE)
+    for address in (f"abfs://{az.bucket}@{ACCOUNT}.dfs.core.windows.net", f"https://{host}/{az.bucket}"):
+        place = as_location(f"{address}/run")
+        assert place == as_location(f"{az.url}/run")
+        assert hf.load(f"{address}/run")["step"] == 3
+        with pytest.raises(hf.errors.OptionError, match="cannot lie there; choose a place outside"):
+            hf.copy_checkpoint(f"{az.url}/run", f"{address}/run/copy")
+    assert as_location(f"abfs://{az.bucket}@other.dfs.core.windows.net/run") != as_location(f"{az.url}/run")
 
 
 @pytest.mark.parametrize(

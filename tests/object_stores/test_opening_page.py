@@ -29,12 +29,13 @@ def test_the_programs(
 def test_dask(
     examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    program = examples["python 3"]
     pytest.importorskip("dask.array")
     monkeypatch.chdir(tmp_path)
     table = np.arange(1_000_000, dtype=np.float32).reshape(10_000, 100)
     hf.save("model", {"embedding": table})
-    exec(compile(examples["python 3"], "page.py", "exec"), {"hf": hf, "table": table})
-    assert capsys.readouterr().out.splitlines() == re.findall(r"print\(.*\)  # (.*)", examples["python 3"])
+    exec(compile(program, "page.py", "exec"), {"hf": hf, "table": table})
+    assert capsys.readouterr().out.splitlines() == re.findall(r"print\(.*\)  # (.*)", program)
 
 
 @pytest.mark.examples("docs/opening.md", "python 5")
