@@ -33,13 +33,15 @@ class OpenCheckpoint:
     """
 
     def __init__(self, source: CheckpointSource, item: str | None, select: Patterns | None) -> None:
-        self._source = source
         self._trees: list[_OpenTree] = []
         source.check_item(item)
         wanted = [item] if item is not None else source.items_to_load()
         if select is not None:
             wanted = [source.only_tree(item)]
-        trees = {name: self._tree(name, select) if source.items[name] == TREE else source.load(name) for name in wanted}
+        trees = {
+            name: self._tree(source, name, select) if source.items[name] == TREE else source.load(name)
+            for name in wanted
+        }
         self.tree: Any = trees if len(wanted) > 1 else trees[wanted[0]]
 
     @property
@@ -48,12 +50,12 @@ class OpenCheckpoint:
 
         0 for a format whose own library reads it, such as HDF5.
         """
-        return sum(opened.tree.bytes_read for opened in self._trees)
+        return sum(opened.bytes_read for opened in self._trees)
 
     def close(self) -> None:
         """End the reading: handles of this checkpoint cannot read any more, arrays that were read stay valid."""
         for opened in self._trees:
-            opened.is_closed = True
+            opened.close()
 
     def __enter__(self) -> Any:
         return self.tree
@@ -64,14 +66,14 @@ class OpenCheckpoint:
         self.close()
 
     @collection_paused()
-    def _tree(self, item: str, select: Patterns | None) -> Any:
-        source = self._source.selected_tree(item, select)
-        opened = _OpenTree(self._source, item, source)
+    def _tree(self, checkpoint: CheckpointSource, item: str, select: Patterns | None) -> Any:
+        source = checkpoint.selected_tree(item, select)
+        opened = _OpenTree(checkpoint, item, source)
         self._trees.append(opened)
         values = leaf_values(source, [leaf for leaf in source.leaves if not is_array(leaf)])
         rest = iter(values)
         leaves = [ArrayHandle(leaf, opened.address, opened) if is_array(leaf) else next(rest) for leaf in source.leaves]
-        return self._source.complete(item, source, source.tree.build(leaves))
+        return checkpoint.complete(item, source, source.tree.build(leaves))
 
 
 class _Address(NamedTuple):
@@ -97,32 +99,42 @@ class _OpenTree:
         found = tree.fingerprint or _files_at(checkpoint.location)
         identity = hashlib.blake2b(found.encode() or os.urandom(16), digest_size=16).hexdigest()
         self.address = _Address(checkpoint.location, item, identity, bool(found))
-        self.tree = tree
-        self.is_closed = False
-        self._checkpoint = checkpoint
+        self._reads: tuple[CheckpointSource, TreeSource] | None = checkpoint, tree
+        self._bytes_read = 0  # when it was closed
 
-    @functools.cached_property
-    def leaves(self) -> dict[str, SavedLeaf]:
-        """The leaves by their names."""
-        return {leaf.name: leaf for leaf in self.tree.leaves}
+    @property
+    def bytes_read(self) -> int:
+        return self._bytes_read if self._reads is None else self._reads[1].bytes_read
 
-    @contextlib.contextmanager
-    def reading(self, leaf: SavedLeaf) -> Iterator[TreeSource]:
-        """Explain why a leaf cannot be read: the checkpoint is closed, or its run has deleted it."""
-        self.check_open(leaf, "read")
-        try:
-            yield self.tree
-        except (DamagedCheckpointError, ObjectNotFoundError) as error:
-            if not self._checkpoint.has_changed():
-                raise
-            raise _replaced(self.address.location) from error
+    def close(self) -> None:
+        """Let go of what the tree has in memory, and of its files, although its handles are kept."""
+        self._bytes_read = self.bytes_read
+        self._reads = None
 
-    def check_open(self, leaf: SavedLeaf, action: str) -> None:
-        if self.is_closed:
+    def opened(self, leaf: SavedLeaf, action: str) -> tuple[CheckpointSource, TreeSource]:
+        """Return what is open; the error without says that ``action`` is impossible for a leaf."""
+        if self._reads is None:
             raise StateError(
                 f"{self.address.location}: {format_path(leaf.name)} cannot be {action}, as the checkpoint is closed; "
                 f"{'read' if action == 'read' else 'pickle it'} inside of the with block, or open it again"
             )
+        return self._reads
+
+    @functools.cached_property
+    def leaves(self) -> dict[str, SavedLeaf]:
+        """The leaves by their names."""
+        return {} if self._reads is None else {leaf.name: leaf for leaf in self._reads[1].leaves}
+
+    @contextlib.contextmanager
+    def reading(self, leaf: SavedLeaf) -> Iterator[TreeSource]:
+        """Explain why a leaf cannot be read: the checkpoint is closed, or its run has deleted it."""
+        checkpoint, tree = self.opened(leaf, "read")
+        try:
+            yield tree
+        except (DamagedCheckpointError, ObjectNotFoundError) as error:
+            if not checkpoint.has_changed():
+                raise
+            raise _replaced(self.address.location) from error
 
 
 def _replaced(location: Location) -> CheckpointNotFoundError:
@@ -195,7 +207,7 @@ class ArrayHandle:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle where the array is; it is opened again where it is read."""
         if self._opened is not None:
-            self._opened.check_open(self._leaf, "pickled")
+            self._opened.opened(self._leaf, "pickled")
         try:
             pickle.dumps(self._address.location)
         except Exception as error:
@@ -219,7 +231,8 @@ class ArrayHandle:
     def chunks(self) -> tuple[int, ...]:
         """The shape of the parts in which it is read; all of the array where the format has no chunks."""
         if self._chunks is None:
-            self._chunks = self._open().tree.chunks(self._leaf)
+            with self._open().reading(self._leaf) as tree:
+                self._chunks = tree.chunks(self._leaf)
         return self._chunks
 
     @property
@@ -316,7 +329,11 @@ class ArrayHandle:
         ]
 
     def __repr__(self) -> str:
-        return f"<ArrayHandle {self.path}: {self.dtype}{list(self.shape)} in {self.nchunks} chunks>"
+        try:
+            parts = f" in {self.nchunks} chunks"
+        except StateError:
+            parts = ", closed"
+        return f"<ArrayHandle {self.path}: {self.dtype}{list(self.shape)}{parts}>"
 
 
 def is_array(leaf: SavedLeaf) -> bool:

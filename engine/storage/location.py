@@ -31,6 +31,7 @@ _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+._-]*::.*://", re.DOTALL)
 _COLLAPSED = re.compile(
     r"(?:file|memory|s3a?|gs|gcs|https?|az|abfss?|(?:web|arrow_)?hdfs|sftp|ssh|ftp|smb):/", re.IGNORECASE
 )
+_SYNONYMS = {"gcs": "gs", "s3a": "s3"}
 _KNOWN = "a path, file:///path, memory://name, s3://bucket/name, gs://bucket/name or az://container/name"
 
 _local = LocalBackend()
@@ -111,7 +112,7 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
         return Location(_local, os.path.abspath(path))
     if scheme == "memory":
         return Location(open_backend("memory", ""), _object_key(shown, path))
-    scheme = "gs" if scheme == "gcs" else scheme
+    scheme = _SYNONYMS.get(scheme, scheme)
     if scheme in ("s3", "gs"):
         bucket, _, path = path.partition("/")
         if "@" in bucket:

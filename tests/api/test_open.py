@@ -140,6 +140,7 @@ def test_a_closed_checkpoint_reads_nothing(saved: Path) -> None:
     with pytest.raises(hf.errors.StateError, match="ckpt: table cannot be read, as the checkpoint is closed"):
         tree["table"][1]
     assert np.array_equal(row, TABLE[1])
+    assert repr(tree["table"]) == "<ArrayHandle table: float32[40, 30], closed>"
 
 
 # ---- handles that go to other processes, as those of dask do

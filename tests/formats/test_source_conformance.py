@@ -202,6 +202,18 @@ def test_handles_of_an_open_checkpoint(path: Path) -> None:
         assert [chunk.tolist() for _, chunk in net["b"].iter_chunks()] == [[True, False, True]]
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_an_open_checkpoint_lets_go_of_its_files(path: Path) -> None:
+    """Although the tree is kept."""
+    with (opened := hf.open(path)) as tree:
+        for leaf in jax.tree.leaves(tree):
+            np.asarray(leaf)
+        read = opened.bytes_read
+    descriptors = Path("/proc/self/fd").iterdir()
+    assert not [one for one in descriptors if one.is_symlink() and str(one.readlink()).startswith(str(path))]
+    assert (tree.keys(), opened.bytes_read) == (opened.tree.keys(), read)
+
+
 def handle(path: Path) -> Any:
     opened = hf.open(path).tree
     return opened["net"]["w"] if "net" in opened else opened["net.w"]

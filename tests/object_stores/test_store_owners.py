@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -360,6 +361,31 @@ def test_a_run_sweeps_the_step_of_a_save_that_is_alive(store: Store, order: str,
         assert set(hf.load(f"{url}/1")["w"].tolist()) == {9 if failed else 1}
         assert hf.verify(f"{url}/1").ok
     assert len({key.split("/")[2] for key in store.stored("run/1/")}) == (2 if old or not failed else 0)
+
+
+def test_a_checkpoint_is_replaced_at_any_request_of_a_load(store: Store, size: int) -> None:
+    """Its folder or zip file is gone then, and the load reads the new one."""
+    for number in itertools.count():
+        url = f"{store.url}/{number}"
+        hf.save(url, {"w": np.full(size, 1)})
+        waits, load_goes_on = threading.Event(), threading.Event()
+        fault = store.server.fail("GET", skip=number, act=waits.set, after=load_goes_on)
+        found: list[Any] = []
+
+        def load(url: str = url, waits: threading.Event = waits, found: list[Any] = found) -> None:
+            found.append(hf.load(url)["w"])
+            waits.set()
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        assert waits.wait(20)
+        if fault.times:  # the load had no more requests
+            break
+        hf.save(url, {"w": np.full(size, 2)}, overwrite=True)
+        load_goes_on.set()
+        thread.join()
+        assert set(found[0].tolist()) == {2}
+    assert number > 1
 
 
 def test_taken_over_in_the_very_moment_of_the_commit(store: Store, size: int) -> None:

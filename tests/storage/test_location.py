@@ -39,6 +39,7 @@ from holdfast.engine.storage import Location, as_location
         ("s3://bucket", "s3://bucket", "", "s3://bucket"),
         ("gs://bucket/x", "gs://bucket/x", "x", "gs://bucket"),
         ("gcs://bucket/a%20b", "gs://bucket/a%20b", "a b", "gs://bucket"),
+        ("s3a://bucket/x", "s3://bucket/x", "x", "s3://bucket"),
         ("GCS://bucket", "gs://bucket", "", "gs://bucket"),
     ],
 )
