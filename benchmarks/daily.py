@@ -1,10 +1,10 @@
 """``python -m benchmarks.daily``: everyday operations, compared with other libraries and the disk itself.
 
 Small saves, a few leaves of many, many small leaves, the start of a program, several processes of one machine, sharded
-loads, a tree of medium size, parts of arrays, and the requests of a small checkpoint in an object store. Each row is
+loads, the requests of a small checkpoint in an object store, a tree of medium size, and parts of arrays. Each row is
 one program, in which the contenders take turns; a new process runs it, so that nothing of other rows is in memory.
 Saves are fsynced, and what is said to be loaded cold is dropped from the page cache before. A row that fails is named,
-and the others continue.
+and the others continue. All rows together take about three minutes on a quiet machine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from .table import MISSING, aligned, markdown
 
 OURS = "holdfast"
 OWN = ("holdfast", "on_step", "bytes", "requests")  # how the names of our own numbers begin
+BEST = "best peer"  # in a goal: the one with the lowest median
+FLOOR = "floor: page cache, copied and checked"
 ROUNDS = 9
-ROW_SECONDS = 180  # the longest that a row may take; all together take less than ten minutes
+ROW_SECONDS = 180  # the longest that a row may take
 # Programs start from compiled modules, as installed ones do.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
@@ -133,12 +135,7 @@ take_turns({
     "holdfast": lambda turn: hf.load(directory / "ours", select=wanted),
 }, cold=[directory / "ours", directory / "peer.safetensors"])
 """
-FEW_OF_MORE = """
-tree = many(int(100_000 * scale))
-hf.save(directory / "ours", tree)
-wanted = list(tree)[::len(tree) // 3][:3]
-take_turns({"holdfast": lambda turn: hf.load(directory / "ours", select=wanted)}, clock=time.process_time)
-"""
+FEW_OF_MORE = FEW.replace("10_000", "100_000").replace("cold=", "clock=time.process_time, cold=")
 MANY_SAVED = """
 import safetensors.numpy
 tree = many(int(10_000 * scale))
@@ -165,33 +162,59 @@ with hf.CheckpointManager(directory / "run") as manager:
         manager.save(step, {"w": np.arange(10.0)})
         manager.wait_until_finished()
 first = "import sys, numpy; import holdfast as hf; hf.save(sys.argv[1], {'w': numpy.arange(10.0)})"
-def run(*arguments):
-    subprocess.run([sys.executable, *map(str, arguments)], check=True, stdout=subprocess.DEVNULL)
+asked = {"_HOLDFAST_COMPLETE": "bash_complete", "COMP_WORDS": "holdfast l", "COMP_CWORD": "1"}
+def run(*arguments, **variables):
+    command = [sys.executable, *map(str, arguments)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **variables})
+def command(*words, **variables):
+    return lambda turn: run("-m", "holdfast", *words, **variables)
 take_turns({
     "numpy": lambda turn: run("-c", "import numpy"),
-    "holdfast": lambda turn: run("-c", first, directory / f"first{turn}"),
-    "holdfast ls": lambda turn: run("-m", "holdfast", "ls", directory / "run"),
+    "holdfast, first save": lambda turn: run("-c", first, directory / f"first{turn}"),
+    "holdfast ls": command("ls", directory / "run"),
+    "holdfast show": command("show", directory / "run"),
+    "holdfast verify": command("verify", directory / "run"),
+    "holdfast completion": command(**asked),
 })
+pairs = zip(values["holdfast, first save"], values["numpy"])
+values["holdfast, first save beyond numpy"] = [ours - numpys for ours, numpys in pairs]
 """
 SAME_HOST = """
 tree = {f"layer{number}": np.full(int((4 << 20) * scale), number, np.float32) for number in range(15)}
 hf.save(directory / "ours", tree)
 nbytes = sum(array.nbytes for array in tree.values())
 program = '''
-import sys, time
-import torch.distributed as dist
+import os, sys, time
+from pathlib import Path
+import google_crc32c
 import holdfast as hf
+from holdfast.engine.storage import aligned_empty
 rank, world, store, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-if store:
+def read_all(path):
+    "The floor: each file, read through the page cache into new memory, and its checksum."
+    loaded = []
+    for place in sorted(Path(path).rglob("*")):
+        with open(place, "rb", buffering=0) if place.is_file() else open(os.devnull, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            while left := os.fstat(file.fileno()).st_size - file.tell():
+                memory = aligned_empty(min(left, 16 << 20))
+                file.readinto(memory)
+                memory.flags.writeable = False
+                google_crc32c.value(memory)
+                loaded.append(memory)
+    return loaded
+load = read_all if store == "floor" else hf.load
+if store not in ("", "floor"):
+    import torch.distributed as dist
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-load = hf.load
 def bytes_read():
     return int(next(line for line in open("/proc/self/io") if line.startswith("read_bytes")).split()[1])
 print("ready", flush=True)
 for _ in sys.stdin:
     before, began = bytes_read(), time.perf_counter()
-    load(path)
+    loaded = load(path)
     print(time.perf_counter() - began, bytes_read() - before, flush=True)
+    del loaded
 '''
 def start(world, store):
     arguments = [str(world), str(store), str(directory / "ours")]
@@ -208,13 +231,19 @@ def load(processes):
         one.stdin.flush()
     found = [one.stdout.readline().split() for one in processes]
     return max(float(taken) for taken, _ in found), sum(int(count) for _, count in found)
-contenders = {"one process": start(1, ""), "holdfast": start(4, directory / "store"), "not connected": start(4, "")}
+contenders = {
+    "one process": start(1, ""),
+    "floor: page cache, copied and checked": start(4, "floor"),
+    "holdfast": start(4, directory / "store"),
+    "holdfast, not connected": start(4, ""),
+}
 for turn in range(rounds):
     for name, processes in contenders.items():
         taken, count = load(processes)
         values.setdefault(name, []).append(taken)
-        if len(processes) > 1:
-            values.setdefault(f"bytes from the disk, times the checkpoint: {name}", []).append(count / nbytes)
+        if name.startswith("holdfast"):
+            what = "bytes from the disk, times the checkpoint" + name.removeprefix("holdfast")
+            values.setdefault(what, []).append(count / nbytes)
 for processes in contenders.values():
     for one in processes:
         one.communicate()
@@ -235,31 +264,53 @@ take_turns({
     "holdfast": lambda turn: jax.block_until_ready(hf.load(directory / "ours", like=like("x"))),
 }, cold=[directory / "ours"])
 """
-MEDIUM_SAVED = """
+MEDIUM = """
 import safetensors.torch, torch
+try:
+    import pyarrow
+except ImportError:
+    pyarrow = None
 tree = {f"layer{number}": torch.full((int((1 << 20) * scale),), float(number)) for number in range(60)}
-def peer(turn):
-    path = directory / f"peer{turn % 2}.safetensors"
+def save_arrow(path):
+    with pyarrow.OSFile(str(path), "wb") as file:
+        for tensor in tree.values():
+            pyarrow.ipc.write_tensor(pyarrow.Tensor.from_numpy(tensor.numpy()), file)
+def save_safetensors(path):
     safetensors.torch.save_file(tree, path)
+def durable(save, path):
+    save(path)
     sync(path)
     sync(directory)
-take_turns({
-    "one file": lambda turn: write_one_file([tensor.numpy() for tensor in tree.values()], directory / f"one{turn % 2}"),
-    "safetensors, durable": peer,
-    "holdfast": lambda turn: hf.save(directory / f"ours{turn % 2}", tree, overwrite=True),
-})
 """
-MEDIUM_LOADED = """
-import safetensors.torch, torch
-tree = {f"layer{number}": torch.full((int((1 << 20) * scale),), float(number)) for number in range(60)}
+MEDIUM_SAVED = f"""{MEDIUM}
+contenders = {{
+    "one file": lambda turn: write_one_file(map(torch.Tensor.numpy, tree.values()), directory / f"one{{turn % 2}}"),
+    "safetensors, durable": lambda turn: durable(save_safetensors, directory / f"peer{{turn % 2}}.safetensors"),
+    "holdfast": lambda turn: hf.save(directory / f"ours{{turn % 2}}", tree, overwrite=True),
+}}
+if pyarrow:
+    contenders["Arrow, durable"] = lambda turn: durable(save_arrow, directory / f"peer{{turn % 2}}.arrow")
+take_turns(contenders)
+"""
+MEDIUM_LOADED = f"""{MEDIUM}
 hf.save(directory / "ours", tree)
-safetensors.torch.save_file(tree, directory / "peer.safetensors")
+save_safetensors(directory / "peer.safetensors")
 torch.save(tree, directory / "peer.pt")
-take_turns({
-    "safetensors": lambda turn: [t.sum() for t in safetensors.torch.load_file(directory / "peer.safetensors").values()],
+def read_arrow(turn):
+    with pyarrow.OSFile(str(directory / "peer.arrow"), "rb") as file:
+        return [torch.from_numpy(pyarrow.ipc.read_tensor(file).to_numpy()) for _ in tree]
+def read_safetensors(**options):
+    return [t.sum() for t in safetensors.torch.load_file(directory / "peer.safetensors", **options).values()]
+contenders = {{
+    "safetensors": lambda turn: read_safetensors(),
+    "safetensors, pread": lambda turn: read_safetensors(backend="pread"),
     "torch.load": lambda turn: [t.sum() for t in torch.load(directory / "peer.pt").values()],
     "holdfast": lambda turn: [t.sum() for t in hf.load(directory / "ours", like=tree).values()],
-}, cold=[directory / "ours", directory / "peer.safetensors", directory / "peer.pt"])
+}}
+if pyarrow:
+    save_arrow(directory / "peer.arrow")
+    contenders["Arrow"] = lambda turn: [t.sum() for t in read_arrow(turn)]
+take_turns(contenders, cold=[path for path in directory.iterdir()])
 """
 PARTS = """
 import safetensors, safetensors.numpy
@@ -309,51 +360,69 @@ class Row:
     """One everyday operation.
 
     Attributes:
+        number: Of the row, as the page of the benchmarks counts them.
         title: What is done.
         program: Fills ``values`` with the numbers of each contender, one for each round.
-        goals: For each goal: the number, the number it is divided by (or None), and the limit.
+        goals: For each goal: the number, the number it is divided by (or None), and the limit; None for a line that
+            only informs.
     """
 
+    number: int
     title: str
     program: str
-    goals: tuple[tuple[str, str | None, float], ...]
+    goals: tuple[tuple[str, str | None, float | None], ...]
 
 
 ROWS = {
-    "small": Row(title="save 3 MB in 24 leaves", program=SMALL, goals=((OURS, "one file", 2.0),)),
+    "small": Row(number=1, title="save 3 MB in 24 leaves", program=SMALL, goals=((OURS, "one file", 2.0),)),
     "managed": Row(
+        number=1,
         title="the same with a manager, and at every step",
         program=MANAGED,
         goals=((OURS, "one file", 2.0), ("on_step blocks", None, 0.001)),
     ),
-    "few": Row(title="load 3 of 10,000 leaves, cold", program=FEW, goals=((OURS, None, 0.015),)),
+    "few": Row(number=2, title="load 3 of 10,000 leaves, cold", program=FEW, goals=((OURS, None, 0.015),)),
     "few_of_more": Row(
-        title="load 3 of 100,000 leaves, processor time", program=FEW_OF_MORE, goals=((OURS, None, 0.030),)
+        number=2, title="load 3 of 100,000 leaves, processor time", program=FEW_OF_MORE, goals=((OURS, None, 0.030),)
     ),
-    "many_saved": Row(title="save 10,000 leaves", program=MANY_SAVED, goals=((OURS, "safetensors, durable", 1.3),)),
-    "many_loaded": Row(title="load 10,000 leaves into numpy", program=MANY_LOADED, goals=((OURS, "safetensors", 1.3),)),
+    "many_saved": Row(
+        number=3, title="save 10,000 leaves", program=MANY_SAVED, goals=((OURS, "safetensors, durable", 1.3),)
+    ),
+    "many_loaded": Row(
+        number=3, title="load 10,000 leaves into numpy", program=MANY_LOADED, goals=((OURS, "safetensors", 1.3),)
+    ),
     "start": Row(
-        title="start: the first save, and holdfast ls of 5 steps",
+        number=4,
+        title="start of a program",
         program=START,
-        goals=((OURS, None, 0.21), ("holdfast ls", None, 0.2)),
+        goals=(
+            ("holdfast, first save beyond numpy", None, 0.12),
+            ("holdfast ls", None, 0.2),
+            ("holdfast show", None, 0.2),
+            ("holdfast verify", None, 0.2),
+            ("holdfast completion", None, 0.2),
+        ),
     ),
     "same_host": Row(
+        number=5,
         title="four processes of one machine load 240 MiB, cold",
         program=SAME_HOST,
         goals=(
             (OURS, "one process", 1.2),
-            ("bytes from the disk, times the checkpoint: holdfast", None, 1.01),
-            ("bytes from the disk, times the checkpoint: not connected", None, 1.5),
+            (FLOOR, "one process", None),
+            (OURS, FLOOR, None),
+            ("bytes from the disk, times the checkpoint", None, 1.01),
+            ("bytes from the disk, times the checkpoint, not connected", None, 1.5),
         ),
     ),
     "sharded": Row(
-        title="load 192 MiB onto 8 local devices of jax, cold", program=SHARDED, goals=((OURS, "one device", 1.3),)
-    ),
-    "medium_saved": Row(title="save 250 MB of torch", program=MEDIUM_SAVED, goals=((OURS, "one file", 1.1),)),
-    "medium_loaded": Row(
-        title="load 250 MB into torch, cold", program=MEDIUM_LOADED, goals=((OURS, "safetensors", 1.1),)
+        number=6,
+        title="load 192 MiB onto 8 local devices of jax, cold",
+        program=SHARDED,
+        goals=((OURS, "one device", 1.3),),
     ),
     "requests": Row(
+        number=7,
         title="100 KB in an object store",
         program=REQUESTS,
         goals=(
@@ -362,7 +431,13 @@ ROWS = {
             ("requests of a save that deletes a step", None, 10),
         ),
     ),
-    "parts": Row(title="an eighth of every array of 1 GB, cold", program=PARTS, goals=((OURS, "all of it", 1.3 / 8),)),
+    "medium_saved": Row(number=8, title="save 250 MB of torch", program=MEDIUM_SAVED, goals=((OURS, BEST, 1.1),)),
+    "medium_loaded": Row(
+        number=8, title="load 250 MB into torch, cold", program=MEDIUM_LOADED, goals=((OURS, BEST, 1.1),)
+    ),
+    "parts": Row(
+        number=9, title="an eighth of every array of 1 GB, cold", program=PARTS, goals=((OURS, "all of it", 1.3 / 8),)
+    ),
 }
 
 Values = dict[str, list[float]]
@@ -430,11 +505,16 @@ def _medians(values: Values) -> Medians:
 
 def goals(found: dict[str, Medians]) -> list[Goal]:
     """Return what must be reached, by the rows that were measured or should have been."""
-    return [_goal(found[row], row, *goal) for row in found for goal in ROWS[row].goals]
+    return [
+        _goal(found[row], row, number, other, limit)
+        for row in found
+        for number, other, limit in ROWS[row].goals
+        if limit is not None
+    ]
 
 
 def _goal(medians: Medians, row: str, number: str, other: str | None, limit: float) -> Goal:
-    own, base = medians.get(number), medians.get(other) if other else 1.0
+    own, base = medians.get(number), medians.get(_peer(medians, other)) if other else 1.0
     return Goal(
         name=f"{ROWS[row].title}: {number}{f' / {other}' if other else ''}",
         value=None if own is None or not base else own / base,
@@ -443,23 +523,29 @@ def _goal(medians: Medians, row: str, number: str, other: str | None, limit: flo
     )
 
 
+def _peer(medians: Medians, other: str | None) -> str:
+    """Return the name of what a number is compared with, or an empty string."""
+    peers = [name for name in medians if not name.startswith(OWN) and name != FLOOR]
+    return other if other not in (None, BEST) else min(peers, key=medians.__getitem__, default="")
+
+
 def report(found: dict[str, Medians], rounds: int, machine: dict[str, str], *, as_markdown: bool) -> str:
     """Return the table: a line for each goal, with the number that it is compared with, or the best peer's."""
-    rows = [["row", "ours", "floor or best peer", "ratio", "goal", "met"]]
+    rows = [["row", "what is done", "median", "floor or best peer", "ratio", "goal", "met"]]
     for row, medians in found.items():
         for number, other, limit in ROWS[row].goals:
-            goal = _goal(medians, row, number, other, limit)
-            peers = [name for name in medians if not name.startswith(OWN)]
-            peer = other or (min(peers, key=medians.__getitem__) if peers and goal.unit != "x" else None)
-            own, base = medians.get(number), medians.get(peer or "")
+            goal = None if limit is None else _goal(medians, row, number, other, limit)
+            peer = _peer(medians, other) if other or not number.startswith("bytes") else ""
+            own, base = medians.get(number), medians.get(peer)
             rows.append(
                 [
+                    str(ROWS[row].number),
                     ROWS[row].title if number == OURS else f"{ROWS[row].title}: {number}",
                     "not measured" if own is None else _text(own, number),
-                    MISSING if peer is None or base is None else f"{peer} {_text(base)}",
+                    MISSING if base is None else f"{peer} {_text(base)}",
                     MISSING if own is None or not base else f"{own / base:.2f}x",
-                    goal.bound,
-                    "yes" if goal.met else "NO",
+                    MISSING if goal is None else goal.bound,
+                    MISSING if goal is None else "yes" if goal.met else "NO",
                 ]
             )
     facts = ", ".join(f"{key} {value}" for key, value in machine.items())

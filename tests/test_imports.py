@@ -206,10 +206,14 @@ def test_pure_modules_do_no_input_or_output() -> None:
     assert wrong == []
 
 
-def loaded_by(program: str) -> set[str]:
+def modules_of(program: str) -> set[str]:
     program += "\nimport sys; print('\\n'.join(sys.modules))"
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    return {name.split(".")[0] for name in finished.stdout.splitlines()}
+    return {*finished.stdout.splitlines()}
+
+
+def loaded_by(program: str) -> set[str]:
+    return {name.split(".")[0] for name in modules_of(program)}
 
 
 @pytest.mark.parametrize(
@@ -228,8 +232,33 @@ def test_frameworks_stay_unloaded(program: str) -> None:
     assert loaded_by(program) & FRAMEWORKS == set()
 
 
-def test_importing_the_package_loads_next_to_nothing() -> None:
-    assert "numpy" not in loaded_by("import holdfast")
+IN_A_FOLDER = "import tempfile, holdfast as hf\nwith tempfile.TemporaryDirectory() as folder: "
+
+
+@pytest.mark.parametrize(
+    ("program", "unneeded"),
+    [
+        ("import holdfast", {"numpy", "holdfast.engine.storage"}),
+        (
+            f"{IN_A_FOLDER} hf.list_checkpoints(folder)",
+            {"numpy", "holdfast.engine.pytree", "holdfast.engine.arrays.read"},
+        ),
+        (
+            f"{IN_A_FOLDER} hf.save(folder + '/a', {{'step': 1}})",
+            {
+                "asyncio",
+                "email",
+                "ssl",
+                "holdfast.engine.manager",
+                "holdfast.engine.inspection",
+                "holdfast.engine.stateful",
+            },
+        ),
+    ],
+    ids=["import", "a list", "a save"],
+)
+def test_a_program_loads_what_it_uses(program: str, unneeded: set[str]) -> None:
+    assert modules_of(program) & unneeded == set()
 
 
 def listing_of(front: Path) -> Path:

@@ -92,8 +92,7 @@ class Entries:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Root:
+class Root(NamedTuple):
     """The root node of one version of a database."""
 
     height: int  # levels below the root
@@ -206,8 +205,7 @@ _NODES_AT_A_TIME = 16  # nodes that are read together
 _NODE_BYTES = 4096  # counted for each node besides its size; limits the number of tiny nodes, and thus the time
 
 
-@dataclass(frozen=True, slots=True)
-class _Reference:
+class _Reference(NamedTuple):
     """A node that is still to be read, and what its parent declares about it."""
 
     height: int

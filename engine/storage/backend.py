@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
     from .buffers import Buffer
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Entry:
+class Entry(NamedTuple):
     """One name directly inside a directory."""
 
     name: str  # the last segment of its path
@@ -27,8 +25,7 @@ class Entry:
     identity: tuple[int, int] | None = None  # the same for all names of a file, if the caller has requested it
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """A contiguous part of a data file and the source of its bytes."""
 
     offset: int  # first byte in the file; a multiple of 4096
@@ -42,8 +39,7 @@ class Segment:
     lasting: bool = False  # whether parts keep their content until the file is written, so that none needs a copy
 
 
-@dataclass(frozen=True, slots=True)
-class DataFile:
+class DataFile(NamedTuple):
     name: str  # path relative to the directory it belongs to
     size: int  # length in bytes
     segments: Sequence[Segment]  # content, in ascending order; gaps are zero
