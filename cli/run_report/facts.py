@@ -25,7 +25,6 @@ from .history import History, add_metrics, read_history
 _MOST_RUNS = 50
 _STATISTICS = 1500  # the most leaves whose statistics are shown
 _WORTH = 60.0  # the least seconds a day that another interval must save for the command to name it
-_EARLIER = 8 << 30  # the most bytes of earlier steps to read for norms, unless the user gives a number of steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +34,7 @@ class Reading:
     progress: Progress = UNHEARD  # counts the bytes that are read
     statistics: bool = True
     norm_steps: int | None = None  # how many steps to compare norms of, the newest included; None chooses
+    earlier_bytes: float = 8 << 30  # the most bytes of earlier steps to read for norms, where `norm_steps` is None
 
 
 @dataclass(slots=True)
@@ -217,7 +217,7 @@ def _read_norms(
     columns = {newest.step: ({(leaf.item, leaf.path): leaf.norm for leaf in found.leaves}, totals)}
     earlier = [one for one in whole if one.step < newest.step and _series(one) == _series(newest)]
     chosen = _spread(earlier, (8 if reading.norm_steps is None else reading.norm_steps) - 1)
-    budget = _EARLIER if reading.norm_steps is None else math.inf
+    budget = reading.earlier_bytes if reading.norm_steps is None else math.inf
     for checkpoint in reversed(chosen):
         if checkpoint.bytes > budget:
             found.notes.append(

@@ -41,7 +41,6 @@ from .write import INDEX, MANIFEST
 
 Report = Callable[[str, int, str], None]  # takes a file ("" for the index), the number of an array, what is wrong
 
-_SMALL_FILE_LIMIT = 512 << 20  # bytes of a file that is read in one piece
 _WHOLE = 2 * NODE_LIMIT  # bytes of an index that is always read in one piece
 _READS = 16  # nodes that are read at a time from an object store
 _INDEX_LIMIT = 8 << 30  # bytes of an index; one over ten million chunks takes some 200 MB
@@ -67,11 +66,17 @@ def naming(location: Location, about: str = "") -> Iterator[None]:
 
 
 class ArrayDatabase:
-    """Named arrays in a folder, opened for reading; ``files`` are those that the commit record lists."""
+    """Named arrays in a folder, opened for reading; ``files`` are those that the commit record lists.
 
-    def __init__(self, location: Location, files: Mapping[str, FileRecord] | None = None) -> None:
+    ``limit`` is the most bytes of a document, which is read in one piece; it is not that of the index.
+    """
+
+    def __init__(
+        self, location: Location, files: Mapping[str, FileRecord] | None = None, *, limit: int = 512 << 20
+    ) -> None:
         self._location = location
         self._files = files
+        self._limit = limit
         self.bytes_read = 0  # bytes read so far from all files, gaps between chunks included
         self.unreadable = False  # whether the disk failed to read some of the data
         self._lock = threading.Lock()
@@ -80,10 +85,10 @@ class ArrayDatabase:
         with naming(location):
             self._index = Database(manifest)
 
-    def read_file(self, path: str, limit: int = _SMALL_FILE_LIMIT) -> bytes:
+    def read_file(self, path: str, limit: int | None = None) -> bytes:
         """Read a file of the folder and compare it with the commit record."""
         known = None if self._files is None else self._files.get(path)
-        content = read_checked(self._location / path, known, limit=limit)
+        content = read_checked(self._location / path, known, limit=self._limit if limit is None else limit)
         self.bytes_read += len(content)
         return content
 

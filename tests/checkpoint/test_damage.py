@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from holdfast.engine.arrays import ArrayDatabase, TreeReader
+from holdfast.engine.steps import read_record
 
 Same = Callable[[Any, Any], None]
 
@@ -292,13 +294,18 @@ def test_another_handler_than_the_one_that_wrote_it_is_no_damage(run: str) -> No
         hf.CheckpointManager(run, hf.Checkpointer(hf.JsonCheckpointHandler())).restore(2)
 
 
-def test_only_documents_have_a_limit(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_documents_have_a_limit(place: str) -> None:
     """The index of a large tree does not: it grows with the number of chunks."""
     hf.save(place, {f"leaf {number}": np.zeros(1) for number in range(300)})
-    location = hf.storage.as_location(place) / "state"
+    item = read_record(hf.storage.as_location(place)).items["state"]
+    location = hf.storage.as_location(place) / item.folder
     sizes = {path: len((location / path).read_bytes()) for path in ("tree.json", "manifest.ocdbt", "d/index")}
     limit = max(sizes["tree.json"], sizes["manifest.ocdbt"])
     assert sizes["d/index"] > 2 * limit
-    monkeypatch.setattr("holdfast.engine.arrays.database._SMALL_FILE_LIMIT", limit)
-    assert hf.verify(place).ok
-    assert len(hf.load(place)) == 300
+    database = ArrayDatabase(location, item.files, limit=limit)
+    database.read_file("tree.json")
+    assert database.file_checks()
+    names = [leaf.name for leaf in TreeReader(location, item.files).leaves]
+    assert database.verify(names) == []
+    with pytest.raises(hf.DamagedCheckpointError, match=r"tree\.json"):
+        ArrayDatabase(location, item.files, limit=sizes["tree.json"] - 1).read_file("tree.json")

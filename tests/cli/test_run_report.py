@@ -411,11 +411,10 @@ def test_values_are_those_of_show(capsys: pytest.CaptureFixture[str], run: Path,
     assert not any("Norm from step" in text for text in one.texts("button"))
 
 
-def test_earlier_steps_that_are_too_large_are_left_out(
-    capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(facts, "_EARLIER", hf.list_checkpoints(run)[0].bytes + 1)
-    found = report(capsys, run, output=tmp_path / "report.html")
+def test_earlier_steps_that_are_too_large_are_left_out(run: Path) -> None:
+    reading = facts.Reading(earlier_bytes=hf.list_checkpoints(run)[0].bytes + 1)
+    read = facts.read_run(hf.storage.as_location(run), reading)
+    found = Page(page.draw_page([read], now=0.0, version="1"))
     assert any("of 1 of 2 chosen steps" in text and "--norm-steps 3 reads all" in text for text in found.texts("p"))
     assert "Norm from step 5 to 6" in found.texts("button")
 

@@ -13,7 +13,7 @@ from tests.object_stores.conftest import Store
 from tests.processes.harness import Process, run_processes
 
 import holdfast as hf
-from holdfast.engine.checkpoint import Throttle, copied_step, copying
+from holdfast.engine.checkpoint import Throttle, copied_step
 from holdfast.engine.steps import read_record
 
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=16_384)
@@ -30,9 +30,11 @@ def test_copies_go_there_and_back(store: Store, tmp_path: Path) -> None:
     assert not [key for key in store.stored() if "partial" in key]
 
 
-def test_bytes_that_are_read_twice_count_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "_SMALL", 1000)  # data files are sent piece by piece
-    hf.save(tmp_path / "original", {"w": WEIGHTS}, layout=SMALL)
+def test_bytes_that_are_read_twice_count_once(store: Store, tmp_path: Path) -> None:
+    weights = np.arange(2 << 20, dtype=np.float32)
+    # Data files that are too large to be sent in one go.
+    layout = hf.Layout(chunk_bytes=1 << 20, segment_bytes=1 << 20, data_file_bytes=2 << 20)
+    hf.save(tmp_path / "original", {"w": weights}, layout=layout)
     store.server.fail(r"(PUT|POST) .*\.0\.3$", answer=store.server.error(503, "SlowDown"), times=2)
     (report,) = hf.copy_checkpoint(tmp_path / "original", f"{store.url}/copy")
     assert report.sent == report.bytes
