@@ -23,7 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -144,6 +144,7 @@ def run_outcomes(
     recoverable: bool = True,
     heartbeat: int = 10,
     store: Literal["tcp", "file"] = "tcp",
+    imports: Sequence[str] = (),
     launch: Callable[[dict[str, Any]], list[int]] | None = None,
 ) -> list[Outcome]:
     """Runs a function in each of several processes, some of which may die.
@@ -159,6 +160,7 @@ def run_outcomes(
         recoverable: With jax, whether the others continue when one dies. Nothing makes them survive process 0.
         heartbeat: With jax, seconds until the others take notice of it.
         store: With torch, where the processes find each other: as torchrun does it, or in a file.
+        imports: Modules that take long to import, and are imported once for all processes.
         launch: Runs the request in another launcher than the backend's, and returns the statuses.
 
     Returns:
@@ -173,6 +175,7 @@ def run_outcomes(
         request = {
             "folder": str(folder), "count": count, "devices": devices_per_process, "timeout": timeout, "kill": kill,
             "port": free_port(), "recoverable": recoverable, "heartbeat": heartbeat, "store": store,
+            "imports": list(imports),
         }  # fmt: skip
         statuses = (launch or _launcher(backend).run)(request)
         outcomes = [_outcome(folder, index, status) for index, status in enumerate(statuses)]

@@ -14,6 +14,7 @@ import os
 import pickle
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,27 @@ def main() -> None:
         print(json.dumps(launch(backend, json.loads(line))), flush=True)
 
 
+def with_imports(names: Sequence[str], launch: Callable[..., list[int]], *arguments: Any) -> list[int]:
+    """Lets a fork of this process import more modules and launch processes; returns their statuses."""
+    answer, given = os.pipe()
+    child = os.fork()
+    if child == 0:
+        for name in names:
+            importlib.import_module(name)
+        os.write(given, json.dumps(launch(*arguments)).encode())
+        os._exit(0)
+    os.close(given)
+    with open(answer) as answers:
+        said = answers.read()
+    assert os.waitpid(child, 0)[1] == 0, f"the process that imports {names} has failed"
+    statuses: list[int] = json.loads(said)
+    return statuses
+
+
 def launch(backend: str, request: dict[str, Any]) -> list[int]:
     """Runs the processes of one request; returns their exit statuses, negative for signals."""
+    if imports := request.pop("imports", ()):
+        return with_imports(imports, launch, backend, request)
     wait, go = os.pipe()
     children = []
     for index in range(request["count"]):
