@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("holdfast")
 
-_SLOW = 1e-3  # seconds a step; a warning follows if taking the positions takes longer
+_SLOW = 1e-3  # seconds of processor time a step; a warning follows if taking the positions takes longer
 _SAMPLES = 3  # slow steps in a row before the warning
 
 
@@ -123,11 +123,11 @@ class LastStep:
 
     def _take_positions(self) -> None:
         moving = self._moving_extras()
-        begin = time.perf_counter()
+        begin = time.thread_time()  # A machine that is busy with other programs is no reason to warn.
         self._positions = {name: take(self._extras[name]) for name, take in moving.items()}
         if self._watched:
             self._versions.note({name: self._extras[name] for name in self._watched})
-        cost = time.perf_counter() - begin
+        cost = time.thread_time() - begin
         self._slow = self._slow + 1 if cost > _SLOW or self._slow < 0 else 0
         if self._slow == _SAMPLES:
             self._slow = -sys.maxsize  # Warn only once.

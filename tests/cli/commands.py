@@ -11,7 +11,7 @@ def output_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: in
     """Runs the command, which says nothing on standard error; returns what it prints."""
     found = main([str(argument) for argument in arguments])
     captured = capsys.readouterr()
-    assert (found, captured.err) == (status, "")
+    assert (found, captured.err) == (status, ""), captured.err
     return captured.out
 
 
@@ -19,6 +19,6 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int
     """Runs the command, which fails; returns what it says on standard error, and nowhere else."""
     found = main([str(argument) for argument in arguments])
     captured = capsys.readouterr()
-    assert (found, captured.out) == (status, "")
+    assert (found, captured.out) == (status, ""), captured.out
     assert "Traceback" not in captured.err
     return captured.err
