@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import os
+import pkgutil
 import re
 import shutil
 import tempfile
@@ -32,6 +34,8 @@ import pytest
 from hypothesis import settings  # after the environment is set
 from tests.versions import older
 
+import holdfast.engine
+
 pytest_plugins = ["tests.fixtures"]
 
 # Temporary directories are in memory where there is enough: tests sync files thousands of times. Packages that write
@@ -50,6 +54,12 @@ if "PYTEST_XDIST_WORKER" not in os.environ and not older("jax", "0.8"):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+# A package keeps an object when its name is first used: it must not be one that a test has replaced for a while.
+for package in pkgutil.iter_modules(holdfast.engine.__path__):
+    module = importlib.import_module(f"holdfast.engine.{package.name}")
+    for name in getattr(module, "__all__", ()):
+        getattr(module, name)
 
 settings.register_profile("default", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None, print_blob=True)
