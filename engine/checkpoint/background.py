@@ -40,6 +40,7 @@ class BackgroundSave:
         """Run work on a thread of its own; it gets an event that is set when the program begins to wait for it."""
 
         def run() -> None:
+            returning.wait()
             try:
                 work(awaited)
             except BaseException as error:  # the caller's thread raises it later
@@ -53,6 +54,9 @@ class BackgroundSave:
                 _running.discard(self)
 
         awaited = threading.Event()
+        # The thread first waits for this call to return: as long as it computes, the caller would wait for the
+        # interpreter, often longer than for the snapshot.
+        returning = threading.Event()
         thread = Helper(run, "holdfast-save")
         with self._changing:
             if self.running:
@@ -65,6 +69,8 @@ class BackgroundSave:
                 if not thread.is_alive():
                     _running.discard(self)
                 raise
+            finally:
+                returning.set()
 
     def join(self) -> None:
         """Wait until no save is under way; an error of it is kept."""

@@ -159,7 +159,8 @@ class PendingCheckpoint:
         self._old: CheckpointRecord | None = None
         if location.is_local and location.exists() and not location.is_directory():
             raise CheckpointExistsError(f"{location}: a file is there; choose another path")
-        _check_not_of_another(location)
+        if not owned:
+            _check_not_of_another(location)
         names = {entry.name for entry in location.entries()}
         untouched = not {PARTIAL, DELETED} & names
         self._lock = SaveLock(location / PARTIAL)
@@ -176,6 +177,7 @@ class PendingCheckpoint:
                     raise self._lock.conflict()
                 folders = self._left_by_copy(items, names)
                 self.continues = bool(folders)
+                self._leftovers -= {*folders}  # the copy takes them
                 if not self.continues and PARTIAL in names and location.is_remote:
                     # They may belong to a save that is alive and commits before this one.
                     found = {*marked, *(() if self._old is None else self._old.replaced)}

@@ -33,7 +33,7 @@ from ..errors import (
     shortened,
     shortened_steps,
 )
-from ..format import RECORD, CheckpointRecord
+from ..format import ARCHIVE, RECORD, CheckpointRecord, is_our_archive
 from ..steps import StepEntry, has_record, list_steps, newest_step, step_folders, stored_metadata
 from ..storage import Location
 
@@ -116,7 +116,14 @@ _FORMATS: tuple[_Entry, ...] = (
 
 
 def recognise(location: Location) -> CheckpointSource | None:
-    """Open a checkpoint of another library; return None where there is none."""
+    """Open a checkpoint of another library; return None where there is none.
+
+    Raises:
+        CheckpointNotFoundError: There is a part of a checkpoint.
+    """
+    if _is_archive_of_ours(location):
+        whole = _part_of(location) or "it is a part of one, in a zip file; load the checkpoint that it was a part of"
+        raise CheckpointNotFoundError(f"{location}: no checkpoint here; {whole}")
     names = _names(location)
     for entry in _FORMATS:
         if _matches(names, entry.inside) if names else _matches((location.name,), entry.files):
@@ -124,6 +131,15 @@ def recognise(location: Location) -> CheckpointSource | None:
             if found is not None:
                 return found
     return None
+
+
+def _is_archive_of_ours(location: Location) -> bool:
+    """Whether this is a zip file in which holdfast keeps an item, as far as its ends tell."""
+    if not location.name.endswith(ARCHIVE) or not location.is_there() or location.is_directory():
+        return False
+    with location.open_data() as file:
+        first, last = min(file.size, 64), max(0, file.size - 64)
+        return is_our_archive(file.read(0, first).tobytes() + file.read(last, file.size - last).tobytes())
 
 
 def _recognise_steps(location: Location) -> FoundSteps:
@@ -217,15 +233,20 @@ def find_step(location: Location, step: int | None) -> StepEntry:
     known = f"it has no {RECORD} and no steps, and no checkpoint of a supported library was found"
     if steps.entries:
         known = f"it holds the steps {shortened_steps(sorted(one.step for one in steps.entries))}"
-    elif (location.parent / RECORD).is_there():
-        known = as_part(location)
+    elif whole := _part_of(location):
+        known = whole
     wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     raise CheckpointNotFoundError(f"{location}: {wanted} here; {known}")
 
 
-def as_part(location: Location) -> str:
+def _part_of(location: Location) -> str:
+    """Say of which checkpoint an item, or the share that a process has of one, is a part; empty if of none."""
     item = location.name.partition(".")[0]
-    return f"it is a part of the checkpoint {location.parent}; load that, with item={item!r} for this part"
+    for checkpoint in (location.parent, location.parent.parent):
+        if (checkpoint / RECORD).is_there():
+            return f"it is a part of the checkpoint {checkpoint}; load that, with item={item!r} for this part"
+        item = f"{checkpoint.name.partition('.')[0]}/{item}"
+    return ""
 
 
 def is_run(location: Location) -> bool:

@@ -20,7 +20,6 @@ from ..errors import (
     UnsupportedLeafError,
 )
 from ..format import (
-    ARCHIVE,
     DOCUMENT_LIMIT,
     OWN_FOLDER,
     CheckpointRecord,
@@ -41,7 +40,7 @@ from ..handlers import (
 from ..pytree import EXTERNAL, Patterns
 from ..steps import StepEntry, has_changed, has_record, read_again, read_record
 from ..storage import Location, max_concurrency, parallel_map
-from .discovery import NATIVE, FoundSteps, as_part, find_step, find_steps, is_ours, recognise
+from .discovery import NATIVE, FoundSteps, find_step, find_steps, is_ours, recognise
 from .protocol import JSON, TREE, CheckpointSource
 
 T = TypeVar("T")
@@ -112,7 +111,7 @@ class NativeCheckpoint(CheckpointSource):
         self.items = {name: item.kind for name, item in self.parts.items()}
         self.step = self.record.step
         self.reason = self.record.reason
-        self._opened: dict[str, tuple[Location, Files]] = {}
+        self._opened: tuple[str, Location, Files] | None = None  # the item that was opened last
 
     @property
     def time(self) -> float | None:
@@ -137,12 +136,13 @@ class NativeCheckpoint(CheckpointSource):
         return self._open(item)[1]
 
     def _open(self, item: str) -> tuple[Location, Files]:
-        """Return the folder of an item and its files; one that is a zip file is read once."""
-        if item not in self._opened:
+        """Return the folder of an item and its files; the zip file of the last item is kept in memory."""
+        if self._opened is None or self._opened[0] != item:
+            self._opened = None
             saved = self.parts[item]
             folder, files = open_folder(self.location / saved.folder, saved.files)
-            self._opened[item] = folder, files or {}
-        return self._opened[item]
+            self._opened = item, folder, files or {}
+        return self._opened[1:]
 
     def tree(self, item: str) -> TreeSource:
         return self.selected_tree(item, None)
@@ -196,8 +196,6 @@ def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSo
     if step is None:
         if has_record(location):
             return NativeCheckpoint(location)
-        if location.name.endswith(ARCHIVE) and has_record(location.parent):
-            raise CheckpointNotFoundError(f"{location}: no checkpoint here; {as_part(location)}")
         if not is_ours(location) and (found := recognise(location)) is not None:
             return found
     entry = find_step(location, step)

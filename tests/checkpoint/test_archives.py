@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -18,6 +19,8 @@ import holdfast as hf
 from holdfast import graph
 from holdfast.engine.checkpoint import copied_step
 from holdfast.engine.format import encode_archive
+from holdfast.engine.sources import open_checkpoint
+from holdfast.engine.storage.folder_in_memory import FolderInMemory
 from holdfast.storage import as_location
 
 W = np.arange(300.0).reshape(30, 10)
@@ -163,8 +166,27 @@ def test_an_interrupted_copy_continues(tmp_path: Path) -> None:
 
 def test_a_zip_file_alone_is_no_checkpoint(tmp_path: Path) -> None:
     place = saved(tmp_path / "one", archive=True)
-    with pytest.raises(hf.CheckpointNotFoundError, match=r"part of the checkpoint .*one; .*item='state'"):
-        hf.load(place / "state.zip")
+    hf.Checkpointer(hf.handlers.PerProcessCheckpointHandler()).save(tmp_path / "shares", {"seed": np.arange(5)})
+    shutil.copy(place / "state.zip", tmp_path / "stray.zip")
+    for path, said in {
+        "one/state.zip": r"part of the checkpoint .*one; .*item='state'",
+        "shares/state/0.zip": r"part of the checkpoint .*shares; .*item='state/0'",
+        "stray.zip": "part of one, in a zip file; load the checkpoint that it was a part of",
+    }.items():
+        for read in (hf.load, hf.describe, hf.verify):
+            with pytest.raises(hf.CheckpointNotFoundError, match=said):
+                read(tmp_path / path)
+
+
+def test_a_reader_holds_the_zip_file_of_one_item(tmp_path: Path) -> None:
+    names = ["a", "b", "c", "d"]
+    checkpointers = {name: hf.Checkpointer(hf.PyTreeCheckpointHandler()) for name in names}
+    with hf.CheckpointManager(tmp_path, checkpointers) as run:
+        run.save(1, {name: {"w": np.full(3, position)} for position, name in enumerate(names)})
+    make_archives(tmp_path / "1")
+    checkpoint = open_checkpoint(as_location(tmp_path / "1"))
+    assert [checkpoint.load(name)["w"][0] for name in [*names, "a"]] == [0, 1, 2, 3, 0]
+    assert sum(isinstance(one, FolderInMemory) for one in gc.get_objects()) == 1
 
 
 def test_orbax_cannot_read_it_in_place(tmp_path: Path) -> None:

@@ -99,6 +99,20 @@ def test_the_save_learns_that_it_is_waited_for() -> None:
     assert told == [False, True, False, True]
 
 
+def test_the_caller_returns_before_the_save_computes() -> None:
+    """Otherwise a training loop would wait for the interpreter, often longer than for the snapshot."""
+    returned, told = threading.Event(), []
+    save, interval = BackgroundSave(), sys.getswitchinterval()
+    sys.setswitchinterval(100)  # a thread that computes keeps the interpreter
+    try:
+        save.start(lambda _: told.append(returned.is_set()), what="step 3")
+        returned.set()
+    finally:
+        sys.setswitchinterval(interval)
+    save.wait()
+    assert told == [True]
+
+
 def test_joining_keeps_the_error() -> None:
     save = BackgroundSave()
     save.start(fail, what="step 3")

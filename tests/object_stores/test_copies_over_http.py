@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.processes.harness import Process, run_processes
 import holdfast as hf
 from holdfast.engine.checkpoint import Throttle, copied_step
 from holdfast.engine.steps import read_record
+from holdfast.storage import as_location
 
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=16_384)
 WEIGHTS = np.arange(20_000, dtype=np.float32)
@@ -38,6 +40,19 @@ def test_bytes_that_are_read_twice_count_once(store: Store, tmp_path: Path) -> N
     store.server.fail(r"(PUT|POST) .*\.0\.3$", answer=store.server.error(503, "SlowDown"), times=2)
     (report,) = hf.copy_checkpoint(tmp_path / "original", f"{store.url}/copy")
     assert report.sent == report.bytes
+
+
+def test_a_copy_of_zip_files_that_is_interrupted_twice_names_each_once(store: Store, tmp_path: Path) -> None:
+    hf.save(f"{store.url}/original", {"w": WEIGHTS[:100]})
+    original, copy = as_location(f"{store.url}/original"), as_location(f"{store.url}/copy")
+    for _ in range(2):
+        with pytest.raises(EOFError), copied_step(original, copy, read_record(original)):
+            raise EOFError
+    listed = json.loads((copy / "checkpoint.partial").read_bytes())["folders"]
+    assert [copy / name for name in listed] == [copy / one.name for one in copy.entries() if one.name.endswith(".zip")]
+    (report,) = hf.copy_checkpoint(original.url, copy.url)
+    assert report.sent == 0
+    assert hf.verify(copy.url).ok
 
 
 @pytest.mark.parametrize("code", [(507, "StorageFull"), (403, "AccessDenied"), (503, "SlowDown")])
