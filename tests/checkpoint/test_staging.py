@@ -17,20 +17,16 @@ from holdfast.engine.pytree import ArrayLeaf, Piece, describe, flatten
 
 
 class Gate:
-    """Holds saves back between their snapshot and their first write."""
+    """Holds each save back between its snapshot and its first write, until it is released."""
 
     def __init__(self) -> None:
-        self._open = threading.Event()
-        self._open.set()
-
-    def hold(self) -> None:
-        self._open.clear()
+        self._released = threading.Semaphore(0)
 
     def release(self) -> None:
-        self._open.set()
+        self._released.release()
 
     def wait(self) -> None:
-        assert self._open.wait(30)
+        assert self._released.acquire(timeout=30)
 
 
 @pytest.fixture
@@ -75,7 +71,6 @@ def test_numpy_arrays_that_change(tmp_path: Path, gate: Gate, assert_same: Calla
     with hf.CheckpointManager(tmp_path) as manager:
         tree = numpy_tree(0)
         for step in range(4):
-            gate.hold()
             for name, value in numpy_tree(step).items():
                 if isinstance(value, np.ndarray):
                     tree[name][...] = value
@@ -97,7 +92,6 @@ def test_numpy_arrays_that_change(tmp_path: Path, gate: Gate, assert_same: Calla
 def test_containers_that_change(tmp_path: Path, gate: Gate) -> None:
     tree: dict[str, Any] = {"list": [1, 2], "dict": {"a": "text"}, "number": 1}
     with hf.CheckpointManager(tmp_path) as manager:
-        gate.hold()
         manager.save(1, tree)
         tree["list"].append(3)
         tree["dict"].clear()
@@ -110,7 +104,6 @@ def test_containers_that_change(tmp_path: Path, gate: Gate) -> None:
 def test_json_that_changes(tmp_path: Path, gate: Gate) -> None:
     facts = {"rates": [1, 2]}
     with hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(hf.JsonCheckpointHandler())) as manager:
-        gate.hold()
         manager.save(1, facts)
         facts["rates"].append(3)
         gate.release()
@@ -121,7 +114,6 @@ def test_an_item_in_the_foreground_of_a_save_in_the_background(tmp_path: Path, g
     items = {"one": hf.PyTreeCheckpointer(), "two": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler())}
     weights = np.ones(100)
     with hf.CheckpointManager(tmp_path, items) as manager:
-        gate.hold()
         manager.save(1, {"one": weights, "two": weights})
         weights[:] = 2
         gate.release()
@@ -134,7 +126,6 @@ def test_one_handler_for_several_items(tmp_path: Path, gate: Gate) -> None:
     items = {"one": hf.AsyncCheckpointer(handler), "two": hf.AsyncCheckpointer(handler)}
     with hf.CheckpointManager(tmp_path, items) as manager:
         for step in range(3):
-            gate.hold()
             one, two = np.full(1000, step), np.full(1000, -step)
             manager.save(step, {"one": one, "two": two})
             one[:] = two[:] = 99
@@ -151,7 +142,6 @@ def test_jax_arrays_that_are_donated_or_deleted(tmp_path: Path, gate: Gate) -> N
     state = {"w": jax.numpy.zeros((300, 7)), "b": jax.numpy.ones(5)}
     with hf.CheckpointManager(tmp_path) as manager:
         for step in range(4):
-            gate.hold()
             manager.save(step, state)
             old, state = state, step_function(state)
             for leaf in old.values():
@@ -172,7 +162,6 @@ def test_sharded_jax_arrays_that_are_deleted(tmp_path: Path, gate: Gate) -> None
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
     values = np.arange(64.0, dtype=np.float32).reshape(8, 8)
     with hf.CheckpointManager(tmp_path) as manager:
-        gate.hold()
         array = jax.device_put(values, sharding)
         manager.save(1, {"w": array})
         array.delete()
@@ -189,7 +178,6 @@ def test_torch_tensors_that_change(tmp_path: Path, gate: Gate) -> None:
             with torch.no_grad():
                 for tensor in (*model.parameters(), shared):
                     tensor.fill_(step)
-            gate.hold()
             manager.save(step, {"model": model.state_dict(), "shared": shared, "turned": shared.T, "part": shared[1:3]})
             with torch.no_grad():
                 for tensor in (*model.parameters(), *model.buffers(), shared):
