@@ -18,6 +18,8 @@ from ..storage import Helper
 
 _logger = logging.getLogger("holdfast")
 
+_HEAD_START = 0.1  # seconds at most that a save waits for its caller to return
+
 
 class BackgroundSave:
     """Runs at most one save at a time, and keeps its error until it is raised."""
@@ -40,7 +42,7 @@ class BackgroundSave:
         """Run work on a thread of its own; it gets an event that is set when the program begins to wait for it."""
 
         def run() -> None:
-            returning.wait()
+            returning.wait(_HEAD_START)
             try:
                 work(awaited)
             except BaseException as error:  # the caller's thread raises it later

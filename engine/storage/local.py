@@ -14,10 +14,10 @@ import os
 import stat
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from ..errors import DamagedCheckpointError
 from .backend import DataReader, Entry, FileIdentity, Segment
@@ -26,6 +26,8 @@ from .parallel import CORES, parallel_map
 from .status import check_extent, os_errors, truncated
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -189,36 +191,28 @@ class LocalBackend:
         awaited: threading.Event | None,
         *,
         sync: bool = True,
+        ready: Callable[[], None] | None = None,
     ) -> None:
+        """Write a data file; with ``ready``, which is called before it is made, its first block is computed before."""
         stop = threading.Event()
-        with os_errors(key, "write"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(key)  # Readers of an earlier file of this name keep the file that they have opened.
-            descriptor = _open_direct(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            try:
-                try:
-                    _allocate(descriptor, round_up(size))
-                    write = partial(_write_segment, descriptor, stop)
-                    filled = [segment for segment in segments if segment.size]
-                    parallel_map(
-                        write,
-                        filled,
-                        THREADS,
-                        beside=THREADS_BESIDE,
-                        awaited=awaited,
-                        name="holdfast-write",
-                        stop=stop,
-                    )
-                    if size % PAGE:
-                        os.ftruncate(descriptor, size)
-                    if sync:
-                        os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(key)
-                raise
+        with os_errors(key, "write"), _NewFile(key, size, ready) as file:
+            if ready is None:
+                file.descriptor()  # a full disk is noticed before anything is computed
+            filled = [segment for segment in segments if segment.size]
+            parallel_map(
+                partial(_write_segment, file, stop),
+                filled,
+                THREADS,
+                beside=THREADS_BESIDE,
+                awaited=awaited,
+                name="holdfast-write",
+                stop=stop,
+            )
+            descriptor = file.descriptor()
+            if size % PAGE:
+                os.ftruncate(descriptor, size)
+            if sync:
+                os.fsync(descriptor)
 
     def open_data(self, key: str, size: int | None, *, cached: bool | None) -> DataReader:
         return LocalDataReader(key, cached=cached)
@@ -440,10 +434,52 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
     return descriptor
 
 
-def _write_segment(descriptor: int, stop: threading.Event, segment: Segment) -> None:
+class _NewFile:
+    """A data file that is made when it is first written to; an error in the block removes it."""
+
+    def __init__(self, path: str, size: int, ready: Callable[[], None] | None) -> None:
+        self._path = path
+        self._size = size
+        self._ready = ready
+        self._making = threading.Lock()
+        self._descriptor = -1
+
+    def descriptor(self) -> int:
+        """Return the descriptor of the file, for any of several threads; the first one makes the file."""
+        with self._making:
+            if self._descriptor < 0:
+                if self._ready is not None:
+                    self._ready()
+                # Readers of an earlier file of this name keep the file that they have opened.
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._path)
+                self._descriptor = _open_direct(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                _allocate(self._descriptor, round_up(self._size))
+            return self._descriptor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._descriptor < 0:
+            return
+        failed = True
+        try:
+            os.close(self._descriptor)
+            failed = error is not None
+        finally:
+            if failed:
+                with contextlib.suppress(OSError):
+                    os.unlink(self._path)
+
+
+def _write_segment(file: _NewFile, stop: threading.Event, segment: Segment) -> None:
     position = segment.offset
     with _blocks.block() as block:
         for data in _filled_blocks(segment, block.data, stop):
+            descriptor = file.descriptor()
             written, refused = 0, False
             while written < len(data):
                 try:
