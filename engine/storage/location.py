@@ -187,7 +187,15 @@ class Location:
         return self._backend
 
     def before_changes(self, ready: Callable[[], None] | None) -> Location:
-        """Return this location for a writer that computes first: ``ready`` is called before changes here or below."""
+        """Return this location for a writer that computes before it writes.
+
+        Args:
+            ready: Is called before each change here or below, which waits for it, and fails if it raises an error. A
+                bulk data file calls it when its first block is computed. None: nothing is called.
+
+        Returns:
+            The same location.
+        """
         return Location(self._backend, self._key, ready)
 
     def _object_store(self) -> ObjectStoreBackend:
