@@ -191,7 +191,7 @@ class LocalBackend:
         awaited: threading.Event | None,
         *,
         sync: bool = True,
-        ready: Callable[[], None] | None = None,
+        ready: Callable[[], object] | None = None,
     ) -> None:
         """Write a data file; with ``ready``, which is called before it is made, its first block is computed before."""
         stop = threading.Event()
@@ -437,7 +437,7 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
 class _NewFile:
     """A data file that is made when it is first written to; an error in the block removes it."""
 
-    def __init__(self, path: str, size: int, ready: Callable[[], None] | None) -> None:
+    def __init__(self, path: str, size: int, ready: Callable[[], object] | None) -> None:
         self._path = path
         self._size = size
         self._ready = ready

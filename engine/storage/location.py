@@ -169,9 +169,9 @@ class Location:
     __slots__ = ("_backend", "_key", "_ready")
     _backend: Backend
     _key: str
-    _ready: Callable[[], None] | None
+    _ready: Callable[[], object] | None
 
-    def __init__(self, backend: Backend, key: str, ready: Callable[[], None] | None = None) -> None:
+    def __init__(self, backend: Backend, key: str, ready: Callable[[], object] | None = None) -> None:
         object.__setattr__(self, "_backend", backend)
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_ready", ready)
@@ -186,7 +186,7 @@ class Location:
             self._ready()
         return self._backend
 
-    def before_changes(self, ready: Callable[[], None] | None) -> Location:
+    def before_changes(self, ready: Callable[[], object] | None) -> Location:
         """Return this location for a writer that computes before it writes.
 
         Args:
