@@ -23,7 +23,7 @@ from tests.checkpoint.disk import Crash, Disk
 from tests.checkpoint.kinds import KINDS
 
 import holdfast as hf
-from holdfast.engine.arrays import reuse, write
+from holdfast.engine.arrays import encode, reuse, write
 
 
 def tree(step: int, edition: int = 0) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def test_nothing_is_synced_without_need(disk: Disk) -> None:
 
 
 def test_data_is_computed_while_the_marker_becomes_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    computed, real, compute = threading.Event(), os.fsync, write.segment_parts
+    computed, real, compute = threading.Event(), os.fsync, encode.segment_parts
 
     def fsync(descriptor: int) -> None:
         assert computed.wait(10)
