@@ -29,6 +29,8 @@ from .wall import begin_counting, logged_averages, restore_logged
 
 # ---- data loaders
 
+_NOTHING = object()
+
 
 def loader_states(loaders: Sequence[object]) -> list[Any]:
     """Return the states of the loaders that carry one, in order."""
@@ -55,14 +57,40 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any]) -> None:
             warn_of_lost_draws(loader, state)
 
 
-def end_loader_epoch(loaders: Sequence[Any], saved: Sequence[Any]) -> None:
-    """Take the loaders that carry a state to the end of an epoch, so that the next iterator begins a new one."""
+def end_loader_epoch(loaders: Sequence[Any], saved: Sequence[Any], *, may_be_next: bool) -> None:
+    """Take the loaders that carry a state to the end of an epoch, so that the next iterator begins a new one.
+
+    A state from which a batch comes is that of the next epoch already, if ``may_be_next``; otherwise, the epoch has
+    ended before the data of the loader.
+
+    Raises:
+        StateError: A loader has gone to another place than in a run that was not interrupted.
+    """
     load_loader_states(loaders, saved)
-    for loader in filter(_state_methods, loaders):
+    stateful = [(loader, methods) for loader in loaders if (methods := _state_methods(loader))]
+    for (loader, (_, setter)), state in zip(stateful, saved, strict=True):
         # The first iterator applies the state and has no batches, so it must not be that of the next epoch.
         iterator = iter(loader)
-        if iterator is not loader:
-            next(iterator, None)  # A generator function runs nothing before its first value.
+        if iterator is loader:
+            continue
+        if next(iterator, _NOTHING) is not _NOTHING:  # A generator function runs nothing before its first value.
+            if may_be_next:
+                getattr(loader, setter)(state)
+        elif hasattr(loader, "__len__") and not is_torchdata_loader(loader):
+            _refuse_moved(loader, state)
+
+
+def _refuse_moved(loader: Any, state: Any) -> None:
+    """Raise StateError if the end of its iterator has changed the state of a loader whose length Lightning knows."""
+    (found,) = loader_states([loader])
+    if not same_state(found, state):
+        raise StateError(
+            f"the training data loader {type(loader).__qualname__} changes its state when its iterator ends, from "
+            f"{state!r:.80} to {found!r:.80}. Lightning takes as many batches from it as it has a length, and does not "
+            "let its iterator end, so that an epoch after a resume would have another order than one without. Begin a "
+            "new epoch in __iter__, or leave out __len__, so that Lightning draws to the end; or resume from a step "
+            "within an epoch"
+        )
 
 
 def all_stateful(loaders: Sequence[object]) -> bool:

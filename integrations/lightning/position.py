@@ -266,7 +266,7 @@ class Position:
         clear_restart(self._fit)
         finish_epoch(self._fit.epoch_progress)
         set_reloaded_at_epoch(self._fit, saved["reloaded_at_epoch"])
-        epoch.end_loader_epoch(self._loaders(), saved["loaders"])
+        self._end_loader_epoch(saved["loaders"])
         self._restore_random(saved["random"])
 
     def _go_to_end(self, saved: dict[str, Any]) -> None:
@@ -289,8 +289,10 @@ class Position:
         if epoch.all_stateful(parts):
             # Loaders apply a state with the next batch; where none is left, the epoch must be ended.
             is_last = saved["point"] == "validation" and has_done_all_batches(self._fit)
-            load = epoch.end_loader_epoch if is_last else epoch.load_loader_states
-            load(parts, saved["loaders"])
+            if is_last:
+                self._end_loader_epoch(saved["loaders"])
+            else:
+                epoch.load_loader_states(parts, saved["loaders"])
             if (ahead := saved.get("ahead")) is None:
                 if len(epoch.replicated_states(parts)) == len(parts):
                     self._before_ahead = list(saved["loaders"])  # iter() may draw one ahead, before any fetch.
@@ -301,7 +303,7 @@ class Position:
         for index in started.get("new_workers", ()):
             epoch.drop_iterator(parts[index])
         logger.info("drawing %d batches again to find the position in the epoch", saved["consumed"])
-        epoch.load_loader_states(parts, started["loaders"])
+        epoch.end_loader_epoch(parts, started["loaders"], may_be_next=True)  # before the iterators were made
         self._restore_random(started["at_iterator"])
         iter(fetcher)
         self._restore_random(started["at_first_batch"])
@@ -313,6 +315,10 @@ class Position:
 
         epoch.skip_batches(fetcher, saved["consumed"], before_batch)
         check_same_place(saved, epoch.loader_states(parts))
+
+    def _end_loader_epoch(self, saved: Sequence[Any]) -> None:
+        limit = self._trainer.limit_train_batches  # 1 is one batch, 1.0 is all
+        epoch.end_loader_epoch(self._loaders(), saved, may_be_next=isinstance(limit, float) and limit == 1.0)
 
     def _set_up_epoch(self) -> None:
         module = self._trainer.lightning_module

@@ -1,0 +1,152 @@
+"""Training loaders of one's own that carry a state: an interrupted run yields what a whole one yields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast as hf
+
+torch: Any = pytest.importorskip("torch")
+lightning: Any = pytest.importorskip("lightning")
+combined: Any = pytest.importorskip("lightning.pytorch.utilities.combined_loader")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning"),
+]
+SIZE, EPOCHS = 3, 3
+
+
+class AtStart:
+    """Begins an epoch with every iterator, except the one after a resume."""
+
+    def __init__(self) -> None:
+        self.epoch = self.place = 0
+        self.has_begun = self.is_resumed = False
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.place = state["epoch"], state["place"]
+        self.is_resumed = True
+
+    def begin(self) -> None:
+        if not self.is_resumed:
+            self.epoch, self.place = self.epoch + self.has_begun, 0
+        self.has_begun, self.is_resumed = True, False
+
+    def end(self) -> None:
+        """An epoch ends with the next one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begin()
+        while self.place < SIZE:
+            self.place += 1
+            yield torch.tensor([10.0 * self.epoch + self.place])
+        self.end()
+
+
+class AtEnd(AtStart):
+    """Goes to the next epoch when its iterator ends; the next iterator begins at the beginning."""
+
+    def begin(self) -> None:
+        self.place = self.place if self.is_resumed else 0
+        self.is_resumed = False
+
+    def end(self) -> None:
+        self.epoch, self.place = self.epoch + 1, 0
+
+
+class Onward(AtEnd):
+    """Continues where it is, whatever has made it stop there."""
+
+    def begin(self) -> None:
+        """Nothing is to be done."""
+
+
+class SizedAtStart(AtStart):
+    def __len__(self) -> int:
+        return SIZE
+
+
+class SizedAtEnd(AtEnd):
+    def __len__(self) -> int:
+        return SIZE
+
+
+class Unsized(torch.utils.data.IterableDataset):  # type: ignore[misc]
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.arange(float(SIZE)).view(-1, 1))
+
+
+def beside(own: Callable[[], Any], mode: str) -> Callable[[], Any]:
+    """Return loaders of which the second has neither a state nor a length."""
+    return lambda: combined.CombinedLoader([own(), torch.utils.data.DataLoader(Unsized(), batch_size=1)], mode)
+
+
+class KilledError(Exception):
+    """Ends a run."""
+
+
+class Net(lightning.LightningModule):  # type: ignore[misc]
+    def __init__(self, end: int) -> None:
+        super().__init__()
+        self.layer, self.end = torch.nn.Linear(1, 1), end
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if len(self.seen) == self.end:
+            raise KilledError
+        parts = batch if isinstance(batch, list | tuple) else [batch]
+        self.seen.append([float(part) for part in parts])
+        return self.layer(parts[0].view(-1, 1)).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def run(loaders: Any, directory: Path, end: int = -1) -> list[Any]:
+    """Run up to the given number of steps, or all; return the batches."""
+    from holdfast.integrations.lightning import CheckpointCallback
+
+    callback = CheckpointCallback(str(directory), save_interval_steps=1)
+    trainer = lightning.Trainer(
+        max_epochs=EPOCHS,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback],
+    )
+    net = Net(end)
+    try:
+        trainer.fit(net, loaders)
+    except KilledError:
+        assert end >= 0
+    return net.seen
+
+
+@pytest.mark.parametrize(
+    "loaders",
+    [AtStart, SizedAtStart, AtEnd, Onward, beside(AtStart, "min_size"), beside(AtStart, "max_size"),
+     beside(SizedAtStart, "min_size"), beside(Onward, "max_size")],
+    ids=["start", "sized start", "end", "onward", "start beside", "start padded", "sized beside", "onward beside"],
+)  # fmt: skip
+def test_no_batch_is_lost_or_repeated(loaders: Callable[[], Any], tmp_path: Path) -> None:
+    whole = run(loaders(), tmp_path / "whole")
+    assert [batch[0] for batch in whole] == [10.0 * e + i + 1 for e in range(EPOCHS) for i in range(SIZE)]
+    for end in (2, 3, 4, 6):  # within an epoch, and at its end
+        directory = tmp_path / str(end)
+        assert run(loaders(), directory, end) + run(loaders(), directory) == whole
+
+
+def test_an_order_that_a_resume_would_change_is_refused(tmp_path: Path) -> None:
+    """Lightning does not let the iterator of a loader with a length end, which would begin the next epoch."""
+    run(SizedAtEnd(), tmp_path, 3)
+    with pytest.raises(hf.errors.StateError, match=r"SizedAtEnd changes its state when its iterator ends.*in __iter__"):
+        run(SizedAtEnd(), tmp_path)
