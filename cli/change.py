@@ -32,7 +32,7 @@ from ..engine.sources import find_steps
 from ..engine.steps import StepEntry, list_steps, prefix_of
 from ..engine.storage import Location, as_location
 from . import arguments
-from .places import checkpoints_at, is_one_checkpoint, where_else
+from .arguments import checkpoints_at, is_one_checkpoint, where_else
 from .progress import progress_of
 from .report import count, print_json
 from .streams import configure_logging, say

@@ -17,7 +17,7 @@ from ..engine.manager import copy_checkpoint
 from ..engine.sources import is_ours
 from ..integrations.formats.convert import Conversion, ExportFormat, export_checkpoint, import_checkpoint
 from . import arguments
-from .places import checkpoints_at
+from .arguments import checkpoints_at
 from .progress import progress_of
 from .report import count, print_json
 from .streams import configure_logging, say

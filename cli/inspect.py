@@ -30,7 +30,7 @@ from ..engine.sources import (
 from ..engine.steps import shared_bytes
 from ..engine.storage import Location
 from . import arguments
-from .places import checkpoints_at, where_else
+from .arguments import checkpoints_at, where_else
 from .progress import progress_of
 from .report import age, count, print_json, print_table, print_tree, step_names
 from .streams import configure_logging, one_line, say

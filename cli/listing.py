@@ -19,7 +19,7 @@ from ..engine.sources import is_ours
 from ..engine.steps import shared_bytes
 from ..engine.storage import Location
 from . import arguments
-from .places import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below, where_else
+from .arguments import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below, where_else
 from .report import age, metrics_text, print_json, print_table, step_names
 from .streams import configure_logging, say
 

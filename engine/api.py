@@ -9,10 +9,9 @@ from .arrays import Layout
 from .checkpoint import Checkpointer, SaveReport
 from .errors import OptionError
 from .handlers import PyTreeCheckpointHandler
-from .opening import load_parts
 from .peer_names import refuse_unknown
 from .pytree import Patterns
-from .sources import CheckpointSource, read_checkpoint
+from .sources import CheckpointSource, load_parts, read_checkpoint
 from .storage import Place, as_location
 
 T = TypeVar("T")

@@ -34,7 +34,6 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {  # of modules and folders: ea
         ("sources",),
         ("checkpoint",),
         ("manager",),
-        ("opening",),
         ("api", "inspection", "listing"),
     ),
     "integrations": (

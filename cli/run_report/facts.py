@@ -17,8 +17,8 @@ from ...engine.manager import Experience, Loss, StepInfo, best, read_run_events,
 from ...engine.sources import LeafStatistics, find_checkpoint, find_steps, leaf_statistics, open_at
 from ...engine.steps import stored_metadata
 from ...engine.storage import Location, as_location
+from ..arguments import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below
 from ..listing import describe_one
-from ..places import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below
 from ..report import count, duration
 from .history import History, add_metrics, read_history
 

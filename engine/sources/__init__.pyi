@@ -31,6 +31,10 @@ from .native import open_at as open_at
 from .native import open_checkpoint as open_checkpoint
 from .native import portions_of as portions_of
 from .native import read_checkpoint as read_checkpoint
+from .opening import ArrayHandle as ArrayHandle
+from .opening import OpenCheckpoint as OpenCheckpoint
+from .opening import load_parts as load_parts
+from .opening import open as open  # noqa: A004
 from .protocol import JSON as JSON
 from .protocol import METRICS as METRICS
 from .protocol import TREE as TREE

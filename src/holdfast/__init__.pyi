@@ -41,9 +41,9 @@ from .engine.manager import Peek as Peek
 from .engine.manager import copy_checkpoint as copy_checkpoint
 from .engine.manager import event_scalars as event_scalars
 from .engine.manager import record_metrics as record_metrics
-from .engine.opening import open as open  # noqa: A004
 from .engine.pytree import Transform as Transform
 from .engine.pytree import apply_transformations as apply_transformations
+from .engine.sources import open as open  # noqa: A004
 from .engine.stateful import skip_to as skip_to
 from .integrations.formats.convert import export_checkpoint as export_checkpoint
 from .integrations.formats.convert import import_checkpoint as import_checkpoint

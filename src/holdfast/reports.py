@@ -26,12 +26,12 @@ from .engine.manager import (
     MirrorStatus,
     Restored,
 )
-from .engine.opening import (
-    ArrayHandle,
-    OpenCheckpoint,
-)
 from .engine.pytree import (
     LeafMetadata,
+)
+from .engine.sources import (
+    ArrayHandle,
+    OpenCheckpoint,
 )
 from .integrations.formats.convert import (
     Conversion,

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import SavedLeaf, TreeSource, leaf_as, leaf_values, selected_values
-from .errors import CheckpointNotFoundError, DamagedCheckpointError, ObjectNotFoundError, OptionError, StateError
-from .pytree import ARRAY_KINDS, LeafRequest, PathFilter, Patterns, collection_paused, format_path
-from .sources import TREE, CheckpointSource, read_checkpoint
-from .storage import Location, Place, as_location
+from ..arrays import SavedLeaf, TreeSource, leaf_as, leaf_values, selected_values
+from ..errors import CheckpointNotFoundError, DamagedCheckpointError, ObjectNotFoundError, OptionError, StateError
+from ..pytree import ARRAY_KINDS, LeafRequest, PathFilter, Patterns, collection_paused, format_path
+from ..storage import Location, Place, as_location
+from .native import read_checkpoint
+from .protocol import TREE, CheckpointSource
 
 
 class OpenCheckpoint:
