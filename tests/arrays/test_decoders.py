@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import holdfast as hf
 from holdfast.engine.arrays.assemble import Assembly, ChunkDecoder
 from holdfast.engine.arrays.extents import ChunkTable, plan_extents, plausible
 from holdfast.engine.format import ArrayMetadata, compress_chunks, crc32c
@@ -187,3 +190,14 @@ def test_impossible_chunks_are_reported_and_left_out() -> None:
     assert "overlaps another" in problems[1]
     assert "ends at byte 200 of 150" in problems[2]
     assert plausible(chunks, {}, problems.__setitem__).arrays.tolist() == []
+
+
+def test_small_arrays_beside_large_ones_are_verified_without_a_copy_of_these(tmp_path: Path) -> None:
+    tree = {str(number): {"weight": np.ones(4 * MIB, np.uint8), "bias": np.ones(KIB)} for number in range(8)}
+    hf.save(tmp_path / "model", tree)
+    hf.load(tmp_path / "model")
+    tracemalloc.start()
+    hf.load(tmp_path / "model")
+    peak = tracemalloc.get_traced_memory()[1]  # without the large arrays, which are mapped
+    tracemalloc.stop()
+    assert peak < MIB
