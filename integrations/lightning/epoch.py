@@ -57,11 +57,8 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any]) -> None:
             warn_of_lost_draws(loader, state)
 
 
-def end_loader_epoch(loaders: Sequence[Any], saved: Sequence[Any], *, may_be_next: bool) -> None:
+def end_loader_epoch(loaders: Sequence[Any], saved: Sequence[Any]) -> None:
     """Take the loaders that carry a state to the end of an epoch, so that the next iterator begins a new one.
-
-    A state from which a batch comes is that of the next epoch already, if ``may_be_next``; otherwise, the epoch has
-    ended before the data of the loader.
 
     Raises:
         StateError: A loader has gone to another place than in a run that was not interrupted.
@@ -69,27 +66,47 @@ def end_loader_epoch(loaders: Sequence[Any], saved: Sequence[Any], *, may_be_nex
     load_loader_states(loaders, saved)
     stateful = [(loader, methods) for loader in loaders if (methods := _state_methods(loader))]
     for (loader, (_, setter)), state in zip(stateful, saved, strict=True):
-        # The first iterator applies the state and has no batches, so it must not be that of the next epoch.
+        # The first iterator applies the state, so it must not be that of the next epoch.
         iterator = iter(loader)
         if iterator is loader:
             continue
-        if next(iterator, _NOTHING) is not _NOTHING:  # A generator function runs nothing before its first value.
-            if may_be_next:
-                getattr(loader, setter)(state)
-        elif hasattr(loader, "__len__") and not is_torchdata_loader(loader):
+        is_at_end = next(iterator, _NOTHING) is _NOTHING  # A generator function runs nothing before its first value.
+        if is_torchdata_loader(loader):
+            continue
+        if is_at_end:
             _refuse_moved(loader, state)
+            continue
+        # The epoch has ended before the data of the loader, or the state is that of the next epoch already.
+        continues = _continues(loader, iterator, setter, state)
+        getattr(loader, setter)(state)
+        if not continues:
+            next(iter(loader), None)
+
+
+def _continues(loader: Any, iterator: Iterator[Any], setter: str, state: Any) -> bool:
+    """Return whether a new iterator continues after the last batch of the one before it, or begins anew.
+
+    ``iterator`` has yielded one batch since the loader got the state.
+    """
+    next(iterator, None)
+    states = loader_states([loader])
+    getattr(loader, setter)(state)
+    for _ in range(2):
+        next(iter(loader), None)
+    return same_state(states, loader_states([loader]))
 
 
 def _refuse_moved(loader: Any, state: Any) -> None:
-    """Raise StateError if the end of its iterator has changed the state of a loader whose length Lightning knows."""
+    """Raise StateError if a loader changes its state when its iterator ends, which the saved run has not let happen."""
     (found,) = loader_states([loader])
     if not same_state(found, state):
         raise StateError(
             f"the training data loader {type(loader).__qualname__} changes its state when its iterator ends, from "
-            f"{state!r:.80} to {found!r:.80}. Lightning takes as many batches from it as it has a length, and does not "
-            "let its iterator end, so that an epoch after a resume would have another order than one without. Begin a "
-            "new epoch in __iter__, or leave out __len__, so that Lightning draws to the end; or resume from a step "
-            "within an epoch"
+            f"{state!r:.80} to {found!r:.80}. Lightning takes as many batches from a loader as it has a length, as the "
+            "shortest one beside it has, or as limit_train_batches says, and does not let its iterator end, so that an "
+            "epoch after a resume would have another order than one without. Begin a new epoch in __iter__, or leave "
+            "out __len__ of a loader on its own, so that Lightning draws to the end; or resume from a step within an "
+            "epoch"
         )
 
 

@@ -69,6 +69,7 @@ class Position:
         self._keeps_random = False  # whether the saved generators are those of another process
         self._skip_batch = False
         self._before_ahead: list[Any] = []  # states of loaders before the batch that was drawn ahead
+        self._ended: list[Any] | None = None  # states of loaders at the end of an epoch, which a resume has left
         self._has_warned = False
         self._has_too_many_draws = False
         self._drawing: Drawing | None = None  # where the dataset may draw random numbers in this process
@@ -266,7 +267,8 @@ class Position:
         clear_restart(self._fit)
         finish_epoch(self._fit.epoch_progress)
         set_reloaded_at_epoch(self._fit, saved["reloaded_at_epoch"])
-        self._end_loader_epoch(saved["loaders"])
+        epoch.end_loader_epoch(self._loaders(), saved["loaders"])
+        self._ended = saved["loaders"]
         self._restore_random(saved["random"])
 
     def _go_to_end(self, saved: dict[str, Any]) -> None:
@@ -289,10 +291,8 @@ class Position:
         if epoch.all_stateful(parts):
             # Loaders apply a state with the next batch; where none is left, the epoch must be ended.
             is_last = saved["point"] == "validation" and has_done_all_batches(self._fit)
-            if is_last:
-                self._end_loader_epoch(saved["loaders"])
-            else:
-                epoch.load_loader_states(parts, saved["loaders"])
+            load = epoch.end_loader_epoch if is_last else epoch.load_loader_states
+            load(parts, saved["loaders"])
             if (ahead := saved.get("ahead")) is None:
                 if len(epoch.replicated_states(parts)) == len(parts):
                     self._before_ahead = list(saved["loaders"])  # iter() may draw one ahead, before any fetch.
@@ -303,7 +303,9 @@ class Position:
         for index in started.get("new_workers", ()):
             epoch.drop_iterator(parts[index])
         logger.info("drawing %d batches again to find the position in the epoch", saved["consumed"])
-        epoch.end_loader_epoch(parts, started["loaders"], may_be_next=True)  # before the iterators were made
+        is_first = saved["reloaded_at_epoch"] == self._fit.epoch_progress.current.processed  # of these loaders
+        load = epoch.load_loader_states if is_first else epoch.end_loader_epoch
+        load(parts, started["loaders"])  # before the iterators were made
         self._restore_random(started["at_iterator"])
         iter(fetcher)
         self._restore_random(started["at_first_batch"])
@@ -315,10 +317,6 @@ class Position:
 
         epoch.skip_batches(fetcher, saved["consumed"], before_batch)
         check_same_place(saved, epoch.loader_states(parts))
-
-    def _end_loader_epoch(self, saved: Sequence[Any]) -> None:
-        limit = self._trainer.limit_train_batches  # 1 is one batch, 1.0 is all
-        epoch.end_loader_epoch(self._loaders(), saved, may_be_next=isinstance(limit, float) and limit == 1.0)
 
     def _set_up_epoch(self) -> None:
         module = self._trainer.lightning_module
@@ -410,7 +408,8 @@ class Position:
 
     def _before_iterator(self) -> dict[str, Any]:
         parts = self._loaders()
-        states = [] if epoch.all_stateful(parts) else epoch.loader_states(parts)
+        ended, self._ended = self._ended, None
+        states = [] if epoch.all_stateful(parts) else ended or epoch.loader_states(parts)
         new = [index for index, part in enumerate(parts) if epoch.keeps_iterator(part) and part._iterator is None]
         return {"at_iterator": self._random(), "loaders": states, "new_workers": new}
 

@@ -80,13 +80,20 @@ class SizedAtEnd(AtEnd):
 
 
 class Unsized(torch.utils.data.IterableDataset):  # type: ignore[misc]
+    def __init__(self, size: int) -> None:
+        self.size = size
+
     def __iter__(self) -> Iterator[Any]:
-        return iter(torch.arange(float(SIZE)).view(-1, 1))
+        return iter(torch.arange(float(self.size)).view(-1, 1))
 
 
-def beside(own: Callable[[], Any], mode: str) -> Callable[[], Any]:
+class Declared(AtStart):
+    replicated_state = True
+
+
+def beside(own: Callable[[], Any], mode: str, size: int = SIZE) -> Callable[[], Any]:
     """Return loaders of which the second has neither a state nor a length."""
-    return lambda: combined.CombinedLoader([own(), torch.utils.data.DataLoader(Unsized(), batch_size=1)], mode)
+    return lambda: combined.CombinedLoader([own(), torch.utils.data.DataLoader(Unsized(size), batch_size=1)], mode)
 
 
 class KilledError(Exception):
@@ -110,13 +117,14 @@ class Net(lightning.LightningModule):  # type: ignore[misc]
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-def run(loaders: Any, directory: Path, end: int = -1) -> list[Any]:
+def run(loaders: Any, directory: Path, end: int = -1, limit: int | None = None) -> list[Any]:
     """Run up to the given number of steps, or all; return the batches."""
     from holdfast.integrations.lightning import CheckpointCallback
 
     callback = CheckpointCallback(str(directory), save_interval_steps=1)
     trainer = lightning.Trainer(
         max_epochs=EPOCHS,
+        limit_train_batches=limit,
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
@@ -145,8 +153,34 @@ def test_no_batch_is_lost_or_repeated(loaders: Callable[[], Any], tmp_path: Path
         assert run(loaders(), directory, end) + run(loaders(), directory) == whole
 
 
-def test_an_order_that_a_resume_would_change_is_refused(tmp_path: Path) -> None:
-    """Lightning does not let the iterator of a loader with a length end, which would begin the next epoch."""
-    run(SizedAtEnd(), tmp_path, 3)
-    with pytest.raises(hf.errors.StateError, match=r"SizedAtEnd changes its state when its iterator ends.*in __iter__"):
-        run(SizedAtEnd(), tmp_path)
+CYCLE = "max_size_cycle"
+
+
+@pytest.mark.parametrize(
+    ("loaders", "limit"),
+    [(beside(AtStart, CYCLE), None), (beside(AtEnd, CYCLE), None), (beside(Onward, CYCLE), None),
+     (beside(Declared, CYCLE), None), (beside(SizedAtEnd, CYCLE), None), (beside(AtStart, CYCLE, 4), None),
+     (beside(AtStart, "min_size", 1), None), (beside(AtEnd, "min_size", 1), None),
+     (beside(Onward, "min_size", 1), None), (AtStart, 2), (AtEnd, 2), (Onward, 2)],
+    ids=["start together", "end together", "onward together", "declared together", "sized end together",
+         "start begins again", "start cut", "end cut", "onward cut", "start limited", "end limited", "onward limited"],
+)  # fmt: skip
+def test_an_epoch_ends_before_the_data_of_a_loader(
+    loaders: Callable[[], Any], limit: int | None, tmp_path: Path
+) -> None:
+    """The next iterator begins a new epoch, or continues, as the loader has it; also after two resumes."""
+    whole = run(loaders(), tmp_path / "whole", limit=limit)
+    for end in (1, 2, 3, 4):
+        directory = tmp_path / str(end)
+        parts = [run(loaders(), directory, steps, limit=limit) for steps in (end, 1, -1)]
+        assert [batch for part in parts for batch in part] == whole
+
+
+@pytest.mark.parametrize(
+    ("loaders", "end"), [(SizedAtEnd, 3), (beside(AtEnd, "min_size", 2), 2)], ids=["sized", "beside a shorter one"]
+)
+def test_an_order_that_a_resume_would_change_is_refused(loaders: Callable[[], Any], end: int, tmp_path: Path) -> None:
+    """Lightning does not let the iterator of such a loader end, which would begin the next epoch."""
+    run(loaders(), tmp_path, end)
+    with pytest.raises(hf.errors.StateError, match=r"AtEnd changes its state when its iterator ends.*in __iter__"):
+        run(loaders(), tmp_path)
