@@ -452,15 +452,14 @@ class Worker:
 
     def give_up(self, error: BaseException) -> None:
         """Report the failure, and that this process writes no more."""
-        if not isinstance(error, PeerFailedError):  # the others know of that already
-            self._rendezvous.fail(error)
-        _stop(self._rendezvous)
+        leave_save(self._rendezvous, error)
 
 
 def leave_save(rendezvous: Rendezvous | None, error: BaseException) -> None:
     """Report to the other processes that this one has failed before its part of a save, and writes nothing."""
     if rendezvous is not None:
-        rendezvous.fail(error)
+        if not isinstance(error, PeerFailedError):  # the others know of that already
+            rendezvous.fail(error)
         _stop(rendezvous)
 
 

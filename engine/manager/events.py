@@ -33,7 +33,7 @@ _METRICS = 64  # metrics of one event, at most
 _PREEMPTED = (PREEMPTED, 128 + signal.SIGTERM)  # statuses of a program that was preempted
 _EARLY = 8  # events that are kept before the run owns its directory
 
-_PROGRAM = os.urandom(6).hex()  # of this process; a number of a process may come back, such as 1 in a container
+_PROGRAM = os.urandom(6).hex()  # A number of a process may come back, such as 1 in a container.
 
 T = TypeVar("T")
 Event = Mapping[str, Any]
@@ -93,7 +93,8 @@ class RunEvents:
                 _cut_torn_line(self._directory.path / EVENTS)
         early, self._early = self._early, []
         self._began = True
-        self.write("started", newest=newest, pid=os.getpid(), host=os.uname().nodename, program=_PROGRAM)
+        pid = os.getpid()
+        self.write("started", newest=newest, pid=pid, host=os.uname().nodename, program=f"{_PROGRAM}.{pid}")
         for event in early:
             self._append(event)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.processes.threads import MemoryCoordinator, memory_coordinators
 
+from holdfast.engine.checkpoint import leave_save
 from holdfast.engine.distributed import Alone, Rendezvous, next_rendezvous
 from holdfast.engine.distributed.rendezvous import PART_SIZE, join_parts, part_keys, split_value, value_length
 from holdfast.engine.errors import BarrierTimeoutError, PeerFailedError, describe_error
@@ -261,3 +262,13 @@ def test_the_keys_of_many_processes_are_deleted_once_all_have_closed() -> None:
     left = first.keys()
     assert not [key for key in left if key.startswith("save/")]
     assert len(first.requests) < 10
+
+
+def test_a_process_that_has_heard_of_a_failure_does_not_take_it_over() -> None:
+    first, *others = [next_rendezvous(one, "save", 20) for one in memory_coordinators(3)]
+    leave_save(others[0], ValueError("no space"))
+    with pytest.raises(PeerFailedError) as heard:
+        others[1].check()
+    leave_save(others[1], heard.value)
+    with pytest.raises(PeerFailedError, match="process 1 failed: ValueError: no space"):
+        first.check()

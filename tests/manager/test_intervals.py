@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,9 @@ import holdfast as hf
 from holdfast.engine.distributed import Coordinator
 from holdfast.engine.manager import DAY, Experience, LearnedInterval
 from holdfast.engine.manager.decisions import EverySeconds, StepPace, SyncSchedule
+from holdfast.engine.manager.events import read_run_events
 from holdfast.engine.manager.options import save_triggers
+from holdfast.engine.storage import as_location
 
 HOUR = 3600.0
 
@@ -459,3 +462,24 @@ def test_several_processes_save_at_the_steps_of_process_0(tmp_path: Path) -> Non
     assert others == [one, one]
     assert [step for step, _ in one] == [43, 86, 129, 172, 215, 258]
     assert one[0][1] == "every 7m8s, learned"
+
+
+def test_children_of_one_process_are_several_programs(tmp_path: Path) -> None:
+    """As of a server that imports once, and forks a child for each start."""
+
+    def start(step: int) -> None:
+        with hf.CheckpointManager(tmp_path) as manager:
+            manager.save(step, {"w": np.zeros(3)})
+
+    start(1)
+    child = os.fork()
+    if child == 0:
+        try:
+            start(2)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    start(3)
+    started = [one for one in read_run_events(as_location(tmp_path)) if one["event"] == "started"]
+    first, forked, again = (one["program"] for one in started)
+    assert forked != first == again
