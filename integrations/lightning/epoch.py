@@ -25,7 +25,7 @@ from ...engine.stateful import (
     state_of,
     warn_of_lost_draws,
 )
-from .wall import begin_counting, logged_averages, restore_logged
+from .wall import begin_counting, logged_averages, restore_logged, set_ended
 
 # ---- data loaders
 
@@ -130,9 +130,11 @@ def prefetched(fetcher: Any) -> list[Any]:
     return list(getattr(fetcher, "batches", ()))
 
 
-def begin_with(fetcher: Any, batches: Sequence[Any], done: bool) -> None:
+def begin_with(fetcher: Any, batches: Sequence[Any], done: bool, ended: list[bool]) -> None:
     """Make a fetcher's iterator with batches drawn ahead; ``done`` tells whether the loop has had the last one."""
     fetcher.iterator = iter(fetcher.combined_loader)
+    if ended:
+        set_ended(fetcher.combined_loader, ended)
     fetcher.reset()
     fetcher.batches = list(batches)
     fetcher.done = done

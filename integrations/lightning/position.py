@@ -29,6 +29,7 @@ from .wall import (
     finish_epoch,
     has_done_all_batches,
     has_loaders,
+    have_ended,
     iterator_of,
     loaders_of,
     reloaded_at_epoch,
@@ -70,6 +71,7 @@ class Position:
         self._skip_batch = False
         self._before_ahead: list[Any] = []  # states of loaders before the batch that was drawn ahead
         self._ended: list[Any] | None = None  # states of loaders at the end of an epoch, which a resume has left
+        self._waiting: tuple[int, list[Any]] = -1, []  # the batches fetched and the states of loaders at a resume
         self._has_warned = False
         self._has_too_many_draws = False
         self._drawing: Drawing | None = None  # where the dataset may draw random numbers in this process
@@ -127,6 +129,8 @@ class Position:
                 position["loaders"] = self._before_ahead
             elif ahead and is_plain_tree(ahead):
                 position["ahead"] = {"batches": ahead, "done": fetcher.done}
+                if ended := have_ended(fetcher.combined_loader):
+                    position["ahead"]["ended"] = ended
             elif ahead and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
@@ -204,6 +208,7 @@ class Position:
             self._go_to_batch(saved, fetcher)
             self._follow_draws(from_start=False)
             return
+        self._end_resumed_epoch(fetcher)
         before, iterator = self._before_iterator(), iterator_of(fetcher.combined_loader)
         original(fetcher)
         if iterator_of(fetcher.combined_loader) is not iterator or not self._epoch:
@@ -298,7 +303,8 @@ class Position:
                     self._before_ahead = list(saved["loaders"])  # iter() may draw one ahead, before any fetch.
                 iter(fetcher)
             else:
-                epoch.begin_with(fetcher, ahead["batches"], ahead["done"])
+                epoch.begin_with(fetcher, ahead["batches"], ahead["done"], ahead.get("ended", []))
+                self._waiting = saved["fetched"], saved["loaders"]
             return
         for index in started.get("new_workers", ()):
             epoch.drop_iterator(parts[index])
@@ -405,6 +411,16 @@ class Position:
                 iter(parts[index])
         if not self._keeps_random:
             epoch.restore_loader_generators(saved["generators"], parts)
+
+    def _end_resumed_epoch(self, fetcher: Any) -> None:
+        """End the epoch of loaders that have not drawn since a resume, as the batch drawn ahead was the last one."""
+        (fetched, states), self._waiting = self._waiting, (-1, [])
+        if fetcher.fetched == fetched:
+            random = self._random()
+            for loader, state in zip(self._loaders(), states, strict=True):
+                if same_state(epoch.loader_states([loader]), [state]):
+                    epoch.end_loader_epoch([loader], [state])
+            self._restore_random(random)
 
     def _before_iterator(self) -> dict[str, Any]:
         parts = self._loaders()

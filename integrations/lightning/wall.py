@@ -325,6 +325,16 @@ def begin_counting(combined: Any) -> None:
         combined._iterator._consumed = [False] * len(combined.flattened)
 
 
+def have_ended(combined: Any) -> list[bool]:
+    """Return which loaders have ended, and begun again, in this epoch, where an epoch lasts until all have."""
+    return list(getattr(combined._iterator, "_consumed", ()))
+
+
+def set_ended(combined: Any, ended: list[bool]) -> None:
+    """Restore what :func:`have_ended` returned."""
+    combined._iterator._consumed = list(ended)
+
+
 def reloaded_at_epoch(loop: Any) -> Any:
     """Return the epoch in which a loop last created its data loaders."""
     return getattr(loop, _reload_name(loop))

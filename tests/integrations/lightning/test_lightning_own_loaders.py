@@ -24,6 +24,8 @@ SIZE, EPOCHS = 3, 3
 class AtStart:
     """Begins an epoch with every iterator, except the one after a resume."""
 
+    size = SIZE
+
     def __init__(self) -> None:
         self.epoch = self.place = 0
         self.has_begun = self.is_resumed = False
@@ -45,7 +47,7 @@ class AtStart:
 
     def __iter__(self) -> Iterator[Any]:
         self.begin()
-        while self.place < SIZE:
+        while self.place < self.size:
             self.place += 1
             yield torch.tensor([10.0 * self.epoch + self.place])
         self.end()
@@ -174,6 +176,22 @@ def test_an_epoch_ends_before_the_data_of_a_loader(
         directory = tmp_path / str(end)
         parts = [run(loaders(), directory, steps, limit=limit) for steps in (end, 1, -1)]
         assert [batch for part in parts for batch in part] == whole
+
+
+class Short(AtStart):
+    size = 2
+
+
+@pytest.mark.parametrize("mode", [CYCLE, "min_size"])
+def test_loaders_of_different_lengths(mode: str, tmp_path: Path) -> None:
+    """An epoch lasts until each has ended, or one of them, also where that is with the first batch after a resume."""
+
+    def loaders() -> Any:
+        return combined.CombinedLoader([Short(), AtStart()], mode)
+
+    whole = run(loaders(), tmp_path / "whole")
+    for end in (1, 2, 3, 4):
+        assert run(loaders(), tmp_path / str(end), end) + run(loaders(), tmp_path / str(end)) == whole
 
 
 @pytest.mark.parametrize(
