@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,11 +19,8 @@ from ..engine.inspection import LeafSummary, describe
 from ..engine.inspection import verify as verify_checkpoints
 from ..engine.pytree import PathFilter
 from ..engine.sources import (
-    LeafStatistics,
     NativeCheckpoint,
-    compare_checkpoints,
     find_checkpoint,
-    leaf_statistics,
     open_at,
     open_checkpoint,
 )
@@ -34,6 +31,9 @@ from .arguments import checkpoints_at, where_else
 from .progress import progress_of
 from .report import age, count, print_json, print_table, print_tree, step_names
 from .streams import configure_logging, one_line, say
+
+if TYPE_CHECKING:
+    from ..engine.sources import LeafStatistics
 
 
 @contextlib.contextmanager
@@ -76,6 +76,8 @@ def show(
     leaves = [leaf for leaf in leaves if chosen.chooses(leaf.path.split("/"))]
     numbers = {}
     if statistics:
+        from ..engine.sources import leaf_statistics  # not above: other commands need no comparisons
+
         with progress_of("read", shown=not as_json) as progress:
             numbers = {(one.item, one.path): one for one in leaf_statistics(checkpoint, select or None, progress)}
     if as_json:
@@ -162,6 +164,8 @@ def diff(
     Exit status: 0 the same, 1 different, 2 they cannot be compared. With a tolerance, NaN equals NaN.
     """
     configure_logging("warning")
+    from ..engine.sources import compare_checkpoints
+
     try:
         first = open_checkpoint(checkpoints_at(one), step)
         second = open_checkpoint(checkpoints_at(other), step if other_step is None else other_step)

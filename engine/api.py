@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Never, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Never, TypeVar, overload
 
 from .arrays import Layout
 from .checkpoint import Checkpointer, SaveReport
 from .errors import OptionError
 from .handlers import PyTreeCheckpointHandler
 from .peer_names import refuse_unknown
-from .pytree import Patterns
-from .sources import CheckpointSource, load_parts, read_checkpoint
 from .storage import Place, as_location
+
+if TYPE_CHECKING:
+    from .pytree import Patterns
+    from .sources import CheckpointSource
 
 T = TypeVar("T")
 
@@ -96,6 +98,8 @@ def load(
         OptionError: There are several items and ``like`` or ``select`` are given; ``select`` has indexes beside a
             template, or an index for a value that is no array.
     """
+    from .sources import read_checkpoint  # not above: a save needs nothing that reads
+
     return read_checkpoint(as_location(path), lambda checkpoint: _load(checkpoint, like, select, item))
 
 
@@ -109,6 +113,8 @@ def _load(
                 f"{checkpoint.location}: select= with indexes gives arrays of numpy, so that like= cannot be a "
                 "template; leave one of them out"
             )
+        from .sources import load_parts
+
         return load_parts(checkpoint, item, select)
     wanted = [item] if item is not None else checkpoint.items_to_load()
     if len(wanted) == 1:
@@ -159,6 +165,7 @@ def load_transformed(
     ...     load_transformed(f"{directory}/ckpt", {"dense": Transform(original_key="layer")}, {"dense": {"w": ...}})
     {'dense': {'w': array([0, 1, 2])}}
     """
+    from .sources import read_checkpoint
 
     def read(checkpoint: CheckpointSource) -> Any:
         return checkpoint.load_transformed(

@@ -16,8 +16,8 @@ from ..errors import DamagedCheckpointError
 from ..format import ArrayMetadata, checksums_of, crc32c, decompress_exactly
 from ..pytree import Box, whole
 from ..storage import Buffer, aligned_empty
+from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Bytes, checksum_after
 from .extents import FOREIGN, ChunkTable
-from .plan import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Bytes, checksum_after
 
 # Bytes; a smaller array is copied out of the memory that was read, so that it does not keep all of it.
 COPY = 256 << 10

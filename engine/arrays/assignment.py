@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from ..errors import UnsupportedLeafError
 from ..pytree import Part, format_path
 from ..storage import round_up
-from .plan import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Catalog, ChunkIds, Integers, part_corners
+from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers
+from .plan import Catalog, ChunkIds, part_corners
 
 _ROUNDS = 8  # overlapping groups balance their loads in so many rounds
 

@@ -9,7 +9,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,24 +34,15 @@ from ..format import (
 from ..pytree import Box
 from ..storage import DataReader, Location, is_unreadable, parallel_map
 from .assemble import Assembly
-from .digests import FileCheck, is_missing, read_checked, required
+from .digests import INDEX, MANIFEST, Bytes, FileCheck, is_missing, read_checked, required
 from .extents import ChunkTable, Extent, Places, plausible, read_chunks
-from .plan import Bytes
-from .write import INDEX, MANIFEST
+from .source import Problem
 
 Report = Callable[[str, int, str], None]  # takes a file ("" for the index), the number of an array, what is wrong
 
 _WHOLE = 2 * NODE_LIMIT  # bytes of an index that is always read in one piece
 _READS = 16  # nodes that are read at a time from an object store
 _INDEX_LIMIT = 8 << 30  # bytes of an index; one over ten million chunks takes some 200 MB
-
-
-class Problem(NamedTuple):
-    """Damage in a checkpoint: the file, the leaf (or ``""``), and what is wrong."""
-
-    file: str
-    leaf: str
-    what: str
 
 
 @contextlib.contextmanager

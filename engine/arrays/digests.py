@@ -1,4 +1,4 @@
-"""Digests of files without checksums of their own, and the verification of files while they are copied."""
+"""The names of a tree's files, the layout of chunks in them, digests, and the verification of files that are copied."""
 
 from __future__ import annotations
 
@@ -7,16 +7,36 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError, ObjectNotFoundError, itemized
 from ..format import ARCHIVE_LIMIT, FileRecord, crc32c, decode_archive, extend, unsynced
 from ..storage import Buffer, DataReader, Location, folder_in_memory, sync_all, unreadable_as_damage
-from .plan import CHECKSUM_BYTES
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Bytes: TypeAlias = "NDArray[np.uint8]"
+
+Integers: TypeAlias = "NDArray[np.int64]"
+
+MANIFEST = "manifest.ocdbt"
+INDEX = "d/index"
+TREE = "tree.json"
+TREE_KIND = "tree"
+
+# Every chunk starts at a multiple of this many bytes: a cache line, and what XLA needs to adopt host memory.
+CHUNK_ALIGNMENT = 64
+CHECKSUM_BYTES = 4  # length of the crc32c that follows the data of every chunk
 
 _STEP = 16 << 20  # bytes read at a time
+
+
+def checksum_after(data: bytes) -> int:
+    """Return the checksum that ends the bytes of a chunk."""
+    return int.from_bytes(data[-CHECKSUM_BYTES:], "little")
 
 
 def digest(file: DataReader) -> int:

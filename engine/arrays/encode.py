@@ -20,7 +20,8 @@ from ..errors import StateError, UnsupportedLeafError
 from ..format import ContentDigest, checksums_of, compress_chunks, content_digest, extend
 from ..pytree import Box, CastProblem, Piece, cast_checked, format_path
 from ..storage import CORES, Segment, parallel_map, round_up
-from .plan import CHECKSUM_BYTES, ArraySpec, Bytes, Integers, Layout, PlannedSegment, batches, checksum_after
+from .digests import CHECKSUM_BYTES, Bytes, Integers, checksum_after
+from .plan import ArraySpec, Layout, PlannedSegment, batches
 
 _STEP = 1 << 20  # a piece this large is still in the second-level cache when it is copied after its checksum was taken
 _SMALL = 64 << 10  # chunks up to this size are joined before they are handed on

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError, ObjectNotFoundError, StorageError
 from ..storage import REQUESTS, Buffer, DataReader, is_unreadable, parallel_map
-from .plan import Bytes
+from .digests import Bytes
 
 Column = NDArray[np.int64]
 

@@ -21,7 +21,8 @@ from ..errors import DamagedCheckpointError, TreeMismatchError, first_lines
 from ..format import ArrayIndex, FileRecord, compress_chunks, crc32c, decompress
 from ..pytree import format_path
 from .assignment import WriteAssignment
-from .plan import CHECKSUM_BYTES, Catalog, Integers, checksum_after
+from .digests import CHECKSUM_BYTES, Integers, checksum_after
+from .plan import Catalog
 
 _VERSION = 5
 _TOKEN = 4  # bytes

@@ -14,40 +14,30 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import OptionError, UnsupportedLeafError
 from ..format import LEVELS, Stored, dtype_name, encode_array_metadata, key_order, storage_dtype
 from ..peer_names import explains_unknown_names
 from ..pytree import ArrayLeaf, Box, Part, ValueLeaf, format_path
 from ..storage import PAGE, round_up
+from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 T = TypeVar("T")
 
 HostLeaf = ArrayLeaf | ValueLeaf
 
-Bytes = NDArray[np.uint8]
-
-Integers = NDArray[np.int64]
-
 # Some chunks: for each the number of its array, and its own number within the array.
 ChunkIds = tuple[Integers, Integers]
-
-# Every chunk starts at a multiple of this many bytes: a cache line, and what XLA needs to adopt host memory.
-CHUNK_ALIGNMENT = 64
-CHECKSUM_BYTES = 4  # length of the crc32c that follows the data of every chunk
 
 _CHUNKS_LIMIT = 1 << 20
 _TINY = 1024  # bytes; a million chunks smaller than this are a mistake
 _TOO_SMALL = 64  # a chunk that is smaller than the limit by this factor is worse than one above the limit
-
-
-def checksum_after(data: bytes) -> int:
-    """Return the checksum that ends the bytes of a chunk."""
-    return int.from_bytes(data[-CHECKSUM_BYTES:], "little")
 
 
 def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:

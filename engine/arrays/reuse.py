@@ -28,8 +28,9 @@ import numpy as np
 from ..errors import DamagedCheckpointError, StorageError
 from ..format import content_digest, crc32c
 from ..storage import Buffer, FileIdentity, Location, max_concurrency, parallel_map
+from .digests import CHECKSUM_BYTES, Bytes, Integers
 from .encode import Digests, Source, Sources, chunk_bytes, chunk_view
-from .plan import CHECKSUM_BYTES, Bytes, Catalog, ChunkIds, Integers
+from .plan import Catalog, ChunkIds
 
 _logger = logging.getLogger("holdfast")
 

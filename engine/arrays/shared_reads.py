@@ -25,7 +25,7 @@ from ..errors import BarrierTimeoutError, shortened
 from ..pytree import Box, Part, whole
 from ..storage import aligned_empty, round_up
 from .assignment import ArrayClass, ChunkAssignment, ReplicaGroups
-from .plan import Bytes, Integers
+from .digests import Bytes, Integers
 from .source import SavedLeaf, TreeSource
 
 T = TypeVar("T")

@@ -34,7 +34,8 @@ from ..pytree import (
     tensors_over,
 )
 from ..storage import aligned_empty, parallel_map, round_up
-from .plan import Bytes, HostLeaf, batches
+from .digests import Bytes
+from .plan import HostLeaf, batches
 
 _ALIGNMENT = 64
 _SHARED = 64 << 20  # bytes; a smaller snapshot is not worth a thread

@@ -23,6 +23,7 @@ from ..format import FileRecord, crc32c, encode_document
 from ..pytree import ArrayLeaf, Box, Details, Piece, TreeDef, ValueLeaf, format_path, to_document
 from ..storage import DataFile, Location, Segment, max_concurrency, parallel_map
 from .assignment import WriteAssignment
+from .digests import INDEX, MANIFEST, TREE, TREE_KIND, Integers
 from .encode import ChunkToCompress, Digests, Sources, segment_parts, write_compressed
 from .fragments import Fragment, data_path, make_fragment, merge_fragments, short_token
 from .plan import (
@@ -30,7 +31,6 @@ from .plan import (
     Catalog,
     ChunkIds,
     HostLeaf,
-    Integers,
     Layout,
     PlannedFile,
     check_level,
@@ -40,11 +40,6 @@ from .plan import (
 )
 from .reuse import SharedFiles, WrittenFile, WrittenSteps
 from .snapshot import Snapshot, StagingBuffer
-
-MANIFEST = "manifest.ocdbt"
-INDEX = "d/index"
-TREE = "tree.json"
-TREE_KIND = "tree"
 
 _ALONE = ProcessInfo()
 _WORTH = 64 << 10  # bytes a leaf; copying less takes no longer than computing which process writes it

@@ -24,6 +24,7 @@ from ..errors import DamagedCheckpointError, FormatVersionError
 from .archive import is_inside
 from .codecs import INT64_MAX, Cursor, crc32c, decompress
 
+NODE_LIMIT = 128 << 10  # bytes of a node, at most: what is read to find a key, and decoded in a millisecond
 MANIFEST_NAME = "manifest.ocdbt"  # the name of the manifest in the directory of a database
 MANIFEST_MAGIC = 0x0CDB3A2A
 NODE_MAGIC = 0x0CDB20DE

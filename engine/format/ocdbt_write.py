@@ -24,6 +24,7 @@ from .ocdbt_read import (
     LENGTH,
     MANIFEST_MAGIC,
     MISSING,
+    NODE_LIMIT,
     NODE_MAGIC,
     PATH_LIMIT,
     SHORTEST_FRAME,
@@ -32,7 +33,6 @@ from .ocdbt_read import (
 )
 from .zarr import chunk_keys, metadata_key
 
-NODE_LIMIT = 128 << 10  # bytes of a node, at most: what is read to find a key, and decoded in a millisecond
 _ENTRY_BYTES = 40  # bytes of an entry of an interior node besides its key, at most: eight numbers
 _FIXED = 64  # bytes of a node that do not depend on its entries, at most
 _ARITY_LIMIT = 1 << 20  # entries of a node that TensorStore accepts, at most

@@ -45,6 +45,8 @@ PROCESSES = "processes"  # kind of an item with a tree for each process
 OWN_FOLDER = "own"  # folder inside a tree's folder that holds a tree for each process
 COMPONENTS = "components"  # kind of an item that is a tree of components, each with a tree of its own
 COMPONENT = "component.json"  # name of the file that describes a component, in the folder of its tree
+GRAPH = "graph.json"  # name of the file, beside a tree's own, with its objects and the edges between them
+GRAPH_KIND = "graph"  # the kind of the document in it
 
 _KIND = "checkpoint"
 

@@ -17,6 +17,7 @@ from .base import run_coroutine as run_coroutine
 from .base import write_alone as write_alone
 from .base import write_archive as write_archive
 from .per_process import PerProcessCheckpointHandler as PerProcessCheckpointHandler
+from .per_process import PreparedGraph as PreparedGraph
 from .per_process import ProcessShare as ProcessShare
 from .per_process import SavedShares as SavedShares
 from .per_process import own_share as own_share

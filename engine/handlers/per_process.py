@@ -8,11 +8,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..arrays import write_file
 from ..distributed import Coordinator, ProcessInfo, current_coordinator
-from ..errors import OptionError
-from ..format import ARCHIVE, PROCESSES, FileRecord, ItemRecord, crc32c
+from ..errors import OptionError, UnsupportedLeafError
+from ..format import (
+    ARCHIVE,
+    GRAPH,
+    GRAPH_KIND,
+    OWN_FOLDER,
+    PROCESSES,
+    FileRecord,
+    ItemRecord,
+    crc32c,
+    encode_document,
+)
 from ..storage import Location
-from .base import Files, PreparedCheckpointHandler, PreparedItem, write_alone, write_archive
+from .base import Files, PreparedCheckpointHandler, PreparedItem, SizedItem, write_alone, write_archive
 from .pytree import PyTreeCheckpointHandler
 
 _logger = logging.getLogger("holdfast")
@@ -145,3 +156,39 @@ class ProcessShare:
             for process, share in enumerate(shares)
             for path, record in share.items()
         }
+
+
+class PreparedGraph:
+    """A tree that is about to be written, its document, and what this process has of its own."""
+
+    def __init__(self, tree: PreparedItem, document: Any, own: PreparedItem | None = None) -> None:
+        self._tree = tree
+        self._own = own
+        self._files: dict[str, FileRecord] = {}
+        try:
+            self._document = encode_document(GRAPH_KIND, document)
+        except ValueError as error:
+            raise UnsupportedLeafError(f"this graph cannot be described: {error}; nothing was written") from error
+
+    def estimate_bytes(self) -> int | None:
+        size = self._tree.estimate_bytes() if isinstance(self._tree, SizedItem) and self._own is None else None
+        return None if size is None else size + len(self._document)
+
+    def write(self, folder: Location, member: ProcessInfo) -> bytes:
+        if member.index == 0:
+            self._files[GRAPH] = write_file(folder / GRAPH, self._document)
+        fragment = self._tree.write(folder, member)
+        if self._own is None:
+            return fragment
+        place = folder / OWN_FOLDER
+        place.make_directory()
+        return json.dumps([self._own.write(place, member).hex(), fragment.hex()]).encode()
+
+    def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
+        own: Files = {}
+        if self._own is not None:
+            pairs = [[bytes.fromhex(part) for part in json.loads(fragment)] for fragment in fragments]
+            shares, fragments = zip(*pairs, strict=True)
+            files = self._own.merge(folder / OWN_FOLDER, shares)
+            own = {f"{OWN_FOLDER}/{path}": known for path, known in files.items()}
+        return {**self._tree.merge(folder, fragments), **own, **self._files}

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Never
+from typing import TYPE_CHECKING, Any, NamedTuple, Never
 
 from ..arrays import (
     AggregateHandler,
@@ -14,18 +14,12 @@ from ..arrays import (
     KnownTree,
     Layout,
     MsgpackHandler,
-    SharedReads,
     Snapshot,
     StagingBuffer,
     TreePlan,
-    TreeReader,
     TreeSource,
     TreeWriter,
     WrittenSteps,
-    load_transformed_tree,
-    load_tree,
-    tree_metadata,
-    with_optimizer_states,
     write_file,
 )
 from ..distributed import ProcessInfo
@@ -56,6 +50,9 @@ from ..storage import Location
 from .args import Leaf, RestoreArgs, SaveArgs, aggregate, broadcast_prefix, cast, leaf_request
 from .base import Files, PreparedCheckpointHandler, PreparedItem, refuse_arguments
 from .registry import DEFAULT_REGISTRY, ExternalLeaves, TypeHandlerRegistry, restore_external
+
+if TYPE_CHECKING:
+    from ..arrays import SharedReads
 
 _logger = logging.getLogger("holdfast")
 
@@ -258,6 +255,9 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         """
         if kwargs:
             refuse_arguments(self, kwargs, self.restore)
+        # Not above: a save needs nothing that reads.
+        from ..arrays import TreeReader, load_transformed_tree, load_tree, with_optimizer_states
+
         if transforms is not None and (item is None or item is ... or select is not None):
             raise OptionError("transforms= needs a template (item=) of the new tree, and excludes select=")
         # Without a template, only the leaves that are selected need to be known.
@@ -296,6 +296,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         self, directory: Location, *, files: Files | None = None, source: TreeSource | None = None, **kwargs: Any
     ) -> Any:
         """Return the tree with a description in the place of every leaf; no data is read."""
+        from ..arrays import TreeReader, tree_metadata
+
         return tree_metadata(source or TreeReader(directory, files, aggregate=self._aggregate))
 
 

@@ -10,12 +10,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays import SavedLeaf, TreeReader, TreeSource, batches
+from ..arrays import SavedLeaf, TreeSource, batches
 from ..clock import UNHEARD, Portion, Progress
 from ..errors import UnsupportedLeafError, shortened_text
-from ..format import ARCHIVE, OWN_FOLDER, FileRecord, own_shares
+from ..format import FileRecord
 from ..generators import is_idle
-from ..pytree import Box, PathFilter, Patterns, format_path, materialize, unescape_key
+from ..pytree import Box, PathFilter, Patterns, materialize
+from .native import leaf_path, trees_in
 from .protocol import JSON, METRICS, TREE, CheckpointSource
 
 _PART = 64 << 20  # bytes of one leaf that are read at a time
@@ -97,14 +98,6 @@ def trees_of(checkpoint: CheckpointSource) -> Iterator[tuple[str, TreeSource]]:
             yield from trees_in(checkpoint, name)
 
 
-def trees_in(checkpoint: CheckpointSource, name: str) -> Iterator[tuple[str, TreeSource]]:
-    """Yield one tree of a checkpoint, and what each process has saved of its own objects beside it."""
-    tree = checkpoint.tree(name)
-    yield name, tree
-    for share in own_shares(checkpoint.files(name) or {}):
-        yield f"{name}/{share.folder.removesuffix(ARCHIVE)}", TreeReader(tree.location / share.folder, share.files)
-
-
 def _compare_trees(
     item: str, one: TreeSource, other: TreeSource, tolerances: tuple[float, float], progress: Progress
 ) -> Iterator[LeafDifference]:
@@ -130,14 +123,6 @@ def _compare_trees(
         yield LeafDifference(
             item, leaf_path(item, leaf.name), "added", f"{leaf.saved}, which the first checkpoint lacks"
         )
-
-
-def leaf_path(item: str, name: str) -> str:
-    """Return the path of a leaf of a tree that :func:`trees_in` yields under the name of an item."""
-    if f"/{OWN_FOLDER}/" in item:  # the first key is the path of an object, such as `data.train`, escaped
-        first, *keys = name.split(".")
-        name = ".".join([unescape_key(first), *keys])
-    return format_path(name)
 
 
 def _compare_leaves(

@@ -3,86 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import methodcaller
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..arrays import TreeReader, TreeSource, open_folder, read_checked, write_file
+from ..arrays import TreeReader, TreeSource, open_folder, read_checked
 from ..clock import UNHEARD, Portion, Progress
-from ..distributed import ProcessInfo
 from ..errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
     HoldfastError,
     OptionError,
-    UnsupportedLeafError,
 )
 from ..format import (
+    ARCHIVE,
     DOCUMENT_LIMIT,
+    GRAPH,
+    GRAPH_KIND,
     OWN_FOLDER,
     CheckpointRecord,
     FileRecord,
     ItemRecord,
     decode_document,
-    encode_document,
+    own_shares,
 )
-from ..handlers import (
-    DEFAULT_REGISTRY,
-    Files,
-    JsonCheckpointHandler,
-    PreparedItem,
-    PyTreeCheckpointHandler,
-    SizedItem,
-    restore_external,
-)
-from ..pytree import EXTERNAL, Patterns
+from ..pytree import EXTERNAL, Patterns, format_path, unescape_key
 from ..steps import StepEntry, has_changed, has_record, read_again, read_record
 from ..storage import Location, max_concurrency, parallel_map
 from .discovery import NATIVE, FoundSteps, find_step, find_steps, is_ours, recognise
 from .protocol import JSON, TREE, CheckpointSource
 
+if TYPE_CHECKING:
+    from ..handlers import Files
+
 T = TypeVar("T")
-
-GRAPH = "graph.json"  # name of the file, beside the tree's own, with the objects and the edges between them
-KIND = "graph"  # the kind of the document
-
-
-class PreparedGraph:
-    """A tree that is about to be written, its document, and what this process has of its own."""
-
-    def __init__(self, tree: PreparedItem, document: Any, own: PreparedItem | None = None) -> None:
-        self._tree = tree
-        self._own = own
-        self._files: dict[str, FileRecord] = {}
-        try:
-            self._document = encode_document(KIND, document)
-        except ValueError as error:
-            raise UnsupportedLeafError(f"this graph cannot be described: {error}; nothing was written") from error
-
-    def estimate_bytes(self) -> int | None:
-        size = self._tree.estimate_bytes() if isinstance(self._tree, SizedItem) and self._own is None else None
-        return None if size is None else size + len(self._document)
-
-    def write(self, folder: Location, member: ProcessInfo) -> bytes:
-        if member.index == 0:
-            self._files[GRAPH] = write_file(folder / GRAPH, self._document)
-        fragment = self._tree.write(folder, member)
-        if self._own is None:
-            return fragment
-        place = folder / OWN_FOLDER
-        place.make_directory()
-        return json.dumps([self._own.write(place, member).hex(), fragment.hex()]).encode()
-
-    def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
-        own: Files = {}
-        if self._own is not None:
-            pairs = [[bytes.fromhex(part) for part in json.loads(fragment)] for fragment in fragments]
-            shares, fragments = zip(*pairs, strict=True)
-            files = self._own.merge(folder / OWN_FOLDER, shares)
-            own = {f"{OWN_FOLDER}/{path}": known for path, known in files.items()}
-        return {**self._tree.merge(folder, fragments), **own, **self._files}
 
 
 class NativeTree(TreeReader):
@@ -96,7 +51,7 @@ class NativeTree(TreeReader):
         if known is None:
             return None
         place = self.location / GRAPH
-        return decode_document(read_checked(place, known, limit=DOCUMENT_LIMIT), KIND, source=str(place))
+        return decode_document(read_checked(place, known, limit=DOCUMENT_LIMIT), GRAPH_KIND, source=str(place))
 
 
 class NativeCheckpoint(CheckpointSource):
@@ -156,12 +111,18 @@ class NativeCheckpoint(CheckpointSource):
                 f"{self.location}: item {item!r} was written by a handler of your own; restore it with that handler "
                 "(Checkpointer(handler).restore, or a CheckpointManager)"
             )
+        from ..handlers import JsonCheckpointHandler
+
         folder, files = self._open(item)
         return JsonCheckpointHandler().restore(folder, files=files)
 
     def load(self, item: str, like: Any = None, select: Patterns | None = None) -> Any:
         if self.parts[item].kind != TREE:
             return super().load(item, like, select)
+        from ..handlers import (
+            PyTreeCheckpointHandler,  # not above: to show and to verify a checkpoint needs no handlers
+        )
+
         kwargs: dict[str, Any] = {} if select is None else {"select": select}
         folder, files = self._open(item)
         return PyTreeCheckpointHandler().restore(folder, like, files=files, **kwargs)
@@ -170,10 +131,30 @@ class NativeCheckpoint(CheckpointSource):
         numbers = source.numbers if isinstance(source, TreeReader) else range(len(source.leaves))
         pairs = zip(source.leaves, numbers, strict=True)
         kept = {leaf.name: number for leaf, number in pairs if leaf.saved.kind == EXTERNAL}
-        return restore_external(tree, source.location, self.files(item), kept, DEFAULT_REGISTRY, {}) if kept else tree
+        if not kept:
+            return tree
+        from ..handlers import DEFAULT_REGISTRY, restore_external
+
+        return restore_external(tree, source.location, self.files(item), kept, DEFAULT_REGISTRY, {})
 
     def items_to_load(self) -> list[str]:
         return list(self.items)
+
+
+def trees_in(checkpoint: CheckpointSource, name: str) -> Iterator[tuple[str, TreeSource]]:
+    """Yield one tree of a checkpoint, and what each process has saved of its own objects beside it."""
+    tree = checkpoint.tree(name)
+    yield name, tree
+    for share in own_shares(checkpoint.files(name) or {}):
+        yield f"{name}/{share.folder.removesuffix(ARCHIVE)}", TreeReader(tree.location / share.folder, share.files)
+
+
+def leaf_path(item: str, name: str) -> str:
+    """Return the path of a leaf of a tree that :func:`trees_in` yields under the name of an item."""
+    if f"/{OWN_FOLDER}/" in item:  # the first key is the path of an object, such as `data.train`, escaped
+        first, *keys = name.split(".")
+        name = ".".join([unescape_key(first), *keys])
+    return format_path(name)
 
 
 # ---- the checkpoint that a path stands for

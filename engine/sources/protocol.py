@@ -5,14 +5,15 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ..arrays import TreeSource, load_transformed_tree, load_tree, with_optimizer_states
 from ..errors import CheckpointNotFoundError, OptionError
 from ..format import ITEM, FileRecord
-from ..pytree import Patterns, collection_paused, flatten
 from ..storage import Location
-from .stored import selected
+
+if TYPE_CHECKING:
+    from ..arrays import TreeSource
+    from ..pytree import Patterns
 
 _logger = logging.getLogger("holdfast")
 
@@ -62,6 +63,8 @@ class CheckpointSource(Protocol):
 
     def selected_tree(self, item: str, select: Patterns | None) -> TreeSource:
         """Open an item of the kind ``TREE`` with only the leaves that match patterns."""
+        from .stored import selected
+
         return selected(self.tree(item), select)
 
     def value(self, item: str) -> Any:
@@ -104,6 +107,10 @@ class CheckpointSource(Protocol):
                     f"{self.location}: item {item!r} is JSON, not a tree of arrays: like= and select= do not apply"
                 )
             return self.value(item)
+        # Not above: to show and to verify checkpoints, and to save one, needs nothing that loads.
+        from ..arrays import load_tree, with_optimizer_states
+        from ..pytree import collection_paused, flatten
+
         with collection_paused():
             source = self.tree(item)
             template = None if like is None else flatten(with_optimizer_states(like, source))
@@ -113,6 +120,9 @@ class CheckpointSource(Protocol):
 
     def load_transformed(self, item: str, transformations: Any, new_tree: Any, *, default_to_original: bool) -> Any:
         """Load a tree into another structure; see :func:`~holdfast.load_transformed`."""
+        from ..arrays import load_transformed_tree
+        from ..pytree import collection_paused
+
         source = self.tree(item)
         with collection_paused():
             tree = load_transformed_tree(source, transformations, new_tree, default_to_original=default_to_original)

@@ -16,7 +16,7 @@ from ...engine.clock import UNHEARD, Portion, Progress, SystemClock
 from ...engine.distributed import Coordinator, run_on_primary
 from ...engine.errors import CheckpointExistsError, DamagedCheckpointError, OptionError, UnsupportedLeafError, itemized
 from ...engine.format import ITEM, CheckpointRecord
-from ...engine.handlers import JsonCheckpointHandler, PreparedItem, PyTreeCheckpointHandler
+from ...engine.handlers import JsonCheckpointHandler, PreparedGraph, PreparedItem, PyTreeCheckpointHandler
 from ...engine.manager import best_step_in
 from ...engine.pytree import EXTERNAL, NAME_ONLY, ArrayLeaf, Patterns, Piece, TreeDef, ValueLeaf, format_path
 from ...engine.sources import (
@@ -27,7 +27,6 @@ from ...engine.sources import (
     CheckpointSource,
     FoundSteps,
     NativeCheckpoint,
-    PreparedGraph,
     find_checkpoint,
     find_steps,
     is_foreign,

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from ...engine.arrays import SavedLeaf, SharedReads, TreeReader, TreeSource, naming, read_parts
 from ...engine.distributed import current_coordinator
 from ...engine.errors import UnsupportedLeafError, shortened
-from ...engine.format import FileRecord, own_item
-from ...engine.handlers import Files, PreparedItem, ProcessShare, PyTreeCheckpointHandler, own_share
+from ...engine.format import GRAPH, FileRecord, own_item
+from ...engine.handlers import Files, PreparedGraph, PreparedItem, ProcessShare, PyTreeCheckpointHandler, own_share
 from ...engine.pytree import (
     MAX_DEPTH,
     LeafRequest,
@@ -31,7 +31,7 @@ from ...engine.pytree import (
     unflatten,
     with_request,
 )
-from ...engine.sources import GRAPH, CheckpointSource, NativeTree, PreparedGraph, read_checkpoint
+from ...engine.sources import CheckpointSource, NativeTree, read_checkpoint
 from ...engine.storage import Location
 from .frameworks import OPTIMIZER_SLOTS, is_module, is_uninitialized
 from .saved import OWN_STATES, SavedGraph

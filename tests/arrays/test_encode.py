@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
+from holdfast.engine.arrays.digests import CHECKSUM_BYTES
 from holdfast.engine.arrays.encode import Source, Sources, segment_parts
 from holdfast.engine.arrays.plan import (
-    CHECKSUM_BYTES,
     ArraySpec,
     PlannedFile,
     PlannedSegment,

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
+from holdfast.engine.arrays.digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT
 from holdfast.engine.arrays.plan import (
-    CHECKSUM_BYTES,
-    CHUNK_ALIGNMENT,
     ArraySpec,
     PlannedFile,
     chunk_shape,
