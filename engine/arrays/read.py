@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,21 +21,21 @@ from ..pytree import (
     EXTERNAL,
     Box,
     Details,
-    LeafType,
     Patterns,
     Saved,
     choose,
     format_path,
     from_document,
     leaves_at,
-    materialize,
-    recorded_types,
     whole,
 )
 from ..storage import Location
 from .database import ArrayDatabase, naming
 from .digests import TREE, TREE_KIND, check_file, open_folder
 from .source import AggregateHandler, MsgpackHandler, Problem, SavedLeaf, TreeSource, aggregated_array, damaged_leaves
+
+if TYPE_CHECKING:
+    from ..pytree import LeafType
 
 
 class TreeReader(TreeSource):
@@ -124,6 +124,8 @@ class TreeReader(TreeSource):
         """Return the types of the fresh state that the run began with; None where they are not recorded."""
         if self._began is None:
             return None
+        from ..pytree import recorded_types  # not above, like materialize below: most reads need no templates
+
         return recorded_types(self._began, {leaf.name: leaf.saved for leaf in self.leaves}, self.location / TREE)
 
     @property
@@ -227,6 +229,8 @@ def _arrays_of(leaves: Sequence[SavedLeaf]) -> tuple[list[str], list[ArrayMetada
 
 def _value_problem(leaf: SavedLeaf) -> str:
     if leaf.saved.dtype is None:
+        from ..pytree import materialize
+
         try:
             materialize([None], [leaf.saved], [None], [leaf.name])
         except DamagedCheckpointError as error:

@@ -10,7 +10,6 @@ digests of files that carry none of their own. A checkpoint exists if and only i
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -300,6 +299,8 @@ class CheckpointRecord:
     @property
     def fingerprint(self) -> str:
         """The properties that a checkpoint and its copies share: the time and the files, wherever their folders are."""
+        import hashlib  # not above: it loads OpenSSL, and listings and reads of checkpoints need no such digest
+
         files = {name: [item["kind"], item["files"]] for name, item in self._items_document().items()}
         text = json.dumps([float(self.time), self.step, files], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -13,7 +13,6 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
-import ml_dtypes
 import numpy as np
 
 from ..errors import DamagedCheckpointError, FormatVersionError
@@ -36,25 +35,14 @@ _ML_NAMES = (
     + ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
     + ("int1", "int2", "int4", "uint1", "uint2", "uint4")
 )
-_ML_DTYPES: dict[str, DType] = {
-    # Older versions of ml_dtypes lack some of them.
-    name: np.dtype(getattr(ml_dtypes, name))
-    for name in _ML_NAMES
-    if hasattr(ml_dtypes, name)
-}
 _PLAIN_TYPES: tuple[type[np.generic], ...] = (
     (np.bool_, np.float16, np.float32, np.float64, np.complex64, np.complex128)
     + (np.int8, np.int16, np.int32, np.int64)
     + (np.uint8, np.uint16, np.uint32, np.uint64)
 )
 _PLAIN: dict[str, DType] = {np.dtype(scalar).name: np.dtype(scalar) for scalar in _PLAIN_TYPES}
-# https://google.github.io/tensorstore/driver/zarr3/index.html lists the data types that TensorStore's zarr3 knows; the
-# first row are those of the zarr specification.
-_ZARR: dict[str, DType] = _PLAIN | {
-    name: dtype
-    for name, dtype in _ML_DTYPES.items()
-    if name not in {"int1", "uint1", "uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"}
-}
+# https://google.github.io/tensorstore/driver/zarr3/index.html lists the data types of zarr3, without these.
+_NOT_IN_ZARR = frozenset({"int1", "uint1", "uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"})
 _LONG = int(np.finfo(np.longdouble).nmant)
 _LONG_NAME = re.compile(r"([<>]?)(c?longdouble)([0-9]{1,3})")
 # Zero multiples are not accepted: numpy divides by them, which ends the process.
@@ -64,11 +52,21 @@ _NUMPY_NAME = re.compile(
 )
 
 
+def _plain_or_ml(name: str) -> DType | None:
+    """Return the dtype with a name of numpy's numbers or of ml_dtypes; None for others."""
+    if name not in _ML_NAMES:
+        return _PLAIN.get(name)
+    import ml_dtypes  # not above: to show and to verify checkpoints mostly needs none of its dtypes
+
+    scalar = getattr(ml_dtypes, name, None)  # older versions lack some
+    return None if scalar is None else np.dtype(scalar)
+
+
 @lru_cache(maxsize=1024)
 def dtype_name(dtype: DType) -> str:
     """Return the name of a dtype, from which `dtype_from_name` restores it, byte order included."""
     name = dtype.name
-    known = _PLAIN.get(name) or _ML_DTYPES.get(name)
+    known = _plain_or_ml(name)
     if known is not None and known == dtype:
         return name
     if dtype.hasobject or dtype.kind in "OT" or dtype.fields is not None or dtype.subdtype is not None:
@@ -90,10 +88,12 @@ def dtype_from_name(name: str) -> DType:
 
 @lru_cache(maxsize=1024)
 def _parse(name: str) -> DType:
-    dtype = _PLAIN.get(name) or _ML_DTYPES.get(name)
+    dtype = _plain_or_ml(name)
     if dtype is not None:
         return dtype
     if name in _ML_NAMES:
+        import ml_dtypes
+
         raise FormatVersionError(f"the dtype {name} needs a newer version of ml_dtypes than {ml_dtypes.__version__}")
     long = _LONG_NAME.fullmatch(name)
     if long:
@@ -121,14 +121,14 @@ def _unknown(name: object) -> DType:
 
 def zarr_dtype(data_type: str) -> DType | None:
     """Return the little-endian numpy dtype of a zarr data type, or None for an unknown one."""
-    dtype = _ZARR.get(data_type)
+    dtype = None if data_type in _NOT_IN_ZARR else _plain_or_ml(data_type)
     return None if dtype is None else dtype.newbyteorder("<")
 
 
 @lru_cache(maxsize=1024)
 def storage_dtype(dtype: DType) -> Stored:
     dtype_name(dtype)  # refuses a dtype without a name
-    little = _ZARR.get(dtype.name)
+    little = None if dtype.name in _NOT_IN_ZARR else _plain_or_ml(dtype.name)
     if little is not None and dtype.newbyteorder("=") == little:
         return Stored(dtype.name, little.newbyteorder("<"), None)
     return Stored("uint8", np.dtype(np.uint8), dtype.itemsize)

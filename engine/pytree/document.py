@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import DamagedCheckpointError
 from .containers import FACTORIES, build_counter, build_defaultdict, build_deque, build_mapping
-from .flatten import MAX_DEPTH, Key, TreeDef, key_segments, plain_key, unflatten
+from .flattening import MAX_DEPTH, Key, TreeDef, key_segments, plain_key, unflatten
 from .names import Patterns, escape_key, unescape_key, unescape_keys
 
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple}

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import DamagedCheckpointError, OptionError, difference
 from . import jax_leaves, torch_leaves
 from .containers import class_name
-from .flatten import TreeDef, key_segments
+from .flattening import TreeDef, key_segments
 from .host_leaves import check_storable, is_python_value, number_kind
 from .leaves import (
     ARRAY_KINDS,

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import OptionError, TreeMismatchError, shortened
 from .containers import class_name, expand
-from .flatten import MAX_DEPTH, Flattened, TreeDef, flatten, key_segments, unflatten
+from .flattening import MAX_DEPTH, Flattened, TreeDef, flatten, key_segments, unflatten
 from .leaves import is_jax_abstract, is_jax_array, is_torch_tensor
 from .names import format_path
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import CheckpointNotFoundError, OptionError
 from ..format import ITEM, FileRecord
+from ..pytree import Patterns, collection_paused, flatten
 from ..storage import Location
 
 if TYPE_CHECKING:
     from ..arrays import TreeSource
-    from ..pytree import Patterns
 
 _logger = logging.getLogger("holdfast")
 
@@ -109,7 +109,6 @@ class CheckpointSource(Protocol):
             return self.value(item)
         # Not above: to show and to verify checkpoints, and to save one, needs nothing that loads.
         from ..arrays import load_tree, with_optimizer_states
-        from ..pytree import collection_paused, flatten
 
         with collection_paused():
             source = self.tree(item)
@@ -121,7 +120,6 @@ class CheckpointSource(Protocol):
     def load_transformed(self, item: str, transformations: Any, new_tree: Any, *, default_to_original: bool) -> Any:
         """Load a tree into another structure; see :func:`~holdfast.load_transformed`."""
         from ..arrays import load_transformed_tree
-        from ..pytree import collection_paused
 
         source = self.tree(item)
         with collection_paused():

@@ -442,6 +442,9 @@ SLOW = {"asyncio", "email", "http", "importlib.metadata", "pydantic", "rich", "r
 FRAMEWORKS = {"flax", "jax", "lightning", "sklearn", "torch"}
 ARRAYS = {"numpy", "holdfast.engine.arrays.read", "holdfast.engine.pytree"}
 MANAGER = {"holdfast.engine.manager.manager", "holdfast.engine.manager.options", "holdfast.engine.checkpoint.save"}
+# What show and verify do without: they load no trees, and write none.
+LOADING = {"holdfast.engine.arrays.load", "holdfast.engine.handlers", "holdfast.engine.pytree.transform"}
+SAVING = {"hashlib", "holdfast.engine.arrays.plan", "holdfast.engine.arrays.write", "holdfast.engine.stateful"}
 
 
 @pytest.mark.parametrize(
@@ -451,8 +454,8 @@ MANAGER = {"holdfast.engine.manager.manager", "holdfast.engine.manager.options",
             ("ls", "RUN/checkpoints"),
             SLOW | FRAMEWORKS | {"numpy", "holdfast.engine.arrays.read", "holdfast.engine.pytree"},
         ),
-        (("show", "RUN"), SLOW | FRAMEWORKS | MANAGER),
-        (("verify", "RUN"), SLOW | FRAMEWORKS | MANAGER),
+        (("show", "RUN"), SLOW | FRAMEWORKS | MANAGER | LOADING | SAVING),
+        (("verify", "RUN"), SLOW | FRAMEWORKS | MANAGER | LOADING | SAVING),
         (("--help",), SLOW | FRAMEWORKS | {"holdfast.engine.manager"}),
         (("recipes",), FRAMEWORKS),
     ],

@@ -202,7 +202,7 @@ def test_a_restore_packs_no_list_of_the_program(tmp_path: Path, monkeypatch: pyt
     def packs(items: list[Any]) -> Any:
         raise AssertionError("a list was packed")
 
-    monkeypatch.setattr(importlib.import_module("holdfast.engine.pytree.flatten"), "_mixed", packs)
+    monkeypatch.setattr(importlib.import_module("holdfast.engine.pytree.flattening"), "_mixed", packs)
     running = Tree()
     running.part = [0, False, *[0.0] * 5_000]
     running.restore_from_path(path)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from holdfast.engine.pytree import CastProblem, cast_checked
-from holdfast.engine.pytree.materialize import cast_number
+from holdfast.engine.pytree.materialization import cast_number
 
 NAN, INF = float("nan"), float("inf")
 

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.engine.errors import UnsupportedLeafError
 from holdfast.engine.pytree import ArrayLeaf, describe, flatten
-from holdfast.engine.pytree.flatten import collection_paused
+from holdfast.engine.pytree.flattening import collection_paused
 
 
 def test_every_leaf_that_cannot_be_saved_is_named_at_once() -> None:

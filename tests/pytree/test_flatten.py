@@ -14,7 +14,7 @@ from tests.ids import plain_id
 
 from holdfast.engine.errors import UnsupportedLeafError
 from holdfast.engine.pytree import flatten, unflatten
-from holdfast.engine.pytree.flatten import MAX_DEPTH
+from holdfast.engine.pytree.flattening import MAX_DEPTH
 
 
 class Point(NamedTuple):

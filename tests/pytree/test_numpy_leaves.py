@@ -15,7 +15,7 @@ from holdfast.engine.errors import UnsupportedLeafError
 from holdfast.engine.format.zarr import dtype_from_name, dtype_name, storage_dtype
 from holdfast.engine.pytree import ArrayLeaf, describe
 from holdfast.engine.pytree.host_leaves import check_storable, number_kind
-from holdfast.engine.pytree.materialize import exact_cast
+from holdfast.engine.pytree.materialization import exact_cast
 
 VARIABLE_WIDTH = [np.dtypes.StringDType()] if hasattr(np.dtypes, "StringDType") else []  # since numpy 2
 

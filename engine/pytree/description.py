@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..errors import UnsupportedLeafError
 from .containers import class_name
-from .flatten import PackedNumbers, collection_paused
+from .flattening import PackedNumbers, collection_paused
 from .host_leaves import INT64, describe_numpy, describe_python, is_python_value
 from .jax_leaves import JaxDescriber, WholeArrays, is_key, is_tracer, is_whole
 from .jax_leaves import template_facts as jax_facts

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError, TreeMismatchError, difference
 from . import jax_leaves, torch_leaves
-from .flatten import collection_paused, packed_again
+from .flattening import collection_paused, packed_again
 from .host_leaves import decode_bytes, decode_value, number_kind
 from .leaves import ARRAY_KINDS, NUMBER_KINDS, NUMBERS, STATIC, Box, Part, Saved, spell, whole
 from .names import format_path
