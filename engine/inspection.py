@@ -9,6 +9,7 @@ from .arrays import Problem, SavedLeaf, TreeReader, check_file, naming, open_fol
 from .clock import UNHEARD, Portion, Progress
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError, shortened_text
 from .format import RECORD, TREES, CheckpointRecord, FileRecord, ItemRecord, own_shares
+from .pytree import decode_value
 from .sources import (
     JSON,
     METRICS,
@@ -103,9 +104,7 @@ def _leaf_summary(item: str, leaf: SavedLeaf) -> LeafSummary:
 
 def _value_text(leaf: SavedLeaf) -> str:
     """Write a value that is no array as Python would, shortened."""
-    from .pytree import materialize  # not above: few checkpoints have such values
-
-    (value,) = materialize([None], [leaf.saved], [None], [leaf.name])
+    value = decode_value(leaf.saved.details, leaf.name)
     try:
         text = hex(value) if leaf.saved.kind == "int" else repr(value)
     except ValueError:  # Python refuses to write integers with thousands of digits

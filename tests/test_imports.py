@@ -248,6 +248,7 @@ IN_A_FOLDER = "import tempfile, holdfast as hf\nwith tempfile.TemporaryDirectory
                 "asyncio",
                 "email",
                 "ssl",
+                "ml_dtypes",
                 "holdfast.engine.arrays.load",
                 "holdfast.engine.arrays.read",
                 "holdfast.engine.manager",

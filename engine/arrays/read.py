@@ -24,6 +24,7 @@ from ..pytree import (
     Patterns,
     Saved,
     choose,
+    decode_value,
     format_path,
     from_document,
     leaves_at,
@@ -124,7 +125,7 @@ class TreeReader(TreeSource):
         """Return the types of the fresh state that the run began with; None where they are not recorded."""
         if self._began is None:
             return None
-        from ..pytree import recorded_types  # not above, like materialize below: most reads need no templates
+        from ..pytree import recorded_types  # not above: few reads need templates
 
         return recorded_types(self._began, {leaf.name: leaf.saved for leaf in self.leaves}, self.location / TREE)
 
@@ -229,10 +230,8 @@ def _arrays_of(leaves: Sequence[SavedLeaf]) -> tuple[list[str], list[ArrayMetada
 
 def _value_problem(leaf: SavedLeaf) -> str:
     if leaf.saved.dtype is None:
-        from ..pytree import materialize
-
         try:
-            materialize([None], [leaf.saved], [None], [leaf.name])
+            decode_value(leaf.saved.details, leaf.name)
         except DamagedCheckpointError as error:
             return str(error)
     return ""

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -205,6 +204,8 @@ def _leaves(node: TreeDef | None) -> Iterator[None]:
 
 def number_dtype(given: Any) -> np.dtype[Any]:
     """Return the numpy dtype for a dtype or scalar type of numpy, jax or torch."""
+    import ml_dtypes  # makes its names known to numpy; not above: most programs need none of them
+
     name = str(given)
     try:
         if name.startswith("torch."):

@@ -31,6 +31,7 @@ from .flattening import pack_numbers as pack_numbers
 from .flattening import pack_tree as pack_tree
 from .flattening import packed_again as packed_again
 from .flattening import unflatten as unflatten
+from .host_leaves import decode_value as decode_value
 from .host_leaves import encode_value as encode_value
 from .host_leaves import is_python_value as is_python_value
 from .host_leaves import number_kind as number_kind

@@ -9,9 +9,9 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+from functools import cache
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,17 +31,25 @@ INT64 = range(-(1 << 63), 1 << 63)
 _LARGEST_INT = 1 << 22  # bits
 _LONG = 1 << 16  # bytes; longer text and bytes are stored as arrays, which are written and read in bulk
 _BUILT_IN = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
-# The real number types of ml_dtypes, with the Python kind of each. Its complex ones have no name in the format.
-_EXTENDED: dict[np.dtype[Any], str] = {
-    np.dtype(found): "int" if "int" in name else "float"
-    for name, found in vars(ml_dtypes).items()
-    if isinstance(found, type) and issubclass(found, np.generic) and re.fullmatch(r"(bfloat|float|u?int)\d+\w*", name)
-}
+
+
+@cache
+def _extended() -> dict[np.dtype[Any], str]:
+    """Return the real number types of ml_dtypes, with the Python kind of each; its complex ones are not stored."""
+    import ml_dtypes  # not above: programs with the dtypes of numpy need nothing of it
+
+    return {
+        np.dtype(found): "int" if "int" in name else "float"
+        for name, found in vars(ml_dtypes).items()
+        if isinstance(found, type)
+        and issubclass(found, np.generic)
+        and re.fullmatch(r"(bfloat|float|u?int)\d+\w*", name)
+    }
 
 
 def number_kind(dtype: np.dtype[Any]) -> str | None:
     """Return the Python type like elements of a dtype: "bool", "int", "float", "complex", or None for others."""
-    return _BUILT_IN.get(dtype.kind) or _EXTENDED.get(dtype)
+    return _BUILT_IN.get(dtype.kind) or _extended().get(dtype)
 
 
 def check_storable(dtype: np.dtype[Any]) -> None:
@@ -55,7 +63,7 @@ def check_storable(dtype: np.dtype[Any]) -> None:
         raise LeafProblem(
             f"has dtype {dtype}, whose elements are Python objects; convert it to numbers, strings or bytes"
         )
-    if dtype not in _EXTENDED:
+    if dtype not in _extended():
         raise LeafProblem(f"has dtype {dtype}, which cannot be stored")
 
 

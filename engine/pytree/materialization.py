@@ -13,7 +13,6 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,7 +24,6 @@ from .leaves import ARRAY_KINDS, NUMBER_KINDS, NUMBERS, STATIC, Box, Part, Saved
 from .names import format_path
 from .template import LeafTemplate
 
-_INFO: Any = ml_dtypes  # iinfo and finfo of all dtypes, which come without types themselves
 _STEP = 1 << 16  # elements that are cast and checked together, so that they stay in the cache
 
 
@@ -59,6 +57,13 @@ def cast_number(value: complex, dtype: np.dtype[Any]) -> NDArray[Any]:
         short = value.bit_length() <= 200
         raise CastProblem(_message(value if short else f"one of {value.bit_length()} bits", np.dtype(object), dtype))
     return cast_checked(np.asarray(value), dtype)
+
+
+def _limits() -> Any:
+    """Return the module with iinfo and finfo of all dtypes; it has no types for them."""
+    import ml_dtypes  # not above: to save the dtypes of numpy needs nothing of it
+
+    return ml_dtypes
 
 
 def exact_cast(value: Any, dtype: np.dtype[Any]) -> NDArray[Any] | None:
@@ -109,7 +114,7 @@ def _bad(source: NDArray[Any], result: NDArray[Any]) -> NDArray[np.bool_]:
 def _bad_int(source: NDArray[Any], result: NDArray[Any]) -> NDArray[np.bool_]:
     bad = np.asarray(result.astype(source.dtype) != source)
     for one in (source, result):
-        if one.dtype.kind != "b" and _INFO.iinfo(one.dtype).min < 0:
+        if one.dtype.kind != "b" and _limits().iinfo(one.dtype).min < 0:
             continue
         other = result if one is source else source
         bad |= other < np.zeros((), other.dtype)  # the same bits with another sign
@@ -117,7 +122,7 @@ def _bad_int(source: NDArray[Any], result: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def _bad_whole(source: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.bool_]:
-    info = _INFO.iinfo(dtype)
+    info = _limits().iinfo(dtype)
     # Both bounds are powers of two or zero, which floating numbers hold exactly.
     wide = source if source.dtype.kind == "f" and source.dtype.itemsize >= 8 else source.astype(np.float64)
     fits = (wide >= float(info.min)) & (wide < float(int(info.max) + 1)) & (np.trunc(wide) == wide)
@@ -131,7 +136,7 @@ def _bad_float(source: NDArray[Any], result: NDArray[Any]) -> NDArray[np.bool_]:
     before, after = _wide(source), _wide(result)
     bad = (np.isnan(before) != np.isnan(after)) | (np.isinf(before) != np.isinf(after))
     if saturates:
-        bad |= np.abs(before) > float(_INFO.finfo(result.dtype).max)
+        bad |= np.abs(before) > float(_limits().finfo(result.dtype).max)
     return np.asarray(bad)
 
 

@@ -17,7 +17,6 @@ from functools import cached_property, lru_cache
 from operator import attrgetter, eq
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -223,6 +222,8 @@ def tensor_encoding(dtype: Any) -> TensorEncoding:
     if name in _COMMON_TYPES:
         return TensorEncoding(dtype, np.dtype(name), None, False, None, {"kind": "torch"})
     carrier = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[dtype.itemsize]
+    import ml_dtypes  # not above: most programs without torch need nothing of it
+
     extended: Any = getattr(ml_dtypes, name, None)
     if extended is not None and name.startswith(("float", "bfloat")):
         return TensorEncoding(dtype, np.dtype(extended), carrier, False, None, {"kind": "torch"})
@@ -286,6 +287,8 @@ def torch_name(dtype: np.dtype[Any]) -> str | None:
     found = getattr(torch, name, None)
     if dtype.kind not in "biufcV" or not isinstance(found, torch.dtype):
         return None
+    import ml_dtypes
+
     encoding = tensor_encoding(found)
     same = dtype.newbyteorder("=") in (encoding.stored, getattr(ml_dtypes, name, None))
     return name if encoding.variant is None and same else None

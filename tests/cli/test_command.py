@@ -443,7 +443,7 @@ FRAMEWORKS = {"flax", "jax", "lightning", "sklearn", "torch"}
 ARRAYS = {"numpy", "holdfast.engine.arrays.read", "holdfast.engine.pytree"}
 MANAGER = {"holdfast.engine.manager.manager", "holdfast.engine.manager.options", "holdfast.engine.checkpoint.save"}
 # What show and verify do without: they load no trees, and write none.
-LOADING = {"holdfast.engine.arrays.load", "holdfast.engine.handlers", "holdfast.engine.pytree.transform"}
+LOADING = {"ml_dtypes", "holdfast.engine.arrays.load", "holdfast.engine.handlers", "holdfast.engine.pytree.template"}
 SAVING = {"hashlib", "holdfast.engine.arrays.plan", "holdfast.engine.arrays.write", "holdfast.engine.stateful"}
 
 
