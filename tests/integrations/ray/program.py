@@ -2,7 +2,8 @@
 
 The faults: ``none``; ``kill`` and ``term`` send SIGKILL or SIGTERM to the second worker at step 7, once; ``driver``
 kills the driver there; ``drain`` announces that the node is taken away; ``keep`` has Ray keep two checkpoints, and
-``own`` the callback. ``given`` is ``kill`` on a storage that is a file system of the program's own.
+``own`` the callback. ``given`` is ``kill`` on a storage that is a file system of the program's own. ``jax`` is a run of
+``JaxTrainer`` without a fault, and ``jax-kill`` one in which the second worker is killed.
 """
 
 from __future__ import annotations
@@ -52,6 +53,41 @@ def train(config: dict[str, Any]) -> None:
                 wait_for_notice(checkpoint, rank)
 
 
+def train_jax(config: dict[str, Any]) -> None:
+    import jax
+    import jax.numpy as jnp
+    import ray.train
+    from ray.train.collective import broadcast_from_rank_zero
+
+    from holdfast.integrations.ray import CheckpointCallback, run_directory
+
+    rank = ray.train.get_context().get_world_rank()
+    jax.distributed.initialize(broadcast_from_rank_zero(f"localhost:{free_port()}"), 2, rank)
+    parts: Any = jax.sharding.PartitionSpec
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((jax.device_count(),), ("data",)), parts("data"))
+    state = {"w": jax.device_put(jnp.zeros(64), sharding), "key": jax.random.key(0)}
+    update = jax.jit(lambda w, key: 2 * w + jax.random.normal(key, w.shape), out_shardings=sharding)
+    with CheckpointCallback(run_directory(), save_interval_steps=2) as checkpoint:
+        state, start = checkpoint.restore_or_initialize(state)
+        with Path(config["storage"], f"starts.{rank}").open("a") as file:
+            file.write(f"{start}\n")
+        for step in range(start + 1, STEPS + 1):
+            key, drawn = jax.random.split(state["key"])
+            state = {"w": update(state["w"], drawn), "key": key}
+            if step == 7 and rank == 1:
+                fault(config)
+            if checkpoint.on_step(step, state, metrics={"loss": float(step)}).should_stop:
+                break
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
+
+
 def wait_for_notice(checkpoint: Any, rank: int) -> None:
     """Return on the second worker when it has the notice, so that the steps that are left do not end before it."""
     import time
@@ -64,7 +100,7 @@ def wait_for_notice(checkpoint: Any, rank: int) -> None:
 
 def fault(config: dict[str, Any]) -> None:
     done = Path(config["storage"], "done")
-    if config["fault"] in ("none", "keep") or done.exists():
+    if config["fault"] in ("none", "keep", "jax") or done.exists():
         return
     done.touch()
     if config["fault"] == "driver":
@@ -104,14 +140,16 @@ def main(storage: str, kind: str) -> None:
     import ray
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
+    from ray.train.v2.jax import JaxTrainer
 
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True)
     options: dict[str, Any] = {"max_to_keep": 2} if kind == "own" else {}
     place: dict[str, Any] = {"storage_path": storage}
     if kind == "given":
         place = {"storage_path": Path(storage).name, "storage_filesystem": folder_as_file_system(Path(storage).parent)}
-    trainer = TorchTrainer(
-        train,
+    is_jax = kind.startswith("jax")
+    trainer = (JaxTrainer if is_jax else TorchTrainer)(
+        train_jax if is_jax else train,
         train_loop_config={
             "storage": storage,
             "fault": "none" if kind == "own" else kind,

@@ -73,6 +73,22 @@ def test_a_run_is_resumed(fault: str, starts: list[int], steps: list[int], whole
     assert ("RESULT None None" if fault == "own" else f"'step': 12}} {shown}") in log
 
 
+def test_jax_is_resumed(tmp_path: Path) -> None:
+    found = []
+    for kind in ("jax", "jax-kill"):
+        storage = tmp_path / kind
+        assert run(storage, kind) == 0, (storage / "log").read_text()
+        where = storage / "run" / "checkpoints"
+        assert [one.step for one in hf.list_checkpoints(where)] == EVERY
+        assert f"'step': 12}} {where / '12'}" in (storage / "log").read_text()
+        found.append(hf.load(where / "12", item="state"))
+        starts, others = [(storage / f"starts.{rank}").read_text().split() for rank in range(2)]
+        assert starts == others
+        # The save of step 6 may be under way at the kill.
+        assert starts in ([["0"]] if kind == "jax" else [["0", "4"], ["0", "6"]])
+    assert_same(*found)
+
+
 @pytest.mark.examples("docs/ray.md")
 def test_the_page_runs_and_resumes(examples: Examples, tmp_path: Path) -> None:
     program = examples["python 1"].replace("/tmp/ray_runs", str(tmp_path))
