@@ -47,16 +47,19 @@ def as_tree(states: Mapping[str, Any]) -> dict[str, Any]:
     Those of Python and numpy are Mersenne Twisters: words of 32 bits, the counters, and the second number of a pair of
     normal ones where there is one. Another bit generator of numpy stays the dictionary that numpy makes.
     """
-    version, words, gauss = states["python"]
-    found = {**states, "python": _packed(words, version, gauss is not None, gauss or 0.0)}
-    numpy = states["numpy"]
-    if numpy["bit_generator"] == "MT19937":
-        state = numpy["state"]
-        found["numpy"] = _packed(state["key"], state["pos"], numpy["has_gauss"], numpy["gauss"])
-    tensors = {name: state for name, state in states.items() if name not in ("python", "numpy")}
-    for name, state in tensors.items():
-        found[name] = [one.numpy() for one in state] if isinstance(state, list) else state.numpy()
-    return found
+    return {name: _array_of(name, state) for name, state in states.items()}
+
+
+def _array_of(name: str, state: Any) -> Any:
+    if name == "python":
+        version, words, gauss = state
+        return _packed(words, version, gauss is not None, gauss or 0.0)
+    if name == "numpy":
+        if state["bit_generator"] != "MT19937":
+            return state
+        twister = state["state"]
+        return _packed(twister["key"], twister["pos"], state["has_gauss"], state["gauss"])
+    return [one.numpy() for one in state] if isinstance(state, list) else state.numpy()
 
 
 def _packed(words: Any, counter: int, has_gauss: bool, gauss: float) -> NDArray[np.uint32]:
@@ -136,6 +139,7 @@ class GlobalGenerators:
 
     def __init__(self) -> None:
         self._begun: dict[str, Any] = {}
+        self._arrays: dict[str, Any] = {}  # the same states as arrays
         self._restored: dict[str, Any] | None = None
         self._drawn: set[str] = set()
 
@@ -145,8 +149,10 @@ class GlobalGenerators:
 
     def state_of(self, states: Mapping[str, Any]) -> dict[str, Any]:
         """Return states that :func:`capture` has returned as what :meth:`set_state` takes."""
-        drawn = {name for name, state in states.items() if name in self._drawn or self._has_moved(name, state)}
-        tree = as_tree(states)
+        moved = {name: state for name, state in states.items() if self._has_moved(name, state)}
+        drawn = self._drawn | moved.keys()
+        # Most generators of a loop never move: their arrays are those of the beginning.
+        tree = {name: _array_of(name, moved[name]) if name in moved else self._arrays[name] for name in states}
         return {
             DRAWN: {name: state for name, state in tree.items() if name in drawn},
             IDLE: {name: state for name, state in tree.items() if name not in drawn},
@@ -172,6 +178,7 @@ class GlobalGenerators:
             self._drawn = set(self._restored[DRAWN])
             missing = restore({**self._restored[DRAWN], **self._restored[IDLE]})
         self._begun = capture()
+        self._arrays = as_tree(self._begun)
         return [name for name in missing if name.partition(":")[0] in self._drawn]
 
     def _has_moved(self, name: str, state: Any) -> bool:
