@@ -39,7 +39,7 @@ PAGES: Mapping[str, Page] = {
     "files": Page(
         "Save, load, list, verify",
         "Functions for one checkpoint or a directory of them.",
-        ["engine.api", "engine.sources.opening", "engine.inspection"],
+        ["engine.api", "engine.sources.opening", "engine.inspection", "engine.listing"],
     ),
     "managers": Page("Managers", "Many checkpoints of one run: when to save and what to keep.", ["engine.manager"]),
     "handlers": Page(
