@@ -10,6 +10,7 @@ from .checkpoint import Checkpointer, SaveReport
 from .errors import OptionError
 from .handlers import PyTreeCheckpointHandler
 from .peer_names import refuse_unknown
+from .pytree import collection_paused
 from .storage import Place, as_location
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def save(
     {'w': array([0, 1, 2]), 'step': 7}
     """
     refuse_unknown("save", unknown, save)
-    report = Checkpointer(PyTreeCheckpointHandler(layout=layout)).save(path, tree, force=overwrite)
+    with collection_paused():
+        report = Checkpointer(PyTreeCheckpointHandler(layout=layout)).save(path, tree, force=overwrite)
     assert report is not None
     return report
 

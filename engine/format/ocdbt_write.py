@@ -123,7 +123,7 @@ def encode_manifest(root: Root | None, database_id: bytes, created_ns: int) -> b
         struct.pack("<Q", created_ns),
         encode_varint(0),  # no nodes of older versions
     )
-    return encode_frame(MANIFEST_MAGIC, b"".join((*configuration, *versions)))
+    return encode_frame(MANIFEST_MAGIC, *configuration, *versions)
 
 
 class _Node(NamedTuple):
@@ -170,7 +170,7 @@ def encode_leaves(rows: Rows, node_limit: int) -> list[_Node]:
         following = b""
         if rows.checksums is not None:
             following = CHECKSUMS_MAGIC + rows.checksums[start:stop][outside].astype("<u4").tobytes()
-        frame = encode_frame(NODE_MAGIC, b"".join(body))
+        frame = encode_frame(NODE_MAGIC, *body)
         leaves.append(_Node(frame, key, stop - start, len(frame), int(lengths[outside].sum()), following))
         start = stop
     return leaves
@@ -220,7 +220,7 @@ def _parent(nodes: Sequence[_Node], offsets: Sequence[int], height: int, node_fi
     # The zeros are the common prefixes of the keys below each child, and the numbers of the files.
     body = (bytes([height]), encode_files([node_file]), encode_varint(count), shared, sizes, bytes(count), text)
     columns = map(encode_varints, (np.array(offsets, np.int64), lengths, *counts))
-    frame = encode_frame(NODE_MAGIC, b"".join((*body, bytes(count), *columns)))
+    frame = encode_frame(NODE_MAGIC, *body, bytes(count), *columns)
     key_count, tree_bytes, value_bytes = (int(column.sum()) for column in counts)
     return _Node(frame, nodes[0].key, key_count, tree_bytes + len(frame), value_bytes)
 
@@ -233,8 +233,9 @@ def encode_keys(keys: list[bytes]) -> tuple[bytes, bytes, bytes]:
     return encode_varints(shared[1:]), encode_varints(sizes), b"".join(suffixes)
 
 
-def encode_frame(magic: int, body: bytes) -> bytes:
-    frame = b"".join((HEAD.pack(magic), LENGTH.pack(SHORTEST_FRAME + len(body)), b"\0\0", body))
+def encode_frame(magic: int, *body: bytes) -> bytes:
+    length = SHORTEST_FRAME + sum(map(len, body))
+    frame = b"".join((HEAD.pack(magic), LENGTH.pack(length), b"\0\0", *body))
     return frame + CHECKSUM.pack(crc32c(frame))
 
 
@@ -342,7 +343,7 @@ class ArrayIndex:
     def _rows(self, first: int, last: int, templates: dict[Grid, _Template]) -> Rows:
         """Lay out the keys of some arrays: those of the chunks, sorted as text, then the key of the metadata."""
         grids, metadata = self.grids[first:last], self.metadata[first:last]
-        prefixes = [_prefix(name) for name in self.names[first:last]]
+        prefixes = [f"{name}/".encode() if name else b"" for name in self.names[first:last]]
         prefix_sizes = np.array([len(prefix) for prefix in prefixes], np.int64)
         common = shared_prefixes(prefixes)  # no prefix begins with another one
         bases = self.starts[first:last]
@@ -412,7 +413,3 @@ class _Template:
         suffixes = [key[size:] for key, size in zip(self.keys, self.shared.tolist(), strict=True)]
         self.sizes = np.array([len(suffix) for suffix in suffixes], np.int64)
         self.text = b"".join(suffixes)
-
-
-def _prefix(name: str) -> bytes:
-    return f"{name}/".encode() if name else b""

@@ -73,15 +73,17 @@ def native(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def describe_numpy(value: Any) -> ArrayLeaf:
-    if isinstance(value, np.generic):
-        check_storable(value.dtype)
-        return ArrayLeaf(value.dtype, (), [Piece((), np.array(value))], False, _SCALAR)
-    # The module of masked arrays is imported when it is first used, and takes longer than a small save.
-    if type(value) is not np.ndarray and isinstance(value, np.ma.MaskedArray):
-        raise LeafProblem("is a masked array; store its data and its mask as arrays of their own")
-    check_storable(value.dtype)
-    array = value if type(value) is np.ndarray else np.asarray(value)
-    return ArrayLeaf(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], True, _ARRAY)
+    if type(value) is not np.ndarray:
+        if isinstance(value, np.generic):
+            check_storable(value.dtype)
+            return ArrayLeaf(value.dtype, (), [Piece((), np.array(value))], False, _SCALAR)
+        # The module of masked arrays is imported when it is first used, and takes longer than a small save.
+        if isinstance(value, np.ma.MaskedArray):
+            raise LeafProblem("is a masked array; store its data and its mask as arrays of their own")
+        value = np.asarray(value)
+    dtype, shape = value.dtype, value.shape
+    check_storable(dtype)
+    return ArrayLeaf(dtype, shape, [Piece((0,) * len(shape), value)], True, _ARRAY)
 
 
 def is_python_value(value: object) -> bool:
