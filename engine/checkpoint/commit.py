@@ -352,7 +352,9 @@ class PendingCheckpoint:
                 self._check_listed(record)
             overtaken = not self._unmarked and not self._is_claimed()
             alone = self._old_record is None and not self._conditional and not self._owned
-            if overtaken and (alone or self._is_swept(record) or not self._is_whole(record)):
+            # A copy that continues has its marker anew, but a sweep may have listed the files that it goes on with.
+            doubtful = overtaken or (self.continues and not self._lock.tells)
+            if doubtful and ((overtaken and alone) or self._is_swept(record) or not self._is_whole(record)):
                 # Another save began at the same time, or a run that removes what an interrupted one has left.
                 raise self._lock.conflict()
         except BaseException as error:
@@ -616,12 +618,12 @@ def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock |
     record = None
     try:
         record = read_record(location) if RECORD in names else None
-    except FormatVersionError:
+    except (CheckpointNotFoundError, FormatVersionError):  # not found: it was deleted meanwhile
         return False
     except DamagedCheckpointError:  # its data stays, as a user may want to inspect it
         (location / PARTIAL).remove()  # otherwise no save could replace this checkpoint
         return False
-    if not (location.is_local and lock.obstacle is None):
+    if not lock.tells:
         _announce(location, record, folders)
         if PARTIAL in names:
             (location / PARTIAL).remove()
@@ -632,15 +634,19 @@ def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock |
         marks = {DELETED}
     if record is None:
         _logger.info("%s: removing what an interrupted save or deletion has left", location)
-        listing.remove_tree(last=DELETED if DELETED in marks else PARTIAL)
-        if not location.is_local:
-            (location / DELETED).remove()
+        if location.is_local:
+            location.remove_tree(last=DELETED if DELETED in marks else PARTIAL)
+            return True
+        for name in names - {PARTIAL, DELETED}:  # a marker that is here now is that of a save which began since
+            (listing / name).remove_tree()
+        (location / DELETED).remove()
         return True
     parts = parts or CommitParts(location)
     left = {*filter(parts.owns, folders), *record.replaced}
     _remove_folders(parts, [folder for folder in left if "/" in folder or folder in names], record)
     parts.repair(record)
-    (location / PARTIAL).remove()
+    if lock.tells:  # otherwise it is taken, and a marker that is here now is that of a save which began since
+        (location / PARTIAL).remove()
     (location / DELETED).remove()
     return False
 

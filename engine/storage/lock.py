@@ -118,6 +118,11 @@ def locked_elsewhere(place: Location) -> bool:
 class SaveLock(FileLock):
     """The marker file of a save that is under way, locked as long as that save is alive."""
 
+    @property
+    def tells(self) -> bool:
+        """Whether the lock tells if a save is alive: object stores and some file systems have none."""
+        return self._place.is_local and self.obstacle is None
+
     def make(self) -> None:
         """Make the file, empty, and lock it."""
         # Another save may have replaced the file meanwhile, which it took for that of a dead save.

@@ -49,7 +49,8 @@ def write(pending: PendingCheckpoint, text: str) -> CheckpointRecord:
     """Writes the one item of a checkpoint; returns the record that would commit it."""
     pending.begin()
     folder = pending.folders["item"]
-    (folder / "file").write_bytes(text.encode(), atomic=False)
+    if not (pending.continues and (folder / "file").is_there()):
+        (folder / "file").write_bytes(text.encode(), atomic=False)
     return CheckpointRecord(items={"item": ItemRecord(folder.name, "files", {"file": FileRecord(len(text))})}, time=1.0)
 
 
@@ -329,14 +330,23 @@ READS_AND_CHANGES = ("entries", "read_bytes", "write_bytes", "rename", "remove",
 
 
 @contextlib.contextmanager
-def before_operation(number: int, act: Callable[[], object]) -> Iterator[None]:
-    """Acts once, before the storage operation with this number."""
+def before_operation(*acts: tuple[int, Callable[[], object]]) -> Iterator[None]:
+    """Acts once each, before the storage operations with these numbers; those of the acts are not counted."""
     begun = itertools.count(1)
+    acts_now = False
 
     def acting(real: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if next(begun) == number:
-                act()
+            nonlocal acts_now
+            if not acts_now:
+                number = next(begun)
+                acts_now = True
+                try:
+                    for when, act in acts:
+                        if when == number:
+                            act()
+                finally:
+                    acts_now = False
             return real(*args, **kwargs)
 
         return call
@@ -357,24 +367,91 @@ def commit_or_abort(pending: PendingCheckpoint, record: CheckpointRecord) -> hf.
     return None
 
 
+@pytest.mark.parametrize("copies", [None, "original"], ids=["save", "copy that continues"])
 @pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
-def test_a_save_that_is_alive_commits_while_a_run_sweeps(unlocked: hf.storage.Location, old: bool) -> None:
-    """At any moment of the sweep: the save fails, or all of it stays."""
+def test_a_save_that_is_alive_commits_while_a_run_sweeps(
+    unlocked: hf.storage.Location, old: bool, copies: str | None
+) -> None:
+    """At any moment of the sweep, wherever a copy began again: the save fails, or all of it stays."""
+    for number in itertools.count(1):
+        is_over = True
+        for beginning in range(number + 1) if copies else [0]:
+            ended: list[hf.errors.StorageConflictError | None] = []
+            if old:
+                commit(unlocked, "old")
+            if copies:
+                write(PendingCheckpoint(unlocked, ["item"], overwrite=old, copies=copies), "new")  # it is interrupted
+            pending = PendingCheckpoint(unlocked, ["item"], overwrite=old, copies=copies)
+            assert pending.continues is bool(copies)
+            records: list[CheckpointRecord] = []
+
+            def begin(pending: PendingCheckpoint = pending, records: list[CheckpointRecord] = records) -> None:
+                records.append(write(pending, "new"))
+
+            def end(
+                pending: PendingCheckpoint = pending,
+                records: list[CheckpointRecord] = records,
+                ended: list[hf.errors.StorageConflictError | None] = ended,
+            ) -> None:
+                ended.append(commit_or_abort(pending, records[0]))
+
+            if beginning == 0:
+                begin()
+            with before_operation((beginning, begin), (number, end)):
+                sweep(unlocked)
+            if ended:
+                is_over = False
+                if ended[0] is None or old:
+                    assert content(unlocked) == ("new" if ended[0] is None else "old")
+                sweep(unlocked)
+                assert len(names(unlocked)) == (2 if ended[0] is None or old else 0)
+            unlocked.remove_tree()
+        if is_over:
+            break
+    assert number > 4
+
+
+@pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
+def test_a_save_that_begins_when_a_sweep_has_taken_the_marker_commits(old: bool) -> None:
+    place = hf.storage.as_location(f"memory://commit/{uuid.uuid4().hex}/ckpt")
+    begun = 0
     for number in itertools.count(1):
         if old:
-            commit(unlocked, "old")
-        pending = PendingCheckpoint(unlocked, ["item"], overwrite=old)
-        record = write(pending, "new")
-        ended: list[hf.errors.StorageConflictError | None] = []
-        with before_operation(number, lambda: ended.append(commit_or_abort(pending, record))):  # noqa: B023
-            sweep(unlocked)
-        if not ended:
+            commit(place, "old")
+        write(PendingCheckpoint(place, ["item"], overwrite=old), "dead")
+        reached: list[bool] = []
+        saves: list[tuple[PendingCheckpoint, CheckpointRecord]] = []
+
+        def begin(
+            reached: list[bool] = reached, saves: list[tuple[PendingCheckpoint, CheckpointRecord]] = saves
+        ) -> None:
+            reached.append(True)
+            if "checkpoint.partial" not in names(place):
+                pending = PendingCheckpoint(place, ["item"], overwrite=old)
+                saves.append((pending, write(pending, "new")))
+
+        with before_operation((number, begin)):
+            sweep(place)
+        for pending, record in saves:
+            pending.commit(record)
+            assert content(place) == "new"
+            begun += 1
+        place.remove_tree()
+        if not reached:
             break
-        if ended[0] is None or old:
-            assert content(unlocked) == ("new" if ended[0] is None else "old")
-        sweep(unlocked)
-        assert len(names(unlocked)) == (2 if ended[0] is None or old else 0)
-        unlocked.remove_tree()
+    assert begun > 1
+
+
+def test_a_sweep_passes_over_a_checkpoint_that_is_deleted_meanwhile(place: hf.storage.Location) -> None:
+    for number in itertools.count(1):
+        commit(place, "one")
+        (place / "checkpoint.partial").write_bytes(b"{}")
+        deleted: list[None] = []
+        with before_operation((number, lambda: deleted.append(delete_checkpoint(place)))):  # noqa: B023
+            sweep(place)
+        place.remove_tree()
+        if not deleted:
+            break
     assert number > 4
 
 
