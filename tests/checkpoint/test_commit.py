@@ -446,8 +446,13 @@ def test_a_sweep_passes_over_a_checkpoint_that_is_deleted_meanwhile(place: hf.st
     for number in itertools.count(1):
         commit(place, "one")
         (place / "checkpoint.partial").write_bytes(b"{}")
-        deleted: list[None] = []
-        with before_operation((number, lambda: deleted.append(delete_checkpoint(place)))):  # noqa: B023
+        deleted: list[int] = []
+
+        def delete(number: int = number, deleted: list[int] = deleted) -> None:
+            delete_checkpoint(place)
+            deleted.append(number)
+
+        with before_operation((number, delete)):
             sweep(place)
         place.remove_tree()
         if not deleted:
