@@ -18,8 +18,6 @@ from ..storage import Helper
 
 _logger = logging.getLogger("holdfast")
 
-_HEAD_START = 0.1  # seconds at most that a save waits for its caller to return
-
 
 class BackgroundSave:
     """Runs at most one save at a time, and keeps its error until it is raised."""
@@ -42,7 +40,6 @@ class BackgroundSave:
         """Run work on a thread of its own; it gets an event that is set when the program begins to wait for it."""
 
         def run() -> None:
-            returning.wait(_HEAD_START)
             try:
                 work(awaited)
             except BaseException as error:  # the caller's thread raises it later
@@ -56,9 +53,6 @@ class BackgroundSave:
                 _running.discard(self)
 
         awaited = threading.Event()
-        # The thread first waits for this call to return: as long as it computes, the caller would wait for the
-        # interpreter, often longer than for the snapshot.
-        returning = threading.Event()
         thread = Helper(run, "holdfast-save")
         with self._changing:
             if self.running:
@@ -71,8 +65,6 @@ class BackgroundSave:
                 if not thread.is_alive():
                     _running.discard(self)
                 raise
-            finally:
-                returning.set()
 
     def join(self) -> None:
         """Wait until no save is under way; an error of it is kept."""

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import holdfast as hf
-from holdfast.engine.checkpoint import background
 from holdfast.engine.checkpoint.background import BackgroundSave
 from holdfast.engine.storage import Helper
 
@@ -98,21 +97,6 @@ def test_the_save_learns_that_it_is_waited_for() -> None:
         assert begun.wait(10)
         save.wait()
     assert told == [False, True, False, True]
-
-
-def test_the_caller_returns_before_the_save_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a training loop would wait for the interpreter, often longer than for the snapshot."""
-    monkeypatch.setattr(background, "_HEAD_START", 100)  # however slow this machine is
-    returned, told = threading.Event(), []
-    save, interval = BackgroundSave(), sys.getswitchinterval()
-    sys.setswitchinterval(100)  # a thread that computes keeps the interpreter
-    try:
-        save.start(lambda _: told.append(returned.is_set()), what="step 3")
-        returned.set()
-    finally:
-        sys.setswitchinterval(interval)
-    save.wait()
-    assert told == [True]
 
 
 def test_joining_keeps_the_error() -> None:

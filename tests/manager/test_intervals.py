@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -466,20 +467,23 @@ def test_several_processes_save_at_the_steps_of_process_0(tmp_path: Path) -> Non
 
 def test_children_of_one_process_are_several_programs(tmp_path: Path) -> None:
     """As of a server that imports once, and forks a child for each start."""
+    program = """
+import os, sys
+import holdfast as hf
 
-    def start(step: int) -> None:
-        with hf.CheckpointManager(tmp_path) as manager:
-            manager.save(step, {"w": np.zeros(3)})
+def start(step):
+    with hf.CheckpointManager(sys.argv[1]) as manager:
+        manager.save(step, {"step": step})
 
-    start(1)
-    child = os.fork()
-    if child == 0:
-        try:
-            start(2)
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    start(3)
+start(1)
+child = os.fork()
+if child == 0:
+    start(2)
+    os._exit(0)
+os.waitpid(child, 0)
+start(3)
+"""
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=True)
     started = [one for one in read_run_events(as_location(tmp_path)) if one["event"] == "started"]
     first, forked, again = (one["program"] for one in started)
     assert forked != first == again
