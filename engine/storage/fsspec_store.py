@@ -159,10 +159,10 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
     with _given_lock:
         name, whole = _names_of(filesystem, prefix)
         for found in _given.values():
-            if found.given is filesystem or found.described == whole:
+            if found.prefix == prefix and (found.given is filesystem or found.described == whole):
                 return found, key
         scheme = f"{re.sub('[^a-z0-9]', '', protocol.lower())}+{name}"
-        while scheme in _given:  # of a file system that differs only in its secrets
+        while scheme in _given:  # of a file system whose class has the same name
             scheme += "a"
         _given[scheme] = FsspecBackend(
             f"{scheme}://",
@@ -176,33 +176,42 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
 
 
 def _names_of(filesystem: Any, prefix: str) -> tuple[str, str]:
-    """Return a name of a file system, the same in all processes, and a text that only equal ones share."""
+    """Return a name of a file system, and a text that only equal ones share.
+
+    The name is the same in all processes, unless the file system cannot be pickled, or has secrets: a name without them
+    would mean other files in a process with other ones, and a name made of them would tell of them.
+    """
     try:
-        shown, whole = (repr((_described(filesystem, inside), prefix)) for inside in (False, True))
-    except Exception:  # What cannot be pickled has no description: each process gets a name of its own.
-        return uuid.uuid4().hex[:8], f"{id(filesystem)} {prefix}"
+        whole = repr((_described(filesystem, secrets=True), prefix))
+    except Exception:  # What cannot be pickled has no description.
+        whole = f"{id(filesystem)} {prefix}"
+    try:
+        shown = repr((_described(filesystem, secrets=False), prefix))
+    except Exception:
+        return uuid.uuid4().hex[:8], whole
     return hashlib.sha256(shown.encode()).hexdigest()[:8], whole
 
 
-def _described(value: Any, whole: bool) -> Any:
-    """Return what pickle would write of a value, as plain data; secrets and addresses of classes only in a whole one.
+def _described(value: Any, *, secrets: bool) -> Any:
+    """Return what pickle would write of a value, as plain data; with the addresses of classes if secrets may be in it.
 
     Raises:
-        Exception: The value cannot be pickled.
+        Exception: The value cannot be pickled, or has secrets that must not be in it.
     """
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, Mapping):
-        pairs = ((str(name), inner) for name, inner in value.items())
-        return sorted((name, _described(one, whole)) for name, one in pairs if whole or not _SECRET.search(name))
+        if not secrets and any(_SECRET.search(str(name)) for name, inner in value.items() if inner is not None):
+            raise ValueError("secret options")
+        return sorted((str(name), _described(inner, secrets=secrets)) for name, inner in value.items())
     if isinstance(value, list | tuple):
-        return [_described(inner, whole) for inner in value]
+        return [_described(inner, secrets=secrets) for inner in value]
     if isinstance(value, set | frozenset):
-        return sorted(repr(_described(inner, whole)) for inner in value)
+        return sorted(repr(_described(inner, secrets=secrets)) for inner in value)
     if callable(value) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__} {id(value) if whole else ''}"
+        return f"{value.__module__}.{value.__qualname__} {id(value) if secrets else ''}"
     reduced = value.__reduce_ex__(2)
-    return reduced if isinstance(reduced, str) else [_described(part, whole) for part in reduced]
+    return reduced if isinstance(reduced, str) else [_described(part, secrets=secrets) for part in reduced]
 
 
 def _is_arrow(filesystem: Any) -> bool:
@@ -373,8 +382,15 @@ class FsspecBackend(ObjectStoreBackend):
 
         def remove_folders(fs: Any, path: str) -> None:
             with contextlib.suppress(FileNotFoundError):
-                if key and not self._whole and fs.isdir(path):
+                if not key or self._whole or not fs.isdir(path):
+                    return
+                if self._listing is None:
                     fs.rm(path, recursive=True)
+                    return
+                # What was written since the listing stays, and so do the folders around it.
+                for folder in reversed([folder for folder, _, _ in fs.walk(path)]):
+                    if not fs.ls(folder, detail=False):
+                        fs.rmdir(folder)
 
         self._do(key, "remove", remove_folders)
 

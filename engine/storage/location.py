@@ -49,7 +49,8 @@ def as_location(
         place: A path, or a URL that starts with ``file:///``, ``memory://``, ``s3://bucket/``, ``gs://bucket/`` or
             ``az://container/``, or with another scheme that fsspec knows, such as ``sftp://host/`` or ``hdfs://host/``.
         filesystem: The file system of fsspec or pyarrow in which ``place`` is a path. The URL of the location then
-            stands for it in processes that have passed an equal one, and is the same in each of them.
+            stands for it in processes that have passed an equal one, and is the same in each of them, unless the
+            file system has secrets among its options or cannot be pickled: then it is valid in this process only.
         writes: Whether the caller is about to write there.
         observer: Is notified, and may replace this place by another one. None is the observer of the process.
 
