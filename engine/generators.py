@@ -182,20 +182,33 @@ class GlobalGenerators:
         return [name for name in missing if name.partition(":")[0] in self._drawn]
 
     def _has_moved(self, name: str, state: Any) -> bool:
-        return name not in self._begun or not same_state(self._begun[name], state)
+        if name not in self._begun:
+            return True
+        begun = self._begun[name]
+        # That of Python is a tuple of hundreds of numbers, for which == is faster.
+        return bool(begun != state) if name == "python" else not _equal(begun, state)
 
 
 def same_state(one: Any, other: Any) -> bool:
-    """Return whether two states of a generator are equal."""
-    if is_torch_tensor(one):
+    """Return whether two states of a loader are equal, or nothing tells that they differ."""
+    try:
+        return _equal(one, other)
+    except Exception:  # The state may hold any objects, whose comparison may fail in any way.
+        return True
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    if one is None or other is None:
+        return one is other
+    if is_torch_tensor(one) and is_torch_tensor(other):
         return bool(one.equal(other))
-    if isinstance(one, np.ndarray):
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return np.array_equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same_state(value, other[key]) for key, value in one.items())
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same_state, one, other))
-    return bool(one == other)
+    return type(one).__eq__ is object.__eq__ is type(other).__eq__ or bool(one == other)
 
 
 def is_idle(item: str, leaf: str) -> bool:

@@ -6,6 +6,7 @@ batches.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,16 +53,21 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any]) -> None:
             "loaders have state_dict and load_state_dict: use the loaders that the checkpoint was saved with"
         )
     for (loader, methods), state in zip(stateful, saved, strict=True):
-        getattr(loader, methods[1])(state)
+        _load(loader, methods[1], state)
         if is_torchdata_loader(loader):
             warn_of_lost_draws(loader, state)
 
 
-def end_loader_epoch(loaders: Sequence[Any], saved: Sequence[Any]) -> None:
+def _load(loader: Any, setter: str, state: Any) -> None:
+    getattr(loader, setter)(copy.deepcopy(state))  # A loader may keep what it gets, and change it.
+
+
+def end_loader_epoch(loaders: Sequence[Any], saved: Sequence[Any], *, is_last: bool = False) -> None:
     """Take the loaders that carry a state to the end of an epoch, so that the next iterator begins a new one.
 
     Raises:
-        StateError: A loader has gone to another place than in a run that was not interrupted.
+        StateError: A loader has gone to another place than in a run that was not interrupted, and the epoch is not the
+            last one of the run.
     """
     load_loader_states(loaders, saved)
     stateful = [(loader, methods) for loader in loaders if (methods := _state_methods(loader))]
@@ -74,11 +80,12 @@ def end_loader_epoch(loaders: Sequence[Any], saved: Sequence[Any]) -> None:
         if is_torchdata_loader(loader):
             continue
         if is_at_end:
-            _refuse_moved(loader, state)
+            if not is_last:
+                _refuse_moved(loader, state)
             continue
         # The epoch has ended before the data of the loader, or the state is that of the next epoch already.
         continues = _continues(loader, iterator, setter, state)
-        getattr(loader, setter)(state)
+        _load(loader, setter, state)
         if not continues:
             next(iter(loader), None)
 
@@ -89,8 +96,8 @@ def _continues(loader: Any, iterator: Iterator[Any], setter: str, state: Any) ->
     ``iterator`` has yielded one batch since the loader got the state.
     """
     next(iterator, None)
-    states = loader_states([loader])
-    getattr(loader, setter)(state)
+    states = copy.deepcopy(loader_states([loader]))
+    _load(loader, setter, state)
     for _ in range(2):
         next(iter(loader), None)
     return same_state(states, loader_states([loader]))

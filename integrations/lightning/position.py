@@ -266,20 +266,20 @@ class Position:
 
     # ---- returning to where a checkpoint was saved
 
-    def _go_to_epoch(self, saved: dict[str, Any]) -> None:
+    def _go_to_epoch(self, saved: dict[str, Any], *, is_last: bool = False) -> None:
         self._restore_module(saved)
         self._warn_of_lasting_workers(saved)
         clear_restart(self._fit)
         finish_epoch(self._fit.epoch_progress)
         set_reloaded_at_epoch(self._fit, saved["reloaded_at_epoch"])
-        epoch.end_loader_epoch(self._loaders(), saved["loaders"])
+        epoch.end_loader_epoch(self._loaders(), saved["loaders"], is_last=is_last)
         self._ended = saved["loaders"]
         self._restore_random(saved["random"])
 
     def _go_to_end(self, saved: dict[str, Any]) -> None:
         parts = self._loaders()
         if saved["point"] == "epoch" and len(saved["loaders"]) == len(epoch.loader_states(parts)):
-            self._go_to_epoch(saved)
+            self._go_to_epoch(saved, is_last=True)
             return
         self._restore_module(saved)
         clear_restart(self._fit)

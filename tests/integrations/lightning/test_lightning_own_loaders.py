@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import holdfast as hf
+from holdfast.engine.generators import same_state
 
 torch: Any = pytest.importorskip("torch")
 lightning: Any = pytest.importorskip("lightning")
@@ -178,6 +180,68 @@ def test_an_epoch_ends_before_the_data_of_a_loader(
         assert [batch for part in parts for batch in part] == whole
 
 
+class Shuffled(SizedAtStart):
+    """Its state is that of its generator before the epoch, with a tuple that holds an array, and its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = np.random.RandomState(0)
+        self.before = self.random.get_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "random": self.before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.random.set_state(state["random"])
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begin()
+        self.before = self.random.get_state()
+        order = self.random.permutation(SIZE)
+        while self.place < SIZE:
+            self.place += 1
+            yield torch.tensor([float(order[self.place - 1])])
+
+
+class ByReference:
+    """Keeps the dictionary that it gets, and changes it."""
+
+    def __init__(self) -> None:
+        self.state = {"count": 0}
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(SIZE - self.state["count"] % SIZE):
+            self.state["count"] += 1
+            yield torch.tensor([float(self.state["count"])])
+
+
+@pytest.mark.parametrize("loader", [Shuffled, ByReference])
+def test_states_of_any_form(loader: Callable[[], Any], tmp_path: Path) -> None:
+    whole = run(loader(), tmp_path / "whole")
+    for end in (3, 6):  # at the end of an epoch
+        assert run(loader(), tmp_path / str(end), end) + run(loader(), tmp_path / str(end)) == whole
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata with torch 2.13
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
+def test_loaders_of_torchdata_of_different_lengths(mode: str, tmp_path: Path) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def loaders() -> Any:
+        return combined.CombinedLoader([stateful(torch.arange(6.0)), stateful(torch.arange(4.0))], mode)
+
+    whole = run(loaders(), tmp_path / "whole")
+    for end in (4, 6):
+        assert run(loaders(), tmp_path / str(end), end) + run(loaders(), tmp_path / str(end)) == whole
+
+
 class Short(AtStart):
     size = 2
 
@@ -202,3 +266,20 @@ def test_an_order_that_a_resume_would_change_is_refused(loaders: Callable[[], An
     run(loaders(), tmp_path, end)
     with pytest.raises(hf.errors.StateError, match=r"AtEnd changes its state when its iterator ends.*in __iter__"):
         run(loaders(), tmp_path)
+
+
+def test_a_finished_run_is_not_refused(tmp_path: Path) -> None:
+    """No epoch follows, whose order the resume could change."""
+    run(SizedAtEnd(), tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "moved")  # as in another process, which has not finished the run itself
+    assert run(SizedAtEnd(), tmp_path / "moved") == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [((np.arange(2), 1), (np.arange(2), 1), True), ((np.arange(2), 1), (np.arange(1, 3), 1), False),
+     ((1, 2), [1, 2], True), (torch.ones(1), None, False), (None, np.ones(1), False), ({"a": 1}, [1], False),
+     (torch.ones(1), np.ones(1), True), (object(), object(), True)],
+)  # fmt: skip
+def test_states_differ_where_that_can_be_told(one: Any, other: Any, same: bool) -> None:
+    assert same_state(one, other) is same_state(other, one) is same
