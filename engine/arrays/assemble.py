@@ -26,6 +26,7 @@ _SMALL = 8 << 10  # bytes of the largest array that shares its memory with other
 _INCOMPRESSIBLE = 1 << 10  # bytes that zstd adds at most to a chunk, besides 1 in 128
 _BLOCK = 64 << 10  # bytes that small arrays share, and that one of them may thus keep in memory
 _LARGE_BLOCK = 2 << 20  # the same where there are many: one huge page costs less than thirty small ones
+_MOST_AXES = 32  # of any array of numpy 1
 _WASTE = 256  # bytes between two small arrays that are copied along
 
 
@@ -372,10 +373,12 @@ def _small_arrays(
         block[:] = data[origin:end]
         for start, stop in pairwise([low, *(np.flatnonzero(ends_run[low : high - 1]) + low + 1).tolist(), high]):
             decoder = decoders[kinds[start]]
-            shape = stop - start, *decoder.shape
-            strides = int(steps[start]) if stop - start > 1 else 0, *decoder.strides
-            run = np.ndarray(shape, decoder.dtype, block, int(first[start]) - origin, strides)
-            made.extend(run if decoder.shape else (run[row, ...] for row in range(len(run))))
+            if stop - start > 1 and 0 < len(decoder.shape) < _MOST_AXES:
+                shape, strides = (stop - start, *decoder.shape), (int(steps[start]), *decoder.strides)
+                made.extend(np.ndarray(shape, decoder.dtype, block, int(first[start]) - origin, strides))
+            else:
+                places = (first[start:stop] - origin).tolist()
+                made.extend(np.ndarray(decoder.shape, decoder.dtype, block, place) for place in places)
     for row, array in zip(rows.tolist(), made, strict=True):
         arrays[row] = array
     return arrays, np.flatnonzero(~good)

@@ -201,7 +201,7 @@ def _described(value: Any, *, secrets: bool) -> Any:
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, Mapping):
-        if not secrets and any(_SECRET.search(str(name)) for name, inner in value.items() if inner is not None):
+        if not secrets and any(_SECRET.search(str(name)) for name, inner in value.items() if inner):
             raise ValueError("secret options")
         return sorted((str(name), _described(inner, secrets=secrets)) for name, inner in value.items())
     if isinstance(value, list | tuple):
@@ -386,6 +386,8 @@ class FsspecBackend(ObjectStoreBackend):
                     return
                 if self._listing is None:
                     fs.rm(path, recursive=True)
+                    return
+                if _is_arrow(fs):  # It would delete a folder with what was written since it was seen to be empty.
                     return
                 # What was written since the listing stays, and so do the folders around it.
                 for folder in reversed([folder for folder, _, _ in fs.walk(path)]):

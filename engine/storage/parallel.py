@@ -58,7 +58,10 @@ class Started:
         self._work = work
         self._error: BaseException | None = None
         self._thread = Helper(self._run, name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # The system has no more threads, or the interpreter ends.
+            self._run()
 
     def _run(self) -> None:
         try:

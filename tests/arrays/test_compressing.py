@@ -101,6 +101,8 @@ import numpy as np
 import holdfast as hf
 from holdfast.engine.checkpoint.save import Save
 
+handler = hf.PyTreeCheckpointHandler(layout=hf.Layout(compression=1, data_file_bytes=1 << 20))
+manager = hf.CheckpointManager(sys.argv[1], hf.AsyncCheckpointer(handler))
 ended = threading.Event()
 threading._register_atexit(ended.set)  # before the interpreter waits for other threads
 
@@ -109,8 +111,6 @@ def write(self, awaited, write=Save.write):
     return write(self, awaited)
 
 Save.write = write
-handler = hf.PyTreeCheckpointHandler(layout=hf.Layout(compression=1, data_file_bytes=1 << 20))
-manager = hf.CheckpointManager(sys.argv[1], hf.AsyncCheckpointer(handler))
 manager.save(1, {str(number): np.full(1 << 17, number) for number in range(20)})
 """
 

@@ -201,3 +201,11 @@ def test_small_arrays_beside_large_ones_are_verified_without_a_copy_of_these(tmp
     peak = tracemalloc.get_traced_memory()[1]  # without the large arrays, which are mapped
     tracemalloc.stop()
     assert peak < MIB
+
+
+@pytest.mark.parametrize("axes", [0, 1, 31, 32, (np.lib.NumpyVersion(np.__version__) >= "2.0.0" and 64) or 32])
+def test_small_arrays_of_every_rank(axes: int, tmp_path: Path) -> None:
+    tree = {"a": np.full((1,) * axes, 1.0), "b": np.full((1,) * axes, 2.0), "c": np.ones(3)}
+    hf.save(tmp_path / "model", tree)
+    loaded = hf.load(tmp_path / "model")
+    assert all(np.array_equal(loaded[name], tree[name]) for name in tree)
