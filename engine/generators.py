@@ -208,7 +208,10 @@ def _equal(one: Any, other: Any) -> bool:
         return bool(one.equal(other))
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return np.array_equal(one, other)
-    return type(one).__eq__ is object.__eq__ is type(other).__eq__ or bool(one == other)
+    without: Any = object.__eq__
+    if type(one).__eq__ is without and type(other).__eq__ is without:
+        return True  # Identity does not tell whether such objects are equal.
+    return bool(one == other)
 
 
 def is_idle(item: str, leaf: str) -> bool:
