@@ -52,7 +52,7 @@ class Helper(threading.Thread):
 
 
 class Started:
-    """Work on a thread of its own, until somebody needs it done."""
+    """Work that begins on a thread of its own at once; :meth:`finish` waits for it."""
 
     def __init__(self, work: Callable[[], object], name: str) -> None:
         self._work = work

@@ -67,7 +67,7 @@ class AtEnd(AtStart):
 
 
 class Onward(AtEnd):
-    """Continues where it is, whatever has made it stop there."""
+    """A new iterator continues where the one before it stopped, for any reason."""
 
     def begin(self) -> None:
         """Nothing is to be done."""
