@@ -135,6 +135,8 @@ def connect(backend: str, request: dict[str, Any], index: int) -> None:
         import torch.distributed
 
         patience = timedelta(seconds=request["timeout"])
+        # A process that ends while another still opens its connections fails that one.
+        os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
         if request["store"] == "file":
             place = f"file://{request['folder']}/store"
             torch.distributed.init_process_group("gloo", place, patience, rank=index, world_size=count)
