@@ -114,8 +114,6 @@ def azure_root(scheme: str, authority: str, path: str) -> tuple[str, str] | None
         account = account.replace(".blob.core.windows.net", _SERVICE)
     if not container:
         raise InvalidLocationError(f"{shown!r} names no container: write az://container/name")
-    if account == f"{_setting('AZURE_STORAGE_ACCOUNT_NAME')}{_SERVICE}":
-        account = ""  # it is the one that az:// means, and each place has one address
     return (f"abfs://{container}@{account}" if account else f"az://{container}"), path
 
 
@@ -129,27 +127,47 @@ def open_azure(root: str) -> AzureBackend:
     if importlib.util.find_spec("obstore") is None:
         raise OptionError(f"{root} needs obstore: pip install 'holdfast[azure]'")
     settings = {name: value for name, value in os.environ.items() if name.upper().startswith(("AZURE", "AZURITE"))}
-    return _open_azure(root, tuple(sorted(settings.items())))
+    return _open_azure(root, _setting("AZURE_STORAGE_ACCOUNT_NAME"), tuple(sorted(settings.items())))
 
 
 @functools.lru_cache(maxsize=64)
-def _open_azure(root: str, settings: tuple[tuple[str, str], ...]) -> AzureBackend:
+def _open_azure(root: str, account: str, settings: tuple[tuple[str, str], ...]) -> AzureBackend:
     for name, value in settings:  # obstore ends the process over some of them
         if not (value.isascii() and value.isprintable()):
             raise StoragePermissionError(
                 f"cannot reach {root}: the value of {name} holds a character that no header can have, perhaps a line "
                 "break at its end; set it again without"
             )
-    return AzureBackend(root)
+    container, _, named = root.partition("://")[2].partition("@")
+    # The URL keeps the account that it names: the environment of another process may name another one.
+    container = container if named in ("", f"{account}{_SERVICE}") else root
+    return AzureBackend(root, container, settings)
 
 
 class AzureBackend(ObjectStoreBackend):
-    """A container of Azure Blob Storage."""
+    """A container of Azure Blob Storage.
 
-    def __init__(self, root: str) -> None:
+    Args:
+        root: What all URLs begin with.
+        container: The name of the container in the account of the environment; the URL of one in another account.
+        settings: The variables of the environment that decide what is reached.
+    """
+
+    def __init__(self, root: str, container: str, settings: tuple[tuple[str, str], ...]) -> None:
         super().__init__(root, is_remote=True)
+        self._container = container
+        self._settings = settings
         self._opened: list[AzureStore] = []  # one at most
         self._opening = threading.Lock()
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both reach the same container, by URLs that may differ."""
+        if not isinstance(other, AzureBackend) or self._listing is not other._listing:
+            return False
+        return (self._container, self._settings) == (other._container, other._settings)
+
+    def __hash__(self) -> int:
+        return hash(self._container)
 
     def has_object(self, key: str) -> bool:
         try:
@@ -319,10 +337,8 @@ class AzureBackend(ObjectStoreBackend):
                         "backoff": BACKOFF,
                     },
                 }
-                if self._root.startswith("az://"):
-                    self._opened.append(AzureStore(self._root.removeprefix("az://"), **options))
-                else:
-                    self._opened.append(AzureStore.from_url(self._root, **options))
+                make = AzureStore.from_url if "://" in self._container else AzureStore
+                self._opened.append(make(self._container, **options))
             return self._opened[0]
 
     def explained(self, error: Exception, key: str, action: str) -> HoldfastError:

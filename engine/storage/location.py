@@ -223,8 +223,9 @@ class Location:
 
     def overlaps(self, other: Location) -> bool:
         """Whether one of two locations lies within the other, or they are the same."""
-        one, two = f"{self.url}/", f"{other.url}/"
-        return one.startswith(two) or two.startswith(one)
+        one, two = os.path.join(self._key, ""), os.path.join(other._key, "")
+        same = self._backend == other._backend or self._backend.url("") == other._backend.url("")
+        return same and (one.startswith(two) or two.startswith(one))
 
     @property
     def is_local(self) -> bool:
@@ -259,7 +260,7 @@ class Location:
         return Location(self._backend, f"{self._key}/{name}", self._ready)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Location) and self._backend is other._backend and self._key == other._key
+        return isinstance(other, Location) and self._backend == other._backend and self._key == other._key
 
     def __hash__(self) -> int:
         return hash(self._key)

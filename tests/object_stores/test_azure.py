@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -54,10 +55,28 @@ def test_each_place_has_one_address(az: Store) -> None:
     for address in (f"abfs://{az.bucket}@{ACCOUNT}.dfs.core.windows.net", f"https://{host}/{az.bucket}"):
         place = as_location(f"{address}/run")
         assert place == as_location(f"{az.url}/run")
+        assert place.overlaps(as_location(f"{az.url}/run/1"))
         assert hf.load(f"{address}/run")["step"] == 3
         with pytest.raises(hf.errors.OptionError, match="cannot lie there; choose a place outside"):
             hf.copy_checkpoint(f"{az.url}/run", f"{address}/run/copy")
     assert as_location(f"abfs://{az.bucket}@other.dfs.core.windows.net/run") != as_location(f"{az.url}/run")
+
+
+@pytest.mark.parametrize(
+    "address", ["abfs://box@{}.dfs.core.windows.net/run", "https://{}.blob.core.windows.net/box/run", "az://box@{}/run"]
+)
+def test_an_address_keeps_the_account_that_it_names(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is printed, and in another process, whose environment may name another account."""
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    place = as_location(address.format("account"))
+    assert str(place) == "abfs://box@account.dfs.core.windows.net/run"
+    assert place == as_location("az://box/run")
+    pickled = pickle.dumps(place)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "other")
+    found = pickle.loads(pickled)
+    assert (found, str(found)) == (as_location(address.format("account")), str(place))
+    assert found != as_location("az://box/run")
+    assert not found.overlaps(as_location("az://box/run"))
 
 
 @pytest.mark.parametrize(
