@@ -41,6 +41,7 @@ from ..errors import (
     OwnershipError,
     StorageConflictError,
     StorageError,
+    StoragePermissionError,
     StorageUnavailableError,
 )
 from ..format import (
@@ -187,7 +188,11 @@ class PendingCheckpoint:
                         found |= names
                     self._leftovers |= {*filter(self._parts.owns, found)} - {PARTIAL, DELETED}
                 elif not self.continues:
-                    sweep(location, parts, self._lock)
+                    sweep(location, parts, self._lock if PARTIAL in names else None)
+                    if (
+                        PARTIAL in names and not self._lock.tells
+                    ):  # the marker beside a damaged record, which is about to be replaced
+                        (location / PARTIAL).remove()
             finally:
                 if not self.continues:
                     self._lock.release()
@@ -262,6 +267,7 @@ class PendingCheckpoint:
             make_folders()
             return
         self._beginning = Started(make_folders, "holdfast-begin")
+        self._beginning.start()
         ready = self._beginning.finish
         self.folders = {item: folder.before_changes(ready) for item, folder in self.folders.items()}
 
@@ -562,10 +568,22 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
         (location / DELETED).write_bytes(b"{}")  # the marker needs no content, and so no request for the record
         location.snapshot().remove_tree(first=RECORD, last=DELETED)  # without the files of saves that begin later
         return
-    if not location.is_link():  # only the link itself is removed
-        with contextlib.suppress(ObjectNotFoundError):
-            (location / RECORD).rename(DELETED)
-    location.remove_tree(last=DELETED)
+    if location.is_link():  # only the link itself is removed
+        location.remove_tree()
+        return
+    with contextlib.suppress(ObjectNotFoundError):
+        (location / RECORD).rename(DELETED)
+    lock = SaveLock(location / DELETED)
+    try:
+        lock.take_over()  # a save that begins meanwhile finds it locked
+    except StorageConflictError:  # another process has found the marker, and removes the rest
+        return
+    except StoragePermissionError:
+        pass
+    try:
+        location.remove_tree(last=DELETED)
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager
@@ -589,25 +607,35 @@ def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock |
     deletion, takes the marker of the save, and looks whether the record is still the one that the deletion notes. A
     save whose record was not seen finds its marker missing, and then either that deletion or its files missing.
 
+    Where only the marker of a deletion is left, that one is locked: a save that begins sweeps first, and finds it so.
+
     Args:
         location: The directory.
         parts: The kind of checkpoint.
-        lock: The lock of the marker, if the caller has taken it over.
+        lock: The lock of the marker of a save, if the caller has taken it over.
 
     Raises:
-        StorageConflictError: A save is alive.
+        StorageConflictError: A save is alive, or another process sweeps or deletes.
         StoragePermissionError: Whether a save is alive is unknown.
     """
-    if lock is None:
-        lock = SaveLock(location / PARTIAL)
+    if lock is not None:
+        return _sweep(location, parts or CommitParts(location), lock, PARTIAL)
+    for mark in (PARTIAL, DELETED):
+        lock = SaveLock(location / mark)
         try:
-            lock.take_over()
-            return sweep(location, parts, lock)
+            if lock.take_over() or mark == DELETED:
+                return _sweep(location, parts or CommitParts(location), lock, mark)
         finally:
             lock.release()
+    raise AssertionError
+
+
+def _sweep(location: Location, parts: CommitParts, lock: SaveLock, mark: str) -> bool:
+    """Sweep with the lock of one of the markers, as far as there is one."""
     listing = location.snapshot()
     names = {entry.name for entry in listing.entries()}
-    if PARTIAL in names and location.is_local and not lock.is_current():  # a save has begun meanwhile
+    begun = PARTIAL in names and mark != PARTIAL  # a save, since this looked for its marker
+    if location.is_local and (begun or (mark in names and not lock.is_current())):
         return False
     if RECORD in names:
         remove_temporary(location, names)
@@ -621,7 +649,8 @@ def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock |
     except (CheckpointNotFoundError, FormatVersionError):  # not found: it was deleted meanwhile
         return False
     except DamagedCheckpointError:  # its data stays, as a user may want to inspect it
-        (location / PARTIAL).remove()  # otherwise no save could replace this checkpoint
+        if lock.tells and PARTIAL in names:  # elsewhere, it may be that of a save which is alive
+            (location / PARTIAL).remove()
         return False
     if not lock.tells:
         _announce(location, record, folders)
@@ -635,19 +664,18 @@ def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock |
     if record is None:
         _logger.info("%s: removing what an interrupted save or deletion has left", location)
         if location.is_local:
-            location.remove_tree(last=DELETED if DELETED in marks else PARTIAL)
+            location.remove_tree(last=mark if lock.tells else DELETED)
             return True
         for name in names - {PARTIAL, DELETED}:  # a marker that is here now is that of a save which began since
             (listing / name).remove_tree()
         (location / DELETED).remove()
         return True
-    parts = parts or CommitParts(location)
     left = {*filter(parts.owns, folders), *record.replaced}
     _remove_folders(parts, [folder for folder in left if "/" in folder or folder in names], record)
     parts.repair(record)
-    if lock.tells:  # otherwise it is taken, and a marker that is here now is that of a save which began since
-        (location / PARTIAL).remove()
     (location / DELETED).remove()
+    if lock.tells and PARTIAL in names:  # otherwise, one that is here now is that of a save which began since
+        (location / PARTIAL).remove()
     return False
 
 

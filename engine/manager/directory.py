@@ -494,18 +494,18 @@ class RunDirectory:
             if location.is_link() or is_swept(entry.name for entry in (listing or location).entries()):
                 return
             try:
-                lock.take_over()
+                found = lock.take_over()
             except (StorageConflictError, StoragePermissionError) as error:  # perhaps a save without a manager is alive
                 _logger.warning("%s: not swept: %s", location, error)
                 return
-            if not sweep(location, lock=lock) and location.is_local:
+            if not sweep(location, lock=lock if found else None) and location.is_local:
                 # An earlier run may have made the folder and been killed before it locked it. Both times are those of
                 # the file system; a folder that is newer than this run may be about to be filled by another program.
                 with contextlib.suppress(OSError):  # usually because it is not empty
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
                         os.rmdir(location)
         except StorageError as error:
-            if not is_unreadable(error):
+            if not (is_unreadable(error) or isinstance(error, StorageConflictError)):
                 raise
             _logger.warning("%s: not swept: %s", location, error)
         finally:

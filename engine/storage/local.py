@@ -181,7 +181,14 @@ class LocalBackend:
                 return
             for name in names:
                 _remove(os.path.join(key, name))
-            _remove(key)
+            if last is None:
+                _remove(key)
+                return
+            try:  # without the marker, a save may begin here
+                os.rmdir(key)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                    raise
 
     def write_data(
         self,

@@ -52,12 +52,18 @@ class Helper(threading.Thread):
 
 
 class Started:
-    """Work that begins on a thread of its own at once; :meth:`finish` waits for it."""
+    """Work on a thread of its own, from :meth:`start` on; :meth:`finish` waits for it.
+
+    An interrupt of :meth:`start` may come when the work has begun, so the caller keeps the object before.
+    """
 
     def __init__(self, work: Callable[[], object], name: str) -> None:
         self._work = work
         self._error: BaseException | None = None
         self._thread = Helper(self._run, name, daemon=True)
+
+    def start(self) -> None:
+        """Begin the work, in this thread where none can start."""
         try:
             self._thread.start()
         except RuntimeError:  # The system has no more threads, or the interpreter ends.

@@ -9,6 +9,7 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from holdfast.engine.steps import read_record
 from holdfast.engine.storage import SaveLock
 from holdfast.engine.storage.kvstore import KvStoreBackend
 from holdfast.engine.storage.local import LocalBackend
+from holdfast.engine.storage.parallel import Helper
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -86,6 +88,42 @@ def test_abort(place: hf.storage.Location) -> None:
     write(pending, "one")
     pending.abort()
     assert names(place) == []
+
+
+def test_an_interrupt_when_the_folders_begin_to_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although they are made by another thread: the save removes them when they are there."""
+    place = hf.storage.as_location(tmp_path / "ckpt")
+    threads: list[Helper] = []
+    making, removing = threading.Event(), threading.Event()
+    make, join = LocalBackend.make_directory, Helper.join
+
+    def start(thread: Helper) -> None:
+        threads.append(thread)
+        threading.Thread.start(thread)
+        making.wait()
+        raise KeyboardInterrupt
+
+    def late(backend: LocalBackend, key: str, *, sync: bool) -> bool:
+        if threading.current_thread() in threads:
+            making.set()
+            removing.wait()
+        return make(backend, key, sync=sync)
+
+    def joined(thread: Helper, timeout: float | None = None) -> None:
+        removing.set()
+        join(thread, timeout)
+
+    monkeypatch.setattr(LocalBackend, "make_directory", late)
+    monkeypatch.setattr(Helper, "start", start)
+    monkeypatch.setattr(Helper, "join", joined)
+    pending = PendingCheckpoint(place, ["item"], overwrite=False)
+    with pytest.raises(KeyboardInterrupt):
+        pending.begin(wait=False)
+    pending.abort()
+    for thread in threads:
+        thread.join()
+    assert threads
+    assert not place.exists()
 
 
 def test_replace(place: hf.storage.Location) -> None:
@@ -485,12 +523,101 @@ def test_a_save_that_begins_when_a_run_has_looked_for_its_lock(tmp_path: Path) -
     assert content(step) == "new"
 
 
-def test_sweep_takes_only_the_marker_beside_a_damaged_record(place: hf.storage.Location) -> None:
+@pytest.mark.parametrize(
+    ("remove", "left"),
+    [
+        (sweep, ["checkpoint.deleted"]),
+        (sweep, ["checkpoint.partial"]),
+        (sweep, ["checkpoint.deleted", "checkpoint.partial"]),
+        (delete_checkpoint, []),
+    ],
+)
+def test_a_save_that_begins_beside_a_removal(
+    tmp_path: Path, remove: Callable[[hf.storage.Location], object], left: list[str]
+) -> None:
+    """At any moment of it, and ends at any later one: the save is refused, or all of it stays."""
+    place = hf.storage.as_location(tmp_path / "ckpt")
+    refusals = 0
+    for first in itertools.count(1 if left else 2):  # what is there before its first change is deleted
+        saves: list[tuple[PendingCheckpoint, CheckpointRecord]] = []
+        refused: list[Exception] = []
+        for last in itertools.count(first):
+            commit(place, "old")
+            for mark in left:
+                (place / "checkpoint.json").remove()
+                (place / mark).write_bytes(b"{}")
+            saves, refused = [], []
+            committed: list[bool] = []
+
+            def begin(
+                saves: list[tuple[PendingCheckpoint, CheckpointRecord]] = saves, refused: list[Exception] = refused
+            ) -> None:
+                try:
+                    pending = PendingCheckpoint(place, ["item"], overwrite=False)
+                    saves.append((pending, write(pending, "new")))
+                except hf.errors.StorageConflictError as error:
+                    refused.append(error)
+
+            def end(
+                saves: list[tuple[PendingCheckpoint, CheckpointRecord]] = saves, committed: list[bool] = committed
+            ) -> None:
+                committed.extend(commit_or_abort(*save) is None for save in saves)
+
+            with before_operation((first, begin), (last, end)):
+                remove(place)
+            is_over = not committed
+            if is_over:
+                end()
+            assert all(committed)
+            if committed:
+                assert content(place) == "new"
+                assert names(place) == ["checkpoint.json", read_record(place).items["item"].folder]
+            else:
+                assert names(place) == []
+            refusals += len(refused)
+            place.remove_tree()
+            if is_over:
+                break
+        if not saves and not refused:
+            break
+    assert refusals > 0
+
+
+def test_sweep_takes_only_the_marker_beside_a_damaged_record(tmp_path: Path) -> None:
+    place = hf.storage.as_location(tmp_path / "ckpt")
     commit(place, "one")
     (place / "checkpoint.json").write_bytes(b"{")
     (place / "checkpoint.partial").write_bytes(b'{"folders": ["item"]}')
     assert not sweep(place)
     assert names(place) == ["checkpoint.json", "item"]
+
+
+def test_a_save_that_is_alive_replaces_a_damaged_record_while_a_run_sweeps(unlocked: hf.storage.Location) -> None:
+    """At any moment of the sweep, which leaves a marker that may be that of a living save."""
+    for number in itertools.count(1):
+        commit(unlocked, "old")
+        (unlocked / "checkpoint.json").write_bytes(b"{")
+        pending = PendingCheckpoint(unlocked, ["item"], overwrite=True)
+        record = write(pending, "new")
+        ended: list[bool] = []
+
+        def end(
+            pending: PendingCheckpoint = pending, record: CheckpointRecord = record, ended: list[bool] = ended
+        ) -> None:
+            pending.commit(record)
+            ended.append(True)
+
+        with before_operation((number, end)):
+            sweep(unlocked)
+        is_over = not ended
+        if is_over:
+            end()
+        assert content(unlocked) == "new"
+        assert "checkpoint.partial" not in names(unlocked)
+        unlocked.remove_tree()
+        if is_over:
+            break
+    assert number > 1
 
 
 def test_a_damaged_checkpoint_can_be_replaced(place: hf.storage.Location) -> None:

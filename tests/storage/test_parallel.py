@@ -37,6 +37,7 @@ def test_work_that_is_started_runs_beside_and_tells_its_error_whenever_it_is_nee
         raise OSError("broken")
 
     started = Started(work, "holdfast-test")
+    started.start()
     go.set()
     started.wait()
     for _ in range(2):
