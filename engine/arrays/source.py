@@ -89,6 +89,8 @@ class TreeSource(Protocol):
     unreadable: Mapping[str, str] = {}
     # The values by the names of the library that wrote them; None if those names are their paths.
     variables: NamedVariables | None = None
+    # The files that hold it, where others may lie beside them; None: all that is at its location.
+    files_read: Sequence[Location] | None = None
 
     @abc.abstractmethod
     def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
@@ -184,6 +186,7 @@ class PartialTree(TreeSource):
         self.unreadable = {
             name: source.unreadable[leaf.name] for name, leaf in leaves.items() if leaf.name in source.unreadable
         }
+        self.files_read = source.files_read
         self._source = source
         self._originals = leaves
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import glob
 import hashlib
 import itertools
 import math
@@ -21,6 +20,7 @@ from ..arrays import SavedLeaf, TreeSource, leaf_as, leaf_values, selected_value
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, ObjectNotFoundError, OptionError, StateError
 from ..pytree import ARRAY_KINDS, LeafRequest, PathFilter, Patterns, collection_paused, format_path
 from ..storage import Location, Place, as_location
+from .discovery import NATIVE
 from .native import read_checkpoint
 from .protocol import TREE, CheckpointSource
 
@@ -97,15 +97,17 @@ class _OpenTree:
     """A tree that handles read."""
 
     def __init__(self, checkpoint: CheckpointSource, item: str, tree: TreeSource) -> None:
-        found = tree.fingerprint or _files_at(checkpoint.location)
+        found = tree.fingerprint or _files_of(tree)
         identity = hashlib.blake2b(found.encode() or os.urandom(16), digest_size=16).hexdigest()
+        self.format = checkpoint.format
         self.address = _Address(checkpoint.location, item, identity, bool(found))
         self._reads: tuple[CheckpointSource, TreeSource] | None = checkpoint, tree
         self._bytes_read = 0  # when it was closed
 
     @property
     def bytes_read(self) -> int:
-        return self._bytes_read if self._reads is None else self._reads[1].bytes_read
+        reads = self._reads  # another thread may close it meanwhile
+        return self._bytes_read if reads is None else reads[1].bytes_read
 
     def close(self) -> None:
         """Let go of what the tree has in memory, and of its files, although its handles are kept."""
@@ -124,7 +126,8 @@ class _OpenTree:
     @functools.cached_property
     def leaves(self) -> dict[str, SavedLeaf]:
         """The leaves by their names."""
-        return {} if self._reads is None else {leaf.name: leaf for leaf in self._reads[1].leaves}
+        reads = self._reads
+        return {} if reads is None else {leaf.name: leaf for leaf in reads[1].leaves}
 
     @contextlib.contextmanager
     def reading(self, leaf: SavedLeaf) -> Iterator[TreeSource]:
@@ -135,23 +138,39 @@ class _OpenTree:
         except (DamagedCheckpointError, ObjectNotFoundError) as error:
             if not checkpoint.has_changed():
                 raise
-            raise _replaced(self.address.location) from error
+            raise _replaced(checkpoint.location, checkpoint.format) from error
 
 
-def _replaced(location: Location) -> CheckpointNotFoundError:
+def _replaced(location: Location, found: str) -> CheckpointNotFoundError:
+    """Return the error about a handle of a checkpoint that another one has replaced; ``found`` is the format now."""
+    if found == NATIVE:
+        return CheckpointNotFoundError(
+            f"{location}: its run has deleted or replaced this checkpoint since it was opened; open it again, "
+            "and pin a step that must stay (holdfast pin)"
+        )
     return CheckpointNotFoundError(
-        f"{location}: its run has deleted or replaced this checkpoint since it was opened; open it again, and pin a "
-        "step that must stay (holdfast pin)"
+        f"{location}: another program has replaced this checkpoint since it was opened, or written to its files; "
+        f"open it again; of one that must stay, make a copy first (`holdfast import` reads {found})"
     )
 
 
-def _files_at(location: Location) -> str:
-    """Return names, sizes and times of the files of another library, at a path or with a prefix; "" in a store."""
-    if not location.is_local:
+def _files_of(tree: TreeSource) -> str:
+    """Return names, sizes and times of the files of another library that hold a tree; "" in a store."""
+    if not tree.location.is_local:
         return ""
-    path = location.path
-    files = path.rglob("*") if path.is_dir() else path.parent.glob(glob.escape(path.name) + "*" * (not path.exists()))
-    return str([(str(one), one.stat().st_size, one.stat().st_mtime_ns) for one in sorted(files) if one.is_file()])
+    top, files = os.fspath(tree.location), tree.files_read
+    below = (os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names)
+    paths = [*below] or [top] if files is None else map(os.fspath, files)
+    return str([(path, *_size_and_time(path)) for path in sorted(paths)])
+
+
+def _size_and_time(path: str) -> tuple[int, int]:
+    """Return the size of a file and the time of its last change; zeros for one that another program has removed."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return 0, 0
+    return status.st_size, status.st_mtime_ns
 
 
 @functools.lru_cache(maxsize=16)
@@ -165,7 +184,7 @@ def _reopened(address: _Address) -> _OpenTree:
             raise
         raise CheckpointNotFoundError(f"{error}; the memory of a process is not there in another one") from error
     if address.is_known and opened.address != address:
-        raise _replaced(location)
+        raise _replaced(location, opened.format)
     return opened
 
 
@@ -174,7 +193,9 @@ class ArrayHandle:
 
     Only the chunks that a selection needs are read, and each of them is compared with its checksum where the format has
     one. Any number of threads may read at the same time. A handle can be pickled while its checkpoint is open: another
-    process opens the checkpoint again when it reads, and refuses one that has replaced it.
+    process opens the checkpoint again when it reads, and refuses one that has replaced it. Of a checkpoint of another
+    library, the sizes and times of its files tell that; in an object store, nothing does, and its arrays only have to
+    have the same shapes and types.
 
     Attributes:
         shape: Its shape.
@@ -202,7 +223,7 @@ class ArrayHandle:
             return self._opened
         opened = _reopened(self._address)
         if opened.leaves.get(self._leaf.name) != self._leaf:
-            raise _replaced(self._address.location)
+            raise _replaced(self._address.location, opened.format)
         return opened
 
     def __reduce__(self) -> tuple[Any, ...]:

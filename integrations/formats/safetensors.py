@@ -240,8 +240,10 @@ def _open(location: Location, files: Mapping[str, Location], weight_map: Mapping
                 f"hold it{more}"
             )
         tensors = {name: tensors[name] for name in weight_map}
-    tree = _noted(location, note, tensors, nbytes) if note is not None and len(files) == 1 else None
-    return SingleTree("safetensors", location, tree or _cut(location, tensors, nbytes), nbytes)
+    noted = _noted(location, note, tensors, nbytes) if note is not None and len(files) == 1 else None
+    tree = noted or _cut(location, tensors, nbytes)
+    tree.files_read = list(files.values())
+    return SingleTree("safetensors", location, tree, nbytes)
 
 
 def _are_numbered(location: Location, files: Collection[str]) -> bool:

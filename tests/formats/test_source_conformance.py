@@ -233,8 +233,23 @@ def test_handles_of_a_checkpoint_that_is_written_anew(case: Case, tmp_path: Path
     else:
         os.utime(data_file(path), ns=(1, 1))  # with the same size
     assert handle(path).__dask_tokenize__() != token
-    with pytest.raises(hf.CheckpointNotFoundError, match="replaced this checkpoint since it was opened"):
+    with pytest.raises(hf.CheckpointNotFoundError, match="replaced this checkpoint since it was opened") as caught:
         pickle.loads(pickled)[2:5]
+    advice = "holdfast pin" if case.format == "holdfast" else f"`holdfast import` reads {case.format}"
+    assert advice in str(caught.value)
+
+
+def test_handles_do_not_depend_on_other_files(case: Case, tmp_path: Path) -> None:
+    """Such as a log beside the arrays, or a checkpoint whose name begins in the same way."""
+    path = case.write(tmp_path)
+    path = tmp_path if case.format == "safetensors" else path  # the folder of a model
+    token, pickled = handle(path).__dask_tokenize__(), pickle.dumps(handle(path))
+    for end in (".index", ".data-00000-of-00001"):
+        Path(f"{path}0{end}").write_bytes(b"x")
+    if path.is_dir() and case.format != "Orbax":
+        (path / "train.log").write_text("step 1")
+    assert handle(path).__dask_tokenize__() == token
+    assert same(pickle.loads(pickled)[2:5], ARRAYS["net.w"][2:5])
 
 
 BOXES = {

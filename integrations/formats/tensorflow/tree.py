@@ -137,6 +137,10 @@ class Bundle:
             self._header = self._read_entries(read_table(content))
         self._index_bytes = len(content)
 
+    @property
+    def files(self) -> list[Location]:
+        return [self.prefix.parent / name for name in (f"{self.prefix.name}{INDEX}", *self._sizes)]
+
     @functools.cached_property
     def nbytes(self) -> int:
         return self._index_bytes + sum(self._sizes.values())
@@ -411,6 +415,7 @@ class BundleTree(StoredTree, NamedVariables):
         )
         tree = nested(((path, values[name]) for name, path in paths.items()), root_is_dict=True, number=str)
         found = cls.of(prefix, tree, bundle.nbytes, left_out=left_out)
+        found.files_read = bundle.files
         found._bundle, found._objects = bundle, objects
         found._tensor_names = {name: join(path) for name, path in paths.items()}
         found._leaves = {leaf.name: leaf for leaf in found.leaves}

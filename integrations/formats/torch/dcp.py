@@ -98,6 +98,7 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
     folder = _Folder(location)
     tree = folder.tree(contents)
     source = StoredTree.of(location, tree, nbytes * _RATIO if folder.is_compressed else nbytes)
+    source.files_read = [location / name for name in names if name in files or name.endswith(_DATA)]
     return SingleTree("torch.distributed.checkpoint", location, source, nbytes)
 
 
