@@ -6,6 +6,7 @@ only names the bucket and the object.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import io
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import (
+    DamagedCheckpointError,
     HoldfastError,
     ObjectNotFoundError,
     StorageConflictError,
@@ -180,14 +182,15 @@ class KvStoreBackend(ObjectStoreBackend):
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
         transfer = self._transfer()
-        if transfer is not None and transfer.put(
-            key,
-            size,
-            lambda sent: file_parts(size, segments, sent),
-            self._patience(key, "write", size),
-            again=_AGAIN if size > _LARGE else (),
-        ):
-            return
+        if transfer is not None:
+            parts = functools.partial(file_parts, size, segments)
+            patience = self._patience(key, "write", size)
+            stored = transfer.put(key, size, parts, patience, again=_AGAIN if size > _LARGE else ())
+            if stored:
+                return
+            if stored is None:  # where the keys are wrong, a read of nothing ends as a second upload would
+                with contextlib.suppress(DamagedCheckpointError):
+                    self.request(key, "write", lambda: self._store().read(key, byte_range=slice(0, 1)))
         # TensorStore takes a value as a whole, and copies it twice. The stream returns its bytes without a copy,
         # because they have their final length from the start.
         stream = io.BytesIO(bytes(size))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import os
 import re
 import ssl
 import urllib.error
@@ -24,7 +25,9 @@ from .transfer import Part, Transfer
 _LOOKUP = "https://{}.s3.amazonaws.com/"
 _WAIT = 5.0  # seconds for the region of a bucket
 # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
-_ENDED = re.compile(rb"<Code>(ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId)</Code>")
+_REFUSED = re.compile(
+    rb"<Code>(ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|SignatureDoesNotMatch)</Code>"
+)
 _EMPTY = hashlib.sha256(b"").hexdigest()
 
 
@@ -89,11 +92,12 @@ class S3Transfer(Transfer):
     def _is_removed(self, answer: bytes) -> bool:
         return b"<DeleteResult" in answer and b"<Error>" not in answer
 
-    def _refuses(self, status: int, answer: bytes, headers: Mapping[str, str]) -> bool:
-        if _ENDED.search(answer) is None:
-            return False
+    def _refuses(self, status: int, answer: bytes) -> bool:
+        return _REFUSED.search(answer) is not None
+
+    def _forget(self, headers: Mapping[str, str]) -> bool:
         forget_credentials(headers["authorization"])
-        return True
+        return "AWS_ACCESS_KEY_ID" not in os.environ  # these do not change
 
     def _authorized(self, method: str, target: str, headers: Mapping[str, str], digest: str) -> dict[str, str] | None:
         found = aws_credentials()

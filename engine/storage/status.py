@@ -84,11 +84,12 @@ STATUSES: dict[str, type[HoldfastError]] = {
 
 _SERVICE_CODES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (
     (re.compile(r"Malformed List response|Failed to parse response"), GarbledAnswerError),
+    (re.compile("RequestTimeTooSkewed"), StoragePermissionError),  # TensorStore repeats the request, in vain
     (re.compile(r"All \d+ retry attempts failed"), StorageUnavailableError),  # reported as ABORTED
     (
         re.compile(
-            r"ExpiredToken|InvalidToken|TokenRefreshRequired|AuthorizationHeaderMalformed|RequestTimeTooSkewed"
-            r"|IllegalLocationConstraint|credentials from provider"
+            r"ExpiredToken|InvalidToken|TokenRefreshRequired|AuthorizationHeaderMalformed|IllegalLocationConstraint"
+            r"|credentials from provider"
         ),
         StoragePermissionError,
     ),
@@ -173,6 +174,8 @@ def explain_failure(kind: type[HoldfastError], action: str, path: str, reason: s
 
 def _message(kind: type[HoldfastError], action: str, path: str, reason: str) -> str:
     advice = next((_ADVICE[one] for one in kind.__mro__ if one in _ADVICE), None)
+    if "RequestTimeTooSkewed" in reason:
+        advice = "set the clock of this machine, which differs from that of the service by more than minutes"
     return without_secrets(f"cannot {action} {path}: {reason}") + (f"; {advice}" if advice else "")
 
 

@@ -21,7 +21,7 @@ import time
 import urllib.request
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -47,6 +47,11 @@ _MISSING = (404, 416)  # statuses of a service that works: there is no such obje
 _REFUSED = (400, 403, 404, 405, 411, 501)  # a service that lacks a request, or refuses it, still works
 _DENIED = (400, 401, 403)  # a reason may be the credentials
 _ANSWERED = (200, 206, *_MISSING)  # the same, and an object that is longer
+
+
+# How a request ended: "busy", where it may succeed later; "ended", where other credentials may be found in the place of
+# those that the service no longer accepts; "denied" to the only credentials there are; "failed" for any other reason.
+Outcome = Literal["done", "busy", "ended", "denied", "failed"]
 
 
 class Patience(NamedTuple):
@@ -117,8 +122,12 @@ class Transfer:
         """Return all headers of a request; None without credentials."""
         raise NotImplementedError
 
-    def _refuses(self, status: int, answer: bytes, headers: Mapping[str, str]) -> bool:
-        """Return whether the service does not accept the credentials in these headers, or no longer; forget them."""
+    def _refuses(self, status: int, answer: bytes) -> bool:
+        """Return whether the service does not accept the credentials of a request, or no longer."""
+        return False
+
+    def _forget(self, headers: Mapping[str, str]) -> bool:
+        """Forget the credentials in these headers; return whether others may be found."""
         return False
 
     def _is_stored(self, answer: bytes, size: int) -> bool:
@@ -151,8 +160,8 @@ class Transfer:
         patience: Patience,
         *,
         again: Sequence[float] = (),
-    ) -> bool:
-        """Store an object; return whether the service has confirmed it.
+    ) -> bool | None:
+        """Store an object; return whether the service has confirmed it, None if it denies that to the credentials.
 
         Args:
             key: Its name.
@@ -160,8 +169,8 @@ class Transfer:
             parts: Generates its bytes, each time it is called, to send them or only to hash them; a part is used before
                 the next one is requested.
             patience: How long to wait.
-            again: Seconds to wait before each repetition, where the service did not answer or was busy, or a token had
-                ended.
+            again: Seconds to wait before each repetition, where the service did not answer or was busy, or credentials
+                that can be renewed had ended.
 
         Raises:
             ValueError: ``parts`` raised it.
@@ -178,12 +187,13 @@ class Transfer:
         method, target = self._put_target(key)
         headers = {"content-length": str(size)}
         digest = lambda: self._digest(lambda: parts(False))  # noqa: E731
+        found: list[Outcome] = []
         for pause in (*again, None):
-            done = self._attempt(method, target, headers, digest, send, receive, patience)
-            if done is not None or pause is None:
+            found.append(self._attempt(method, target, headers, digest, send, receive, patience))
+            if found[-1] not in ("busy", "ended") or found[-2:] == ["ended", "ended"] or pause is None:
                 break
             time.sleep(pause)
-        return bool(done)
+        return None if found[-1] in ("ended", "denied") else found[-1] == "done"
 
     def get(
         self, key: str, offset: int, memory: Sequence[Part], patience: Patience, answered: Callable[[], None]
@@ -214,7 +224,7 @@ class Transfer:
             return response.isclosed() or not response.read(1)
 
         headers = {"range": f"bytes={offset}-{end - 1}"}
-        return bool(self._attempt("GET", self._get_target(key), headers, str, None, receive, patience))
+        return self._attempt("GET", self._get_target(key), headers, str, None, receive, patience) == "done"
 
     def get_small(self, key: str, limit: int, patience: Patience) -> bytes | None:
         """Return all of an object; None if it is longer than ``limit`` bytes, or the service did not send it."""
@@ -233,8 +243,8 @@ class Transfer:
             return len(content) == length and _is_whole(response)
 
         headers = {"range": f"bytes=0-{limit - 1}"}
-        done = self._attempt("GET", self._get_target(key), headers, str, None, receive, patience, works=_ANSWERED)
-        return content if done else None
+        found = self._attempt("GET", self._get_target(key), headers, str, None, receive, patience, works=_ANSWERED)
+        return content if found == "done" else None
 
     def remove(self, names: Sequence[str], patience: Patience) -> bool:
         """Delete up to 1,000 objects with one request; return whether the service said that all are gone."""
@@ -255,7 +265,7 @@ class Transfer:
             return response.status == 200 and _is_whole(response) and self._is_removed(answer)
 
         digest = lambda: self._digest(lambda: iter(parts))  # noqa: E731
-        return bool(self._attempt("POST", target, headers, digest, send, receive, patience, works=_REFUSED))
+        return self._attempt("POST", target, headers, digest, send, receive, patience, works=_REFUSED) == "done"
 
     def copy(self, key: str, target: str, patience: Patience) -> bool:
         """Let the service copy an object to another name; return whether it has confirmed the copy."""
@@ -273,8 +283,8 @@ class Transfer:
 
         method, path, headers = self._copy_request(key, target)
         headers["content-length"] = "0"
-        # A service that refuses a copy still works.
-        return bool(self._attempt(method, path, headers, str, None, receive, patience, works={*range(400, 500), 501}))
+        works = {*range(400, 500), 501}  # a service that refuses a copy still works
+        return self._attempt(method, path, headers, str, None, receive, patience, works) == "done"
 
     def _attempt(
         self,
@@ -286,10 +296,9 @@ class Transfer:
         receive: Callable[[http.client.HTTPResponse, Callable[[], None]], bool],
         patience: Patience,
         works: Container[int] = _MISSING,
-    ) -> bool | None:
-        """Return whether a request succeeded; None if it failed in a way that may pass."""
+    ) -> Outcome:
         if time.monotonic() < self._paused:
-            return False
+            return "failed"
         known = digest()
         deadline = time.monotonic() + patience.timeout
 
@@ -298,11 +307,12 @@ class Transfer:
                 raise TimeoutError
 
         status = 0
+        refused: Outcome | None = None  # what follows from a refusal of the credentials
         reused = True
         while reused:  # the service may have closed a connection that was idle
             authorized = self._all_headers(method, target, headers, known)
             if authorized is None:
-                return False
+                return "failed"
             try:
                 connection, reused = self._connection(min(STALLED, patience.timeout))
             except (OSError, http.client.HTTPException):
@@ -319,8 +329,8 @@ class Transfer:
                 _wait(connection.sock, patience)
                 response = connection.getresponse()
                 status = response.status
-                if status in _DENIED and self._refuses(status, response.read(_ANSWER), authorized):
-                    status = 401
+                if status in _DENIED and self._refuses(status, response.read(_ANSWER)):
+                    refused = "ended" if self._forget(authorized) else "denied"
                     break
                 done = receive(response, check)
             except TimeoutError:
@@ -338,13 +348,15 @@ class Transfer:
                     connection.close()
             if done or status in works:
                 self._failures = 0
-                return done
+                return "done" if done else "failed"
             break
         self._failures += 1
         if self._failures >= _ATTEMPTS:
             self._failures, self._paused = 0, time.monotonic() + _PAUSE
             _logger.info("%s: requests for data failed; TensorStore takes over for %.0f s", self._netloc, _PAUSE)
-        return None if status in (0, 401, 408, 429) or status >= 500 else False
+        if refused is not None or status in (401, 403):
+            return refused or "denied"
+        return "busy" if status in (0, 408, 429) or status >= 500 else "failed"
 
     def _all_headers(self, method: str, target: str, headers: Mapping[str, str], digest: str) -> dict[str, str] | None:
         """Return all headers of a request; None without credentials, or with some that no header can hold."""

@@ -97,7 +97,7 @@ def client(s3: Store) -> S3Transfer | None:
 def sends(s3: Store) -> bool:
     """Returns whether the client finds credentials that the service accepts."""
     found = client(s3)
-    return found is not None and found.put("object", DATA.size, lambda sent: iter([DATA]), PATIENT)
+    return found is not None and found.put("object", DATA.size, lambda sent: iter([DATA]), PATIENT) is True
 
 
 MACHINE = [
@@ -337,6 +337,15 @@ def test_keys_that_the_service_refuses_are_asked_for_again(
     assert sends(s3)
     assert amazon.asked() == asked + MACHINE * are_ended
     assert found.copies is are_ended, "a refusal of keys says nothing about copies"
+
+
+@pytest.mark.usefixtures("amazon")
+def test_keys_that_are_refused_twice_are_not_tried_again(s3: Store) -> None:
+    found = client(s3)
+    assert found is not None
+    s3.server.fail("PUT", times=10, answer=s3.server.error(403, "InvalidAccessKeyId"))
+    assert found.put("object", DATA.size, lambda sent: iter([DATA]), PATIENT, again=[0.0] * 3) is None
+    assert s3.server.counts() == {"PUT": 2}
 
 
 def test_a_run_with_a_profile(s3: Store, amazon: Amazon, tmp_path: Path) -> None:

@@ -188,6 +188,14 @@ def test_credentials_that_are_wrong(
     assert not canary("".join(traceback.format_exception(caught.value)))
 
 
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_wrong_key_is_told_after_one_upload(az: Store, status: int) -> None:
+    az.server.fail("", times=ALWAYS, answer=az.server.error(status, "AuthenticationFailed"))
+    with pytest.raises(hf.errors.StoragePermissionError, match="cannot write .*credentials"):
+        as_location(f"{az.url}/data").write_data(10, [Segment(0, 10, lambda: iter([np.zeros(10, np.uint8)]))])
+    assert len(az.server.log) == 1
+
+
 @pytest.mark.parametrize("how", ["reset", "cut"])
 @pytest.mark.parametrize("pattern", [r"GET .*checkpoint\.json", r"GET .*\.zip$", "prefix="])
 def test_answers_that_end_half_way_are_asked_for_again(

@@ -108,6 +108,11 @@ LASTING: dict[str, tuple[dict[str, Any], type[hf.HoldfastError], str]] = {
         "credentials.*listing, reading, writing and del",
     ),
     "expired": ({"answer": (400, "ExpiredToken")}, hf.errors.StoragePermissionError, "ExpiredToken.*credentials"),
+    "clock": (
+        {"answer": (403, "RequestTimeTooSkewed")},
+        hf.errors.StoragePermissionError,
+        "set the clock of this mach",
+    ),
     "full": ({"answer": (403, "QuotaExceeded")}, hf.errors.StorageFullError, "free some space"),
     "silent": ({"how": "never"}, hf.errors.StorageUnavailableError, r"no answer after \d+ s; check the connection"),
 }

@@ -257,8 +257,27 @@ def test_large_files_are_sent_again_before_tensorstore_has_them_in_memory(
     store.server.fail("PUT|POST", times=times, answer=answer, how=how)
     place = as_location(f"{store.url}/data")
     write(place)
-    assert [one.is_of_tensorstore for one in store.server.log] == [False] * (requests - in_memory) + [True] * in_memory
+    uploads = [one.is_of_tensorstore for one in store.server.log if one.method in ("PUT", "POST")]
+    assert uploads == [False] * (requests - in_memory) + [True] * in_memory
     assert np.array_equal(np.frombuffer(place.read_bytes(), np.uint8), DATA)
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(403, "InvalidAccessKeyId"), (403, "SignatureDoesNotMatch"), (400, "ExpiredToken"), (401, "No")],
+)
+def test_wrong_keys_of_the_environment_are_told_after_one_upload(
+    store: Store, status: int, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay wrong, however often the data is sent."""
+    if status == 400 and store.url.startswith("gs://"):
+        pytest.skip("a service of S3")
+    monkeypatch.setattr(kvstore, "_LARGE", DATA.size - 1)
+    monkeypatch.setattr(kvstore, "_AGAIN", (0.0, 0.0, 0.0))
+    store.server.fail("", times=100, answer=store.server.error(status, code))
+    with pytest.raises(hf.errors.StoragePermissionError, match=f"cannot write {store.url}/data: .*credentials"):
+        write(as_location(f"{store.url}/data"))
+    assert len([one for one in store.server.log if one.method in ("PUT", "POST")]) == 1
 
 
 def test_parts_that_are_too_short(store: Store) -> None:
