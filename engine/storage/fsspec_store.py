@@ -30,7 +30,7 @@ from ..errors import (
 from .backend import Segment
 from .local import TEMPORARY_PREFIX
 from .object_store import UNKNOWN_SIZE, ObjectStoreBackend, file_parts
-from .status import UnknownSchemeError, explain_failure, map_os_error, truncated, without_secrets
+from .status import OS_ERRORS, UnknownSchemeError, explain_failure, map_os_error, truncated, without_secrets
 
 _logger = logging.getLogger("holdfast")
 
@@ -381,16 +381,17 @@ class FsspecBackend(ObjectStoreBackend):
         super().remove_tree(key, first, last)
 
         def remove_folders(fs: Any, path: str) -> None:
-            with contextlib.suppress(FileNotFoundError):
-                if not key or self._whole or not fs.isdir(path):
-                    return
-                if self._listing is None:
+            if not key or self._whole or not fs.isdir(path):
+                return
+            if self._listing is None:
+                with _unless_gone(fs, path):
                     fs.rm(path, recursive=True)
-                    return
-                if _is_arrow(fs):  # It would delete a folder with what was written since it was seen to be empty.
-                    return
-                # What was written since the listing stays, and so do the folders around it.
-                for folder in reversed([folder for folder, _, _ in fs.walk(path)]):
+                return
+            if _is_arrow(fs):  # It would delete a folder with what was written since it was seen to be empty.
+                return
+            # What was written since the listing stays, and so do the folders around it.
+            for folder in reversed([folder for folder, _, _ in fs.walk(path)]):
+                with _unless_gone(fs, folder, or_filled=True):
                     if not fs.ls(folder, detail=False):
                         fs.rmdir(folder)
 
@@ -475,7 +476,8 @@ class FsspecBackend(ObjectStoreBackend):
 
     def explained(self, error: Exception, key: str, action: str) -> HoldfastError:
         text = self._hidden(" ".join(str(error).split()))
-        if type(error).__module__ == "builtins" and isinstance(error, OSError) and error.errno is not None:
+        is_builtin = type(error).__module__ == "builtins"
+        if isinstance(error, OSError) and (error.errno in OS_ERRORS or (is_builtin and error.errno is not None)):
             mapped = map_os_error(error, self.url(key), action)
             return type(mapped)(self._hidden(str(mapped)))
         names = " ".join(kind.__name__ for kind in type(error).__mro__ if kind not in (OSError, Exception))
@@ -495,6 +497,20 @@ class FsspecBackend(ObjectStoreBackend):
         for secret in _secrets(options):
             text = text.replace(secret, "***")
         return text
+
+
+@contextlib.contextmanager
+def _unless_gone(fs: Any, folder: str, *, or_filled: bool = False) -> Iterator[None]:
+    """Suppress the error of a deletion if another process has deleted the folder, or written into it.
+
+    Each library has errors of its own for that.
+    """
+    try:
+        yield
+    except Exception:
+        fs.invalidate_cache()
+        if fs.isdir(folder) and not (or_filled and fs.ls(folder, detail=False)):
+            raise
 
 
 def _secrets(options: Mapping[str, Any]) -> Iterator[str]:

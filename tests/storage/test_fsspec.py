@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import errno
 import logging
 import os
 import pathlib
@@ -325,6 +326,40 @@ def test_errors_without_secrets(error: Exception, kind: type[Exception], caplog:
                 action()
             assert CANARY not in "".join(traceback.format_exception(caught.value))
     assert CANARY not in caplog.text
+
+
+class LibraryError(OSError):
+    """As libraries below derive theirs, such as smbprotocol's ``SMBOSError``."""
+
+
+class Shared(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A file system that others use at the same time, with errors of its own."""
+
+    protocol = "smb"
+
+    def info(self, path: str, **kwargs: Any) -> Any:
+        try:
+            return super().info(path, **kwargs)
+        except FileNotFoundError:
+            raise LibraryError(errno.ENOENT, "No such file") from None
+
+    def rmdir(self, path: str) -> None:
+        if path.endswith("filled"):
+            self.pipe_file(f"{path}/new", b"of another process")
+        else:
+            super().rmdir(path)
+        raise LibraryError("Failure")
+
+
+def test_errors_of_a_library_for_what_others_have_removed_or_written() -> None:
+    place = as_location("/shared/run", filesystem=Shared(skip_instance_cache=True))
+    assert not place.is_there()
+    for name in ("filled/old", "gone/old"):
+        (place / name).write_bytes(b"x")
+    place.snapshot().remove_tree()
+    assert [(one.name, [file.name for file in (place / one.name).entries()]) for one in place.entries()] == [
+        ("filled", ["new"])
+    ]
 
 
 @pytest.mark.parametrize("error", [None, OSError(CANARY)], ids=["an answer", "an error"])
