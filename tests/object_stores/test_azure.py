@@ -191,7 +191,7 @@ def test_credentials_that_are_wrong(
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_wrong_key_is_told_after_one_upload(az: Store, status: int) -> None:
     az.server.fail("", times=ALWAYS, answer=az.server.error(status, "AuthenticationFailed"))
-    with pytest.raises(hf.errors.StoragePermissionError, match="cannot write .*credentials"):
+    with pytest.raises(hf.errors.StoragePermissionError, match=r"cannot write .*credentials"):
         as_location(f"{az.url}/data").write_data(10, [Segment(0, 10, lambda: iter([np.zeros(10, np.uint8)]))])
     assert len(az.server.log) == 1
 
