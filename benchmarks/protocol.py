@@ -310,6 +310,9 @@ class SimulatedCoordinator(BoundedCoordinator):
         self._call("delete", key)
         self._hub.delete(self._process, key)
 
+    def give_up(self, key: str) -> None:
+        """Nothing is left of a wait."""
+
     def run(self, work: Callable[[Coordinator], T], waits: float = 0.0) -> T:
         return work(self)
 

@@ -476,7 +476,10 @@ def _all_stopped(rendezvous: Rendezvous, timeout: float) -> bool:
     try:
         for process in range(1, rendezvous.count):
             key = _stopped_key(rendezvous, process)
-            rendezvous.coordinator.get(key, max(0.01, end - time.monotonic()))
+            try:
+                rendezvous.coordinator.get(key, max(0.01, end - time.monotonic()))
+            finally:
+                rendezvous.coordinator.give_up(key)
             rendezvous.coordinator.delete(key)
     except Exception:  # then it is unknown whether they stopped
         return False

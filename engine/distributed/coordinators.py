@@ -12,13 +12,17 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-_SHORTEST_WAIT = 0.001
-_LONGEST_WAIT = 0.25
-_PAUSE_PER_PROCESS = 0.25e-3  # seconds; so all processes that wait ask a store of torch 4,000 times a second at most
+_SHORTEST_PAUSE = 0.001
+_LONGEST_PAUSE = 0.25
+_PAUSE_PER_PROCESS = 0.25e-3  # seconds; so all processes that wait ask a store that polls 4,000 times a second at most
+_NO_DEADLINE = timedelta(days=20)  # as milliseconds, it fits into the integer that c10d waits for
+_GIVEN_UP = b"holdfast: a process has given up waiting for this value"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +77,8 @@ class Coordinator(Protocol):
         Args:
             key: The key.
             timeout: How long to wait, in seconds.
-            waited: How long the caller has waited for it before this call, in seconds. A store that cannot be waited
-                for is asked less often the longer that is.
+            waited: How long the caller has waited for it before this call, in seconds. A store that has to be polled is
+                asked less often the longer that is.
 
         Raises:
             TimeoutError: No process has stored it in that time.
@@ -199,11 +203,23 @@ def _prefixed(name: str, store: Any) -> Any:
     return sys.modules["torch.distributed"].PrefixStore(name, own)
 
 
+def _is_polled(store: Any) -> bool:
+    """Return whether waits of a store would poll, block the process group, or not end when they are given up."""
+    while hasattr(store, "underlying_store"):  # those of prefixes
+        store = store.underlying_store
+    is_file = isinstance(store, sys.modules["torch.distributed"].FileStore)
+    return is_file or not hasattr(store, "clone") or not getattr(store, "libuvBackend", True)
+
+
 class TorchCoordinator:
     """The processes of a torch program, and the store through which they found each other.
 
     The store is a thread of process 0, or of the launcher (torchrun): when that process dies, the others get an error
     at once. The death of any other process shows only as a timeout.
+
+    A wait of the store blocks its connection, and prints warnings when it times out. So it gets a thread and a
+    connection of its own, and continues for the next `get` of its key. Only a value ends it: `give_up` stores one that
+    all processes take for none.
     """
 
     def __init__(self, store: Any, index: int, count: int) -> None:
@@ -211,6 +227,9 @@ class TorchCoordinator:
         self.process_count = count
         self._shared: Any = store
         self._own: Any = None
+        self._is_polled = _is_polled(store)
+        self._waits: dict[str, Future[bytes]] = {}  # by key
+        self._idle: list[Any] = []  # connections of waits that have ended
 
     @property
     def _store(self) -> Any:
@@ -230,24 +249,64 @@ class TorchCoordinator:
             self._store.set(key, value)
 
     def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
-        # Polls at intervals that grow with the time waited: Store.wait would block other threads that use the store,
-        # and a TCPStore prints a warning for every wait that times out.
         begin = time.monotonic()
-        longest = max(_LONGEST_WAIT, self.process_count * _PAUSE_PER_PROCESS)
-        while (value := self.try_get(key)) is None:
-            here = time.monotonic() - begin
-            if here >= timeout:
-                raise TimeoutError(f"no process stored {key} within {timeout:g} s")
-            pause = min(max((waited + here) / 16, _SHORTEST_WAIT), longest)
+        wait = self._waits.get(key)
+        if wait is None and (value := self.try_get(key)) is not None:
+            return value
+        if not self._is_polled:
+            wait = wait or self._start_wait(key)
+            try:
+                with _torch_error():
+                    value = wait.result(timeout)
+            except TimeoutError:
+                raise TimeoutError(f"no process stored {key} within {timeout:g} s") from None
+            finally:
+                if wait.done():
+                    self._waits.pop(key, None)
+            if value != _GIVEN_UP:
+                return value
+        longest = max(_LONGEST_PAUSE, self.process_count * _PAUSE_PER_PROCESS)
+        while (here := time.monotonic() - begin) < timeout:  # it polls, also where another process has given up
+            pause = min(max((waited + here) / 16, _SHORTEST_PAUSE), longest)
             time.sleep(min(pause, timeout - here))
-        return value
+            if (value := self.try_get(key)) is not None:
+                return value
+        raise TimeoutError(f"no process stored {key} within {timeout:g} s")
+
+    def _start_wait(self, key: str) -> Future[bytes]:
+        """Return the wait for a key, which begins unless another thread has begun it."""
+        made: Future[bytes] = Future()
+        wait = self._waits.setdefault(key, made)
+        if wait is made:
+            threading.Thread(target=self._wait, args=(key, wait), name="holdfast-wait", daemon=True).start()
+        return wait
+
+    def _wait(self, key: str, wait: Future[bytes]) -> None:
+        try:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                connection = self._store.clone()
+            connection.wait([key], _NO_DEADLINE)
+            value = connection.get(key) if key in self._waits else _GIVEN_UP
+            self._idle.append(connection)
+            wait.set_result(value)
+        except BaseException as error:  # raised by the calls that wait for it
+            wait.set_exception(error)
+
+    def give_up(self, key: str) -> None:
+        """End the wait for a value for which `get` has raised, and which this process will not ask for again."""
+        wait = self._waits.pop(key, None)
+        if wait is not None and not wait.done():
+            with _torch_error():
+                self._store.compare_set(key, "", _GIVEN_UP.decode())
 
     def try_get(self, key: str) -> bytes | None:
         with _torch_error():
             if not self._store.check([key]):
                 return None
             value: bytes = self._store.get(key)
-        return value
+        return None if value == _GIVEN_UP else value
 
     def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
         with _torch_error():
@@ -255,8 +314,9 @@ class TorchCoordinator:
                 return None
             if self._store.has_extended_api():
                 values: list[bytes] = self._store.multi_get([*keys])
-                return values
-            return [self._store.get(key) for key in keys]
+            else:
+                values = [self._store.get(key) for key in keys]
+        return None if _GIVEN_UP in values else values
 
     def delete(self, key: str) -> None:
         with _torch_error():

@@ -25,7 +25,7 @@ from urllib.parse import quote
 import google_crc32c
 
 from ..errors import BarrierTimeoutError, PeerFailedError, describe_error, shortened
-from .coordinators import Coordinator
+from .coordinators import Coordinator, TorchCoordinator
 
 T = TypeVar("T")
 
@@ -62,6 +62,13 @@ class BoundedCoordinator:
 
     def delete(self, key: str) -> None:
         self.run(lambda store: store.delete(key))
+
+    def give_up(self, key: str) -> None:
+        """End the wait for a value that is not asked for again, where the store would continue it. Never raises."""
+        store = self.unbounded
+        if isinstance(store, TorchCoordinator) and store not in _silent:
+            with contextlib.suppress(ConnectionError):
+                self.run(lambda _: store.give_up(key))
 
     def monotonic(self) -> float:
         """Return the seconds on the clock by which deadlines are measured."""
@@ -289,17 +296,22 @@ class Rendezvous:
     def _wait(self, key: str, deadline: float) -> bytes:
         pause, longest = _FIRST_WAIT, max(_LONGEST_WAIT, self.count * _WAIT_PER_PROCESS)
         began = self.coordinator.monotonic()
-        while True:
-            now = self.coordinator.monotonic()
-            remaining = deadline - now
-            try:
-                with self._connected():
-                    return self.coordinator.get(key, max(min(pause, remaining), 0.001), waited=now - began)
-            except TimeoutError:
-                self.check()
-                if remaining <= pause:
-                    raise
-            pause = min(2 * pause, longest)
+        try:
+            while True:
+                now = self.coordinator.monotonic()
+                remaining = deadline - now
+                try:
+                    with self._connected():
+                        return self.coordinator.get(key, max(min(pause, remaining), 0.001), waited=now - began)
+                except TimeoutError:
+                    self.check()
+                    if remaining <= pause:
+                        raise
+                pause = min(2 * pause, longest)
+        except BaseException:
+            self.coordinator.give_up(key)
+            self._stored.append(key)  # the store may hold a value that ended the wait
+            raise
 
     def _collect(self, operation: str, topic: str, timeout: float, *, discard: bool) -> list[bytes]:
         """Wait on process 0 for the values of all other processes."""

@@ -1,0 +1,145 @@
+"""Waits for a store of torch: each is one request, however long it lasts, and leaves nothing when it is given up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from holdfast.engine.distributed import next_rendezvous
+from holdfast.engine.distributed.coordinators import TorchCoordinator
+from holdfast.engine.errors import BarrierTimeoutError, PeerFailedError
+
+distributed: Any = pytest.importorskip("torch.distributed")
+
+PATIENCE = 30.0
+
+
+class CountedStore(distributed.Store):  # type: ignore[misc]
+    """A store in memory that counts its requests, and says when a wait has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = distributed.HashStore()
+        self.requests: Counter[str] = Counter()
+        self.waits = threading.Event()
+
+    def clone(self) -> CountedStore:
+        return self
+
+    def set(self, key: str, value: Any) -> None:
+        self.requests["set"] += 1
+        self.values.set(key, value)
+
+    def get(self, key: str) -> Any:
+        self.requests["get"] += 1
+        return self.values.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        self.requests["check"] += 1
+        return bool(self.values.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        self.requests["wait"] += 1
+        self.waits.set()
+        self.values.wait(keys, timeout)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> Any:
+        self.requests["compare_set"] += 1
+        return self.values.compare_set(key, expected, desired)
+
+
+def processes(count: int = 2) -> tuple[CountedStore, list[TorchCoordinator]]:
+    """Make a store, and the coordinators of processes, which are threads."""
+    store = CountedStore()
+    return store, [TorchCoordinator(store, index, count) for index in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def no_wait_is_left() -> Iterator[None]:
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "holdfast-wait":
+            thread.join(PATIENCE)
+            assert not thread.is_alive(), "a wait is left in the store"
+
+
+def test_a_wait_is_one_request_until_the_value_is_there() -> None:
+    store, (waiting, other) = processes()
+    with pytest.raises(TimeoutError, match=r"no process stored step within 0\.01 s"):
+        waiting.get("step", 0.01)
+    assert store.waits.wait(PATIENCE)
+    asked = store.requests.copy()
+    for _ in range(20):
+        with pytest.raises(TimeoutError):
+            waiting.get("step", 0.01)
+    assert store.requests == asked == {"check": 1, "wait": 1}
+    other.put("step", b"12")
+    assert waiting.get("step", PATIENCE) == b"12"
+    assert store.requests == {"check": 1, "wait": 1, "set": 1, "get": 1}
+
+
+def test_a_wait_that_one_process_gives_up_continues_in_the_others() -> None:
+    _, (first, second, third) = processes(3)
+    for coordinator in (first, second):
+        with pytest.raises(TimeoutError):
+            coordinator.get("step", 0.01)
+    first.give_up("step")
+    assert third.try_get("step") is None
+    assert third.try_get_all(["step"]) is None
+    with pytest.raises(TimeoutError):
+        second.get("step", 0.01)
+    third.put("step", b"12")
+    assert [one.get("step", PATIENCE) for one in (first, second, third)] == [b"12"] * 3
+
+
+def test_a_value_that_came_meanwhile_is_not_given_up() -> None:
+    _, (waiting, other) = processes()
+    with pytest.raises(TimeoutError):
+        waiting.get("step", 0.01)
+    other.put("step", b"12")
+    waiting.give_up("step")
+    assert other.try_get("step") == b"12"
+
+
+@pytest.mark.parametrize("how", ["fails", "does not come"])
+def test_a_barrier_that_another_process_does_not_reach_leaves_no_wait(how: str) -> None:
+    _, coordinators = processes(3)
+    *present, absent = [next_rendezvous(one, "save") for one in coordinators]
+    expected: type[Exception] = BarrierTimeoutError
+    if how == "fails":
+        absent.fail(OSError("the disk is full"))
+        expected = PeerFailedError
+
+    def arrive(rendezvous: Any) -> str:
+        with pytest.raises(expected) as error:
+            rendezvous.barrier("written", 0.3)
+        rendezvous.close()
+        return str(error.value)
+
+    with ThreadPoolExecutor(2) as threads:
+        told = list(threads.map(arrive, present))
+    assert all("the disk is full" in text if how == "fails" else "process 2 of 3 did" in text for text in told)
+
+
+def test_a_process_0_that_has_given_up_a_wait_ends_with_its_own_status() -> None:
+    """A thread that the end of its server wakes while Python ends would abort the process."""
+    program = """
+import torch.distributed as distributed
+from holdfast.engine.distributed import next_rendezvous
+from holdfast.engine.distributed.coordinators import TorchCoordinator
+
+store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+next_rendezvous(TorchCoordinator(store, 0, 2), "save").barrier("written", 0.3)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "BarrierTimeoutError: save#1: process 1 of 2 did not reach 'written' within 0.3 s" in done.stderr
+    assert "waitForInput" not in done.stderr, "torch warns of a wait that timed out"
