@@ -21,8 +21,8 @@ from .intervals import save_interval as save_interval
 from .manager import CheckpointManager as CheckpointManager
 from .manager import best_step_in as best_step_in
 from .manager import elsewhere as elsewhere
-from .manager import local_part as local_part
 from .manager import note_resume as note_resume
+from .manager import part_of_save as part_of_save
 from .manager import settle_mirror as settle_mirror
 from .metrics import Metric as Metric
 from .metrics import better as better

@@ -10,7 +10,6 @@ the commit record. The record is written when all files and copies are in place,
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -162,6 +161,19 @@ class LocalTier:
             leave_save(rendezvous, error)
         return self._space is not None
 
+    def make_room(self, step: int) -> None:
+        """Remove the local steps on this host that do not count, before a save, as they may be what fills the host."""
+        self._run.local.clear()  # from now on, older ones are removed
+        self._run.left_on_hosts = frozenset()
+        if self._hosts.leads:
+            try:
+                self._remove_uncounted(self._folder(step))
+            except StorageError as error:
+                _logger.debug("%s: local steps that do not count are not removed: %s", self._space, error)
+
+    def _folder(self, step: int) -> str:
+        return f"{self._sequence:08d}.{step}.{self._hosts.attempt}"
+
     def save(
         self,
         step: int,
@@ -169,18 +181,11 @@ class LocalTier:
         metrics: Mapping[str, Any] | None,
         facts: Mapping[str, Any] | None,
         rendezvous: Rendezvous | None,
+        began: float,
     ) -> None:
         """Save a step; writing and copying happen in the background, if the items allow that."""
-        began = time.perf_counter()
         assert self._space is not None
-        self._run.local.clear()  # from now on, older ones are removed
-        self._run.left_on_hosts = frozenset()
-        folder = f"{self._sequence:08d}.{step}.{self._hosts.attempt}"
-        if self._hosts.leads:
-            try:
-                self._remove_uncounted(folder)  # before the save, as they may be what fills the host
-            except StorageError as error:
-                _logger.debug("%s: local steps that do not count are not removed: %s", self._space, error)
+        folder = self._folder(step)
         save = Save(
             self._space / OWN / folder,
             {name: replace(item, reuse=None) for name, item in values.items()},

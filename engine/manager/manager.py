@@ -631,11 +631,13 @@ def elsewhere(manager: CheckpointManager, step: object) -> str:
 
 
 @contextlib.contextmanager
-def local_part(manager: CheckpointManager, step: int) -> Iterator[None]:
-    """Tell the other processes at once if a block fails before it comes to a local save of a step that is due."""
+def part_of_save(manager: CheckpointManager, step: int, *, locally: bool = False) -> Iterator[None]:
+    """Tell the other processes at once if a block fails before it comes to a save of a step, or to a local one only."""
     try:
         yield
     except BaseException as error:
+        if not locally:
+            manager._saves.miss(error)
         manager._saves.miss_locally(step, error)
         raise
 

@@ -184,6 +184,7 @@ class Saves:
         kwargs: Mapping[str, Any],
     ) -> bool:
         """Save a step in the local places of the hosts, if that is due; return whether it was."""
+        began = time.perf_counter()
         local = self._access.local
         if local is None or not local.due(step):
             return False
@@ -197,14 +198,19 @@ class Saves:
                 facts = check_json("custom_metadata", custom_metadata)
                 numbers = None if metrics is None else plain_metrics(metrics)
                 values = self._items.to_save(items, kwargs, left_out)
+                local.make_room(step)
             except BaseException as error:
                 leave_save(rendezvous, error)
                 raise
-            local.save(step, values, numbers, facts, rendezvous)
+            local.save(step, values, numbers, facts, rendezvous, began)
         return True
 
+    def miss(self, error: BaseException) -> None:
+        """Tell the other processes at once that this one, which has failed before, takes no part in a save."""
+        leave_save(self._processes.rendezvous("save"), error)
+
     def miss_locally(self, step: int, error: BaseException) -> None:
-        """Tell the other processes at once that this one, which has failed before, takes no part in a local save."""
+        """As `miss`, where a local save is due at a step."""
         local = self._access.local
         if local is not None and local.due(step):
             leave_save(local.begin(step), error)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from ...engine.errors import SaveFailedError, StateError, shortened
-from ...engine.manager import event_scalars, guarded, local_part, note_resume
+from ...engine.manager import event_scalars, guarded, note_resume, part_of_save
 from ...engine.sources import Misfits
 from ..loop import PreemptionSignal, Stop, TensorVersions, announce, barrier_exit, unfinished_neighbour, warn_of_misfits
 from .fitting import Fitting
@@ -282,7 +282,7 @@ class FitSaver:
         elif reports and (metric := self._store.awaited_metric(self._recorded, lambda: self._ledger.of(step))):
             self._save(step, point, f"the first with {metric} after a save without it")
         elif self._store.manager.local_due(step):
-            with local_part(self._store.manager, step):
+            with part_of_save(self._store.manager, step, locally=True):
                 checkpoint, strategy = self._dump(point), self._trainer.strategy
                 self._store.save(step, checkpoint, strategy, metrics=self._ledger.of(step), locally=True)
         self._hold(step, point)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError, shortened
 from ...engine.generators import GlobalGenerators, capture
 from ...engine.handlers import check_savable
-from ...engine.manager import CheckpointManager, local_part, plain_metrics
+from ...engine.manager import CheckpointManager, part_of_save, plain_metrics
 from ...engine.pytree import FreshTypes
 from ...engine.stateful import encode_state, state_of
 from .extras import CHECKSUMS, GLOBAL_GENERATORS, GRADIENTS, changes_in_place, checksum_of, is_own, moves, tree_of
@@ -219,10 +219,12 @@ class StepSaver:
         """Save the last step in the background, also if the save before it has failed, which then raises an error."""
         last, step = self._last, self._last.step
         assert step is not None
-        if self._saved is None:
-            self._adapter.warn_of_step(step, last.state)
+        with part_of_save(self._manager, step):
+            if self._saved is None:
+                self._adapter.warn_of_step(step, last.state)
+            taken = self._taken()
         try:
-            self._manager.save(step, force=True, reason=reason, **self._taken())
+            self._manager.save(step, force=True, reason=reason, **taken)
         except SaveFailedError:  # The save before this one has failed.
             self._saved = step
             raise
@@ -232,7 +234,7 @@ class StepSaver:
         """Save the last step in the local places of the hosts, if that is due."""
         assert self.step is not None
         if self._manager.local_due(self.step):
-            with local_part(self._manager, self.step):
+            with part_of_save(self._manager, self.step, locally=True):
                 self._manager.save_locally(self.step, **self._taken())
 
     def _taken(self) -> dict[str, Any]:

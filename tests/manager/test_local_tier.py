@@ -18,7 +18,7 @@ from tests.processes.threads import memory_coordinators, together
 import holdfast as hf
 from holdfast.engine.distributed import Coordinator
 from holdfast.engine.format import OWNER
-from holdfast.engine.manager import local_part
+from holdfast.engine.manager import part_of_save
 from holdfast.engine.storage import Location
 
 
@@ -597,7 +597,7 @@ def test_a_process_that_fails_before_its_local_save_stops_that_of_the_others_at_
             if step == 10:
                 manager.save(step, {"w": object()} if fails else tree(step))
             else:
-                with local_part(manager, step):
+                with part_of_save(manager, step, locally=True):
                     manager.save_locally(step, Broken().state_dict() if fails else tree(step))
         except (ValueError, hf.errors.UnsupportedLeafError):
             assert fails

@@ -180,3 +180,40 @@ def test_a_run_whose_last_save_missed_a_process_does_not_wait_for_it_to_end(tmp_
     message, warnings = outcomes[0].value
     assert "process 1 of 2 did not reach" in message
     assert not [text for text in warnings if "have ended the run" in text]
+
+
+def fail_before_a_save(process: Process, directory: str) -> str:
+    """Trains a model whose state cannot be taken on process 1 at the second save."""
+    import torch
+
+    class Model(torch.nn.Linear):
+        fails = False
+
+        def get_extra_state(self) -> torch.Tensor:
+            if self.fails:
+                raise ValueError("no state today")
+            return torch.zeros(1)
+
+        def set_extra_state(self, state: torch.Tensor) -> None:
+            pass
+
+    model = Model(2, 1)
+    try:
+        with hf.CheckpointCallback(directory, save_interval_steps=1, barrier_timeout_secs=600) as checkpoint:
+            state, _ = checkpoint.restore_or_initialize({"model": model})
+            for step in (1, 2):
+                model.fails = step == 2 and process.index == 1
+                checkpoint.on_step(step, state)
+    except (hf.SaveFailedError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_process_that_fails_before_its_part_of_a_save_stops_that_of_the_others_at_once(tmp_path: Path) -> None:
+    """Before, the others waited for it until the timeout of the barrier, which did not say why."""
+    pytest.importorskip("torch")
+    first, second, third = run_processes(fail_before_a_save, 3, str(tmp_path), backend="torch")
+    assert second == "ValueError: no state today"
+    for text in (first, third):
+        assert "process 1 failed: ValueError: no state today" in text
+    assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [1]
