@@ -4,7 +4,7 @@ property tests that try the same examples every time, so that a test that passes
 Torch's threads wait for each other busily: beside other work on two cores, that takes many times as long as one thread.
 
 Tests run in parallel. Programs of several processes run one after the other, on one worker: beside each other they take
-each other's processor until their timeouts pass.
+each other's processor until their timeouts pass. Programs that are alone run on others.
 """
 
 from __future__ import annotations
@@ -77,14 +77,17 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         gc.set_threshold(10_000, 20, 20)
         gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests for newer versions of a package than the one that is installed."""
+    """Begins with the groups that take longest, and skips tests for newer versions of a package than the installed one.
+
+    At the end, no worker is left with a minute of programs while the others have nothing to do.
+    """
+    items.sort(key=lambda item: rank_of(item.nodeid.partition("::")[0]))
     for item in items:
         for package, needed in (mark.args for mark in item.iter_markers("needs")):
             if older(package, needed):
@@ -110,7 +113,27 @@ def group_of(module: str) -> str:
     """Returns the group of a module, by its path: all tests of a group run on one worker."""
     text = (ROOT / module).read_text(encoding="utf-8")
     marked = MARKED.search(text)
-    return "processes" if STARTED.search(text) else marked[1] if marked else module
+    return marked[1] if marked else "processes" if STARTED.search(text) else module
+
+
+PROGRAMS = re.compile(r"^(import subprocess|from tests\.documents\.starts import)", re.MULTILINE)
+
+
+@functools.cache
+def rank_of(module: str) -> int:
+    """Returns when a module's turn is: connected processes first, then other groups, then programs of their own."""
+    group = group_of(module)
+    if group == "processes":
+        return 0
+    if group != module:
+        return 1
+    return 2 if PROGRAMS.search((ROOT / module).read_text(encoding="utf-8")) else 3
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Has one worker more than there are processors: a quarter of the time, a test waits for others or for a disk."""
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else (os.cpu_count() or 1) + 1
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -121,6 +144,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
+    config.option.loadscopereorder = False
     scheduler = LoadScopeScheduling(config, log)
     scheduler._split_scope = lambda test: group_of(test.partition("::")[0])
     return scheduler if config.getvalue("dist") == "loadgroup" else None

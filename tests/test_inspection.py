@@ -272,7 +272,7 @@ def test_verifying_finds_all_that_makes_loading_fail(kind: str, place: str, stor
     hf.save(place, TREE)
     files = stored(place)
     for path, content in files.read().items():
-        for position in range(0, len(content), 11):
+        for position in range(0, len(content), 31):
             if kind == "bit":
                 flip(stored, place, path, position)
             elif kind == "short":

@@ -16,14 +16,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MODULES = ("flax", "hydra", "lightning.pytorch.cli", "optax", "torch._dynamo")
 STARTS = """
-import gc, importlib, json, os, runpy, signal, sys
+import json, os, runpy, signal, sys
 
 sys.path.append(os.getcwd())  # for tests and benchmarks
 from tests.endings import run_to_end
+from tests.processes.launcher import warm_up
 
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-gc.freeze()
+warm_up(sys.argv[1:])
 
 def interrupt(name, at):
     import torch

@@ -6,8 +6,6 @@ answer is a line of JSON: what the function returns, the exit statuses of its pr
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import importlib
 import json
 import os
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import tests.endings  # noqa: F401 - before what registers functions of atexit
+from tests.processes.launcher import warm_up
 
 KINDS = {
     "program": ("tests.integrations.lightning.program", "serve"),
@@ -30,6 +29,7 @@ KINDS = {
 IMPORTS = [
     *(module for module, _ in KINDS.values()),
     # What their processes would import one by one: optimizers, trainers, and strategies of several processes.
+    "grain",
     "omegaconf",
     "torch._dynamo",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
@@ -80,10 +80,7 @@ def started(errors: Path) -> Iterator[Server]:
 
 
 def main() -> None:
-    for name in IMPORTS:
-        with contextlib.suppress(ImportError):  # not all of them are in all versions
-            importlib.import_module(name)
-    gc.freeze()  # what has been imported is not looked through at the end of each process
+    warm_up(IMPORTS)
     for line in iter(sys.stdin.readline, ""):
         kind, *arguments = json.loads(line)
         module, function = KINDS[kind]

@@ -18,6 +18,8 @@ from holdfast.engine.checkpoint import Throttle, copied_step
 from holdfast.engine.steps import read_record
 from holdfast.storage import as_location
 
+pytestmark = pytest.mark.xdist_group("stores")
+
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=16_384)
 WEIGHTS = np.arange(20_000, dtype=np.float32)
 

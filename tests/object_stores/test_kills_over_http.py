@@ -15,6 +15,8 @@ from tests.processes.harness import Process, run_outcomes, told
 import holdfast as hf
 from holdfast.engine.steps import read_record
 
+pytestmark = pytest.mark.xdist_group("stores")
+
 AZURE = True
 
 SMALL = hf.Layout(chunk_bytes=32_768, segment_bytes=32_768, data_file_bytes=65_536)

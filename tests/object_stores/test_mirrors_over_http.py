@@ -14,6 +14,8 @@ from tests.processes.harness import run_outcomes
 
 import holdfast as hf
 
+pytestmark = pytest.mark.xdist_group("stores")
+
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:

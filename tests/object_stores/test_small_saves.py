@@ -21,6 +21,8 @@ import holdfast as hf
 from holdfast.engine.format import encode_archive
 from holdfast.engine.storage import as_location, object_store
 
+pytestmark = pytest.mark.xdist_group("stores")
+
 AZURE = True
 
 # What the requests of a save match, in their order: how many like it come before, and a pattern.

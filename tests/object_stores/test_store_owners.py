@@ -18,6 +18,8 @@ from tests.processes.harness import Process, run_processes
 
 import holdfast as hf
 
+pytestmark = pytest.mark.xdist_group("stores")
+
 AZURE = True
 
 # The elements of a tree, and what the name of an object that its save writes matches.

@@ -6,42 +6,64 @@ its input ends.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
 import json
 import os
 import pickle
+import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from tests.processes.harness import Process
 
+# All of these are packages of modules that import no framework.
+PACKAGES = ("holdfast.engine", "holdfast.integrations.loop", "holdfast.integrations.graph")
+# What processes would import one by one when they first use it, such as optimizers and FSDP in a second and a half.
 IMPORTS = {
-    "none": ["numpy", "pytest", "holdfast.engine.manager.manager", "tensorstore"],
-    "jax": ["jax", "jax.numpy"],
-    # The last is what optimizers and FSDP import when they are first used, in a second and a half.
+    "none": [
+        "numpy",
+        "pytest",
+        "tensorstore",
+        "backports.zstd",
+        "packaging.version",
+        "encodings.idna",
+        "holdfast.graph",
+    ],
+    "jax": ["jax", "jax.numpy", "jax.experimental.multihost_utils"],
     "torch": [
         "torch",
         "torch.distributed",
         "torch.distributed.tensor.parallel",
         "torch.distributed.fsdp",
         "torch._dynamo",
+        "torch.profiler._cupti_monitor",
     ],
 }
 
 
 def main() -> None:
     backend = sys.argv[1]
-    for name in [*IMPORTS["none"], *(IMPORTS[backend] if backend != "none" else [])]:
-        importlib.import_module(name)
-    gc.freeze()  # what has been imported is not looked through by each process
+    warm_up(IMPORTS[backend])
     for line in sys.stdin:
         print(json.dumps(launch(backend, json.loads(line))), flush=True)
+
+
+def warm_up(names: Iterable[str] = ()) -> None:
+    """Imports all of the engine and some more, and leaves it out of the garbage collections of each process."""
+    for name in [*IMPORTS["none"], *names]:
+        with contextlib.suppress(ImportError):  # not all of them are in all versions
+            importlib.import_module(name)
+    for package in PACKAGES:
+        for found in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+            importlib.import_module(found.name)
+    gc.freeze()
 
 
 def with_imports(names: Sequence[str], launch: Callable[..., list[int]], *arguments: Any) -> list[int]:

@@ -17,12 +17,13 @@ from holdfast.engine.manager.peers import Peer
 from holdfast.engine.storage import Location
 
 LAST = 12
+PATIENCE = 10  # seconds
 
 
-def options(process: Process, directory: str, per_host: int) -> dict[str, Any]:
+def options(process: Process, directory: str, per_host: int, patience: float) -> dict[str, Any]:
     host = f"host{process.index // per_host}"
     local = hf.Local(os.path.join(directory, host), every=2, host=host)
-    return {"save_interval_steps": 100, "local": local, "barrier_timeout_secs": 10, "save_at_end": False}
+    return {"save_interval_steps": 100, "local": local, "barrier_timeout_secs": patience, "save_at_end": False}
 
 
 def counted() -> list[str]:
@@ -38,7 +39,9 @@ def counted() -> list[str]:
     return opened
 
 
-def train_torch(process: Process, directory: str, per_host: int, dies: int | None) -> tuple[int, list[Any]]:
+def train_torch(
+    process: Process, directory: str, per_host: int, dies: int | None, patience: float = PATIENCE
+) -> tuple[int, list[Any]]:
     """Trains to the end, or to the step at which all processes are killed."""
     import torch
 
@@ -49,7 +52,8 @@ def train_torch(process: Process, directory: str, per_host: int, dies: int | Non
     optimizer = torch.optim.Adam(model.parameters())
     process.mark(Peer, "write", "copied", after=True)
     read = counted()
-    with hf.CheckpointCallback(os.path.join(directory, "store"), **options(process, directory, per_host)) as checkpoint:
+    given = options(process, directory, per_host, patience)
+    with hf.CheckpointCallback(os.path.join(directory, "store"), **given) as checkpoint:
         state, start = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
         assert not [place for place in read if place.startswith(os.path.join(directory, "store"))]
         for step in range(start + 1, LAST + 1):
@@ -65,7 +69,9 @@ def train_torch(process: Process, directory: str, per_host: int, dies: int | Non
     return start, model.weight.tolist()
 
 
-def train_jax(process: Process, directory: str, per_host: int, dies: int | None) -> tuple[int, list[Any]]:
+def train_jax(
+    process: Process, directory: str, per_host: int, dies: int | None, patience: float = PATIENCE
+) -> tuple[int, list[Any]]:
     """The same, with an array of which each process has a part."""
     import jax
     import jax.numpy as jnp
@@ -81,7 +87,8 @@ def train_jax(process: Process, directory: str, per_host: int, dies: int | None)
     parts = jax.make_array_from_callback((8, 500), sharding, lambda index: np.ones((8, 500), np.float32)[index])
     state: Any = {"w": parts, "step": 0}
     read = counted()
-    with hf.CheckpointCallback(os.path.join(directory, "store"), **options(process, directory, per_host)) as checkpoint:
+    given = options(process, directory, per_host, patience)
+    with hf.CheckpointCallback(os.path.join(directory, "store"), **given) as checkpoint:
         state, start = checkpoint.restore_or_initialize(state)
         assert not [place for place in read if place.startswith(os.path.join(directory, "store"))]
         for step in range(start + 1, LAST + 1):
@@ -117,7 +124,8 @@ def test_a_process_that_dies_while_it_copies(tmp_path: Path, dies: int) -> None:
     pytest.importorskip("torch")
     whole = run_processes(train_torch, 2, str(tmp_path / "whole"), 1, None, backend="torch")
     run_outcomes(train_torch, 2, str(tmp_path), 1, 5, backend="torch")
-    killed = run_outcomes(train_torch, 2, str(tmp_path), 1, None, backend="torch", kill=(dies, "copied"))
+    # The other one waits for it at several barriers.
+    killed = run_outcomes(train_torch, 2, str(tmp_path), 1, None, 1, backend="torch", kill=(dies, "copied"))
     assert killed[dies].status == -signal.SIGKILL
     resumed = run_processes(train_torch, 2, str(tmp_path), 1, None, backend="torch")
     assert {start for start, _ in resumed} <= {2, 4}

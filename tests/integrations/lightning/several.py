@@ -25,7 +25,6 @@ from lightning.pytorch import Callback, Trainer, callbacks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from tests.endings import run_to_end
 from tests.integrations.lightning import program
-from tests.processes.launcher import with_imports
 from tests.sweep.lightning_programs import FEATURES
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate
@@ -216,8 +215,6 @@ def launch(directory: str, results: str, count: int, options: dict[str, Any]) ->
         count: How many processes.
         options: Of `fit`.
     """
-    if options.get("loader") == "elastic" and "grain" not in sys.modules:
-        return with_imports(["grain"], launch, directory, results, count, options)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
