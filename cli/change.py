@@ -53,7 +53,8 @@ class ChangedRun:
             raise OptionError(f"{self.location}: {found.format} wrote these checkpoints; holdfast changes only its own")
         self.entries = _of_one_prefix(self.location, found.entries, prefix)
         self.series = self.entries[0].series
-        self.mirror = stored_identity(self.location).mirror
+        identity = stored_identity(self.location)
+        self.mirror, self.local = identity.mirror, identity.local
         found_options, self.function = stored_rules(self.location)
         stored = found_options or CheckpointManagerOptions()
         self.options = replace(stored, read_only=False, step_prefix=prefix_of(self.series))
@@ -198,7 +199,9 @@ def rollback(directory: str, step: int, prefix: str | None, dry_run: bool, yes: 
         say(f"keep {step}: the run resumes from it")
         if mirrored:
             say(f"delete {shortened_steps(mirrored)} in the mirror {run.mirror}, too")
-    after = step if mirrored or mirrored is None else None
+        if run.local is not None:
+            say(f"local steps that the hosts have in {run.local} do not count any more")
+    after = step if mirrored or mirrored is None or run.local is not None else None
     more = {"resumes_from": step}
     return _delete(run, later, yes, dry_run, as_json=as_json, more=more, after=after)
 

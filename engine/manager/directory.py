@@ -61,7 +61,17 @@ from ..storage import Entry, Location, Place, SaveLock, as_location, is_unreadab
 from .events import EVENTS, ROTATED
 from .metrics import metric_name, plain_metrics
 from .options import CheckpointManagerOptions, options_document, retention_rules
-from .ownership import OPTIONS, Doomed, Ownership, RunIdentity, new_run, store_identity, stored_identity
+from .ownership import (
+    NO_LOCAL_STEPS,
+    OPTIONS,
+    Doomed,
+    LocalBranch,
+    Ownership,
+    RunIdentity,
+    new_run,
+    store_identity,
+    stored_identity,
+)
 from .retention import KeepAll, KeepBest, StepInfo, info_of, kept_steps, reasons
 
 _logger = logging.getLogger("holdfast")
@@ -158,7 +168,8 @@ class RunDirectory:
         self.last_saved: int | None = None  # the step that this run saved last
         # Steps that are read from the hosts' own disks and memory: place and commit record. Only a new run has any.
         self.local: dict[int, tuple[Location, CheckpointRecord]] = {}
-        self.left_on_hosts: frozenset[int] = frozenset()  # whole local steps; only the newest of them is read
+        self.on_hosts: frozenset[int] = frozenset()  # further whole local steps, which are read if they are needed
+        self.left_on_hosts: frozenset[int] = frozenset()  # whole local steps that do not count
         self._options = options
         self._rules = retention_rules(options)
         self._reads_metrics = options.best_fn is not None or options.keep_checkpoints_without_metrics
@@ -376,8 +387,8 @@ class RunDirectory:
         newest = max([*self.local, *self.steps()], default=None)
         way = "" if newest is None else f"; without a number, the run resumes from step {newest}"
         return (
-            f"; the hosts have step {step} in {self._options.local.url}, but of the local steps only one that is newer "
-            f"than all of the directory is read{way}"
+            f"; the hosts have step {step} in {self._options.local.url}, but it does not count: since it was saved, "
+            f"the run has continued from an earlier step, or steps of it were deleted{way}"
         )
 
     # -- changes by the writer
@@ -463,7 +474,15 @@ class RunDirectory:
         if self._dooms:
             identity = identity.with_doomed(self._series, self.doomed.plus(steps, after))
         self.ownership.check()
-        self._store(replace(identity, epoch=new_run()) if identity.local else identity)
+        self._store(replace(identity, branches=NO_LOCAL_STEPS) if identity.local else identity)
+
+    def note_branches(self, branches: tuple[LocalBranch, ...]) -> None:
+        """Note the history of which local steps count, if the run has any and this is another."""
+        with self._changing:
+            identity = self._identity
+            if identity is not None and identity.local and identity.branches != branches:
+                self.ownership.check()
+                self._store(replace(identity, branches=branches))
 
     def spare(self, step: int) -> None:
         """Leave an interrupted copy of a step for the next attempt."""

@@ -30,6 +30,7 @@ from ..storage import CORES, TEMPORARY_PREFIX, DataReader, Location, ScatteredFi
 from .directory import RunDirectory
 from .events import described
 from .options import Local
+from .ownership import LocalBranch, RunIdentity
 from .peers import Peer, PeerServer, RemoteReader, check_private, own_address
 
 _logger = logging.getLogger("holdfast")
@@ -137,6 +138,19 @@ def whole_steps(held: Sequence[Mapping[str, HeldStep]]) -> list[WholeStep]:
     return sorted(found, key=lambda one: (one.step, one.folder), reverse=True)
 
 
+def is_on_line(folder: str, step: int, branches: Sequence[LocalBranch]) -> bool:
+    """Return whether the history of a run goes through a local step: branches are in order, each begins in the last.
+
+    Args:
+        folder: The name of the folder of the step, which has the number of the save and the start of the program.
+        step: The step.
+        branches: The last parts of the history.
+    """
+    sequence, attempt = sequence_of(folder), folder.rpartition(".")[2]
+    own = [n for n, branch in enumerate(branches) if branch.attempt == attempt and branch.sequence < sequence]
+    return bool(own) and all(step <= later.after for later in branches[own[-1] + 1 :])
+
+
 @dataclass(frozen=True, slots=True)
 class _Host:
     """One host of the program."""
@@ -152,7 +166,7 @@ class _Program:
     """What process 0 tells all processes at the beginning."""
 
     hosts: Sequence[_Host]
-    run: str | None  # the token of the run whose local steps count, and the epoch; None without any yet
+    run: str | None  # the token of the run whose local steps count; None without any yet
     token: str
     attempt: str  # text that no other start of the program has
 
@@ -167,20 +181,22 @@ class LocalHosts:
         copies: The hosts that keep copies of the files of this one.
         peers: The other hosts, by their number.
         sequence: The largest number of a local step that any host has.
-        newest: The folder and the number of the newest step that is whole; None without one that counts.
+        newest: The newest step that is whole and newer than all of the directory; None without one.
         bytes_read: Bytes that this process has read from other hosts.
     """
 
     def __init__(self, options: Local, run: RunDirectory, processes: ProcessGroup) -> None:
         self.root = as_location(options.url, writes=True)
         self.peers: dict[int, Peer] = {}
-        self.newest: tuple[str, int] | None = None
+        self.newest: WholeStep | None = None
         self.bytes_read = 0
         self._options = options
         self._run = run
         self._processes = processes
         self._patience = min(_PATIENCE, processes.timeout / 4)
         self._server: PeerServer | None = None
+        self._branches: Sequence[LocalBranch] = ()  # of process 0
+        self._agreed_steps: list[dict[str, HeldStep]] = []  # of process 0
         self._program: _Program
         try:
             self._open()
@@ -229,6 +245,7 @@ class LocalHosts:
                 self._server = PeerServer(os.fspath(self.root), self._program.token, address, timeout=self._patience)
             if self.leads:
                 held = self._held()
+                self._tell_of_other_places(held)
         except HoldfastError as error:  # all processes raise it
             problem = f"{name}: {error}"
         mine = {
@@ -236,7 +253,6 @@ class LocalHosts:
             "held": {folder: one.to_json() for folder, one in held.items()},
             "problem": problem,
         }
-        self._agreed_steps: list[dict[str, HeldStep]] = []
         answer = self._agree("local steps", mine, self._first_choice)
         self.sequence = answer["sequence"]
         for number, address in enumerate(answer["addresses"]):
@@ -245,8 +261,8 @@ class LocalHosts:
                 self.peers[number] = Peer(
                     f"host {hosts[number].name}", (host, port), self._program.token, timeout=self._patience
                 )
-        self._run.left_on_hosts = frozenset(answer["steps"])
-        self._find(answer["whole"])
+        self._run.on_hosts, self._run.left_on_hosts = frozenset(answer["steps"]), frozenset(answer["left"])
+        self.newest = self._find(answer["whole"], None)
 
     def _meet(self, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the hosts of the program, and the run whose local steps count; on process 0."""
@@ -258,20 +274,22 @@ class LocalHosts:
                     f"processes {host['leader']} and {index} are on one host, {host['name']}, and have different local "
                     f"folders: {host['url']} and {process['url']}; give them the same, or an identity each (host=)"
                 )
+        identity = self._run.identity
+        self._branches = identity.branches
         return {
             "hosts": list(hosts.values()),
-            "run": self._run_name(),
+            "run": self._folder_name(identity),
             "token": os.urandom(32).hex(),
             "attempt": os.urandom(4).hex(),
         }
 
-    def _run_name(self) -> str | None:
+    def _folder_name(self, identity: RunIdentity) -> str | None:
         """Return the name of the folder of the run; None while the directory of the run is new."""
-        identity = self._run.identity
-        # A copy of a directory has the identity of the original, but another place, and is a run of its own.
-        place = hashlib.blake2b(self._run.location.url.encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
-        tokens = [one for one in (identity.run, place, identity.epoch) if one is not None]
-        return ".".join(tokens) if identity.run and all(map(_TOKEN.fullmatch, tokens)) else None
+        # A copy of a directory has the identity of the original, but another place, and is a run of its own. So are the
+        # steps with another prefix.
+        first = self._run.step_location(0).url
+        place = hashlib.blake2b(first.encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
+        return f"{identity.run}.{place}" if identity.run and _TOKEN.fullmatch(identity.run) else None
 
     def _agree(self, what: str, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
         """Return on all processes what process 0 makes of the values of all; its error is raised on all."""
@@ -321,6 +339,25 @@ class LocalHosts:
                 found[place.name] = HeldStep({**before.files, **files}, record)
         return found
 
+    def _tell_of_other_places(self, held: Mapping[str, HeldStep]) -> None:
+        """Warn of local steps that this run would have under the path that its directory had before."""
+        if held or self._program.run is None:
+            return
+        begin = self._program.run.partition(".")[0] + "."
+        others = [entry.name for entry in self.root.entries() if entry.name.startswith(begin)]
+        others = [
+            name for name in others if folders_in(self.root / name / OWN) or folders_in(self.root / name / COPIES)
+        ]
+        if others:
+            _logger.warning(
+                "%s: the local steps in %s do not count: they are those of the same run in a directory at another path "
+                "than %s, or with another step_prefix. If this directory was moved, start the run with the earlier "
+                "path, such as by a link; if it is a copy, this is meant",
+                self.root,
+                ", ".join(others),
+                self._run.location,
+            )
+
     def _first_choice(self, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the address of each host and the newest whole step; on process 0."""
         leaders = [processes[host.leader] for host in self._program.hosts]
@@ -330,22 +367,32 @@ class LocalHosts:
             {folder: HeldStep.from_json(one, folder) for folder, one in leader["held"].items()} for leader in leaders
         ]
         numbers = [sequence_of(folder) for steps in self._agreed_steps for folder in steps]
+        counting = [whole.step for whole in self._counting()]
         return {
             "addresses": [leader["address"] for leader in leaders],
             "sequence": max(numbers, default=0),
-            "whole": self._choose(),
-            "steps": [whole.step for whole in whole_steps(self._agreed_steps)],
+            "whole": self._choose(None),
+            "steps": counting,
+            "left": [whole.step for whole in whole_steps(self._agreed_steps) if whole.step not in counting],
         }
 
-    def _choose(self) -> dict[str, Any] | None:
+    def _counting(self) -> list[WholeStep]:
+        """Return the whole steps of the history that leads to the newest step, the newest first; on process 0."""
         whole = whole_steps(self._agreed_steps)
-        if not whole:
-            return None
-        newest = whole[0]
-        return {"folder": newest.folder, "record": newest.record.to_document(), "holders": newest.holders}
+        if self._branches:
+            return [one for one in whole if is_on_line(one.folder, one.step, self._branches)]
+        return [one for one in whole if one.step > self._newest_in_directory()]  # the directory was made anew
 
-    def _again(self, folder: str, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the newest whole step without what the hosts have found damaged; on process 0."""
+    def _choose(self, step: int | None) -> dict[str, Any] | None:
+        """Return a step that counts, or without its number the newest if it is newer than all of the directory."""
+        for one in self._counting():
+            # Of equal ones, that of the directory may have been replaced.
+            if one.step > self._newest_in_directory() if step is None else one.step == step:
+                return {"folder": one.folder, "record": one.record.to_document(), "holders": one.holders}
+        return None
+
+    def _again(self, step: int | None, folder: str, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Choose again, without what the hosts have found damaged in a folder; on process 0."""
         any_damage = False
         for steps, host in zip(self._agreed_steps, self._program.hosts, strict=True):
             damaged = set(processes[host.leader]["damaged"])
@@ -354,32 +401,35 @@ class LocalHosts:
                 held = steps[folder]
                 kept = {path: where for path, where in held.files.items() if path not in damaged}
                 steps[folder] = replace(held, files=kept)
-        return {"damaged": any_damage, "whole": self._choose() if any_damage else None}
+        return {"damaged": any_damage, "whole": self._choose(step) if any_damage else None}
 
-    def _find(self, whole: Mapping[str, Any] | None) -> None:
-        """Verify the newest whole step, each file where it lies; go back to an older one if it is damaged."""
-        newest = self._processes.decide("newest step of the directory", self._newest_in_directory)
+    def take(self, step: int) -> WholeStep | None:
+        """Let the run read one of the steps ``on_hosts``, if it is whole; all processes call it."""
+        self._run.on_hosts -= {step}
+        return self._find(self._agree("local step", None, lambda _: self._choose(step)), step)
+
+    def _find(self, whole: Mapping[str, Any] | None, number: int | None) -> WholeStep | None:
+        """Verify a step, each file where it lies, and let the run read it; choose again if it is damaged."""
         while whole is not None:
             record = CheckpointRecord.from_document(whole["record"], source=whole["folder"])
             holders = {path: [(host, where) for host, where in one] for path, one in whole["holders"].items()}
             step = WholeStep(whole["folder"], record, holders)
-            if (
-                newest is not None and step.step <= newest
-            ):  # of equal ones, that of the directory may have been replaced
-                return
             verified = True
             for digested in (True, False):  # the index first, which has the checksums of the others
                 mine = self._damaged(step, digested) if self.leads else []
-                answer = self._agree("verified local steps", {"damaged": mine}, partial(self._again, step.folder))
+                answer = self._agree(
+                    "verified local steps", {"damaged": mine}, partial(self._again, number, step.folder)
+                )
                 if answer["damaged"]:
                     whole, verified = answer["whole"], False
                     break
             if verified:
                 self._take(step)
-                return
+                return step
+        return None
 
-    def _newest_in_directory(self) -> int | None:
-        return max(self._run.steps(), default=None)
+    def _newest_in_directory(self) -> int:
+        return max(self._run.steps(), default=-1)
 
     def _damaged(self, step: WholeStep, digested: bool) -> list[str]:
         """Return the files of a step that are damaged here: of those with a digest in the record, or of the others."""
@@ -412,7 +462,7 @@ class LocalHosts:
 
     def _take(self, step: WholeStep) -> None:
         """Let the run read a step from the hosts."""
-        self.newest = step.folder, step.step
+        self._run.on_hosts -= {step.step}
         self._run.local[step.step] = self._location_of(step), step.record
         missing = [host.name for number, host in enumerate(self._program.hosts) if number not in step.hosts()]
         if self._processes.is_primary:
@@ -450,7 +500,7 @@ class LocalHosts:
     def make_folder(self, rendezvous: Rendezvous | None) -> Location | None:
         """Make the folder of the run on all hosts; raise StorageError on all processes if one cannot."""
         # A process that has failed before takes no part in this, so it belongs to the local save, which that one knows.
-        name = self._run_name() if self._processes.is_primary else None
+        name = self._folder_name(self._run.identity) if self._processes.is_primary else None
         if rendezvous is not None:
             mine = json.dumps(name).encode() if self._processes.is_primary else None
             name = json.loads(rendezvous.broadcast("run", mine, self._processes.timeout))

@@ -23,12 +23,14 @@ from ..storage import Buffer, Location, parallel_map
 from .decisions import EverySteps
 from .directory import RunDirectory
 from .events import RunEvents, described
-from .local_steps import COPIES, OWN, LocalHosts, files_in, folders_in, record_of, sequence_of
+from .local_steps import COPIES, OWN, LocalHosts, files_in, sequence_of
 from .options import CheckpointManagerOptions, Local, LocalStatus
+from .ownership import LocalBranch
 
 _logger = logging.getLogger("holdfast")
 
 _KEPT = 2  # local steps
+_BRANCHES = 8  # more than there are parts of the history with one of the kept steps
 _SENDERS = 4  # files that a host sends at a time
 _PIECE = 1 << 20
 _SILENCE = 60.0  # seconds between two events that tell of local saves
@@ -65,7 +67,8 @@ class LocalTier:
         self._events = events
         self._trigger = EverySteps(self._options.every)
         self._previous: int | None = None
-        self._branches = True  # whether the next step of the directory may begin another branch
+        self._begun: int | None = None  # the step of the last local save of this run
+        self._left = True  # whether the next step of the directory may leave some of the kept steps
         self._restored: int | None = None  # the step of a restore since the first step
         self._background = BackgroundSave(seconds(options.save_timeout_secs))
         # The error of a local save that has missed a process, or the store: the next one would, too.
@@ -78,8 +81,10 @@ class LocalTier:
         self._space: Location | None = None  # the folder of the run; None until this run has its directory
         self._hosts = LocalHosts(self._options, run, processes)
         self._sequence = self._hosts.sequence
+        # The history from here on, and whether it continues that of the local steps before; None once it is noted.
+        self._branch: tuple[LocalBranch, bool] | None = LocalBranch(self._hosts.attempt, self._sequence, -1), False
         if self._hosts.newest is not None:
-            self._kept.add(*self._hosts.newest)
+            self._kept.add(self._hosts.newest.folder, self._hosts.newest.step)
 
     @property
     def bytes_from_peers(self) -> int:
@@ -103,44 +108,54 @@ class LocalTier:
             self._previous = step
         else:  # perhaps one process only looks at an older step: the next step of the run shows it
             self._restored = step
-        self._branches = True
+        self._left = True
+        # A step of the directory is whole, so that no local step before it is needed any more.
+        self._branch = LocalBranch(self._hosts.attempt, self._sequence, step), step in self._run.local
+
+    def take(self, step: int) -> bool:
+        """Let the run read a step that the hosts have, if it is whole; all processes call it."""
+        found = self._hosts.take(step)
+        if found is not None:
+            kept = {**self._kept.steps, found.folder: step}
+            self._kept.steps = dict(sorted(kept.items(), key=lambda one: one[1]))
+        return found is not None
 
     def directory_saves(self, step: int) -> None:
         """Let local steps not count that a save in the directory replaces, or whose branch it leaves; before it."""
-        self._run.local.pop(step, None)
-        if not self._branches:
-            return
-        self._background.join()
-        self._branches = False
-        for later in [one for one in self._run.local if one > step]:
-            del self._run.local[later]
-        self._kept.steps = {folder: one for folder, one in self._kept.steps.items() if one <= step}
-        if not self._hosts.leads or self._hosts.run is None:
-            return
-        for where in (COPIES, OWN):
-            try:
-                folders = folders_in(self._hosts.root / self._hosts.run / where)
-            except StorageError as error:  # the save in the directory does not depend on it
-                _logger.warning(
-                    "%s: local steps of a branch that was left are not removed: %s", self._hosts.root, error
-                )
-                continue
-            for folder in folders:
-                record = record_of(folder)
-                if record is not None and record.step is not None and record.step > step:
-                    _remove(folder)
+        self._run.local = {one: found for one, found in self._run.local.items() if one < step}
+        if self._begun is not None and step <= self._begun:  # a step is saved once more, or the run has gone back
+            before, continues = self._branch or (None, True)
+            after = step - 1 if before is None else min(step - 1, before.after)
+            self._branch = LocalBranch(self._hosts.attempt, self._sequence, after), continues
+        if self._left:
+            self._left = False
+            self._background.join()
+            self._kept.steps = {folder: one for folder, one in self._kept.steps.items() if one <= step}
+
+    def note_branch(self) -> None:
+        """Note, before the commit of a step, from which one the run has come, so that other local steps do not count.
+
+        Called on process 0 only.
+        """
+        pending = self._branch
+        if pending is not None:
+            branch, continues = pending
+            before = self._run.identity.branches if continues else ()
+            self._run.note_branches((*(one for one in before if one.after < branch.after), branch)[-_BRANCHES:])
+            if self._branch is pending:  # the thread of the program may have gone on
+                self._branch = None
 
     def forget(self) -> None:
         """Start anew: steps of the run were deleted explicitly, and the local ones are not to bring them back."""
         self._background.join()
-        self._space = None
+        self._branch = LocalBranch(self._hosts.attempt, self._sequence, -1), False
         self._kept = _Kept()
         self._run.local.clear()
-        self._run.left_on_hosts = frozenset()
+        self._run.on_hosts = self._run.left_on_hosts = frozenset()
 
     def begin(self, step: int) -> Rendezvous | None:
         """Count a save that is due, before anything can fail, so that all processes count alike."""
-        self._previous = step
+        self._previous = self._begun = step
         self._sequence += 1
         return self._processes.rendezvous("local save")
 
@@ -164,7 +179,7 @@ class LocalTier:
     def make_room(self, step: int) -> None:
         """Remove the local steps on this host that do not count, before a save, as they may be what fills the host."""
         self._run.local.clear()  # from now on, older ones are removed
-        self._run.left_on_hosts = frozenset()
+        self._run.on_hosts = self._run.left_on_hosts = frozenset()
         if self._hosts.leads:
             try:
                 self._remove_uncounted(self._folder(step))
@@ -244,12 +259,13 @@ class LocalTier:
                     )
                     content = record.encode()
                     self._check_owner()
+                    self.note_branch()
                     for number in self._hosts.copies:
                         self._send(number, f"{COPIES}/{folder}/{RECORD}", content)
                 _, report = save.commit(record)
             self._kept.add(folder, step)
             if self._hosts.leads:
-                self._prune(folder)
+                self._remove_uncounted(folder)
         except Exception as error:  # training continues, and its steps are in the directory
             self._failed(step, error)
             return
@@ -319,15 +335,6 @@ class LocalTier:
                     yield file.read(start, min(_PIECE, size - start), buffer).data
 
         self._hosts.peers[number].write(f"{self._hosts.run}/{path}", size, pieces)
-
-    def _prune(self, newest: str) -> None:
-        """Remove the local steps of this run that do not count any more, on this host."""
-        assert self._space is not None
-        run = self._space.name.split(".")[:2]  # without the epoch
-        for entry in self._hosts.root.entries():
-            if entry.name != self._space.name and entry.name.split(".")[:2] == run:
-                _remove(self._hosts.root / entry.name)
-        self._remove_uncounted(newest)
 
     def _remove_uncounted(self, newest: str) -> None:
         """Remove the local steps on this host that do not count any more.

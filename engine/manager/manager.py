@@ -126,7 +126,7 @@ class CheckpointManager:
     # ---- the mirror
 
     def fetch(self, step: int) -> bool:
-        """Copy a step from the mirror into the directory, if it is not there.
+        """Copy a step from the mirror into the directory, if it is not there, or find it on the hosts.
 
         A new manager fetches the newest step automatically, and :meth:`restore` fetches the requested one.
 
@@ -134,7 +134,7 @@ class CheckpointManager:
             step: The step.
 
         Returns:
-            Whether the directory has the step now.
+            Whether the step can be restored now.
         """
         return self._access.fetch_missing(valid_step(step))
 

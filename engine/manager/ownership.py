@@ -16,7 +16,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..clock import Clock
 from ..errors import (
@@ -191,6 +191,23 @@ class Doomed:
         return Doomed(self.steps - done.steps, None if self.after == done.after else self.after)
 
 
+class LocalBranch(NamedTuple):
+    """A part of the history of a run: the local saves that one start of the program makes after a step.
+
+    Attributes:
+        attempt: Text that no other start has.
+        sequence: The number of the last local save before.
+        after: The step from which the program continues; -1 without one.
+    """
+
+    attempt: str
+    sequence: int
+    after: int
+
+
+NO_LOCAL_STEPS = (LocalBranch("-", 0, -1),)  # the history of a run of which no local step counts any more
+
+
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
     """Which run a directory, or a mirror, belongs to."""
@@ -200,8 +217,8 @@ class RunIdentity:
     mirror: str | None = None  # in the run's directory: the URL of its mirror
     doomed: Mapping[str, Doomed] = field(default_factory=dict)  # by the series of the steps
     local: str | None = None  # in the run's directory: where its hosts keep local steps
-    # A token that changes with every explicit deletion, where the run has local steps: those of before do not count.
-    epoch: str | None = None
+    # The last parts of the history that leads to the newest step, where the run has local steps; others do not count.
+    branches: tuple[LocalBranch, ...] = ()
 
     def with_doomed(self, series: str, doomed: Doomed) -> RunIdentity:
         others = {name: found for name, found in self.doomed.items() if name != series}
@@ -236,11 +253,13 @@ def stored_identity(location: Location) -> RunIdentity:
         return RunIdentity()
     if not isinstance(found, dict):
         return RunIdentity()
-    names = ("run", "directory", "mirror", "local", "epoch")
+    names = ("run", "directory", "mirror", "local")
     known = {name: value for name in names if isinstance(value := found.get(name), str)}
     doomed = found.get("doomed")
     listed = {name: _doomed(one) for name, one in doomed.items()} if isinstance(doomed, dict) else {}
-    return RunIdentity(**known, doomed={name: one for name, one in listed.items() if one})
+    listed_branches = found.get("branches")
+    branches = tuple(map(_branch, listed_branches)) if isinstance(listed_branches, list) else ()
+    return RunIdentity(**known, doomed={name: one for name, one in listed.items() if one}, branches=branches)
 
 
 def store_identity(location: Location, options: Mapping[str, Any], identity: RunIdentity) -> None:
@@ -250,7 +269,7 @@ def store_identity(location: Location, options: Mapping[str, Any], identity: Run
         "directory": identity.directory,
         "mirror": identity.mirror,
         "local": identity.local,
-        "epoch": identity.epoch,
+        "branches": [list(one) for one in identity.branches],
         "doomed": {
             name: {"steps": sorted(one.steps), "after": one.after} for name, one in sorted(identity.doomed.items())
         },
@@ -269,6 +288,13 @@ def copy_options(source: Location, destination: Location) -> None:
 def _read(location: Location) -> dict[str, Any]:
     place = location / OPTIONS
     return decode_document(place.read_own(limit=_LIMIT), "options", source=str(place))
+
+
+def _branch(found: Any) -> LocalBranch:
+    match found:
+        case [str(attempt), int(sequence), int(after)]:
+            return LocalBranch(attempt, sequence, after)
+    return NO_LOCAL_STEPS[0]
 
 
 def _doomed(found: Any) -> Doomed:

@@ -86,7 +86,7 @@ class Resume:
     def restore_step(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
         """Read one step."""
         began = time.perf_counter()
-        if self._access.mirror is not None:
+        if self._access.may_be_elsewhere(step):
             self._access.fetch_missing(step)
         # A program may restore a step on one process, so reads are shared only where its options ask for that.
         always = self._access.options.load_and_broadcast is True
@@ -116,10 +116,16 @@ class Resume:
                 steps = self._newest_first()
                 continue
             if damage is not None and not damage.deleted and is_here and self._access.fetch(step, overwrite=True):
+                is_local = step in self._run.local
+                where = "the local places of the hosts" if is_local else "the mirror"
                 _logger.warning(
-                    "%s: step %d was damaged, and is that of the mirror now: %s", self._directory, step, damage.what
+                    "%s: step %d was damaged, and is that of %s now: %s", self._directory, step, where, damage.what
                 )
+                if is_local:
+                    self._run.condemn(step, damage.what, unreadable=damage.unreadable)
                 found, damage = self._read_everywhere(step, items, kwargs)
+                if damage is not None:
+                    self._run.local.pop(step, None)
             if damage is not None and damage.deleted:  # the run that writes here deleted it, and has newer steps
                 if step in missing:
                     raise CheckpointNotFoundError(
@@ -158,7 +164,7 @@ class Resume:
             steps = self._newest_first()
         else:
             steps = [(step, True)]
-            if self._access.mirror is not None:
+            if self._access.may_be_elsewhere(step):
                 self._access.fetch_missing(step)
         damaged: list[str] = []
         while steps:

@@ -18,6 +18,7 @@ from .directory import check_json
 from .events import described, few
 from .items import ItemSet
 from .metrics import MetricWatch, named, plain_containers, plain_metrics
+from .ownership import NO_LOCAL_STEPS
 from .retention import StepInfo, newest_with
 
 _logger = logging.getLogger("holdfast")
@@ -262,6 +263,10 @@ class Saves:
     def _record(self, pending: _PendingSave, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
         """Make the commit record right before the commit, after a last check of the ownership."""
         self._run.ownership.check()
+        if self._access.local is not None:
+            self._access.local.note_branch()
+        else:
+            self._run.note_branches(NO_LOCAL_STEPS)
         self._observer.reached("commit", pending.step)
         return CheckpointRecord(
             items=items,

@@ -16,6 +16,7 @@ import pytest
 from tests.processes.threads import memory_coordinators, together
 
 import holdfast as hf
+from holdfast.cli.main import main
 from holdfast.engine.distributed import Coordinator
 from holdfast.engine.format import OWNER
 from holdfast.engine.manager import part_of_save
@@ -71,6 +72,21 @@ class Hosts:
             manager.wait_until_finished()
 
         self.run(work)
+
+    def go_on(self, last: int) -> int:
+        """Resumes and trains to a step, as a loop does; returns where it resumed."""
+
+        def work(manager: hf.CheckpointManager) -> int:
+            restored = manager.restore_latest()
+            start = 0 if restored is None else restored.step
+            assert restored is None or equal(restored.items, start)
+            for step in range(start + 1, last + 1):
+                manager.save(step, tree(step))
+            manager.wait_until_finished()
+            return start
+
+        (start,) = set(self.run(work))
+        return int(start)
 
     def resume(self) -> tuple[int | None, int]:
         """Returns the step of a resume, and the bytes that all processes have taken from other hosts."""
@@ -207,26 +223,128 @@ def test_a_local_step_has_no_record_in_the_directory_to_be_changed(tmp_path: Pat
 
 
 @pytest.mark.parametrize("resume", [14, 12])
-def test_a_step_that_only_the_hosts_have_is_resumed_by_its_number_or_refused(tmp_path: Path, resume: int) -> None:
+def test_a_step_that_only_the_hosts_have_is_resumed_by_its_number(tmp_path: Path, resume: int) -> None:
     hosts = Hosts(tmp_path, 1)
     hosts.train(1, 15)
     local = hf.Local(hosts.place(0), every=2, copies=0, host="host0")
-    with hf.CheckpointCallback(
-        tmp_path / "store", resume=resume, local=local, save_interval_steps=10, save_at_end=False
-    ) as callback:
-        if resume == 14:
-            state, start = callback.restore_or_initialize(tree(0))
-            assert start == 14
-            assert equal(state, 14)
-            return
+    options: dict[str, Any] = {"local": local, "save_interval_steps": 10, "save_at_end": False}
+    with hf.CheckpointCallback(tmp_path / "store", resume=resume, **options) as callback:
+        state, start = callback.restore_or_initialize(tree(0))
+        assert start == resume
+        assert equal(state, resume)
+        assert equal(callback.manager.restore(14)["state"], 14)
+
+
+def test_an_older_local_step_is_restored_by_its_number(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+    hosts.train(1, 15)
+    shutil.rmtree(hosts.place(1))
+
+    def work(manager: hf.CheckpointManager) -> bool:
+        found = manager.restore(12)
+        manager.processes.barrier("both have read")
+        return equal(found, 12)
+
+    assert hosts.run(work) == [True, True]
+    assert hosts.resume()[0] == 14, "nothing was saved since"
+
+
+def test_a_local_step_of_a_branch_that_was_left_is_refused_by_its_number(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 1)
+    hosts.train(1, 15)
+
+    def branch(manager: hf.CheckpointManager) -> None:
+        manager.restore(10)
+        manager.save(11, tree(11), force=True)
+        manager.wait_until_finished()
+
+    Hosts(tmp_path, 1, every=100).run(branch)
+    local = hf.Local(hosts.place(0), every=2, copies=0, host="host0")
+    with hf.CheckpointCallback(tmp_path / "store", resume=14, local=local, save_interval_steps=10) as callback:
         expected = (
-            rf"the hosts have step 12 in {hosts.place(0)}, but of the local steps only one that is newer than all of "
-            "the directory is read; without a number, the run resumes from step 14"
+            rf"the hosts have step 14 in {hosts.place(0)}, but it does not count: since it was saved, the run has "
+            "continued from an earlier step, or steps of it were deleted; "
+            "without a number, the run resumes from step 11"
         )
         with pytest.raises(hf.errors.CheckpointNotFoundError, match=expected):
             callback.restore_or_initialize(tree(0))
         with pytest.raises(hf.errors.CheckpointNotFoundError, match=expected):
-            callback.manager.restore(12)
+            callback.manager.restore(14)
+
+
+@pytest.mark.parametrize(("every", "found"), [(8, 16), (10, 20)])
+@pytest.mark.parametrize("damaged", ["state", "record"])
+def test_local_steps_stand_in_for_a_damaged_step_of_the_directory(
+    tmp_path: Path, every: int, found: int, damaged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts = Hosts(tmp_path, 2, every=every)
+    hosts.train(1, 21)
+    damage(tmp_path / "store" / "20", damaged)
+    shutil.rmtree(hosts.place(1))
+    assert hosts.resume()[0] == found
+    assert ("20 was damaged, and is that of the local places" in caplog.text) == (every == 10 and damaged == "state")
+    hosts.every = 1
+    assert hosts.go_on(found + 2) == found
+    assert hosts.resume()[0] == found + 2, "the run that went past the damaged step"
+
+
+def test_a_local_step_of_another_branch_does_not_stand_in(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+    hosts.train(1, 15)
+    for host in (0, 1):
+        hosts.place(host).rename(tmp_path / f"away{host}")
+    assert hosts.go_on(20) == 10, "on other hosts"
+    for host in (0, 1):
+        shutil.rmtree(hosts.place(host))
+        (tmp_path / f"away{host}").rename(hosts.place(host))
+    damage(tmp_path / "store" / "20", "state")
+    assert hosts.resume()[0] == 10
+
+
+def test_a_local_step_that_a_later_save_of_the_same_step_has_replaced_does_not_stand_in(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 1)
+
+    def work(manager: hf.CheckpointManager) -> None:
+        for step in range(1, 11):
+            manager.save(step, tree(step))
+        manager.save(10, tree(11), force=True)
+        manager.wait_until_finished()
+
+    hosts.run(work)
+    damage(tmp_path / "store" / "10", "state")
+    assert hosts.resume()[0] == 8
+
+
+def test_local_steps_do_not_count_after_a_run_without_them(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 1)
+    hosts.train(1, 15)
+    with hf.CheckpointManager(tmp_path / "store") as manager:
+        manager.pin(10)
+        assert manager.latest_step() == 10
+    assert hosts.resume()[0] == 14, "nothing was saved without them"
+    with hf.CheckpointManager(tmp_path / "store") as manager:
+        manager.restore(10)
+        manager.save(12, tree(12))
+    assert hosts.resume()[0] == 12
+
+
+def test_another_prefix_is_another_run(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 1)
+    hosts.train(1, 5)
+    assert hosts.run(lambda manager: manager.restore_latest(), step_prefix="other") == [None]
+    assert hosts.resume()[0] == 4
+
+
+def test_a_directory_that_was_moved_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hosts = Hosts(tmp_path, 2)
+    hosts.train(1, 15)
+    (tmp_path / "store").rename(tmp_path / "moved")
+    moved = Hosts(tmp_path, 2)
+    moved.store_name = "moved"
+    assert moved.resume() == (10, 0)
+    assert "do not count: they are those of the same run in a directory at another path" in caplog.text
+    (tmp_path / "store").symlink_to(tmp_path / "moved")
+    assert hosts.resume()[0] == 14
 
 
 @pytest.mark.parametrize("what", ["a stray file", "a long record", "a damaged record"])
@@ -326,6 +444,15 @@ def test_what_earlier_starts_have_left_goes_before_the_first_local_save(tmp_path
     assert hosts.resume()[0] == 8
 
 
+def damage(step: Path, what: str) -> None:
+    """Damages the data of a step of the directory, or its record."""
+    flip(
+        step / "checkpoint.json"
+        if what == "record"
+        else max(step.glob("state*/d/*"), key=lambda file: file.stat().st_size)
+    )
+
+
 def flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[8 if ".ocdbt" in file.name else 0] ^= 1
@@ -396,6 +523,16 @@ def test_deleted_steps_do_not_come_back(tmp_path: Path, by: str) -> None:
     hosts.train(9, 10)
     assert hosts.resume()[0] == 10
     assert all(len(list(hosts.place(host).iterdir())) == 1 for host in (0, 1)), "those of before are removed"
+
+
+def test_a_rollback_to_the_newest_step_of_the_directory_leaves_the_local_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = Hosts(tmp_path, 1)
+    hosts.train(1, 15)
+    assert main(["rollback", str(tmp_path / "store"), "10", "--yes"]) == 0
+    assert f"local steps that the hosts have in {hosts.place(0)} do not count any more" in capsys.readouterr().out
+    assert hosts.resume() == (10, 0)
 
 
 def test_later_steps_of_a_branch_that_was_left_are_removed(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.documents.examples import Examples
-from tests.processes.harness import Process, run_processes
+from tests.documents.examples import Examples, blocks_of
+from tests.processes.harness import Process, run_outcomes, run_processes
 
 import holdfast as hf
 
@@ -24,6 +25,12 @@ def run_program(process: Process, directory: str, program: str, *arguments: str)
     except SystemExit as end:
         if end.code:
             raise AssertionError(f"status {end.code}") from end
+
+
+def printed(number: int) -> list[str]:
+    """Returns the lines of one of the blocks of the page that show what is printed."""
+    blocks = [block for block in blocks_of("docs/several_processes.md") if block.language == "text"]
+    return blocks[number].text.splitlines()
 
 
 def train(process: Process, directory: str, program: str) -> None:
@@ -47,7 +54,7 @@ def train_jax(process: Process, directory: str, program: str) -> None:
     run_program(process, directory, program, str(process.index), str(process.count))
 
 
-@pytest.mark.examples("docs/several_processes.md", "python 1", "console 1")
+@pytest.mark.examples("docs/several_processes.md", "python 1", "console 1", "console 6")
 def test_torch(examples: Examples, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     counts = (4, 2, 3)
@@ -55,21 +62,44 @@ def test_torch(examples: Examples, tmp_path: Path) -> None:
     for count in counts:
         run_processes(train, count, str(tmp_path), examples["python 1"], backend="torch")
     lines = (tmp_path / "output").read_text().splitlines()
-    assert lines == [f"steps {7 * run} to {7 * run + 7}, of {count} processes" for run, count in enumerate(counts)]
+    assert lines == [*printed(0), *printed(5)]
     found = hf.load(tmp_path / "runs" / "fsdp")
     assert found["extras"]["data"] == {"epoch": 2, "samples": 12}  # 21 steps of 12 samples, of 120 in an epoch
     assert found["state"]["model"]["0"]["weight"].shape == (32, 8)
 
 
-@pytest.mark.examples("docs/several_processes.md", "python 2")
+@pytest.mark.examples("docs/several_processes.md", "python 2", "console 2")
 def test_jax(examples: Examples, tmp_path: Path) -> None:
     pytest.importorskip("jax")
+    assert examples.commands() == ["for index in 0 1; do python train_jax.py $index 2 & done; wait"]
     for _ in range(2):
         run_processes(train_jax, 2, str(tmp_path), examples["python 2"])
     lines = (tmp_path / "output").read_text().splitlines()
-    assert [sorted(lines[:2]), sorted(lines[2:])] == [
-        [f"process {index}: steps {start} to {start + 20}" for index in range(2)] for start in (0, 20)
-    ]
+    assert sorted(lines[:2]) == printed(1)
+    assert sorted(lines[2:]) == [f"process {index}: steps 20 to 40" for index in range(2)]
     found = hf.load(tmp_path / "runs" / "jax")
     assert found["state"]["w"].shape == (12,)
     assert found["process/0"]["batches"] != found["process/1"]["batches"]
+
+
+@pytest.mark.examples("docs/several_processes.md", "python 4", "console 4")
+def test_reading_once(examples: Examples, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    assert examples.commands() == ["torchrun --nproc-per-node 4 read_once.py"]
+    run_processes(train, 4, str(tmp_path), examples["python 4"], backend="torch")
+    assert sorted((tmp_path / "output").read_text().splitlines()) == printed(3)
+
+
+@pytest.mark.examples("docs/several_processes.md", "python 5", "console 5")
+def test_local_steps(examples: Examples, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    start, lose, again = examples.commands()
+    assert start == again == "torchrun --nproc-per-node 2 train_local.py"
+    assert lose == "rm -r /dev/shm/holdfast/host1"
+    program = examples["python 5"].replace("/dev/shm/holdfast", str(tmp_path / "memory"))
+    killed = run_outcomes(train, 2, str(tmp_path), program, backend="torch")
+    assert [outcome.status for outcome in killed] == [-9, -9]
+    shutil.rmtree(tmp_path / "memory" / "host1")
+    run_processes(train, 2, str(tmp_path), program, backend="torch")
+    lines = (tmp_path / "output").read_text().splitlines()
+    assert [*sorted(lines[:2]), *sorted(lines[2:])] == printed(4)

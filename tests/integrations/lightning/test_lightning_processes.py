@@ -399,6 +399,15 @@ def test_the_page(examples: Examples, run_together: Run, tmp_path: Path) -> None
     assert hf.load(tmp_path / "runs" / "ddp", item="state")["state_dict"]["layer.weight"].shape == (1, 1)
 
 
+@pytest.mark.examples("docs/several_processes.md", "python 3", "console 3")
+def test_the_page_of_several_processes(examples: Examples, run_together: Run, tmp_path: Path) -> None:
+    assert examples.commands() == ["python train_lightning.py"]
+    ended = run_together(tmp_path, page=examples["python 3"])
+    assert [status for status, _, _ in ended] == [0, 0], ended[0][2]
+    assert "\n48 steps\n" in ended[0][2]
+    assert hf.CheckpointManager(tmp_path / "runs" / "lightning").all_steps() == [20, 40, 48]
+
+
 def trainer(*names: str, **attributes: Any) -> Any:
     """Gives a trainer whose strategy has a class of the first name, derived from those of the others."""
     kind: Any = object
