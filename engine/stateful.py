@@ -50,7 +50,7 @@ _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 def is_stateful(thing: object) -> bool:
     """Return whether the state of an object can be saved and restored in place."""
     known = isinstance(thing, (random.Random, np.random.Generator))
-    return known or _methods(thing) is not None or _writes_files(thing) or is_actor(thing)
+    return known or _methods(adapted(thing)) is not None or _writes_files(thing)
 
 
 def is_stream(thing: object) -> bool:
@@ -58,9 +58,9 @@ def is_stream(thing: object) -> bool:
 
     The state of other objects, such as schedulers and averages, belongs to the model, and is the same everywhere.
     """
-    methods = _methods(thing)
+    methods = _methods(adapted(thing))
     if methods is None:
-        return isinstance(thing, (random.Random, np.random.Generator)) or _writes_files(thing) or is_actor(thing)
+        return isinstance(thing, (random.Random, np.random.Generator)) or _writes_files(thing)
     # Grain and torch.Generator have get_state; torchdata has state_dict, as schedulers have, and can be iterated.
     return methods == _METHODS[0] or hasattr(type(thing), "__next__") or hasattr(type(thing), "__iter__")
 
@@ -88,6 +88,7 @@ def is_generator(thing: object) -> bool:
 
 
 def state_of(thing: object) -> Any:
+    thing = adapted(thing)
     if isinstance(thing, np.random.Generator):
         return encode_state(thing.bit_generator.state)
     if isinstance(thing, random.Random):
@@ -99,8 +100,6 @@ def state_of(thing: object) -> Any:
         return _with_generators(thing, state) if is_torchdata_loader(thing) else state
     if _writes_files(thing):
         return _saved_files(thing)
-    if is_actor(thing):
-        return encode_state(actor_state(thing))
     if not is_plain(thing):
         raise OptionError(
             f"{type(thing).__qualname__} has no state to save: define get_state() and set_state(state), or "
@@ -121,6 +120,9 @@ def begins_epoch(thing: object) -> bool:
 
 def restore_state(thing: object, state: Any) -> Any:
     """Restore the state that :func:`state_of` returned, and return the object, or plain data itself."""
+    if is_actor(thing):
+        restore_state(adapted(thing), state)
+        return thing
     if isinstance(thing, np.random.Generator):
         # Some bit generators of numpy accept their words as arrays only; loading keeps them arrays.
         thing.bit_generator.state = decode_state(state)
@@ -153,9 +155,6 @@ def restore_state(thing: object, state: Any) -> Any:
     if _writes_files(thing):
         _restore_files(thing, state)
         return thing
-    if is_actor(thing):
-        set_actor_state(thing, decode_state(state))
-        return thing
     return decode_state(state)
 
 
@@ -185,33 +184,62 @@ def _is_method(value: object) -> bool:
 # ---- actors of Ray
 
 
-def is_actor(thing: object) -> bool:
-    """Return whether an object is the handle of an actor of Ray whose class has methods that get and set its state."""
-    return _actor_methods(thing) is not None
+_STILL_WAITING = 20.0  # seconds after which the log names an actor that does not answer; then after twice as many
 
 
-def actor_state(handle: object) -> Any:
-    """Return the state of an actor, as its own method returns it."""
-    return _call_actor(handle, 0)
+class ActorState:
+    """Gets and sets the state of an actor of Ray by the methods of its class; made by :func:`adapted`."""
+
+    __remote__ = True  # for components: the states of several actors are requested at the same time
+
+    def __init__(self, handle: Any, methods: tuple[str, str]) -> None:
+        self._handle = handle
+        self._getter, self._setter = methods
+
+    def get_state(self) -> Any:
+        return answer_of_actor(self._handle, getattr(self._handle, self._getter).remote())
+
+    def set_state(self, state: Any) -> None:
+        answer_of_actor(self._handle, getattr(self._handle, self._setter).remote(state))
+
+    def get_checkpointable_components(self) -> tuple[()]:
+        return ()
 
 
-def set_actor_state(handle: object, state: Any) -> None:
-    """Set the state of an actor by its own method."""
-    _call_actor(handle, 1, state)
+_actors: WeakValueDictionary[Any, ActorState] = WeakValueDictionary()  # by the handles: those of one actor are equal
 
 
-def _call_actor(handle: object, method: int, *arguments: Any) -> Any:
-    ray: Any = sys.modules["ray"]  # It has made the handle.
-    methods = _actor_methods(handle)
-    assert methods is not None
-    return ray.get(getattr(handle, methods[method]).remote(*arguments))
+def adapted(thing: object) -> Any:
+    """Return what has the methods of an object for its state.
 
-
-def _actor_methods(thing: object) -> tuple[str, str] | None:
+    Returns:
+        For a handle of an actor of Ray, one :class:`ActorState` for all handles of this actor; otherwise the object.
+    """
     if type(thing).__module__ != "ray.actor" or type(thing).__name__ != "ActorHandle":
-        return None
-    found = (pair for pair in _METHODS if all(hasattr(getattr(thing, name, None), "remote") for name in pair))
-    return next(found, None)
+        return thing
+    for pair in _METHODS:
+        if all(hasattr(getattr(thing, name, None), "remote") for name in pair):
+            return _actors.setdefault(thing, ActorState(thing, pair))
+    return thing
+
+
+def is_actor(thing: object) -> bool:
+    """Return whether an object is a handle of an actor of Ray whose class has methods that get and set its state."""
+    return adapted(thing) is not thing
+
+
+def answer_of_actor(handle: Any, reference: Any) -> Any:
+    """Wait for the result of a call of an actor, and return it; the log says for which actor this waits."""
+    ray: Any = sys.modules["ray"]  # It has made the handle.
+    waited, pause = 0.0, _STILL_WAITING
+    while not ray.wait([reference], timeout=pause)[0]:
+        waited, pause = waited + pause, 2 * pause
+        _logger.warning(
+            "still waiting for the state of %r after %.0f s: the actor has not started, has not finished another call, or hangs",
+            handle,
+            waited,
+        )
+    return ray.get(reference)
 
 
 # ---- iterators that write their state to files, such as CLU's iterators over tf.data

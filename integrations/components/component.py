@@ -26,7 +26,6 @@ from .saving import prepare
 from .states import (
     Fetched,
     call_get_state,
-    call_set_state,
     default_state,
     inherited,
     is_remote,
@@ -382,6 +381,6 @@ def _give_children(one: LiveComponent, state: Mapping[str, Any], *, but: Collect
     for child in one.children:
         if child.name in state and child.name not in but:
             if overrides(child.value, "set_state"):
-                call_set_state(child.value, state[child.name])
+                child.value.set_state(state[child.name])
             else:
                 _give(child, state[child.name])

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...engine.errors import OptionError
 from ...engine.pytree import is_jax_array, is_nnx, is_torch_tensor
-from ...engine.stateful import is_actor, is_stateful
+from ...engine.stateful import adapted, is_stateful
 from ..graph import Path, is_actor_class, is_module, is_optimizer, nnx_children, tracked_attributes
 from .constructor_spec import PLAIN, CtorArguments
 from .names import named_path
@@ -119,12 +119,12 @@ def components_of(value: Any) -> list[tuple[str, Any]]:
                 f"{type(value).__qualname__}.get_checkpointable_components() must return pairs of name and component, "
                 f"found {pair!r:.80}"
             )
-    return [(name, child) for name, child in pairs]
+    return [(name, adapted(child)) for name, child in pairs]
 
 
 def is_component(value: Any) -> bool:
     methods = ("get_state", "set_state", "get_checkpointable_components")
-    return all(method_of(value, name) for name in methods) or is_actor(value)
+    return all(method_of(adapted(value), name) for name in methods)
 
 
 def method_of(value: Any, name: str) -> Callable[..., Any] | None:

@@ -19,7 +19,6 @@ from .reading import SavedComponent, all_components
 from .states import (
     Keep,
     OwnReport,
-    call_set_state,
     forget_moments,
     has_own,
     is_remote,
@@ -247,7 +246,7 @@ class _Restore:
             before = self._asked[one.path] if known else own_state(one, snapshot=True, partial=True)
             self._before.append((one, before))
         if has_own(one.value, "set_state"):
-            call_set_state(one.value, state)
+            one.value.set_state(state)
             self._done[one.path] = OwnReport()
         else:
             kept = self._within(one.path)
@@ -264,7 +263,7 @@ class _Restore:
                 continue
             try:
                 if has_own(one.value, "set_state"):
-                    call_set_state(one.value, state)
+                    one.value.set_state(state)
                 else:
                     set_default_state(one, stored_state(one, state))
             except Exception:  # The caller sees the error that led here.

@@ -28,7 +28,7 @@ from ...engine.errors import OptionError, UnsupportedLeafError, shortened
 from ...engine.format import COMPONENT, CheckpointRecord, ItemRecord
 from ...engine.handlers import PreparedItem, PyTreeCheckpointHandler, SaveArgs
 from ...engine.pytree import collection_paused, flatten, format_path, is_jax_array, is_torch_tensor
-from ...engine.stateful import is_actor
+from ...engine.stateful import ActorState, adapted
 from ...engine.storage import Location
 from ..graph import Path
 from .constructor_spec import encode_spec
@@ -143,7 +143,7 @@ def _is_divided(value: Any) -> bool:
 def _own_states(live: LiveComponent) -> dict[Path, Any]:
     known = {id(one.value) for one in live.walk()}
     for one in live.walk():
-        for name in [name for name, child in discovered(one.value) if id(child) not in known]:
+        for name in [name for name, child in discovered(one.value) if id(adapted(child)) not in known]:
             _logger.warning(
                 "component %s: %s is a component that get_checkpointable_components() does not name; it is not saved",
                 format_component_path(one.path),
@@ -175,7 +175,7 @@ def _described(one: LiveComponent, known: Mapping[int, Path], saved: Mapping[Pat
     if method is not None:
         metadata.update(method())
     return Description(
-        type=import_path(type(value)) if not is_actor(value) else _REMOTE,
+        type=_REMOTE if isinstance(value, ActorState) else import_path(type(value)),
         constructor=spec,
         obstacle=obstacle,
         path=one.path,
@@ -188,7 +188,7 @@ def _described(one: LiveComponent, known: Mapping[int, Path], saved: Mapping[Pat
 def _spec_of(value: Any, paths: Mapping[int, Path]) -> tuple[dict[str, Any] | None, str]:
     """Return the constructor spec of an object, or why it is not known."""
     method = method_of(value, "get_ctor_args_and_kwargs")
-    if is_actor(value):
+    if isinstance(value, ActorState):
         return None, (
             "the handle of an actor does not know them, whereas RemoteComponent(Class, ...) does, in the place of "
             "Class.remote(...). Pass kind=Class, with arguments of Class by name"
@@ -201,11 +201,13 @@ def _spec_of(value: Any, paths: Mapping[int, Path]) -> tuple[dict[str, Any] | No
     args, kwargs = found
 
     def reference(other: Any) -> str | None:
+        other = adapted(other)
         return "/" + "/".join(paths[id(other)]) if id(other) in paths and other is not value else None
 
     entered = {id(value)}
 
     def nested(other: Any) -> dict[str, Any] | None:
+        other = adapted(other)
         if not is_component(other) or id(other) in entered:
             return None
         entered.add(id(other))

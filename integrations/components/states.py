@@ -38,7 +38,7 @@ from ...engine.pytree import (
     unescape_key,
 )
 from ...engine.sources import Misfits
-from ...engine.stateful import actor_state, is_actor, set_actor_state
+from ...engine.stateful import ActorState, adapted
 from ...engine.storage import LocalBackend, Location
 from ..graph import (
     OPTIMIZER_SLOTS,
@@ -106,7 +106,7 @@ def inherited(method: F) -> F:
 def overrides(value: Any, method: str) -> bool:
     """Whether an object has a ``get_state`` or ``set_state`` other than the one that components inherit."""
     found = getattr(type(value), method, None)
-    return (found is not None and found not in _inherited) or is_actor(value)
+    return found is not None and found not in _inherited
 
 
 def has_own(value: Any, method: str) -> bool:
@@ -120,23 +120,11 @@ def call_get_state(
     """Call an object's own ``get_state`` with as many of the arguments as it takes."""
     given = {"components": components, "not_components": not_components, **(options or {})}
     arguments = {name: names for name, names in given.items() if names is not None}
-    if is_actor(value):
-        return actor_state(value)
     return value.get_state(**{name: one for name, one in arguments.items() if takes(value, name)})
-
-
-def call_set_state(value: Any, state: Any) -> None:
-    """Call an object's own ``set_state``."""
-    if is_actor(value):
-        set_actor_state(value, state)
-    else:
-        value.set_state(state)
 
 
 def takes(value: Any, name: str) -> bool:
     """Whether an object's own ``get_state`` takes an argument by name."""
-    if is_actor(value):
-        return False  # A handle does not say publicly what the methods of its actor take.
     try:
         parameters = inspect.signature(value.get_state).parameters.values()
     except (TypeError, ValueError):  # Functions in C may have no signature.
@@ -145,9 +133,8 @@ def takes(value: Any, name: str) -> bool:
 
 
 def is_remote(value: Any) -> bool:
-    """Whether ``get_state`` may run in a thread beside others: of handles of actors, and where a class declares it."""
-    declared = getattr(type(value), "__remote__", False) is True and has_own(value, "get_state")
-    return declared or is_actor(value)
+    """Whether ``get_state`` may run in a thread beside others, as the class declares."""
+    return getattr(type(value), "__remote__", False) is True and has_own(value, "get_state")
 
 
 class Fetched:
@@ -228,8 +215,9 @@ def _refuse_unnamed(component: LiveComponent, others: Mapping[Path, Any]) -> Non
     """Raise UnsupportedLeafError for components inside objects in which no component looks for them."""
     known = {id(one.value) for one in component.root.walk()}
     # Components among the attributes are named on purpose, or left out with a warning.
-    known |= {id(child) for _, child in discovered(component.value)}
-    lost = [path for path, value in others.items() if is_component(value) and id(value) not in known]
+    named = [adapted(child) for _, child in discovered(component.value)]
+    known |= set(map(id, named))
+    lost = [path for path, value in others.items() if is_component(value) and id(adapted(value)) not in known]
     if lost:
         paths = shortened([format_node_path(path) for path in lost])
         raise UnsupportedLeafError(
@@ -448,7 +436,7 @@ def stand_in(component: LiveComponent) -> Node:
 
 
 def _fill(node: Any, component: LiveComponent, made: dict[int, Any]) -> None:
-    if is_actor(component.value):
+    if isinstance(component.value, ActorState):
         return
     below = {id(child.value) for child in component.children}
     attributes = attributes_of(component.value)

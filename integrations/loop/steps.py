@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("holdfast")
 
-_SLOW = 1e-3  # seconds of processor time a step; a warning follows if taking the positions takes longer
-_SAMPLES = 3  # slow steps in a row before the warning
+_SLOW = 1e-3  # seconds a step; a warning follows if taking the positions takes longer, waits for others included
+_SAMPLES = 3  # slow steps in a row before the warning, of which the fastest counts: the machine may be busy
 
 
 class LastStep:
@@ -44,7 +43,7 @@ class LastStep:
         self._versions = versions  # for extras that are torch modules or optimizers
         self._extras: Mapping[str, Any] = {}
         self._positions: dict[str, Any] = {}
-        self._slow = 0  # the number of slow steps in a row
+        self._slow: list[float] | None = []  # the seconds of slow steps in a row; None after the warning
         self._passed: list[tuple[str, type]] = []
         self._moving: Mapping[str, Callable[[Any], Any]] = {}
         self._watched: list[str] = []
@@ -123,19 +122,21 @@ class LastStep:
 
     def _take_positions(self) -> None:
         moving = self._moving_extras()
-        begin = time.thread_time()  # A machine that is busy with other programs is no reason to warn.
+        begin = time.perf_counter()
         self._positions = {name: take(self._extras[name]) for name, take in moving.items()}
         if self._watched:
             self._versions.note({name: self._extras[name] for name in self._watched})
-        cost = time.thread_time() - begin
-        self._slow = self._slow + 1 if cost > _SLOW or self._slow < 0 else 0
-        if self._slow == _SAMPLES:
-            self._slow = -sys.maxsize  # Warn only once.
+        if self._slow is None:
+            return
+        cost = time.perf_counter() - begin
+        self._slow = [*self._slow, cost] if cost > _SLOW else []
+        if len(self._slow) == _SAMPLES:
+            least, self._slow = min(self._slow), None
             logger.warning(
                 "taking the state of %s costs %.1f ms at every step: what is saved with a step must be its state at "
                 "that step, even if the loop draws more before it ends. An object with a smaller state costs less",
                 ", ".join(f"{name}=" for name in moving if name != GLOBAL_GENERATORS),
-                1e3 * cost,
+                1e3 * least,
             )
 
     def _moving_extras(self) -> Mapping[str, Callable[[Any], Any]]:

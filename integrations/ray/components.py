@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...engine.stateful import answer_of_actor
 from ..components import Checkpointable
 
 
@@ -53,11 +54,9 @@ class RemoteComponent(Checkpointable):
             not_components: As for ``Checkpointable.get_state``; passed on if it is given.
             **options: Passed on.
         """
-        import ray
-
         given = {"components": components, "not_components": not_components}
         named = {name: names for name, names in given.items() if names is not None}
-        return ray.get(self.actor.get_state.remote(**named, **options))
+        return answer_of_actor(self.actor, self.actor.get_state.remote(**named, **options))
 
     def set_state(self, state: Any) -> None:
         """Set the state of the object in the actor.
@@ -65,6 +64,4 @@ class RemoteComponent(Checkpointable):
         Args:
             state: What ``get_state`` has returned.
         """
-        import ray
-
-        ray.get(self.actor.set_state.remote(state))
+        answer_of_actor(self.actor, self.actor.set_state.remote(state))

@@ -264,14 +264,14 @@ def test_an_extra_forgotten_at_a_step_is_an_error(tmp_path: Path) -> None:
 
 
 class Ticks:
-    """A clock for what takes its time, here a fixed one for everything that is measured."""
+    """A clock for what takes its time, here a fixed one for everything that is measured; the first takes longer."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.time = 0.0
 
-    def thread_time(self) -> float:
-        self.time += self.seconds
+    def perf_counter(self) -> float:
+        self.time += self.seconds if self.time else 2 * self.seconds
         return self.time
 
 

@@ -294,6 +294,13 @@ class ActorHandle:
     def __getattr__(self, name: str) -> Any:
         return types.SimpleNamespace(remote=getattr(self.object, name))
 
+    def __eq__(self, other: object) -> bool:
+        """Two handles of one actor are equal in Ray."""
+        return isinstance(other, ActorHandle) and self.object is other.object
+
+    def __hash__(self) -> int:
+        return id(self.object)
+
 
 ActorHandle.__module__ = "ray.actor"
 
@@ -303,6 +310,7 @@ class Actors:
 
     def __init__(self) -> None:
         self.options: list[dict[str, Any]] = []
+        self.busy = 0  # how often a wait ends before the answer
 
     def remote(self, kind: type) -> Any:
         def options(**given: Any) -> Any:
@@ -310,6 +318,10 @@ class Actors:
             return types.SimpleNamespace(remote=lambda *args, **kwargs: ActorHandle(kind(*args, **kwargs)))
 
         return types.SimpleNamespace(options=options)
+
+    def wait(self, results: list[Any], *, timeout: float) -> tuple[list[Any], list[Any]]:
+        self.busy -= 1
+        return ([], results) if self.busy >= 0 else (results, [])
 
     def get(self, result: Any) -> Any:
         return result
@@ -383,6 +395,38 @@ def test_bare_handles_of_actors_are_components(actors: Actors, tmp_path: Path) -
     again = Bare(2)
     again.set_state(fresh.get_state())
     assert again.values() == fresh.values() == Bare.from_checkpoint(path).values() == (1, 11, 1.0)
+
+
+def test_two_handles_of_one_actor_are_one_component(actors: Actors, tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    class Counted(Runner):
+        def get_state(self, inference_only: bool = False) -> dict[str, Any]:
+            calls.append("get")
+            return super().get_state()
+
+    class Pair(hf.components.Checkpointable):
+        def __init__(self) -> None:
+            self.runner = ActorHandle(Counted(1))
+            self.others = [ActorHandle(self.runner.object)]
+
+    pair = Pair()
+    pair.runner.object.total = 7
+    path = pair.save_to_path(tmp_path / "pair")
+    assert calls == ["get"]
+    assert not (tmp_path / "pair" / "others").exists()
+    fresh = Pair()
+    assert fresh.restore_from_path(path).complete
+    assert (fresh.runner.object.total, dict(fresh.get_checkpointable_components())["runner"]) == (7, fresh.runner)
+
+
+def test_a_wait_for_an_actor_is_told(actors: Actors, caplog: pytest.LogCaptureFixture) -> None:
+    """The log names it, less and less often."""
+    actors.busy = 2
+    component = RemoteComponent(Runner, 7)
+    assert component.get_state() == {"total": 7}
+    waiting = f"still waiting for the state of {component.actor!r} after"
+    assert [one.getMessage().partition(":")[0] for one in caplog.records] == [f"{waiting} 20 s", f"{waiting} 60 s"]
 
 
 def test_a_bare_handle_alone_is_started_again_by_its_class(actors: Actors, tmp_path: Path) -> None:
