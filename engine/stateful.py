@@ -235,7 +235,8 @@ def answer_of_actor(handle: Any, reference: Any) -> Any:
     while not ray.wait([reference], timeout=pause)[0]:
         waited, pause = waited + pause, 2 * pause
         _logger.warning(
-            "still waiting for the state of %r after %.0f s: the actor has not started, has not finished another call, or hangs",
+            "still waiting for the state of %r after %.0f s: the actor has not started, has not finished another call, "
+            "or hangs",
             handle,
             waited,
         )
