@@ -41,6 +41,7 @@ from .source import Problem
 Report = Callable[[str, int, str], None]  # takes a file ("" for the index), the number of an array, what is wrong
 
 _WHOLE = 2 * NODE_LIMIT  # bytes of an index that is always read in one piece
+_MANY = 8  # one of so many parts of the index, read bit by bit, after which all of it is read
 _READS = 16  # nodes that are read at a time from an object store
 _INDEX_LIMIT = 8 << 30  # bytes of an index; one over ten million chunks takes some 200 MB
 
@@ -72,6 +73,7 @@ class ArrayDatabase:
         self.unreadable = False  # whether the disk failed to read some of the data
         self._lock = threading.Lock()
         self._complete = False  # whether all of the index is known
+        self._parts_read = 0  # bytes of the index that were read in parts
         manifest = self.read_file(MANIFEST)
         with naming(location):
             self._index = Database(manifest)
@@ -137,7 +139,8 @@ class ArrayDatabase:
         known = None if self._files is None else self._files.get(INDEX)
         if self._complete or not names:
             return self._index.entries
-        if known is None or not max(_WHOLE, NODE_LIMIT * len(names)) < known.size <= _INDEX_LIMIT:
+        read_already = _MANY * self._parts_read
+        if known is None or not max(_WHOLE, NODE_LIMIT * len(names), read_already) < known.size <= _INDEX_LIMIT:
             return self._know_all()
         ranges = list(map(keys_of, names))
         with self._lock, naming(self._location), self._open(INDEX) as file:
@@ -153,6 +156,7 @@ class ArrayDatabase:
                 with required(self._location / INDEX):
                     length = min(place.length, max(0, size - place.offset))
                     self.bytes_read += length
+                    self._parts_read += length
                     return file.read(place.offset, length).tobytes()
 
             if not self._index.entries:  # earlier versions wrote the checksums of all values at the end

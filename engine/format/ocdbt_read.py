@@ -14,7 +14,7 @@ from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from operator import lt
+from operator import attrgetter, lt
 from typing import NamedTuple
 
 import numpy as np
@@ -74,6 +74,12 @@ class Entries:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def part(self, start: int, stop: int) -> Entries:
+        """Return the entries between two positions."""
+        columns = (self.file_ids, self.offsets, self.lengths, self.checksums)
+        cut = slice(start, stop)
+        return Entries(self.keys[cut], self.inline[cut], self.files, *(column[cut] for column in columns))
 
     def find(self, wanted: Iterable[bytes]) -> list[int]:
         """Return the position of each key, or -1. Keys at equal distances, as most have, are found without a search."""
@@ -224,13 +230,6 @@ class _Reference(NamedTuple):
         more = len(CHECKSUMS_MAGIC) + 4 * min(self.key_count, self.length) if checksums and not self.height else 0
         return NodePlace(self.file, self.offset, self.length + more)
 
-    def overlaps(self, starts: Sequence[bytes], ranges: Sequence[KeyRange]) -> bool:
-        """Whether any of its keys may lie in sorted ranges, which begin at ``starts``."""
-        after = bisect(starts, self.first)
-        if after and ranges[after - 1][1] > self.first:
-            return True
-        return after < len(ranges) and (self.end is None or starts[after] < self.end)
-
 
 class Database:
     """The newest version of a database, whose nodes are read as their keys are needed.
@@ -262,53 +261,69 @@ class Database:
         self._known: dict[bytes, bytes] = {}  # inline values: most arrays of a tree have the same metadata
         self._files: dict[str, int] = {}
         self._read_parts: dict[str, list[tuple[int, int]]] = {}
-        self._nodes: list[Entries] = []  # the content of each leaf node that the present call has decoded
+        self._nodes: list[Entries] = []  # the content of each leaf node that `entries` does not have yet
 
     def decode(self, read_nodes: ReadNodes, ranges: Iterable[KeyRange] | None = None) -> None:
         """Decode the entries whose keys lie in some ranges, or all; entries of the same nodes come along."""
-        self._nodes = []
-        every = ranges is None
-        wanted = _joined(ranges or ())
-        starts = [first for first, _ in wanted]
-        level = self._unread
-        while any(every or node.overlaps(starts, wanted) for node in level):
-            level = self._decode_level(level, read_nodes, lambda node: every or node.overlaps(starts, wanted))
-        self._unread = level
+        wanted = None if ranges is None else _joined(ranges)
+        while chosen := self._unread_nodes(wanted):
+            self._decode_nodes(chosen, read_nodes)
         if not self._nodes:
             return
-        nodes = [self.entries, *self._nodes] if len(self.entries) else self._nodes
-        keys = [key for node in nodes for key in node.keys]
         # Each node has checked that its keys ascend, between the bounds that its parent gives.
-        if not level and len(keys) != self.key_count:
+        nodes, known, start = [], self.entries, 0
+        for node in sorted(self._nodes, key=lambda node: node.keys[0]):
+            end = bisect(known.keys, node.keys[0])
+            nodes += [known.part(start, end), node] if start < end else [node]
+            start = end
+        nodes += [known.part(start, len(known))] if start < len(known) else []
+        keys = [key for node in nodes for key in node.keys]
+        if not self._unread and len(keys) != self.key_count:
             raise DamagedCheckpointError(
                 f"the database is damaged: expected {self.key_count} sorted keys, found {len(keys)}"
             )
         inline = [value for node in nodes for value in node.inline]
         tables = [(node.file_ids, node.offsets, node.lengths, node.checksums) for node in nodes]
         columns = [np.concatenate(column) for column in zip(*tables, strict=True)]
-        if len(self.entries):  # the nodes lie between those that were known
-            order = sorted(range(len(keys)), key=keys.__getitem__)
-            keys, inline = [keys[row] for row in order], [inline[row] for row in order]
-            columns = [column[order] for column in columns]
         self.entries = Entries(keys, inline, list(self._files), *columns)
+        self._nodes = []
 
-    def _decode_level(
-        self, level: Sequence[_Reference], read_nodes: ReadNodes, is_wanted: Callable[[_Reference], bool]
-    ) -> list[_Reference]:
-        """Decode the nodes that are wanted; return all others with the children of these in their places."""
-        below: list[_Reference] = []
-        for start in range(0, len(level), _NODES_AT_A_TIME):
-            nodes = [(node, is_wanted(node)) for node in level[start : start + _NODES_AT_A_TIME]]
-            chosen = [node for node, wanted in nodes if wanted]
-            self._check_sizes(chosen)
-            found = iter(read_nodes([node.place(self._checksums) for node in chosen]) if chosen else ())
-            for node, wanted in nodes:
-                if wanted:
-                    self._spend(node.length + _NODE_BYTES, node.file)
-                    below += self._decode_node(node, next(found))
-                else:
-                    below.append(node)
-        return below
+    def _unread_nodes(self, ranges: Sequence[KeyRange] | None) -> list[int]:
+        """Return the positions of the unread nodes that may hold keys in sorted ranges, or of all."""
+        if ranges is None:
+            return list(range(len(self._unread)))
+        found = []
+        for first, end in ranges:
+            position = max(bisect(self._unread, first, key=attrgetter("first")) - 1, 0)
+            while position < len(self._unread) and (node := self._unread[position]).first < end:
+                if node.end is None or first < node.end:
+                    found.append(position)
+                position += 1
+        return sorted(set(found))
+
+    def _decode_nodes(self, chosen: Sequence[int], read_nodes: ReadNodes) -> None:
+        """Decode unread nodes at some positions, and put their children in their places, as far as they can be read."""
+        below: dict[int, list[_Reference]] = {}
+        try:
+            for start in range(0, len(chosen), _NODES_AT_A_TIME):
+                positions = chosen[start : start + _NODES_AT_A_TIME]
+                nodes = [self._unread[position] for position in positions]
+                self._check_sizes(nodes)
+                found = iter(read_nodes([node.place(self._checksums) for node in nodes]))
+                for position, node in zip(positions, nodes, strict=True):
+                    data, left = next(found), (self._left, self._memory_limit)
+                    try:
+                        self._spend(node.length + _NODE_BYTES, node.file)
+                        below[position] = self._decode_node(node, data)
+                    except BaseException:  # it may be read again, and must not count twice
+                        self._left, self._memory_limit = left
+                        raise
+        finally:
+            unread, start = [], 0
+            for position, children in below.items():
+                unread += [*self._unread[start:position], *children]
+                start = position + 1
+            self._unread = unread + self._unread[start:]
 
     def _check_sizes(self, nodes: Sequence[_Reference]) -> None:
         for node in nodes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from holdfast.engine.format import (
     ArrayIndex,
     Database,
     Entries,
+    NodePlace,
     chunk_keys,
     decode_database,
     encode_array_metadata,
@@ -135,6 +137,29 @@ def test_nodes_read_in_any_order_give_sorted_entries(order: list[str]) -> None:
     assert as_dict(database.entries) == {key: expected[key] for key in database.entries.keys}
     database.decode(lambda places: [part(nodes, *place) for place in places])
     assert as_dict(database.entries) == expected
+
+
+def test_nodes_that_are_read_again_count_once() -> None:
+    """Those before a read that fails are kept, and one that fails does not use up the limit of memory."""
+    index = make_index(ARRAYS["many_alike"])
+    manifest, nodes = index.encode(node_file="d/index", database_id=bytes(16), created_ns=1, node_limit=2000)
+    asked: list[int] = []
+
+    def read(places: Sequence[NodePlace], *, damaged: int | None = None) -> Iterator[bytes]:
+        for place in places:
+            asked.append(place.offset)
+            yield bytes(place.length) if place.offset == damaged else part(nodes, *place)
+
+    Database(manifest).decode(read)
+    last = asked[-1]
+    database = Database(manifest, memory_limit=1 << 20)
+    for _ in range(1000):
+        with pytest.raises(DamagedCheckpointError, match="the node at offset"):
+            database.decode(partial(read, damaged=last))
+    asked.clear()
+    database.decode(read)
+    assert asked == [last]
+    assert as_dict(database.entries) == expected_entries(index)
 
 
 @given(st.sets(st.integers(0, 40)), st.lists(st.integers(-1, 41)))
