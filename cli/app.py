@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.shell_completion import get_completion_class, shell_complete
 
 from ..engine import __version__
 from ..engine.errors import OptionError
@@ -45,6 +44,8 @@ _SCRIPTS = {  # by shell: where its script goes, and the line that a startup fil
 def execute(arguments: Sequence[str]) -> int:
     """Run a command with its arguments, or complete those of a shell; return the exit status."""
     if instruction := os.environ.get(_COMPLETE):
+        from click.shell_completion import shell_complete
+
         return shell_complete(_app, {}, _NAME, _COMPLETE, instruction)
     try:
         with _app.make_context(_NAME, list(arguments) or ["--help"]) as context:
@@ -103,6 +104,8 @@ def _set_up_completion(context: click.Context, option: click.Parameter, asked: b
     shell = os.path.basename(os.environ.get("SHELL", ""))
     if shell not in _SCRIPTS:
         raise OptionError(f"SHELL={os.environ.get('SHELL', '')}: completion is for the shells {', '.join(_SCRIPTS)}")
+    from click.shell_completion import get_completion_class
+
     shell_class: Any = get_completion_class(shell)
     script = shell_class(_app, {}, _NAME, _COMPLETE).source()
     if option.name == "show_completion":

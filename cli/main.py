@@ -5,6 +5,8 @@ With ``--json``, standard output has the error as well, as JSON.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import sys
@@ -23,6 +25,7 @@ _JSON = "--json"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with its arguments, by default those of the process, and return the exit status."""
+    atexit.register(gc.freeze)  # the interpreter searches for garbage as it ends, in all that has been imported
     open_closed_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     own = arguments.index("--") if "--" in arguments else len(arguments)  # later arguments belong to another program

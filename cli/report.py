@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from ..engine.clock import format_size
-from ..engine.manager import finite
 from .streams import one_line, say, visible
 
 _WRAPPED = 1000  # rows of the longest table that is fitted: rich takes half a millisecond a row
@@ -115,6 +114,8 @@ def print_tree(title: str, leaves: Sequence[tuple[str, int, str]]) -> None:
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Print strict JSON; NaN and infinities become null."""
+    from ..engine.manager import finite  # not above: a table needs no manager
+
     say(json.dumps(finite(value), indent=2, allow_nan=False))
 
 

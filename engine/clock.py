@@ -37,7 +37,7 @@ class SystemClock:
 
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*")
+_PART = r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*"
 
 Duration = float | int | str | datetime.timedelta
 
@@ -75,8 +75,8 @@ def _parse(text: str) -> float | None:
         return float(text)
     except ValueError:
         pass
-    parts = _PART.findall(text)
-    if not parts or _PART.sub("", text):
+    parts = re.findall(_PART, text)
+    if not parts or re.sub(_PART, "", text):
         return None
     return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
@@ -84,7 +84,7 @@ def _parse(text: str) -> float | None:
 Rate = float | int | str
 
 _SIZES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
-_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmg]i?)?b?(?:/s)?)", re.IGNORECASE)
+_RATE = r"(\d+(?:\.\d+)?)\s*(?:([kmg]i?)?b?(?:/s)?)"
 
 
 def bytes_per_second(rate: Rate, *, name: str = "rate") -> float:
@@ -94,7 +94,7 @@ def bytes_per_second(rate: Rate, *, name: str = "rate") -> float:
     (50000000.0, 1610612736.0, 1000.0)
     """
     if isinstance(rate, str):
-        match = _RATE.fullmatch(rate.strip())
+        match = re.fullmatch(_RATE, rate.strip(), re.IGNORECASE)
         value = None if match is None else float(match[1]) * _SIZES[(match[2] or "").lower()]
     else:
         value = _number(rate)

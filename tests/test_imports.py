@@ -249,6 +249,8 @@ IN_A_FOLDER = "import tempfile, holdfast as hf\nwith tempfile.TemporaryDirectory
                 "email",
                 "ssl",
                 "ml_dtypes",
+                "_hashlib",
+                "holdfast.engine.storage.kvstore",
                 "holdfast.engine.arrays.load",
                 "holdfast.engine.arrays.read",
                 "holdfast.engine.manager",

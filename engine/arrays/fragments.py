@@ -6,7 +6,6 @@ no chunk is missing or was written twice.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from bisect import bisect_right
@@ -14,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from ..distributed import ProcessInfo
@@ -25,7 +25,6 @@ from .digests import CHECKSUM_BYTES, Integers, checksum_after
 from .plan import Catalog
 
 _VERSION = 5
-_TOKEN = 4  # bytes
 _DATA_PATH = re.compile(r"d/[0-9a-f]{8}\.[0-9]+\.[0-9]+")
 _LIMIT = 8 << 30  # bytes
 
@@ -96,7 +95,7 @@ def data_path(token: str, process: int, number: int) -> str:
 
 def short_token(token: str) -> str:
     """Shorten a save's token to the eight hexadecimal digits that names of files begin with."""
-    return hashlib.blake2b(token.encode(), digest_size=_TOKEN).hexdigest()
+    return xxhash.xxh32_hexdigest(token.encode())
 
 
 def make_fragment(
@@ -130,7 +129,7 @@ def make_fragment(
 
 
 def _digest(description: str) -> str:
-    return hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
+    return xxhash.xxh3_128_hexdigest(description.encode())
 
 
 def merge_fragments(

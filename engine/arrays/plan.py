@@ -10,13 +10,13 @@ thread writes a segment from end to end.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import xxhash
 
 from ..errors import OptionError, UnsupportedLeafError
 from ..format import LEVELS, Stored, dtype_name, encode_array_metadata, key_order, storage_dtype
@@ -291,7 +291,7 @@ def _encoding(name: str, leaf: ArrayLeaf, limit: int, level: int | None) -> Arra
     if level is not None:
         text += f", compressed with level {level}"
     if parts is not None:
-        digest = hashlib.blake2b(repr(tuple(parts)).encode(), digest_size=8).hexdigest()
+        digest = xxhash.xxh3_64_hexdigest(repr(tuple(parts)).encode())
         text += f", divided into {len(parts)} parts ({digest})"
     plain = stored.extra is None and leaf.dtype.isnative
     return ArrayEncoding(

@@ -6,7 +6,6 @@ as a checkpoint.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from ..distributed import ProcessInfo
@@ -325,7 +325,7 @@ def _on_one_line(text: str) -> str:
     """Return a text on one line; a digest of it replaces what is too long for an error."""
     if len(text) <= _SHOWN and text.isprintable():
         return text
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    digest = xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
     return f"{''.join(filter(str.isprintable, text[:_SHOWN]))}... (digest {digest})"
 
 

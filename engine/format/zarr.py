@@ -44,12 +44,10 @@ _PLAIN: dict[str, DType] = {np.dtype(scalar).name: np.dtype(scalar) for scalar i
 # https://google.github.io/tensorstore/driver/zarr3/index.html lists the data types of zarr3, without these.
 _NOT_IN_ZARR = frozenset({"int1", "uint1", "uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"})
 _LONG = int(np.finfo(np.longdouble).nmant)
-_LONG_NAME = re.compile(r"([<>]?)(c?longdouble)([0-9]{1,3})")
+_LONG_NAME = r"([<>]?)(c?longdouble)([0-9]{1,3})"
 # Zero multiples are not accepted: numpy divides by them, which ends the process.
 _UNITS = r"(?:\[(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
-_NUMPY_NAME = re.compile(
-    rf"(?:datetime64|timedelta64){_UNITS}|[<>][iufc][0-9]{{1,2}}|[<>][mM]8{_UNITS}|[<>|][SUV][0-9]{{1,10}}"
-)
+_NUMPY_NAME = rf"(?:datetime64|timedelta64){_UNITS}|[<>][iufc][0-9]{{1,2}}|[<>][mM]8{_UNITS}|[<>|][SUV][0-9]{{1,10}}"
 
 
 def _plain_or_ml(name: str) -> DType | None:
@@ -95,7 +93,7 @@ def _parse(name: str) -> DType:
         import ml_dtypes
 
         raise FormatVersionError(f"the dtype {name} needs a newer version of ml_dtypes than {ml_dtypes.__version__}")
-    long = _LONG_NAME.fullmatch(name)
+    long = re.fullmatch(_LONG_NAME, name)
     if long:
         if int(long[3]) != _LONG:
             raise FormatVersionError(
@@ -105,7 +103,7 @@ def _parse(name: str) -> DType:
         dtype = np.dtype(long[2])
         if long[1]:
             dtype = dtype.newbyteorder(">" if long[1] == ">" else "<")
-    elif _NUMPY_NAME.fullmatch(name):
+    elif re.fullmatch(_NUMPY_NAME, name):
         try:
             dtype = np.dtype(name)
         except (TypeError, ValueError):

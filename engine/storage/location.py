@@ -20,7 +20,6 @@ from ..observer import Observer, check_write, process_observer
 from . import local
 from .backend import Backend, DataFile, DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE
-from .kvstore import open_backend
 from .local import LocalBackend
 from .object_store import ObjectStoreBackend, open_object
 from .parallel import REQUESTS, UPLOADS, parallel_map
@@ -111,6 +110,8 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
         if not path.startswith("/"):
             raise InvalidLocationError(f"{shown!r} does not name an absolute path: write file:///path")
         return Location(_local, os.path.abspath(path))
+    from .kvstore import open_backend  # not above: nothing local needs it
+
     if scheme == "memory":
         return Location(open_backend("memory", ""), _object_key(shown, path))
     scheme = _SYNONYMS.get(scheme, scheme)

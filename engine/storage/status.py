@@ -82,29 +82,27 @@ STATUSES: dict[str, type[HoldfastError]] = {
 }
 """The canonical status names of Abseil, https://abseil.io/docs/cpp/guides/status-codes, which TensorStore reports."""
 
-_SERVICE_CODES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (
-    (re.compile(r"Malformed List response|Failed to parse response"), GarbledAnswerError),
-    (re.compile("RequestTimeTooSkewed"), StoragePermissionError),  # TensorStore repeats the request, in vain
-    (re.compile(r"All \d+ retry attempts failed"), StorageUnavailableError),  # reported as ABORTED
+_SERVICE_CODES: tuple[tuple[str, type[HoldfastError]], ...] = (
+    (r"Malformed List response|Failed to parse response", GarbledAnswerError),
+    ("RequestTimeTooSkewed", StoragePermissionError),  # TensorStore repeats the request, in vain
+    (r"All \d+ retry attempts failed", StorageUnavailableError),  # reported as ABORTED
     (
-        re.compile(
-            r"ExpiredToken|InvalidToken|TokenRefreshRequired|AuthorizationHeaderMalformed|IllegalLocationConstraint"
-            r"|credentials from provider"
-        ),
+        "ExpiredToken|InvalidToken|TokenRefreshRequired|AuthorizationHeaderMalformed|IllegalLocationConstraint"
+        "|credentials from provider",
         StoragePermissionError,
     ),
-    (re.compile(r"was ignored by server|Content-Range header"), DamagedCheckpointError),  # no ranges are served
-    (re.compile(r"StorageFull|QuotaExceeded|http_response_code='507'"), StorageFullError),
-    (re.compile(r"PermanentRedirect|http_response_code='30[178]'"), InvalidLocationError),
+    (r"was ignored by server|Content-Range header", DamagedCheckpointError),  # no ranges are served
+    (r"StorageFull|QuotaExceeded|http_response_code='507'", StorageFullError),
+    (r"PermanentRedirect|http_response_code='30[178]'", InvalidLocationError),
 )
-"""Messages of object stores whose meaning differs from the status that TensorStore derives from them."""
+"""Messages of object stores, as regular expressions, that mean something else than the status of TensorStore says."""
 
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/+[^\s'\"]+")
-_USER = re.compile(r"(:/+)[^/\s'\"]*@")
-_QUERY = re.compile(r"((?<=[?&])[\w.%-]+=)[^&\s'\"]+")
+_ADDRESS = r"[A-Za-z][A-Za-z0-9+.-]*:/+[^\s'\"]+"
+_USER = r"(:/+)[^/\s'\"]*@"
+_QUERY = r"((?<=[?&])[\w.%-]+=)[^&\s'\"]+"
 
 # TensorStore adds these, which repeat the message itself.
-_BODY = re.compile(r" \[(?:http_response_body|x-amzn-requestid)='(?:[^'\\]|\\.)*'\]")
+_BODY = r" \[(?:http_response_body|x-amzn-requestid)='(?:[^'\\]|\\.)*'\]"
 
 _ADVICE: dict[type[HoldfastError], str] = {
     StoragePermissionError: "check the permissions or credentials",
@@ -154,7 +152,7 @@ def map_status(error: Exception, path: str, action: str) -> HoldfastError:
         return map_os_error(error, path, action)
     text = str(error)
     status = re.match(r"[A-Z_]+(?=:)", text)
-    found = next((kind for pattern, kind in _SERVICE_CODES if pattern.search(text)), None)
+    found = next((kind for pattern, kind in _SERVICE_CODES if re.search(pattern, text)), None)
     kind: type[HoldfastError]
     if found is not None:
         kind = found
@@ -164,7 +162,7 @@ def map_status(error: Exception, path: str, action: str) -> HoldfastError:
         kind = InvalidLocationError  # TensorStore omits the status name for arguments it cannot use.
     else:
         kind = StorageError
-    return kind(_message(kind, action, path, _BODY.sub("", text)))
+    return kind(_message(kind, action, path, re.sub(_BODY, "", text)))
 
 
 def explain_failure(kind: type[HoldfastError], action: str, path: str, reason: str) -> HoldfastError:
@@ -187,9 +185,9 @@ def without_secrets(text: str) -> str:
     """
 
     def hidden(address: re.Match[str]) -> str:
-        return _QUERY.sub(r"\1***", _USER.sub(r"\1***@", address[0]))
+        return re.sub(_QUERY, r"\1***", re.sub(_USER, r"\1***@", address[0]))
 
-    return _ADDRESS.sub(hidden, text) if ":/" in text else text
+    return re.sub(_ADDRESS, hidden, text) if ":/" in text else text
 
 
 def check_extent(path: str, size: int, offset: int, length: int) -> None:
