@@ -83,7 +83,7 @@ def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[in
 _THREADS = 4
 _BUFFERS = 12  # buffers that threads copy out of take at most a twelfth of the bytes read
 _EXTENT = 16 << 20  # bytes read at a time; more only if a single chunk is larger
-_COPIED_EXTENT = 4 << 20  # the same if all of it is copied out: its memory is reused
+COPIED_EXTENT_BYTES = 4 << 20  # the same if all of it is copied out: its memory is reused
 _FEW = 32  # extents; one thread would wait longer for more of them than it takes to read them
 _SMALL = 16 << 10  # bytes; smaller chunks take longer to handle than to read
 LOCAL_GAP = 4 << 10  # bytes between two chunks that are cheaper to read than to skip: a page of the disk
@@ -215,7 +215,7 @@ def plan_extents(chunks: ChunkTable, gap: int) -> Iterator[Extent]:
             near = run.file == current.file and 0 <= length - run.length - current.length <= gap
             foreign = length - kept - own
             shared = kept + own == 0 or foreign * FOREIGN <= length
-            if near and shared and length <= (_EXTENT if kept + own else _COPIED_EXTENT):
+            if near and shared and length <= (_EXTENT if kept + own else COPIED_EXTENT_BYTES):
                 current = Extent(run.file, current.offset, length, current.first, run.stop, kept + own > 0)
                 kept += own
                 continue
@@ -235,7 +235,7 @@ def _runs(chunks: ChunkTable, gap: int) -> Iterator[Extent]:
     bounds = [0, *(np.flatnonzero(apart) + 1).tolist(), len(chunks)]
     for first, stop in pairwise(bounds):
         kept = bool(chunks.kept[first])
-        size = _EXTENT if kept else _COPIED_EXTENT
+        size = _EXTENT if kept else COPIED_EXTENT_BYTES
         reached = np.maximum.accumulate(ends[first:stop])
         start = first
         while first < stop:

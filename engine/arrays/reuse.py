@@ -38,7 +38,7 @@ ChunkKey = tuple[str, int]  # the description of an array, its name included, an
 _Held = tuple[tuple[int, int], bytes]  # a chunk of the tree, by the number of its array and its own, and its digest
 
 _SMALLEST_CHUNK = 64 << 10  # bytes; smaller ones are written faster than they are compared
-_SMALLEST_FILE = 1 << 20  # bytes; a smaller one is written again
+SMALLEST_FILE_BYTES = 1 << 20  # bytes; a smaller one is written again
 _LIVE = 0.5  # fraction of a file's bytes that must be unchanged; the others stay on the disk unused
 _SAMPLES = 256
 _SAMPLE_BYTES = 64  # size of a sample
@@ -267,7 +267,7 @@ class WrittenSteps:
                 if file.path in apart or file.path in self._refused or file.path in chosen:
                     continue
                 source = step.folder / file.path
-                if file.size < _SMALLEST_FILE or source in tried:
+                if file.size < SMALLEST_FILE_BYTES or source in tried:
                     continue
                 found = [chunk for chunk in file.chunks if held.get(chunk.key, (None, b""))[1] == chunk.digest]
                 if sum(chunk.length for chunk in found) < _LIVE * file.size:

@@ -30,10 +30,10 @@ from ..format import ARCHIVE, TREES, CheckpointRecord, ItemRecord, own_shares
 from ..storage import PAGE, DataReader, Location, Segment, parallel_map
 from .commit import CommitParts, PendingCheckpoint
 
-_PIECE = 4 << 20  # bytes read, checked and passed on at a time
+PIECE_BYTES = 4 << 20  # bytes read, checked and passed on at a time
 _LEAST_PIECE = 64 << 10
-_SPAN = 16 << 20  # bytes of a data file that one thread copies at a time
-_SMALL = 1 << 20  # bytes; a smaller file is written in one go
+SPAN_BYTES = 16 << 20  # bytes of a data file that one thread copies at a time
+SMALL_BYTES = 1 << 20  # bytes; a smaller file is written in one go
 _UPLOADS = 4  # how many files are sent at a time, if they are small enough
 BESIDE = 16e6  # bytes a second that a throttle lets pass beside a save; they hardly slow a disk down
 _IN_MEMORY = 256 << 20  # bytes of files that are uploaded at a time, if each is smaller
@@ -77,7 +77,7 @@ class Throttle:
     @property
     def piece(self) -> int:
         """Bytes to pass on at a time: little at a low rate, so that no connection is silent for long."""
-        return _PIECE if self._rate is None else max(_LEAST_PIECE, min(_PIECE, int(self._rate / 4)))
+        return PIECE_BYTES if self._rate is None else max(_LEAST_PIECE, min(PIECE_BYTES, int(self._rate / 4)))
 
     def take(self, count: int, *, sent: bool = True) -> None:
         """Wait until so many bytes may pass; those that are only read give way, and do not count at the rate.
@@ -128,7 +128,7 @@ class CopiedFiles:
 
     def note(self, files: Iterable[_File]) -> None:
         """Note the files of a copy that is committed."""
-        self._copies.append({file.key: file for file in files if file.check.known.size > _SMALL})
+        self._copies.append({file.key: file for file in files if file.check.known.size > SMALL_BYTES})
 
     def give(self, file: _File) -> bool:
         """Let the store make a file out of one that it has; return whether it did."""
@@ -279,11 +279,11 @@ class _Copy:
         with opened as reader:
             if file.source.is_local and reader.size != size:
                 raise DamagedCheckpointError(f"{file.source}: expected {size} bytes, found {reader.size}")
-            if size <= _SMALL:
+            if size <= SMALL_BYTES:
                 content = b"".join(part.tobytes() for part in self._parts(file, reader, 0, size, [0]))
                 file.destination.write_bytes(content, atomic=False)
                 return
-            spans = file.check.spans(PAGE, _SPAN)
+            spans = file.check.spans(PAGE, SPAN_BYTES)
             file.destination.write_data(size, [self._segment(file, reader, *span) for span in spans])
 
     def _segment(self, file: _File, reader: DataReader, start: int, stop: int) -> Segment:

@@ -42,9 +42,9 @@ from .ownership import RunIdentity, stored_options
 
 _logger = logging.getLogger("holdfast")
 
-_FIRST_PAUSE = 1.0  # seconds until the first new attempt after an error; each later pause is twice as long
+FIRST_PAUSE = 1.0  # seconds until the first new attempt after an error; each later pause is twice as long
 _LONGEST_PAUSE = 300.0
-_DELETION = 30.0  # seconds that a deletion waits for the mirror
+DELETION_WAIT = 30.0  # seconds that a deletion waits for the mirror
 _NICE = 10
 _MARGIN = 1.2  # factor by which a copy may take longer than the measured rate says
 
@@ -262,7 +262,7 @@ class RunMirror:
         """Delete the steps that the run has deleted explicitly: otherwise a later run would fetch them."""
         self.notify()
         with self._wake:
-            self._wake.wait_for(lambda: not self._run.doomed or self._error is not None, _DELETION)
+            self._wake.wait_for(lambda: not self._run.doomed or self._error is not None, DELETION_WAIT)
         if self._run.doomed:
             self._warn_left(self._error or "it has not answered yet")
 
@@ -398,7 +398,7 @@ class RunMirror:
             except Exception as error:  # training continues after any error
                 if self._ending.is_set():
                     return
-                pause = min(_LONGEST_PAUSE, 2 * pause if pause else _FIRST_PAUSE)
+                pause = min(_LONGEST_PAUSE, 2 * pause if pause else FIRST_PAUSE)
                 self._warn(error, "it is tried again")
                 if self._is_lost():
                     self._settle()

@@ -33,12 +33,12 @@ _logger = logging.getLogger("holdfast")
 ACCELERATORS = {"cuda"}  # types of devices whose tensors are copied like that, by the module of torch of the same name
 
 # torch rounds the size of pinned memory up to a power of two, so blocks of such a size waste nothing.
-_BLOCK = 256 << 20
+BLOCK_BYTES = 256 << 20
 _ALIGNMENT = 64
-_ROOM = 1 << 20  # bytes; a tensor is not cut to fill less than this at the end of a block
+LEAST_ROOM_BYTES = 1 << 20  # bytes; a tensor is not cut to fill less than this at the end of a block
 _SMALL = 64 << 10  # bytes; starting the copy of a smaller tensor takes longer than the copy
 _GATHERED = 4 << 20  # bytes of small tensors that are put together on the device, and copied at once
-_FIRST = 256 << 20  # bytes that are waited for first; then twice as many, and so on, because each wait costs time
+FIRST_BYTES = 256 << 20  # bytes that are waited for first; then twice as many, and so on, because each wait costs time
 
 
 def streams_of(device: Any) -> Any:
@@ -175,16 +175,16 @@ class PinnedMemory:
             if self._block == len(self._blocks) and not self._grow():
                 return 0
             room = int(self._blocks[self._block].numel()) - self._offset
-            if room >= min(nbytes, _ROOM):
+            if room >= min(nbytes, LEAST_ROOM_BYTES):
                 return room
             self._block, self._offset = self._block + 1, 0
 
     def _grow(self) -> bool:
         """Add a block; return whether that was possible."""
-        size = min(_BLOCK, 1 << (max(self._needed, _ROOM) - 1).bit_length())
+        size = min(BLOCK_BYTES, 1 << (max(self._needed, LEAST_ROOM_BYTES) - 1).bit_length())
         while self.nbytes + size > self._limit:
             size //= 2
-            if size < _ROOM:
+            if size < LEAST_ROOM_BYTES:
                 return False
         torch: Any = required("torch")
         try:
@@ -251,7 +251,7 @@ class PinnedMemory:
         program = [streams.current_stream(device), streams.default_stream(device)]
         for stream in program:
             side.wait_stream(stream)
-        first, nbytes, enough = group[0].position, 0, _FIRST
+        first, nbytes, enough = group[0].position, 0, FIRST_BYTES
 
         def mark() -> Any:
             event = streams.Event(blocking=True)  # the thread that waits for it sleeps

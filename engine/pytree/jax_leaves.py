@@ -23,7 +23,7 @@ from .leaves import WEAK, ArrayLeaf, Box, Details, LeafProblem, Part, Piece, Pin
 
 _logger = logging.getLogger("holdfast")
 
-_PINNED = {"gpu", "cuda", "rocm"}  # platforms whose arrays are copied to pinned memory
+PINNED_PLATFORMS = {"gpu", "cuda", "rocm"}  # platforms whose arrays are copied to pinned memory
 _FEW = 64  # devices of a mesh that are listed in the facts of its arrays
 _ORIGINS = [(0,) * axes for axes in range(65)]
 
@@ -55,7 +55,7 @@ class JaxDescriber:
         self._pinned_bytes = pinned_bytes
         self._waiting: list[tuple[int, Any]] = []  # arrays of one device, with the id of the array they are a part of
         self._hosted: dict[int, list[Any]] = {}  # the same parts on the host, by that id
-        self.prefetches: bool = jax.default_backend() != "cpu" or bool(_PINNED & {"cpu"})
+        self.prefetches: bool = jax.default_backend() != "cpu" or bool(PINNED_PLATFORMS & {"cpu"})
 
     def prepare(self, value: Any) -> None:
         found = self._data_of(value) if is_key(value) else value
@@ -180,7 +180,7 @@ class HostCopies:
         self._arrays = arrays
         self._pinned: dict[int, Any] = {}  # copies by the position of the array
         self.pinned_bytes = pinned_bytes
-        if not arrays or (jax.default_backend() == "cpu" and "cpu" not in _PINNED):
+        if not arrays or (jax.default_backend() == "cpu" and "cpu" not in PINNED_PLATFORMS):
             return
         with jax.transfer_guard("allow"):  # a guard is against copies that the program did not request
             self._start()
@@ -238,7 +238,7 @@ def _may_be_pinned(sharding: Any) -> bool:
     """Whether an array lies in the memory of an accelerator that copies to pinned host memory."""
     (device,) = sharding.device_set
     return (
-        device.platform in _PINNED
+        device.platform in PINNED_PLATFORMS
         and sharding.memory_kind in (None, device.default_memory().kind)
         and any(memory.kind == "pinned_host" for memory in device.addressable_memories())
     )

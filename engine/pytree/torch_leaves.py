@@ -29,10 +29,10 @@ _COMMON_TYPES = {"uint8", "int8", "int16", "int32", "int64", "uint16", "uint32",
 }  # fmt: skip
 _TINY = re.compile("u?int[1-7]")  # torch names integers of less than a byte, but has no operations on them
 _PAIRED = {"complex32": "float16"}  # stored as real and imaginary part, in one more axis
-_ON_HOST = {"cpu", "meta"}
-_ASYNCHRONOUS = {"cuda", "xpu"}  # devices that copy to the host in the background
+HOST_DEVICES = {"cpu", "meta"}
+ASYNCHRONOUS_DEVICES = {"cuda", "xpu"}  # devices that copy to the host in the background
 # Bytes that a save without pinned memory of its own copies at the same time: torch pins up to twice as many, for good.
-_AT_ONCE = 1 << 30
+BYTES_AT_ONCE = 1 << 30
 _SMALL = 1 << 15  # elements; torch copies a tensor of as many with threads of its own
 
 
@@ -52,18 +52,18 @@ class TorchDescriber:
         self._later = later
         self._copies: dict[int, Any] = {}
         self._devices: set[Any] = set()
-        self._left = _AT_ONCE
+        self._left = BYTES_AT_ONCE
         self._axes: dict[Mesh, set[int]] = {}  # axes of each root mesh over which DTensors of the tree are spread
 
     def prepare(self, value: Any) -> None:
         if is_dtensor(value) and (place := _place_in_root(value.device_mesh)) is not None:
             self._axes.setdefault(place[0], set()).update(place[1])
-        if value.device.type not in _ON_HOST and _why_not(self._torch, value) is None:
+        if value.device.type not in HOST_DEVICES and _why_not(self._torch, value) is None:
             own = self._own(value) if is_dtensor(value) else value.detach()
             if self._later and is_copied_later(own):
                 self._copies[id(value)] = tensor_encoding(value.dtype).on_device(own)
                 return
-            overlaps = value.device.type in _ASYNCHRONOUS and own.nbytes <= self._left
+            overlaps = value.device.type in ASYNCHRONOUS_DEVICES and own.nbytes <= self._left
             self._copies[id(value)] = own.to("cpu", non_blocking=overlaps)
             if overlaps:
                 self._left -= own.nbytes
@@ -242,7 +242,7 @@ _FACTS = attrgetter("dtype", "shape", "requires_grad", "layout", "is_cpu")
 def is_small(value: Any) -> bool:
     """Whether a tensor that `TorchDescriber.describe` has described can be copied by `copy_tensors`."""
     torch: Any = loaded("torch")
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.device.type not in _ON_HOST:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.device.type not in HOST_DEVICES:
         return False
     if not 0 < value.numel() < _SMALL:
         return False

@@ -45,11 +45,11 @@ _INTERACTIVE = {
 _SETTINGS = re.compile(r"AWS_|HOME$")  # variables that credentials depend on
 _EARLY = 300.0  # seconds before their end at which credentials are renewed; the next ones are there before that
 _STATIC = 60.0 + _EARLY  # seconds for which the content of a file is kept: another program may renew it
-_MACHINE = 2.0  # seconds for an answer of the metadata service, which many machines lack
+MACHINE_WAIT = 2.0  # seconds for an answer of the metadata service, which many machines lack
 _SERVICE = 10.0  # seconds for an answer of the token service
 _PROCESS = 60.0  # seconds for a program that prints credentials
 
-_CONTAINER = "http://169.254.170.2"
+CONTAINER_URL = "http://169.254.170.2"
 _CONTAINERS = ("169.254.170.2", "169.254.170.23", "fd00:ec2::23")  # plain HTTP does not leave the machine
 _INSTANCE = "http://169.254.169.254"
 _GLOBAL_REGION = "us-east-1"
@@ -321,7 +321,7 @@ def _of_container() -> _Found:
         os.environ.get, ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
     )
     if relative:
-        url = _CONTAINER + relative
+        url = CONTAINER_URL + relative
     elif not url:
         raise _NotFoundError
     else:
@@ -333,7 +333,7 @@ def _of_container() -> _Found:
             token = opened.read().strip()
     if token:
         headers["Authorization"] = token
-    return _from_json(json.loads(answer_of(urllib.request.Request(url, headers=headers), _MACHINE)))
+    return _from_json(json.loads(answer_of(urllib.request.Request(url, headers=headers), MACHINE_WAIT)))
 
 
 def _check_nearby(url: str) -> None:
@@ -351,10 +351,10 @@ def _of_instance() -> _Found:
     base = (os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or _INSTANCE).rstrip("/") + "/latest"
     request = urllib.request.Request(f"{base}/api/token", method="PUT")
     request.add_header("X-aws-ec2-metadata-token-ttl-seconds", "300")
-    headers = {"X-aws-ec2-metadata-token": answer_of(request, _MACHINE).decode()}
+    headers = {"X-aws-ec2-metadata-token": answer_of(request, MACHINE_WAIT).decode()}
     roles = f"{base}/meta-data/iam/security-credentials/"
-    role = answer_of(urllib.request.Request(roles, headers=headers), _MACHINE).decode().split("\n")[0]
-    return _from_json(json.loads(answer_of(urllib.request.Request(roles + role, headers=headers), _MACHINE)))
+    role = answer_of(urllib.request.Request(roles, headers=headers), MACHINE_WAIT).decode().split("\n")[0]
+    return _from_json(json.loads(answer_of(urllib.request.Request(roles + role, headers=headers), MACHINE_WAIT)))
 
 
 def _from_json(found: Mapping[str, Any], secret: str = "SecretAccessKey", token: str = "Token") -> _Found:

@@ -48,8 +48,8 @@ _STALLED = datetime.timedelta(seconds=120)  # without a byte, after which an att
 _ATTEMPT = datetime.timedelta(days=1)  # holdfast limits the time of a request itself, by its size
 BACKOFF = {"init_backoff": datetime.timedelta(seconds=0.1), "max_backoff": datetime.timedelta(seconds=15), "base": 2}
 
-_SINGLE = 256 << 20  # bytes of a file that is sent in one request; larger ones are sent in blocks
-_BLOCK = 32 << 20  # bytes
+SINGLE_REQUEST_BYTES = 256 << 20  # bytes of a file that is sent in one request; larger ones are sent in blocks
+BLOCK_BYTES = 32 << 20  # bytes
 _BLOCKS = 4  # sent at a time
 
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}(\.[a-z0-9-]+)*")
@@ -233,7 +233,7 @@ class AzureBackend(ObjectStoreBackend):
         self._ask(key, "write", lambda store, obstore: obstore.put_async(store, key, body, **options), size)
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
-        if size > _SINGLE:
+        if size > SINGLE_REQUEST_BYTES:
             self._put_blocks(key, size, segments)
         elif all(segment.lasting for segment in segments):
             self._put(key, [part for part in file_parts(size, segments, sent=True) if part.size] or b"", size)
@@ -256,7 +256,7 @@ class AzureBackend(ObjectStoreBackend):
                 raise
 
         try:
-            self._put(key, copies(), size, use_multipart=True, chunk_size=_BLOCK, max_concurrency=_BLOCKS)
+            self._put(key, copies(), size, use_multipart=True, chunk_size=BLOCK_BYTES, max_concurrency=_BLOCKS)
         except HoldfastError:
             if failed:
                 raise failed[0] from None

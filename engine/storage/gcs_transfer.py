@@ -22,8 +22,8 @@ from .tokens import Renewed, answer_of
 from .transfer import Transfer
 
 _SERVICE = "https://storage.googleapis.com"
-_TOKENS = "https://oauth2.googleapis.com/token"
-_WAIT = 5.0  # seconds for an answer with a token
+TOKENS = "https://oauth2.googleapis.com/token"
+WAIT = 5.0  # seconds for an answer with a token
 _EARLY = 60.0  # seconds before the end of a token at which it is renewed
 
 
@@ -100,12 +100,12 @@ def _ask_for_token() -> bytes:
     if credentials is None:
         host = os.environ.get("GCE_METADATA_ROOT", "metadata.google.internal")
         url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/token"
-        return answer_of(urllib.request.Request(url, headers={"Metadata-Flavor": "Google"}), _WAIT)
+        return answer_of(urllib.request.Request(url, headers={"Metadata-Flavor": "Google"}), WAIT)
     # A service account has a key to sign with, which the standard library cannot.
     if credentials["type"] != "authorized_user":
         raise ValueError(credentials["type"])
     body = {name: credentials[name] for name in ("client_id", "client_secret", "refresh_token")}
-    return answer_of(urllib.request.Request(_TOKENS, urlencode(body | {"grant_type": "refresh_token"}).encode()), _WAIT)
+    return answer_of(urllib.request.Request(TOKENS, urlencode(body | {"grant_type": "refresh_token"}).encode()), WAIT)
 
 
 def _credentials() -> dict[str, Any] | None:

@@ -43,8 +43,8 @@ _logger = logging.getLogger("holdfast")
 
 _LIST_PAGE = 1000  # names that stores list at a time
 
-_LARGE = 256 << 20  # bytes of a file whose upload is repeated before TensorStore has all of it in memory
-_AGAIN = (1.0, 5.0, 20.0)  # seconds to wait before each repetition
+LARGE_UPLOAD_BYTES = 256 << 20  # bytes of a file whose upload is repeated before TensorStore has all of it in memory
+UPLOAD_PAUSES = (1.0, 5.0, 20.0)  # seconds to wait before each repetition
 
 _CONFLICTS = 5  # answers that ask to repeat a conditional request, S3's 409, after which it has failed
 
@@ -185,7 +185,7 @@ class KvStoreBackend(ObjectStoreBackend):
         if transfer is not None:
             parts = functools.partial(file_parts, size, segments)
             patience = self._patience(key, "write", size)
-            stored = transfer.put(key, size, parts, patience, again=_AGAIN if size > _LARGE else ())
+            stored = transfer.put(key, size, parts, patience, again=UPLOAD_PAUSES if size > LARGE_UPLOAD_BYTES else ())
             if stored:
                 return
             if stored is None:  # where the keys are wrong, a read of nothing ends as a second upload would

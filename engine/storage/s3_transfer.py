@@ -22,7 +22,7 @@ from xml.sax.saxutils import escape
 from .aws_credentials import aws_credentials, forget_credentials, signed_headers
 from .transfer import Part, Transfer
 
-_LOOKUP = "https://{}.s3.amazonaws.com/"
+LOOKUP_URL = "https://{}.s3.amazonaws.com/"
 _WAIT = 5.0  # seconds for the region of a bucket
 # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
 _REFUSED = re.compile(
@@ -115,7 +115,7 @@ def _bucket_region(bucket: str) -> str | None:
         return None
     try:
         with urllib.request.urlopen(
-            urllib.request.Request(_LOOKUP.format(bucket), method="HEAD"), timeout=_WAIT
+            urllib.request.Request(LOOKUP_URL.format(bucket), method="HEAD"), timeout=_WAIT
         ) as answer:
             return str(answer.headers["x-amz-bucket-region"])
     except urllib.error.HTTPError as error:

@@ -72,7 +72,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     gpu = fakes.FakeGpu()
     monkeypatch.setattr(device_arrays, "ACCELERATORS", {"cpu"})
     monkeypatch.setattr(device_arrays, "streams_of", lambda device: gpu)
-    monkeypatch.setattr(torch_leaves, "_ON_HOST", {"meta"})
+    monkeypatch.setattr(torch_leaves, "HOST_DEVICES", {"meta"})
     monkeypatch.setattr(torch.Tensor, "record_stream", fakes.record_stream)
     with gpu:
         yield gpu
@@ -222,8 +222,8 @@ def test_every_kind_of_tensor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Work that was started before a save is in it, and work that is started after it is not."""
-    monkeypatch.setattr(device_arrays, "_BLOCK", 1 << 20)  # the largest tensor is larger
-    monkeypatch.setattr(device_arrays, "_FIRST", 1 << 14)
+    monkeypatch.setattr(device_arrays, "BLOCK_BYTES", 1 << 20)  # the largest tensor is larger
+    monkeypatch.setattr(device_arrays, "FIRST_BYTES", 1 << 14)
     saves, tree = Saves(tmp_path), kinds(machine.device)
     for step in range(3):
         machine.busy()
@@ -279,7 +279,7 @@ def test_a_tensor_that_is_deleted_at_once(machine: Any, tmp_path: Path) -> None:
 
 def test_a_share_of_a_tree(machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several processes with the same tensors, each copies what it writes."""
-    monkeypatch.setattr(device_arrays, "_ROOM", 1 << 16)
+    monkeypatch.setattr(device_arrays, "LEAST_ROOM_BYTES", 1 << 16)
     members = [ProcessInfo(index, 2, "token") for index in range(2)]
     handlers = [hf.PyTreeCheckpointHandler(chunk_bytes=100_000) for _ in members]
     tree = {"large": torch.zeros(700, 200, device=machine.device)}
@@ -359,7 +359,7 @@ def test_what_a_save_waits_for(gpu: Any, tmp_path: Path) -> None:
 @pytest.fixture
 def written(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log when data files are written, and how many tensors are in them."""
-    monkeypatch.setattr(device_arrays, "_FIRST", 1 << 18)
+    monkeypatch.setattr(device_arrays, "FIRST_BYTES", 1 << 18)
     write_data_files = Location.write_data_files
 
     def noted(self: Location, files: Sequence[DataFile], *rest: Any, **options: Any) -> None:
@@ -531,7 +531,7 @@ def test_memory_that_cannot_be_pinned(
     gpu: Any, tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What has no pinned memory is copied while the save blocks, with one line in the log."""
-    monkeypatch.setattr(device_arrays, "_BLOCK", 1 << 20)
+    monkeypatch.setattr(device_arrays, "BLOCK_BYTES", 1 << 20)
     gpu.limit = limit
     saves, tree = Saves(tmp_path), {str(number): torch.zeros(200, 1000) for number in range(6)}
     for step in range(3):
@@ -553,9 +553,9 @@ def test_memory_that_cannot_be_pinned(
 def test_the_limit_of_pinned_memory(
     gpu: Any, tmp_path: Path, option: int, pinned: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_arrays, "_BLOCK", 1 << 20)
-    monkeypatch.setattr(device_arrays, "_ROOM", 1 << 16)
-    monkeypatch.setattr(torch_leaves, "_ON_HOST", {"meta"} if option else {"cpu", "meta"})
+    monkeypatch.setattr(device_arrays, "BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(device_arrays, "LEAST_ROOM_BYTES", 1 << 16)
+    monkeypatch.setattr(torch_leaves, "HOST_DEVICES", {"meta"} if option else {"cpu", "meta"})
     saves, tree = Saves(tmp_path, pinned_bytes=option), {str(number): torch.zeros(200, 1000) for number in range(6)}
     for step in range(3):
         gpu.launch(lambda step=step: [value.fill_(step) for value in tree.values()])
@@ -569,8 +569,8 @@ def test_the_limit_of_pinned_memory(
 
 def test_a_save_that_waits_pins_little(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch keeps what it pins for a copy that is not waited for: only so much is copied like that."""
-    monkeypatch.setattr(torch_leaves, "_ASYNCHRONOUS", {"cpu"})
-    monkeypatch.setattr(torch_leaves, "_AT_ONCE", 3 * TENSOR)
+    monkeypatch.setattr(torch_leaves, "ASYNCHRONOUS_DEVICES", {"cpu"})
+    monkeypatch.setattr(torch_leaves, "BYTES_AT_ONCE", 3 * TENSOR)
     hf.save(tmp_path / "1", {str(number): torch.full((TENSOR // 4,), float(number)) for number in range(5)})
     assert gpu.log == ["pin", "pin", "pin", "block", "block"]
     for number, found in enumerate(hf.load(tmp_path / "1").values()):

@@ -29,9 +29,9 @@ Files = Callable[[str], StoredFiles]
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data files of a quarter of a MiB take the way of large ones, span by span and piece by piece."""
-    monkeypatch.setattr(copying, "_SMALL", 1 << 16)
-    monkeypatch.setattr(copying, "_SPAN", 1 << 17)
-    monkeypatch.setattr(copying, "_PIECE", 12_288)  # ends in the middle of chunks, and of checksums
+    monkeypatch.setattr(copying, "SMALL_BYTES", 1 << 16)
+    monkeypatch.setattr(copying, "SPAN_BYTES", 1 << 17)
+    monkeypatch.setattr(copying, "PIECE_BYTES", 12_288)  # ends in the middle of chunks, and of checksums
 
 
 def tree(seed: int = 0) -> dict[str, Any]:

@@ -308,7 +308,7 @@ def check_clean(root: Path, state: State) -> None:
     "stride", [pytest.param(11, id="some calls"), pytest.param(1, id="every call", marks=pytest.mark.sweep)]
 )
 def test_cut_off_at_any_call(disk: Disk, monkeypatch: pytest.MonkeyPatch, power: str, first: int, stride: int) -> None:
-    monkeypatch.setattr(reuse, "_SMALLEST_FILE", 1)
+    monkeypatch.setattr(reuse, "SMALLEST_FILE_BYTES", 1)
     generator = random.Random(0)
     for number in itertools.count(first if stride > 1 else 0, stride):
         root = disk.root / str(number)

@@ -34,7 +34,7 @@ def put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list
         return device_put(arrays, where, **kwargs)
 
     monkeypatch.setattr(jax, "device_put", noted)
-    monkeypatch.setattr(jax_leaves, "_PINNED", {"gpu", "cpu"})
+    monkeypatch.setattr(jax_leaves, "PINNED_PLATFORMS", {"gpu", "cpu"})
     jax_leaves._may_be_pinned.cache_clear()
     return found
 

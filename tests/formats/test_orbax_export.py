@@ -252,8 +252,8 @@ def test_checkpoints_of_others_become_orbax_s(tmp_path: Path) -> None:
 
 
 def test_large_arrays_are_cut_into_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.integrations.formats.orbax.export._CHUNK", 1 << 10)
-    monkeypatch.setattr("holdfast.integrations.formats.orbax.export._AT_ONCE", 1 << 12)
+    monkeypatch.setattr("holdfast.integrations.formats.orbax.export.CHUNK_BYTES", 1 << 10)
+    monkeypatch.setattr("holdfast.integrations.formats.orbax.export.BYTES_AT_ONCE", 1 << 12)
     saved = {"w": np.arange(3000.0).reshape(3, 1000), "v": np.arange(5000, dtype=np.int8), "u": np.ones((2, 3, 4))}
     hf.save(tmp_path / "ours", saved)
     with ocp.StandardCheckpointer() as checkpointer:

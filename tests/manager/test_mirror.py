@@ -55,8 +55,8 @@ def wait_until(run: hf.CheckpointManager, holds: Callable[[hf.reports.MirrorStat
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirrors, "_FIRST_PAUSE", 0.02)
-    monkeypatch.setattr(mirrors, "_DELETION", 5.0)
+    monkeypatch.setattr(mirrors, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(mirrors, "DELETION_WAIT", 5.0)
 
 
 @pytest.fixture

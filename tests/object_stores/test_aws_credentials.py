@@ -155,7 +155,7 @@ def test_where_they_are_found(
     s3: Store, amazon: Amazon, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, credentials, environment, asked = SOURCES[which]
-    monkeypatch.setattr(aws_credentials, "_CONTAINER", amazon.url)
+    monkeypatch.setattr(aws_credentials, "CONTAINER_URL", amazon.url)
     (tmp_path / "token").write_text("canary-of-the-cluster\n")
     (tmp_path / ".aws" / "config").write_text(config.replace("HOME", str(tmp_path)))
     (tmp_path / ".aws" / "credentials").write_text(credentials)
@@ -254,7 +254,7 @@ def test_a_configured_service_that_is_to_be_ignored(
 
 def test_a_machine_that_answers_byte_by_byte_is_given_up(amazon: Amazon, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte arrives in time; all of them would not."""
-    monkeypatch.setattr(aws_credentials, "_MACHINE", 0.2)
+    monkeypatch.setattr(aws_credentials, "MACHINE_WAIT", 0.2)
     endless = threading.Event()
 
     class Drips(socketserver.StreamRequestHandler):
@@ -314,7 +314,7 @@ def test_a_process_that_is_forked_during_a_search_searches_itself(amazon: Amazon
 def test_amazon_tells_the_region_of_a_bucket(amazon: Amazon, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_REGION", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name)
-    monkeypatch.setattr(s3_transfer, "_LOOKUP", f"{amazon.url}/{{}}")
+    monkeypatch.setattr(s3_transfer, "LOOKUP_URL", f"{amazon.url}/{{}}")
     amazon.fail("HEAD /far-away", answer=Answer(403, b"", {"x-amz-bucket-region": "eu-far-1"}))
     found = S3Transfer.open(store_spec("s3", "far-away"))
     assert found is not None

@@ -294,8 +294,8 @@ def scratch(count: int, size: int) -> Callable[[], Iterator[NDArray[np.uint8]]]:
 @pytest.mark.parametrize("single", [1 << 30, 1 << 20], ids=["one request", "blocks"])
 def test_memory_that_is_used_again(az: Store, single: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """obstore would send the last content several times."""
-    monkeypatch.setattr(azure, "_SINGLE", single)
-    monkeypatch.setattr(azure, "_BLOCK", 5 << 20)
+    monkeypatch.setattr(azure, "SINGLE_REQUEST_BYTES", single)
+    monkeypatch.setattr(azure, "BLOCK_BYTES", 5 << 20)
     place, size = as_location(f"{az.url}/data"), 24 << 20
     place.write_data(size, [Segment(0, size, scratch(24, 1 << 20))])
     assert place.read_bytes() == b"".join(bytes([value]) * (1 << 20) for value in range(24))
@@ -303,7 +303,7 @@ def test_memory_that_is_used_again(az: Store, single: int, monkeypatch: pytest.M
 
 
 def test_a_part_that_fails_in_blocks(az: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(azure, "_SINGLE", 1 << 20)
+    monkeypatch.setattr(azure, "SINGLE_REQUEST_BYTES", 1 << 20)
 
     def parts() -> Iterator[NDArray[np.uint8]]:
         yield np.zeros(8 << 20, np.uint8)

@@ -47,7 +47,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TokenSe
         monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.setenv("GCE_METADATA_ROOT", server.url.removeprefix("http://"))
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # machines are asked without it
-        monkeypatch.setattr(gcs_transfer, "_TOKENS", f"{server.url}/token")
+        monkeypatch.setattr(gcs_transfer, "TOKENS", f"{server.url}/token")
         yield server
 
 
@@ -127,7 +127,7 @@ def test_without_a_home_there_is_no_file_of_the_user(
 
 @pytest.mark.parametrize("how", ["cut", "reset", "never"])
 def test_an_answer_that_does_not_arrive(service: TokenServer, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gcs_transfer, "_WAIT", 2.0)
+    monkeypatch.setattr(gcs_transfer, "WAIT", 2.0)
     service.fail("", how=how)
     assert [gcs_transfer.access_token() for _ in range(2)] == [None, None]
     assert len(service.log) == 1

@@ -92,7 +92,7 @@ def test_where_only_tensorstore_can_decide(
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setenv("HOME", "/nowhere")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr(s3_transfer, "_LOOKUP", "http://127.0.0.1:9/{}")
+    monkeypatch.setattr(s3_transfer, "LOOKUP_URL", "http://127.0.0.1:9/{}")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert (S3Transfer.open(store_spec("s3", bucket)) is not None) == usable
@@ -251,8 +251,8 @@ def test_large_files_are_sent_again_before_tensorstore_has_them_in_memory(
     in_memory: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvstore, "_LARGE", DATA.size - 1)
-    monkeypatch.setattr(kvstore, "_AGAIN", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(kvstore, "LARGE_UPLOAD_BYTES", DATA.size - 1)
+    monkeypatch.setattr(kvstore, "UPLOAD_PAUSES", (0.0, 0.0, 0.0))
     answer = None if status is None else store.server.error(status, "SlowDown")
     store.server.fail("PUT|POST", times=times, answer=answer, how=how)
     place = as_location(f"{store.url}/data")
@@ -272,8 +272,8 @@ def test_wrong_keys_of_the_environment_are_told_after_one_upload(
     """They stay wrong, however often the data is sent."""
     if status == 400 and store.url.startswith("gs://"):
         pytest.skip("a service of S3")
-    monkeypatch.setattr(kvstore, "_LARGE", DATA.size - 1)
-    monkeypatch.setattr(kvstore, "_AGAIN", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(kvstore, "LARGE_UPLOAD_BYTES", DATA.size - 1)
+    monkeypatch.setattr(kvstore, "UPLOAD_PAUSES", (0.0, 0.0, 0.0))
     store.server.fail("", times=100, answer=store.server.error(status, code))
     with pytest.raises(hf.errors.StoragePermissionError, match=f"cannot write {store.url}/data: .*credentials"):
         write(as_location(f"{store.url}/data"))
@@ -308,7 +308,7 @@ TREES: dict[str, NDArray[Any]] = {
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Chunks are read one after the other, each with a request of its own; returns those received in their place."""
     monkeypatch.setattr(extents, "REQUESTS", 1)
-    monkeypatch.setattr(extents, "_COPIED_EXTENT", 1)
+    monkeypatch.setattr(extents, "COPIED_EXTENT_BYTES", 1)
     received: list[int] = []
     accept = Assembly.accept_placed
 

@@ -43,8 +43,8 @@ from .tree import ARRAYS_FOLDER, CHECKPOINT_FILE, NONE, SCALAR, STRING, STRINGS_
 
 TREE_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 JSON_HANDLER = "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler"
-_CHUNK = 16 << 20  # bytes
-_AT_ONCE = 256 << 20  # bytes of arrays in memory
+CHUNK_BYTES = 16 << 20  # bytes
+BYTES_AT_ONCE = 256 << 20  # bytes of arrays in memory
 _SEQUENCE, _MAPPING = 1, 2  # kinds of keys
 # Not "jax.Array": without a template, Orbax restores such a leaf only onto devices that are named. With a template,
 # either kind can be restored as the other.
@@ -409,7 +409,7 @@ def _write_files(folder: Location, files: Mapping[str, bytes]) -> None:
 
 def _write_tree(folder: Location, source: TreeSource, plan: OrbaxPlan, portion: Portion) -> None:
     folder.make_directory()
-    for group in batches(plan.arrays, lambda name: plan.arrays[name].nbytes, _AT_ONCE):
+    for group in batches(plan.arrays, lambda name: plan.arrays[name].nbytes, BYTES_AT_ONCE):
         _write_arrays(folder, source, plan, group)
         portion.advance(sum(plan.arrays[name].nbytes for name in group))
 
@@ -459,7 +459,7 @@ def _chunk_shape(array: NDArray[Any]) -> tuple[int, ...]:
     shape = [max(size, 1) for size in array.shape]
     for axis, size in enumerate(shape):
         row = math.prod(shape[axis + 1 :]) * max(array.dtype.itemsize, 1)
-        shape[axis] = min(size, max(1, _CHUNK // row))
-        if shape[axis] > 1 or row <= _CHUNK:
+        shape[axis] = min(size, max(1, CHUNK_BYTES // row))
+        if shape[axis] > 1 or row <= CHUNK_BYTES:
             break
     return tuple(shape)
