@@ -55,6 +55,8 @@ _NOT_ATOMIC = "a crash may leave half of a commit record, and readers may see on
 
 _SECRET = re.compile(r"pass|pwd|secret|key|token|cred|sas|connection_string", re.IGNORECASE)  # options with secrets
 
+_ADDRESS = re.compile(r"\\x00address \d+")  # of a class, in the text that describes a file system
+
 _CLASSES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (
     (re.compile("NotFound|NoSuch"), ObjectNotFoundError),
     (re.compile("Auth|Permission|Credential|Forbidden|BadHostKey"), StoragePermissionError),
@@ -181,37 +183,37 @@ def _names_of(filesystem: Any, prefix: str) -> tuple[str, str]:
     The name is the same in all processes, unless the file system cannot be pickled, or has secrets: a name without them
     would mean other files in a process with other ones, and a name made of them would tell of them.
     """
+    secrets: list[str] = []
     try:
-        whole = repr((_described(filesystem, secrets=True), prefix))
+        whole = repr((_described(filesystem, secrets), prefix))
     except Exception:  # What cannot be pickled has no description.
-        whole = f"{id(filesystem)} {prefix}"
-    try:
-        shown = repr((_described(filesystem, secrets=False), prefix))
-    except Exception:
+        return uuid.uuid4().hex[:8], f"{id(filesystem)} {prefix}"
+    if secrets:
         return uuid.uuid4().hex[:8], whole
-    return hashlib.sha256(shown.encode()).hexdigest()[:8], whole
+    return hashlib.sha256(_ADDRESS.sub("", whole).encode()).hexdigest()[:8], whole
 
 
-def _described(value: Any, *, secrets: bool) -> Any:
-    """Return what pickle would write of a value, as plain data; with the addresses of classes if secrets may be in it.
+def _described(value: Any, secrets: list[str]) -> Any:
+    """Return what pickle would write of a value, as plain data with the addresses of classes.
+
+    The names of options with secrets are added to ``secrets``.
 
     Raises:
-        Exception: The value cannot be pickled, or has secrets that must not be in it.
+        Exception: The value cannot be pickled.
     """
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, Mapping):
-        if not secrets and any(_SECRET.search(str(name)) for name, inner in value.items() if inner):
-            raise ValueError("secret options")
-        return sorted((str(name), _described(inner, secrets=secrets)) for name, inner in value.items())
+        secrets += [str(name) for name, inner in value.items() if inner and _SECRET.search(str(name))]
+        return sorted((str(name), _described(inner, secrets)) for name, inner in value.items())
     if isinstance(value, list | tuple):
-        return [_described(inner, secrets=secrets) for inner in value]
+        return [_described(inner, secrets) for inner in value]
     if isinstance(value, set | frozenset):
-        return sorted(repr(_described(inner, secrets=secrets)) for inner in value)
+        return sorted(repr(_described(inner, secrets)) for inner in value)
     if callable(value) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__} {id(value) if secrets else ''}"
+        return f"{value.__module__}.{value.__qualname__} \0address {id(value)}"
     reduced = value.__reduce_ex__(2)
-    return reduced if isinstance(reduced, str) else [_described(part, secrets=secrets) for part in reduced]
+    return reduced if isinstance(reduced, str) else [_described(part, secrets) for part in reduced]
 
 
 def _is_arrow(filesystem: Any) -> bool:

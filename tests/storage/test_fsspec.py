@@ -222,6 +222,19 @@ def test_a_file_system_with_secrets_has_a_url_of_this_process() -> None:
     assert fsspec_store._names_of(one, "")[0] != first, "chosen at random"
 
 
+def test_a_file_system_is_described_once() -> None:
+    """It may take long to pickle."""
+    pickled: list[object] = []
+
+    class Slow(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+        def __reduce__(self) -> Any:
+            pickled.append(self)
+            return super().__reduce__()
+
+    assert url_of(Slow(skip_instance_cache=True))
+    assert len(pickled) == 1
+
+
 class Home(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
     """Relative paths count from a home, as those of SFTP do."""
 
