@@ -29,7 +29,9 @@ from ..format import (
     add_early_checksums,
     chunk_keys,
     decode_array_metadata,
+    encode_names,
     metadata_key,
+    metadata_keys,
 )
 from ..pytree import Box
 from ..storage import DataReader, Location, is_unreadable, parallel_map
@@ -105,7 +107,7 @@ class ArrayDatabase:
         """Return the metadata of arrays, None where there is none; equal ones are mostly one object."""
         entries = self._know(names, _metadata_of)
         inline = entries.inline
-        texts = [None if row < 0 else inline[row] for row in entries.find(map(metadata_key, names))]
+        texts = [None if row < 0 else inline[row] for row in entries.find(metadata_keys(names))]
         decoded: dict[bytes | None, ArrayMetadata | None] = {None: None}
         for text in dict.fromkeys(texts):
             if text is not None:
@@ -278,7 +280,7 @@ class ArrayDatabase:
             left -= decoder.chunk_count
             keys = chunk_keys(names[array], decoder.grid)
             numbers = assembly.wanted_chunks(array)
-            for number, row in zip(numbers, entries.find(keys[number] for number in numbers), strict=True):
+            for number, row in zip(numbers, entries.find([keys[number] for number in numbers]), strict=True):
                 if row < 0 or entries.inline[row] is not None:
                     report("", array, f"chunk {number} is not in the index")
                     break
@@ -309,7 +311,8 @@ def _lone_chunks(entries: Entries, names: Sequence[str], assembly: Assembly) -> 
         lone[names.index("")] = False
     arrays = np.flatnonzero(lone)
     table = np.zeros((len(arrays), 4), np.int64)
-    table[:, 0] = entries.find([names[array].encode() + decoders[array].key for array in arrays.tolist()])
+    encoded = encode_names(names)
+    table[:, 0] = entries.find([encoded[array] + decoders[array].key for array in arrays.tolist()])
     table[:, 1] = arrays
     table[:, 3] = assembly.column(lambda decoder: decoder.adopted and assembly.keep, bool)[arrays]
     sizes = assembly.column(lambda decoder: decoder.stored_bytes)[arrays]

@@ -321,6 +321,8 @@ def read_parts(
 ) -> tuple[list[NDArray[Any] | None], dict[int, tuple[Partition, list[NDArray[Any]]]]]:
     """Read leaves as `materialize` takes them: whole arrays, or by position the parts that templates ask for."""
     cuts = _partitions(source, leaves, targets)
+    if shared is None and not cuts:
+        return source.read_leaves(leaves), {}
     read: dict[int, list[NDArray[Any]]] = {}
     if shared is not None:
         wanted = [wanted_parts(target, leaf.saved) for leaf, target in zip(leaves, targets, strict=True)]

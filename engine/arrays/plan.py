@@ -247,9 +247,10 @@ class Catalog:
     def documents(self, leaves: Sequence[HostLeaf]) -> list[dict[str, Any]]:
         """Return the entries of ``tree.json`` for all leaves, in the order of the tree."""
         found = [leaf.details for leaf in leaves]
-        for position, encoding in zip(self.positions.tolist(), self.encodings, strict=True):
-            if encoding.facts:
-                found[position] = {**found[position], **encoding.facts}
+        if any(kind.facts for kind in self.kinds):
+            for position, encoding in zip(self.positions.tolist(), self.encodings, strict=True):
+                if encoding.facts:
+                    found[position] = {**found[position], **encoding.facts}
         return found
 
     def all_chunks(self) -> ChunkIds:

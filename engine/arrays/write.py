@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -286,11 +287,8 @@ class TreeWriter:
     def _sources(self, chunks: ChunkIds) -> Sources:
         """Return the sources of all arrays, by number."""
         catalog, leaves = self._catalog, self._tree.leaves
-        pieces: list[Sequence[Piece]] = []
-        for position in catalog.positions.tolist():
-            leaf = leaves[position]
-            assert isinstance(leaf, ArrayLeaf)
-            pieces.append(leaf.pieces)
+        positions = catalog.positions.tolist()
+        pieces: list[Sequence[Piece]] = list(map(attrgetter("pieces"), map(leaves.__getitem__, positions)))
         extra = catalog.column([kind.stored.extra is not None for kind in catalog.kinds], bool)
         for array in set(chunks[0][extra[chunks[0]]].tolist()):
             width = catalog.encodings[array].stored.extra or 0

@@ -160,7 +160,7 @@ class PendingCheckpoint:
         self._parts = parts or CommitParts(location)
         self._old_record: bytes | None = None
         self._old: CheckpointRecord | None = None
-        if location.is_local and location.exists() and not location.is_directory():
+        if location.is_local and location.is_there() and not location.is_directory():
             raise CheckpointExistsError(f"{location}: a file is there; choose another path")
         if not owned:
             _check_not_of_another(location)

@@ -81,10 +81,16 @@ class Entries:
         cut = slice(start, stop)
         return Entries(self.keys[cut], self.inline[cut], self.files, *(column[cut] for column in columns))
 
-    def find(self, wanted: Iterable[bytes]) -> list[int]:
+    def find(self, wanted: list[bytes]) -> list[int]:
         """Return the position of each key, or -1. Keys at equal distances, as most have, are found without a search."""
         keys, count = self.keys, len(self.keys)
         found = []
+        if len(wanted) > 1:
+            first = bisect_left(keys, wanted[0])
+            step = bisect_left(keys, wanted[1]) - first
+            stop = first + len(wanted) * step
+            if step > 0 and keys[first:stop:step] == wanted:
+                return list(range(first, stop, step))
         last, distance = -1, 1
         for key in wanted:
             position = last + distance

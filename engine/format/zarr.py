@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -231,7 +232,17 @@ _decode_cached = lru_cache(maxsize=4096)(_decode)
 
 def metadata_key(name: str) -> bytes:
     """Return the key of the ``zarr.json`` of an array; the array at the root has the empty name."""
-    return f"{name}/zarr.json".encode() if name else b"zarr.json"
+    return metadata_keys([name])[0]
+
+
+def metadata_keys(names: Sequence[str]) -> list[bytes]:
+    return [name + b"/zarr.json" if name else b"zarr.json" for name in encode_names(names)]
+
+
+def encode_names(names: Sequence[str]) -> list[bytes]:
+    """Return the names of arrays, with which their keys begin, as bytes: thousands in one step."""
+    encoded = "\n".join(names).encode().split(b"\n")
+    return encoded if len(encoded) == len(names) else [name.encode() for name in names]
 
 
 def chunk_keys(name: str, grid: tuple[int, ...]) -> list[bytes]:

@@ -56,19 +56,17 @@ class TreeDocument:
 def to_document(structure: TreeDef | None, leaf_documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     tree = None if structure is None else _encode_node(structure)
     facts: list[dict[str, Any]] = []
-    numbers: dict[int, int] = {}  # keys are the identities of documents, which leaves share
+    entries: dict[int, dict[str, Any] | int] = {}  # keys are the identities of documents, which leaves share
     equal: dict[str, int] = {}  # keys are contents: which leaves share a document does not decide what is written
-    leaves: list[dict[str, Any] | int] = []
-    for document in leaf_documents:
-        number = numbers.get(id(document))
-        if number is None:
-            if _has_value(document):
-                leaves.append(document)
-                continue
-            number = numbers[id(document)] = equal.setdefault(repr(document), len(facts))
-            if number == len(facts):
-                facts.append(document)
-        leaves.append(number)
+    identities = list(map(id, leaf_documents))
+    for identity, document in dict(zip(identities, leaf_documents, strict=True)).items():
+        if _has_value(document):
+            entries[identity] = document
+            continue
+        number = entries[identity] = equal.setdefault(repr(document), len(facts))
+        if number == len(facts):
+            facts.append(document)
+    leaves = list(map(entries.__getitem__, identities))
     if len(facts) * 2 > len(leaf_documents):
         return {"tree": tree, "leaves": list(leaf_documents)}
     return {"tree": tree, "leaves": leaves, "facts": facts} if facts else {"tree": tree, "leaves": leaves}
@@ -83,9 +81,9 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
         raise DamagedCheckpointError("the tree's document has one value for several leaves")
     if facts:
         leaves = [facts[leaf] if type(leaf) is int and 0 <= leaf < len(facts) else leaf for leaf in leaves]
-    for index, leaf in enumerate(leaves):
+    for leaf in dict(zip(map(id, leaves), leaves, strict=True)).values():  # most leaves share a document
         if not isinstance(leaf, dict) or not isinstance(leaf.get("kind"), str):
-            raise DamagedCheckpointError(f"leaf {index} of the tree's document has no kind")
+            raise DamagedCheckpointError(f"leaf {leaves.index(leaf)} of the tree's document has no kind")
     names: list[str] = []
     structure = _decode_node(document["tree"], "", names, 0)
     if len(names) != len(leaves):

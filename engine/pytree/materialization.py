@@ -234,12 +234,19 @@ def materialize(
     ``parts`` has the partition of a leaf and its arrays, by the number of the leaf, where its whole array was not read.
     Arrays that were cast are removed from ``arrays``.
     """
-    results: list[Any] = [None] * len(templates)
+    results: list[Any] = list(arrays)
+    # The many leaves of a tree have few descriptions.
+    as_read = {key for key, leaf in dict(zip(map(id, saved), saved, strict=True)).items() if _is_as_read(leaf)}
+    rest = [
+        index
+        for index, (template, key, array) in enumerate(zip(templates, map(id, saved), arrays, strict=True))
+        if template is not None or array is None or key not in as_read
+    ]
     for_jax: list[tuple[int, LeafTemplate]] = []
     spread: list[tuple[int, LeafTemplate]] = []
     differences: list[str] = []
-    for index, (template, leaf, array) in enumerate(zip(templates, saved, arrays, strict=True)):
-        name = names[index]
+    for index in rest:
+        template, leaf, array, name = templates[index], saved[index], arrays[index], names[index]
         try:
             if template is None or template.kind == "any":
                 results[index] = _plain(leaf, array, name)
@@ -282,7 +289,8 @@ def materialize(
         made = jax_leaves.put_spread([_spread_array(template, results[index]) for index, template in spread])
         for (index, _), value in zip(spread, made, strict=True):
             results[index] = value
-    for index, template in enumerate(templates):
+    for index in rest:
+        template = templates[index]
         if template is not None and template.weak and template.kind == "jax":
             results[index] = jax_leaves.weakened(results[index])
     return results
@@ -303,11 +311,18 @@ def _implementation(template: LeafTemplate) -> str | None:
     return template.variant if template.kind == "key" else None
 
 
+def _is_as_read(leaf: Saved) -> bool:
+    """Whether an array without a template is what was read."""
+    return leaf.kind in ARRAY_KINDS and leaf.details.get("torch_dtype") != "complex32"
+
+
 def _plain(leaf: Saved, array: NDArray[Any] | None, name: str) -> Any:
     if array is None:
         return decode_value(leaf.details, name)
+    if _is_as_read(leaf):
+        return array
     if leaf.kind in ARRAY_KINDS:
-        if leaf.details.get("torch_dtype") == "complex32" and array.dtype == np.float16 and array.shape[-1:] == (2,):
+        if array.dtype == np.float16 and array.shape[-1:] == (2,):
             return np.ascontiguousarray(array, np.float32).view(np.complex64)[..., 0]
         return array
     if leaf.kind in NUMBER_KINDS:

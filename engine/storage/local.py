@@ -46,7 +46,7 @@ _LOCK = "hhqqi4x"  # struct flock of fcntl(2) where files have 64-bit offsets
 _SET_LOCK: int = getattr(fcntl, "F_OFD_SETLK", -1)  # Linux; elsewhere no reader sees another
 _GET_LOCK: int = getattr(fcntl, "F_OFD_GETLK", -1)
 
-_SYNCS = 3  # files and directories that are synced at a time
+_SYNCS = 6  # files and directories that are synced at a time: those of a small checkpoint take two turns
 
 _AWAY = "move it away"  # advice where something else lies in the place of one of our files
 _FICLONE = 0x40049409  # the request of ioctl_ficlone(2)

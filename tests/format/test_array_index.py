@@ -166,7 +166,7 @@ def test_nodes_that_are_read_again_count_once() -> None:
 def test_finding_keys(known: set[int], wanted: list[int]) -> None:
     keys = sorted(b"%02d" % number for number in known)
     expected = [keys.index(b"%02d" % number) if number in known else -1 for number in wanted]
-    assert Entries(keys).find(b"%02d" % number for number in wanted) == expected
+    assert Entries(keys).find([b"%02d" % number for number in wanted]) == expected
 
 
 def test_nodes_keep_to_their_limit_with_many_files() -> None:
