@@ -22,6 +22,7 @@ _SHORTEST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.25
 _PAUSE_PER_PROCESS = 0.25e-3  # seconds; so all processes that wait ask a store that polls 4,000 times a second at most
 _NO_DEADLINE = timedelta(days=20)  # as milliseconds, it fits into the integer that c10d waits for
+_SECONDS_TO_END = 2.0  # for a wait that is given up
 _GIVEN_UP = b"holdfast: a process has given up waiting for this value"
 
 
@@ -230,6 +231,7 @@ class TorchCoordinator:
         self._is_polled = _is_polled(store)
         self._waits: dict[str, Future[bytes]] = {}  # by key
         self._idle: list[Any] = []  # connections of waits that have ended
+        _made.add(self)
 
     @property
     def _store(self) -> Any:
@@ -297,9 +299,19 @@ class TorchCoordinator:
     def give_up(self, key: str) -> None:
         """End the wait for a value for which `get` has raised, and which this process will not ask for again."""
         wait = self._waits.pop(key, None)
-        if wait is not None and not wait.done():
+        if wait is None or wait.done():
+            return
+        try:
             with _torch_error():
                 self._store.compare_set(key, "", _GIVEN_UP.decode())
+        finally:
+            with contextlib.suppress(TimeoutError):
+                wait.exception(_SECONDS_TO_END)
+
+    def give_up_all(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            for key in list(self._waits):
+                self.give_up(key)
 
     def try_get(self, key: str) -> bytes | None:
         with _torch_error():
@@ -321,6 +333,23 @@ class TorchCoordinator:
     def delete(self, key: str) -> None:
         with _torch_error():
             self._store.delete_key(key)
+
+
+_made: weakref.WeakSet[TorchCoordinator] = weakref.WeakSet()
+
+
+def _end_waits() -> None:
+    """Give up all waits at exit: a thread that torch's store lets go while Python ends would abort the process."""
+    for coordinator in list(_made):
+        thread = threading.Thread(target=coordinator.give_up_all, name="holdfast-store", daemon=True)
+        thread.start()
+        thread.join(_SECONDS_TO_END)
+
+
+# Ordinary exit functions run when no thread can be started any more. A forked process has none of the waits.
+if (_register_early := getattr(threading, "_register_atexit", None)) is not None:
+    _register_early(_end_waits)
+os.register_at_fork(after_in_child=_made.clear)
 
 
 @contextlib.contextmanager

@@ -129,17 +129,61 @@ def test_a_barrier_that_another_process_does_not_reach_leaves_no_wait(how: str) 
     assert all("the disk is full" in text if how == "fails" else "process 2 of 3 did" in text for text in told)
 
 
-def test_a_process_0_that_has_given_up_a_wait_ends_with_its_own_status() -> None:
-    """A thread that the end of its server wakes while Python ends would abort the process."""
-    program = """
+PROGRAM = """
+import sys
+import time
 import torch.distributed as distributed
 from holdfast.engine.distributed import next_rendezvous
 from holdfast.engine.distributed.coordinators import TorchCoordinator
 
 store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-next_rendezvous(TorchCoordinator(store, 0, 2), "save").barrier("written", 0.3)
+coordinator = TorchCoordinator(store, 0, 2)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM + program], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_a_barrier_that_another_process_does_not_reach_is_a_clean_end_of_process_0() -> None:
+    done = run('next_rendezvous(coordinator, "save").barrier("written", 0.3)')
     assert done.returncode == 1
     assert "BarrierTimeoutError: save#1: process 1 of 2 did not reach 'written' within 0.3 s" in done.stderr
     assert "waitForInput" not in done.stderr, "torch warns of a wait that timed out"
+
+
+WAITS = """
+try:
+    coordinator.get("step", 0.3)
+except TimeoutError:
+    pass
+"""
+
+
+def test_a_wait_that_is_left_at_exit_does_not_abort_the_process() -> None:
+    """The end of the server wakes the thread that waits, and Python would end that thread in the middle of torch."""
+    program = """
+class LongEnd:
+    def __del__(self, sleep=time.sleep):
+        sleep(2)
+
+_ends_first, ends_later = store, LongEnd()  # the names with an underscore go first
+del store
+sys.exit(5)
+"""
+    done = run(WAITS + program)
+    assert done.returncode == 5, done.stderr
+
+
+def test_a_forked_process_does_not_give_up_the_waits_of_its_parent() -> None:
+    program = """
+import multiprocessing
+child = multiprocessing.get_context("fork").Process(target=sys.exit)
+child.start()
+child.join()
+assert not distributed.PrefixStore("holdfast", store).check(["step"])
+"""
+    done = run(WAITS + program)
+    assert done.returncode == 0, done.stderr
