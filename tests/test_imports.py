@@ -240,7 +240,7 @@ IN_A_FOLDER = "import tempfile, holdfast as hf\nwith tempfile.TemporaryDirectory
         ("import holdfast", {"numpy", "holdfast.engine.storage"}),
         (
             f"{IN_A_FOLDER} hf.list_checkpoints(folder)",
-            {"numpy", "holdfast.engine.pytree", "holdfast.engine.arrays.read"},
+            {"numpy", "statistics", "holdfast.engine.pytree", "holdfast.engine.arrays.read"},
         ),
         (
             f"{IN_A_FOLDER} hf.save(folder + '/a', {{'step': 1}})",

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ..clock import Clock, format_duration
@@ -27,6 +26,13 @@ if TYPE_CHECKING:
     from .retention import StepInfo
 
 _logger = logging.getLogger("holdfast")
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the median of some numbers, at least one."""
+    import statistics  # not above: it imports random and decimal, and a listing of checkpoints needs no median
+
+    return statistics.median(values)
 
 
 # ---- triggers

@@ -15,12 +15,11 @@ import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any, ClassVar
 
 from ..clock import Duration, format_duration, seconds
 from ..errors import OptionError
-from .decisions import EverySeconds, Moment
+from .decisions import EverySeconds, Moment, median
 
 DAY = 86400.0
 _SPREAD = math.log(10)  # the standard deviation of the logarithm of the rate of failures, before anything is known
