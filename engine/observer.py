@@ -28,7 +28,7 @@ STRAYS = "strays.jsonl"  # name of the file in that folder to which processes wi
 
 Point = Literal["step", "batch", "validation", "restored", "saving", "commit", "committed", "save_failed"]
 """A point that a run passes: ``step`` after an update, ``commit`` right before the commit record of a step is written,
-``committed`` after it; ``saving`` when the files of a step are about to be written in the background."""
+``committed`` after it; ``saving`` before the files of a step are written, perhaps in the background."""
 
 T = TypeVar("T")
 

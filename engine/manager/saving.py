@@ -157,6 +157,7 @@ class Saves:
                 )
             earlier: SaveFailedError | None = None
             try:
+                self._observer.reached("saving", step)  # here, so that a drill knows of a thread that has not begun
                 self._rollback.saving(step)
                 self._decisions.save_begins(step)
                 self._pending = pending
@@ -169,6 +170,7 @@ class Saves:
             except BaseException as error:  # an interrupt, or the system has no more threads
                 if save.give_up(error):
                     self._ended(pending, failed=True)
+                    self._observer.reached("save_failed", step)
                 if earlier is not None:
                     error.add_note(str(earlier))
                 raise
@@ -219,7 +221,6 @@ class Saves:
     def _complete(self, pending: _PendingSave, save: Save, awaited: threading.Event | None = None) -> None:
         """Write and commit a save, then delete what no rule keeps."""
         step = pending.step
-        self._observer.reached("saving", step)
         try:
             with save.completing() as claimed:
                 if not claimed:  # an interrupt has ended the save before this thread began

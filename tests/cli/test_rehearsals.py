@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from holdfast.cli.drill.fingerprints import Fingerprints, facts
 from holdfast.cli.drill.plan import DrillPlan
 from holdfast.cli.drill.rehearsal import Rehearsal
 from holdfast.engine.manager import read_events
-from holdfast.engine.observer import Point, Unobserved
+from holdfast.engine.observer import Observer, Point, Unobserved
 
 
 @pytest.fixture(autouse=True)
@@ -200,6 +201,26 @@ def save_all(directory: Path, steps: int, observer: Rehearsal) -> list[int]:
             manager.save(step, {"w": np.full(100, step)})
         manager.wait_until_finished()
         return manager.all_steps()
+
+
+def test_a_save_is_in_progress_before_its_thread_begins(tmp_path: Path) -> None:
+    """Otherwise a drill would interrupt the program, or end it, without the save of a busy machine."""
+
+    class Noting(Observer):
+        def __init__(self) -> None:
+            self.points: list[tuple[str, bool]] = []
+
+        def reached(self, point: Point, step: int | None) -> None:
+            self.points.append((point, threading.current_thread() is threading.main_thread()))
+
+    noting = Noting()
+    with hf.CheckpointManager(tmp_path, observer=noting) as manager:
+        manager.save(1, {"w": np.zeros(3)})
+        manager.wait_until_finished()
+    assert [point for point in noting.points if point[0] in ("saving", "committed")] == [
+        ("saving", True),
+        ("committed", False),
+    ]
 
 
 @pytest.mark.parametrize(
