@@ -583,7 +583,16 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
     try:
         location.remove_tree(last=DELETED)
     finally:
-        lock.release()
+        _release(lock, location)
+
+
+def _release(lock: SaveLock, location: Location) -> None:
+    """Release the lock of a marker that may be gone: NFS keeps it in the directory, as .nfs0123, until it is closed."""
+    kept = [entry.name for entry in location.entries()] if location.is_local else []
+    lock.release()
+    if kept and all(name.startswith(".nfs") for name in kept):
+        with contextlib.suppress(OSError):
+            os.rmdir(location)
 
 
 @contextlib.contextmanager
@@ -626,7 +635,7 @@ def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock |
             if lock.take_over() or mark == DELETED:
                 return _sweep(location, parts or CommitParts(location), lock, mark)
         finally:
-            lock.release()
+            _release(lock, location)
     raise AssertionError
 
 

@@ -583,6 +583,33 @@ def test_a_save_that_begins_beside_a_removal(
     assert refusals > 0
 
 
+@pytest.mark.parametrize("remove", [sweep, delete_checkpoint])
+def test_a_removal_on_nfs_leaves_no_folder(
+    tmp_path: Path, remove: Callable[[hf.storage.Location], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS keeps the marker under another name, and with it the folder, until the lock closes it."""
+    place = hf.storage.as_location(tmp_path / "ckpt")
+    place.make_directory()
+    (place / "checkpoint.deleted").write_bytes(b"{}")
+    kept = tmp_path / "ckpt" / ".nfs0123"
+    remove_tree, release = LocalBackend.remove_tree, SaveLock.release
+
+    def removed(backend: LocalBackend, key: str, first: str | None, last: str | None) -> None:
+        remove_tree(backend, key, first, last)
+        kept.parent.mkdir()
+        kept.touch()
+
+    def released(lock: SaveLock) -> None:
+        if lock.descriptor is not None:
+            kept.unlink(missing_ok=True)
+        release(lock)
+
+    monkeypatch.setattr(LocalBackend, "remove_tree", removed)
+    monkeypatch.setattr(SaveLock, "release", released)
+    remove(place)
+    assert not kept.parent.exists()
+
+
 def test_sweep_takes_only_the_marker_beside_a_damaged_record(tmp_path: Path) -> None:
     place = hf.storage.as_location(tmp_path / "ckpt")
     commit(place, "one")
