@@ -42,6 +42,7 @@ class CallbackOptions(CheckpointOptions):
 
     signals: Collection[str | signal.Signals] = ("SIGTERM",)
     grace_secs: Duration | None = None
+    replicated: Collection[str] = ()
 
     def __post_init__(self) -> None:
         self.preemption_signals()
@@ -59,6 +60,11 @@ class CallbackOptions(CheckpointOptions):
             close = difflib.get_close_matches(str(self.resume), words, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise OptionError(f"resume={self.resume!r} is not one of {', '.join(map(repr, words))} or a step{hint}")
+        if isinstance(self.replicated, str) or not all(isinstance(name, str) for name in self.replicated):
+            raise OptionError(
+                f"replicated={self.replicated!r} must be the names of extras, such as ['data'], or of state of a "
+                "Lightning trainer, such as ['loaders']"
+            )
         if self.partial not in (None, *get_args(get_args(Partial)[0])):
             raise OptionError(f'partial={self.partial!r} must be "initialize" or None')
         if self.resume == "best" and self.best_fn is None:

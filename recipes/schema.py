@@ -142,6 +142,7 @@ class CheckpointSection(Section):
     compression: int | None = _option(CallbackOptions, "compression")
     signals: list[str] = _option(CallbackOptions, "signals")
     grace_secs: Duration | None = _option(CallbackOptions, "grace_secs")
+    replicated: list[str] = _option(CallbackOptions, "replicated")
 
     def options(self) -> CallbackOptions:
         """Return the options of the callback."""

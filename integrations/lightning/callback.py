@@ -123,6 +123,13 @@ class CheckpointCallback(ResumingCallback):
             SIGINT, the first Ctrl-C does so, and a later one interrupts the program.
         grace_secs: The time between the signal and the end of the process, as the scheduler grants it. A save that
             takes longer is reported with a warning.
+        replicated: The names of state that is the same in all processes, so that any number of them gets it. These are
+            extras, such as a position in one order that no number of processes enters, or a random generator that all
+            seed alike; ``"global_generators"`` for those of Python, numpy and torch; in a Lightning trainer
+            ``"loaders"`` for its training loaders with ``state_dict``, ``"loaders/0"`` for the first of them. Each save
+            of a loop checks that the states are equal, and holds one; a Lightning trainer checks it when another number
+            of processes resumes. Objects with an attribute ``replicated_state = True``, ``hf.skip_to`` with a
+            ``global_batch_size`` and Grain's ``ElasticIterator`` need not be named.
         clock: Where the time comes from, for tests.
         metadata: JSON about the run, such as its configuration, stored with the checkpoints.
         hyperparameters: Which hyperparameters count in a resume where they differ, such as a new learning rate:
@@ -187,6 +194,7 @@ class CheckpointCallback(ResumingCallback):
         compression: int | None = None,
         signals: Sequence[str | signal.Signals] = ("SIGTERM",),
         grace_secs: Duration | None = None,
+        replicated: Sequence[str] = (),
         clock: Clock | None = None,
         metadata: Mapping[str, Any] | None = None,
         hyperparameters: Literal["saved", "program"] = "saved",

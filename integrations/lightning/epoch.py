@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 import torch
 
-from ...engine.errors import StateError
+from ...engine.errors import OptionError, StateError
 from ...engine.generators import as_tree, capture, restore, same_state
 from ...engine.pytree import loaded
 from ...engine.stateful import (
@@ -26,7 +27,17 @@ from ...engine.stateful import (
     state_of,
     warn_of_lost_draws,
 )
-from .wall import begin_counting, logged_averages, restore_logged, set_ended
+from .wall import (
+    begin_counting,
+    draw_ahead,
+    draws_ahead,
+    logged_averages,
+    place_iterator,
+    restore_logged,
+    set_ended,
+)
+
+logger = logging.getLogger("holdfast")
 
 # ---- data loaders
 
@@ -34,87 +45,140 @@ _NOTHING = object()
 
 
 def loader_states(loaders: Sequence[object]) -> list[Any]:
-    """Return the states of the loaders that carry one, in order."""
-    return [getattr(loader, methods[0])() for loader in loaders if (methods := _state_methods(loader))]
+    """Return copies of the states of the loaders that carry one, in order."""
+    return [_state(loader) for loader in _stateful(loaders)]
 
 
-def replicated_states(loaders: Sequence[object]) -> list[int]:
-    """Return which of the states of :func:`loader_states` are declared to be those of all processes."""
-    stateful = [loader for loader in loaders if _state_methods(loader)]
-    return [index for index, loader in enumerate(stateful) if is_replicated(loader)]
+def replicated_states(loaders: Sequence[object], names: Collection[str] = ()) -> list[int]:
+    """Return which of the states of :func:`loader_states` are declared to be those of all processes.
+
+    Loaders declare it themselves, or ``names`` has ``loaders`` or one such as ``loaders/0``.
+
+    Raises:
+        OptionError: A name is that of no loader.
+    """
+    stateful = _stateful(loaders)
+    named = {name: range(len(stateful)) for name in names if name == "loaders"}
+    named |= {name: range(len(stateful))[int(name[8:]) :][:1] for name in names if name.startswith("loaders/")}
+    if unknown := [name for name, indices in named.items() if not indices]:
+        raise OptionError(
+            f"replicated names {unknown[0]!r}, and the trainer has {len(stateful)} training data loaders with "
+            "state_dict and load_state_dict; those without a state need no declaration, as their batches are counted"
+        )
+    declared = {index for indices in named.values() for index in indices}
+    return [index for index, loader in enumerate(stateful) if index in declared or is_replicated(loader)]
 
 
 def load_loader_states(loaders: Sequence[object], saved: Sequence[Any]) -> None:
     """Restore the states that :func:`loader_states` returned in the loaders that carry a state."""
-    stateful = [(loader, methods) for loader in loaders if (methods := _state_methods(loader))]
+    stateful = _stateful(loaders)
     if len(stateful) != len(saved):
         raise StateError(
             f"the checkpoint holds the state of {len(saved)} training data loaders, but {len(stateful)} of this run's "
             "loaders have state_dict and load_state_dict: use the loaders that the checkpoint was saved with"
         )
-    for (loader, methods), state in zip(stateful, saved, strict=True):
-        _load(loader, methods[1], state)
+    for loader, state in zip(stateful, saved, strict=True):
+        _load(loader, state)
         if is_torchdata_loader(loader):
             warn_of_lost_draws(loader, state)
 
 
-def _load(loader: Any, setter: str, state: Any) -> None:
-    getattr(loader, setter)(copy.deepcopy(state))  # A loader may keep what it gets, and change it.
+def note_states(earlier: Sequence[Sequence[Any]], loaders: Sequence[object]) -> list[list[Any]]:
+    """Return the states of the loaders that carry one, each with the last different one before it, newest first.
+
+    The states of torchdata's loaders are left out, because they tell whether an epoch has ended.
+    """
+    stateful = _stateful(loaders)
+    known = earlier if len(earlier) == len(stateful) else [()] * len(stateful)
+    return [_noted(before, loader) for before, loader in zip(known, stateful, strict=True)]
 
 
-def end_loader_epoch(loaders: Sequence[Any], saved: Sequence[Any], *, is_last: bool = False) -> None:
-    """Take the loaders that carry a state to the end of an epoch, so that the next iterator begins a new one.
+def _noted(before: Sequence[Any], loader: object) -> list[Any]:
+    if is_torchdata_loader(loader) and not is_replicated(loader):
+        return []
+    state = _state(loader)
+    return list(before) if before and same_state(before[0], state) else [state, *before[:1]]
 
-    Raises:
-        StateError: A loader has gone to another place than in a run that was not interrupted, and the epoch is not the
-            last one of the run.
+
+def end_loader_epoch(
+    loaders: Sequence[Any],
+    saved: Sequence[Any],
+    earlier: Sequence[Sequence[Any]] = (),
+    length: float = math.inf,
+) -> None:
+    """Take the loaders that carry a state to the end of an epoch, from where they begin the next one or continue.
+
+    Args:
+        loaders: All loaders.
+        saved: The states at the end of the epoch of those that carry one.
+        earlier: What :func:`note_states` returned before the last batch; steps of earlier versions do not have it.
+        length: The number of batches of the epoch, where it was known before its end.
     """
     load_loader_states(loaders, saved)
-    stateful = [(loader, methods) for loader in loaders if (methods := _state_methods(loader))]
-    for (loader, (_, setter)), state in zip(stateful, saved, strict=True):
+    for index, (loader, end) in enumerate(zip(_stateful(loaders), saved, strict=True)):
         # The first iterator applies the state, so it must not be that of the next epoch.
         iterator = iter(loader)
         if iterator is loader:
             continue
-        is_at_end = next(iterator, _NOTHING) is _NOTHING  # A generator function runs nothing before its first value.
-        if is_torchdata_loader(loader):
-            continue
-        if is_at_end:
-            if not is_last:
-                _refuse_moved(loader, state)
-            continue
-        # The epoch has ended before the data of the loader, or the state is that of the next epoch already.
-        continues = _continues(loader, iterator, setter, state)
-        _load(loader, setter, state)
-        if not continues:
+        starts = earlier[index] if index < len(earlier) else ()
+        if not starts or _length(loader) == length:  # The data of the loader may have ended as well.
+            # A generator function runs nothing before its first value.
+            is_at_end = next(iterator, _NOTHING) is _NOTHING
+            if is_torchdata_loader(loader) or (is_at_end and same_state(_state(loader), end)):
+                continue
+        if not starts:
+            _load(loader, end)
+        elif _repeated(loader, starts, end) is None:
+            # Such a loader does not continue where it is, but begins anew with the next iterator.
+            _load(loader, end)
             next(iter(loader), None)
 
 
-def _continues(loader: Any, iterator: Iterator[Any], setter: str, state: Any) -> bool:
-    """Return whether a new iterator continues after the last batch of the one before it, or begins anew.
+def repeat_batch(fetcher: Any, loaders: Sequence[Any], states: Sequence[Any], earlier: Sequence[Sequence[Any]]) -> None:
+    """Bring the iterators of loaders to where they had drawn the batch ahead that the checkpoint holds."""
+    for index, (loader, state) in enumerate(zip(loaders, states, strict=True)):
+        if index < len(earlier) and earlier[index] and iter(loader) is not loader:
+            iterator = _repeated(loader, earlier[index], state)
+            if iterator is None:
+                _load(loader, state)
+                iterator = iter(loader)
+            place_iterator(fetcher.combined_loader, index, iterator)
 
-    ``iterator`` has yielded one batch since the loader got the state.
+
+def _repeated(loader: Any, starts: Sequence[Any], end: Any) -> Iterator[Any] | None:
+    """Let a loader draw its last batch again, or come to its end again, and return the iterator that is there.
+
+    The state alone does not tell whether the next iterator begins anew or continues, nor whether an epoch has ended.
+    Return None if the loader does not come to the state ``end``.
     """
-    next(iterator, None)
-    states = copy.deepcopy(loader_states([loader]))
-    _load(loader, setter, state)
-    for _ in range(2):
-        next(iter(loader), None)
-    return same_state(states, loader_states([loader]))
-
-
-def _refuse_moved(loader: Any, state: Any) -> None:
-    """Raise StateError if a loader changes its state when its iterator ends, which the saved run has not let happen."""
-    (found,) = loader_states([loader])
-    if not same_state(found, state):
-        raise StateError(
-            f"the training data loader {type(loader).__qualname__} changes its state when its iterator ends, from "
-            f"{state!r:.80} to {found!r:.80}. Lightning takes as many batches from a loader as it has a length, as the "
-            "shortest one beside it has, or as limit_train_batches says, and does not let its iterator end, so that an "
-            "epoch after a resume would have another order than one without. Begin a new epoch in __iter__, or leave "
-            "out __len__ of a loader on its own, so that Lightning draws to the end; or resume from a step within an "
-            "epoch"
+    drawn, found = 0, None
+    for start in starts:
+        _load(loader, start)
+        for _ in range(2):  # The batch may have been the first of an iterator that was not the first.
+            iterator = iter(loader)
+            drawn += next(iterator, _NOTHING) is not _NOTHING
+            if same_state(_state(loader), end):
+                found = iterator
+                break
+        if found is not None:
+            break
+    if drawn:
+        logger.warning(
+            "the training data loader %s gave its last batch again (batches drawn: %d), so that it continues as in a "
+            "run without a stop. Its state and its random generators are restored. What else drawing changes has "
+            "changed once more, such as a queue that it reads or a counter elsewhere: let such a loader be its own "
+            "iterator (__iter__ returns self, and __next__ draws), as that is not drawn from at a resume",
+            type(loader).__qualname__,
+            drawn,
         )
+    return found
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def all_stateful(loaders: Sequence[object]) -> bool:
@@ -137,24 +201,35 @@ def prefetched(fetcher: Any) -> list[Any]:
     return list(getattr(fetcher, "batches", ()))
 
 
-def begin_with(fetcher: Any, batches: Sequence[Any], done: bool, ended: list[bool]) -> None:
-    """Make a fetcher's iterator with batches drawn ahead; ``done`` tells whether the loop has had the last one."""
-    fetcher.iterator = iter(fetcher.combined_loader)
-    if ended:
+def begin_within(fetcher: Any, ahead: Mapping[str, Any] | None, ended: Sequence[bool]) -> None:
+    """Make the iterator of a fetcher within an epoch.
+
+    Args:
+        fetcher: The fetcher.
+        ahead: The batches drawn ahead, and whether the loop has had the last one; None to draw one, if it does that.
+        ended: Which loaders have ended in this epoch, before the batch that is to be drawn.
+    """
+    if ahead is None and not draws_ahead(fetcher):
+        iter(fetcher)
         set_ended(fetcher.combined_loader, ended)
+        return
+    fetcher.iterator = iter(fetcher.combined_loader)
+    set_ended(fetcher.combined_loader, ended)
     fetcher.reset()
-    fetcher.batches = list(batches)
-    fetcher.done = done
+    if ahead is None:
+        draw_ahead(fetcher)
+    else:
+        fetcher.batches, fetcher.done = list(ahead["batches"]), ahead["done"]
 
 
 def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> None:
     """Draw the batches that this epoch has trained on already, calling ``before`` with the number drawn so far."""
-    draws_ahead = fetcher.length is None and hasattr(fetcher, "batches")
-    source = fetcher if draws_ahead else fetcher.iterator
+    ahead = draws_ahead(fetcher)
+    source = fetcher if ahead else fetcher.iterator
     for drawn in range(count):
-        if drawn + draws_ahead == 1:
+        if drawn + ahead == 1:
             begin_counting(fetcher.combined_loader)
-        before(drawn + draws_ahead)
+        before(drawn + ahead)
         try:
             next(source)
         except StopIteration:
@@ -162,7 +237,7 @@ def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> Non
                 f"the checkpoint was saved after {count} batches of its epoch, but the training data now ends after "
                 f"{drawn}: use the data and the batch size that the checkpoint was saved with"
             ) from None
-    if count == 1 and not draws_ahead:
+    if count == 1 and not ahead:
         begin_counting(fetcher.combined_loader)
 
 
@@ -197,6 +272,28 @@ def _state_methods(loader: object) -> tuple[str, str] | None:
     if is_replicated(loader):  # Others with these methods, such as iterators of Grain, count batches as before.
         kinds.append(("get_state", "set_state"))
     return next((names for names in kinds if all(callable(getattr(loader, name, None)) for name in names)), None)
+
+
+def _stateful(loaders: Sequence[Any]) -> list[Any]:
+    return [loader for loader in loaders if _state_methods(loader)]
+
+
+def _state(loader: object) -> Any:
+    getter, _ = _state_methods(loader) or ("", "")
+    return _copied(getattr(loader, getter)())
+
+
+def _load(loader: object, state: Any) -> None:
+    _, setter = _state_methods(loader) or ("", "")
+    getattr(loader, setter)(_copied(state))
+
+
+def _copied(state: Any) -> Any:
+    """Return a copy of a state, because loaders may change what they returned, and what they got."""
+    try:
+        return copy.deepcopy(state)
+    except Exception:  # Objects may refuse to be copied in any way. The save decides whether it can hold them.
+        return state
 
 
 # ---- random generators
@@ -293,8 +390,6 @@ def _metrics(module: Any) -> Iterator[tuple[str, Any]]:
 # with other samples. So each batch for which the dataset draws from a generator notes the state of the generator before
 # it, where something else has drawn from that generator since the previous batch.
 
-
-logger = logging.getLogger("holdfast")
 
 MOST = 1000  # The limit on the states that are kept of an epoch, of about 5 KB each.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from ...engine.generators import capture, same_state
 from ..options import Reshard
 from . import epoch
 from .epoch import MOST, Drawing, ModuleSwitches, draws_in_process, warn_of_draws
+from .store import GLOBAL_GENERATORS
 from .strategies import keeps_own_buffers, own_buffers, replicas
 from .trees import is_plain_tree
 from .wall import (
@@ -27,6 +28,7 @@ from .wall import (
     end_epoch,
     end_restart,
     finish_epoch,
+    follow_ends,
     has_done_all_batches,
     has_loaders,
     have_ended,
@@ -35,6 +37,7 @@ from .wall import (
     reloaded_at_epoch,
     restart_in_validation,
     set_reloaded_at_epoch,
+    stays_ended,
 )
 
 logger = logging.getLogger("holdfast")
@@ -59,7 +62,7 @@ class Position:
     repeats the first two with the saved generator states, and draws the earlier batches again.
     """
 
-    def __init__(self, trainer: Any, hooks: LoopHooks) -> None:
+    def __init__(self, trainer: Any, hooks: LoopHooks, replicated: Collection[str] = ()) -> None:
         self._trainer = trainer
         self._fit = trainer.fit_loop
         self.fetcher: Any = None  # the data fetcher of the present epoch
@@ -67,11 +70,15 @@ class Position:
         self._switches = ModuleSwitches(trainer.lightning_module)
         self._before_validation: tuple[dict[str, Any], dict[str, int]] | None = None
         self._saved: dict[str, Any] | None = None
-        self._keeps_random = False  # whether the saved generators are those of another process
+        self._replicated = replicated  # the names of state that is the same in all processes
+        self._is_new = False  # whether the saved position is that of another process, as more continue than have saved
+        self._keeps_random = False  # whether this process keeps the global generators that the program has seeded
         self._skip_batch = False
-        self._before_ahead: list[Any] = []  # states of loaders before the batch that was drawn ahead
+        self._earlier: list[list[Any]] = []  # states of loaders before the batch that was drawn last
+        self._ended_before: list[bool] = []  # which loaders had ended in the epoch before that batch
         self._ended: list[Any] | None = None  # states of loaders at the end of an epoch, which a resume has left
-        self._waiting: tuple[int, list[Any]] = -1, []  # the batches fetched and the states of loaders at a resume
+        # the batches fetched at a resume, and the states of loaders then and earlier
+        self._waiting: tuple[int, list[Any], list[Any]] = -1, [], []
         self._has_warned = False
         self._has_too_many_draws = False
         self._drawing: Drawing | None = None  # where the dataset may draw random numbers in this process
@@ -112,11 +119,12 @@ class Position:
             position["replicas"] = count
         if keeps_own_buffers(self._trainer.strategy):
             position["buffers"] = own_buffers(self._trainer.lightning_module)
-        replicated = epoch.replicated_states(self._loaders())
-        if replicated:
+        if replicated := epoch.replicated_states(self._loaders(), self._replicated):
             position["replicated"] = replicated
-        is_one_for_all = len(replicated) == len(self._loaders())
-        if point != "epoch":
+        if point == "epoch":
+            if self._earlier:
+                position["earlier"] = self._earlier
+        else:
             ahead = epoch.prefetched(fetcher)
             position["fetched"] = fetcher.fetched
             position["consumed"] = fetcher.fetched - len(ahead)
@@ -124,34 +132,51 @@ class Position:
             if not epoch.all_stateful(self._loaders()):
                 position["epoch"] = self._epoch
                 position["batch_sizes"] = epoch.batch_sizes(self._loaders())
-            elif ahead and is_one_for_all and self._before_ahead:
-                # Another number of processes could not divide the batch that each of them has drawn ahead.
-                position["loaders"] = self._before_ahead
-            elif ahead and is_plain_tree(ahead):
-                position["ahead"] = {"batches": ahead, "done": fetcher.done}
-                if ended := have_ended(fetcher.combined_loader):
-                    position["ahead"]["ended"] = ended
-            elif ahead and not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "the training data has no length, so Lightning draws one batch ahead. This batch cannot be saved, "
-                    "as it is not a tree of tensors: a resumed run leaves it out"
-                )
+            else:
+                ended = have_ended(fetcher.combined_loader)
+                if ahead or any(ended) or has_done_all_batches(self._fit):
+                    position["earlier"], position["ended"] = self._earlier, ended
+                if ahead:
+                    self._add_ahead(position, ahead)
         return position
+
+    def _add_ahead(self, position: dict[str, Any], ahead: list[Any]) -> None:
+        """Add the batch that was drawn ahead, or what is needed to draw it again.
+
+        It is drawn again if it cannot be saved, and if another number of processes could not divide it.
+        """
+        is_one_for_all = len(position.get("replicated", ())) == len(self._earlier)
+        if all(self._earlier) and (is_one_for_all or not is_plain_tree(ahead)):
+            position["loaders"] = [states[0] for states in self._earlier]
+            position["ended"] = self._ended_before
+        elif is_plain_tree(ahead):
+            position["ahead"] = {"batches": ahead, "done": self.fetcher.done}
+        elif not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the training data has no length, so Lightning draws one batch ahead. This batch cannot be saved, as "
+                "it is not a tree of tensors: a resumed run leaves it out"
+            )
 
     def resume(self, saved: dict[str, Any], reshard: Reshard | None, processes: ProcessGroup) -> None:
         """Resume from what :meth:`capture` returned; called before the loops of the trainer run."""
         self._saved = saved
         shares = saved.pop("shares", None)
-        self._keeps_random = shares is not None and processes.index >= len(shares)
+        self._is_new = shares is not None and processes.index >= len(shares)
+        draws_alike = GLOBAL_GENERATORS in self._replicated
+        self._keeps_random = self._is_new and not draws_alike
+        if draws_alike:
+            check_drawn_alike(shares or [saved])
         before, now = saved.get("replicas", 1), replicas(self._trainer.strategy)
         one_for_all = check_replicated(saved, shares)
         if not one_for_all and (shares is not None or before != now):
             _reshard(saved, shares, reshard, processes)
+            for owner in (saved, saved.get("epoch", {})):
+                owner.pop("earlier", None)
         if before != now and saved["point"] != "epoch" and not one_for_all:
             saved["point"] = "batch"
             saved["rescaled"] = Fraction(before, now)
-        if self._keeps_random and "averages" in saved:
+        if self._is_new and "averages" in saved:
             saved["averages"] = {"logged": {}, "metrics": {}}
         if before != now and self._trainer.is_global_zero:
             order = "; a loader that shuffles has another order in one process than in several"
@@ -162,7 +187,7 @@ class Position:
                 before,
                 now,
                 "the data continues in the order that all processes share" if one_for_all else samples,
-                "" if shares is None else _left(len(shares), processes.count),
+                "" if shares is None else _left(len(shares), processes.count, draws_alike),
             )
 
     # ---- in the order in which the loops call
@@ -182,7 +207,10 @@ class Position:
 
     def _first_iterator(self, original: Callable[[], None]) -> None:
         original()
+        epoch.replicated_states(self._loaders(), self._replicated)  # This refuses unknown names.
+        self._ended, self._earlier = None, []  # They are those of loaders that these replace.
         self._epoch = self._before_iterator()
+        self._earlier = epoch.note_states([], self._loaders())
 
     def _epoch_starts(self, original: Callable[[], None]) -> None:
         saved = self._saved
@@ -210,9 +238,12 @@ class Position:
             return
         self._end_resumed_epoch(fetcher)
         before, iterator = self._before_iterator(), iterator_of(fetcher.combined_loader)
+        self._earlier = epoch.note_states(self._earlier, self._loaders())
         original(fetcher)
         if iterator_of(fetcher.combined_loader) is not iterator or not self._epoch:
             self._epoch = before
+        if epoch.all_stateful(self._loaders()):
+            follow_ends(fetcher.combined_loader)
         self._epoch["at_first_batch"] = self._random()
         self._follow_draws(from_start=True)
 
@@ -237,9 +268,10 @@ class Position:
 
     def _before_fetch(self, original: Callable[[], None]) -> None:
         original()
-        parts = self._loaders()
-        if len(epoch.replicated_states(parts)) == len(parts):
-            self._before_ahead = epoch.loader_states(parts)
+        combined, length = self.fetcher.combined_loader, self.fetcher.length
+        if length is None or self.fetcher.fetched >= length - 1 or stays_ended(combined):
+            self._earlier = epoch.note_states(self._earlier, self._loaders())
+            self._ended_before = have_ended(combined)
         if self._drawing is not None:
             self._drawing.before()
 
@@ -266,20 +298,20 @@ class Position:
 
     # ---- returning to where a checkpoint was saved
 
-    def _go_to_epoch(self, saved: dict[str, Any], *, is_last: bool = False) -> None:
+    def _go_to_epoch(self, saved: dict[str, Any]) -> None:
         self._restore_module(saved)
         self._warn_of_lasting_workers(saved)
         clear_restart(self._fit)
         finish_epoch(self._fit.epoch_progress)
         set_reloaded_at_epoch(self._fit, saved["reloaded_at_epoch"])
-        epoch.end_loader_epoch(self._loaders(), saved["loaders"], is_last=is_last)
-        self._ended = saved["loaders"]
+        self._ended, self._earlier = saved["loaders"], saved.get("earlier", [])
+        epoch.end_loader_epoch(self._loaders(), self._ended, self._earlier, self._fit.max_batches)
         self._restore_random(saved["random"])
 
     def _go_to_end(self, saved: dict[str, Any]) -> None:
         parts = self._loaders()
         if saved["point"] == "epoch" and len(saved["loaders"]) == len(epoch.loader_states(parts)):
-            self._go_to_epoch(saved, is_last=True)
+            self._go_to_epoch(saved)
             return
         self._restore_module(saved)
         clear_restart(self._fit)
@@ -294,30 +326,40 @@ class Position:
         self._set_up_epoch()
         epoch.set_sampler_epoch(parts, self._fit.epoch_progress.current.processed)
         if epoch.all_stateful(parts):
+            self._earlier = saved.get("earlier", [])
             # Loaders apply a state with the next batch; where none is left, the epoch must be ended.
-            is_last = saved["point"] == "validation" and has_done_all_batches(self._fit)
-            load = epoch.end_loader_epoch if is_last else epoch.load_loader_states
-            load(parts, saved["loaders"])
-            if (ahead := saved.get("ahead")) is None:
-                if len(epoch.replicated_states(parts)) == len(parts):
-                    self._before_ahead = list(saved["loaders"])  # iter() may draw one ahead, before any fetch.
-                iter(fetcher)
-            else:
-                epoch.begin_with(fetcher, ahead["batches"], ahead["done"], ahead.get("ended", []))
-                self._waiting = saved["fetched"], saved["loaders"]
+            if saved["point"] == "validation" and has_done_all_batches(self._fit):
+                epoch.end_loader_epoch(parts, saved["loaders"], self._earlier, self._fit.max_batches)
+                fetcher.reset()
+                fetcher.done = True
+                return
+            states, ahead, ended = saved["loaders"], saved.get("ahead"), saved.get("ended", [])
+            epoch.load_loader_states(parts, states)
+            epoch.begin_within(fetcher, ahead, ended)
+            if ahead is not None:
+                epoch.repeat_batch(fetcher, parts, states, self._earlier)
+                self._waiting = saved["fetched"], states, self._earlier
+            for index, has_ended in enumerate(ended):
+                if has_ended and stays_ended(fetcher.combined_loader):
+                    one = slice(index, index + 1)
+                    epoch.end_loader_epoch(parts[one], states[one], self._earlier[one])
             return
         for index in started.get("new_workers", ()):
             epoch.drop_iterator(parts[index])
         logger.info("drawing %d batches again to find the position in the epoch", saved["consumed"])
         is_first = saved["reloaded_at_epoch"] == self._fit.epoch_progress.current.processed  # of these loaders
-        load = epoch.load_loader_states if is_first else epoch.end_loader_epoch
-        load(parts, started["loaders"])  # before the iterators were made
+        if is_first:
+            epoch.load_loader_states(parts, started["loaders"])  # before the iterators were made
+        else:
+            epoch.end_loader_epoch(parts, started["loaders"], started.get("earlier", []), self._fit.max_batches)
         self._restore_random(started["at_iterator"])
+        self._earlier = epoch.note_states([], parts)
         iter(fetcher)
         self._restore_random(started["at_first_batch"])
         restarts = started.get("restarts", {})
 
         def before_batch(drawn: int) -> None:
+            self._earlier = epoch.note_states(self._earlier, parts)
             if drawn in restarts:
                 self._restore_random(restarts[drawn])
 
@@ -409,17 +451,17 @@ class Position:
         for index in saved["kept"]:
             if index < len(parts) and epoch.keeps_iterator(parts[index]) and parts[index]._iterator is None:
                 iter(parts[index])
-        if not self._keeps_random:
+        if not self._is_new:
             epoch.restore_loader_generators(saved["generators"], parts)
 
     def _end_resumed_epoch(self, fetcher: Any) -> None:
         """End the epoch of loaders that have not drawn since a resume, as the batch drawn ahead was the last one."""
-        (fetched, states), self._waiting = self._waiting, (-1, [])
+        (fetched, states, earlier), self._waiting = self._waiting, (-1, [], [])
         if fetcher.fetched == fetched:
             random = self._random()
-            for loader, state in zip(self._loaders(), states, strict=True):
+            for index, (loader, state) in enumerate(zip(self._loaders(), states, strict=True)):
                 if same_state(epoch.loader_states([loader]), [state]):
-                    epoch.end_loader_epoch([loader], [state])
+                    epoch.end_loader_epoch([loader], [state], earlier[index : index + 1])
             self._restore_random(random)
 
     def _before_iterator(self) -> dict[str, Any]:
@@ -427,7 +469,8 @@ class Position:
         ended, self._ended = self._ended, None
         states = [] if epoch.all_stateful(parts) else ended or epoch.loader_states(parts)
         new = [index for index, part in enumerate(parts) if epoch.keeps_iterator(part) and part._iterator is None]
-        return {"at_iterator": self._random(), "loaders": states, "new_workers": new}
+        earlier = self._earlier if states else []
+        return {"at_iterator": self._random(), "loaders": states, "earlier": earlier, "new_workers": new}
 
     def _now(self) -> dict[str, Any]:
         """Return the state, apart from the averages, that a validation may change."""
@@ -442,7 +485,8 @@ class Position:
 
     def _restore_random(self, state: dict[str, Any]) -> None:
         if not self._keeps_random:
-            epoch.restore_generators(state, self._trainer.strategy.root_device, self._loaders())
+            own = [] if self._is_new else self._loaders()
+            epoch.restore_generators(state, self._trainer.strategy.root_device, own)
 
 
 def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None) -> bool:
@@ -465,6 +509,18 @@ def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | N
                 "declaration"
             )
     return bool(replicated) and len(replicated) == len(saved["loaders"]) and not saved.keys() & {"epoch", "ahead"}
+
+
+def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
+    """Refuse global generators that are declared to be those of all processes, and that differ."""
+    states = [{name: one for name, one in share["random"].items() if name != "loaders"} for share in shares]
+    for state in states:
+        if differing := [name for name in states[0] if not same_state(state.get(name), states[0][name])]:
+            raise StateError(
+                f"replicated names 'global_generators', and the {len(states)} processes of the checkpoint saved "
+                f"different states of {', '.join(differing)}: seed and draw alike on all processes; or leave the name "
+                "out, and each generator belongs to the rank that saved it"
+            )
 
 
 def check_same_place(saved: dict[str, Any], states: Sequence[Any]) -> None:
@@ -517,9 +573,9 @@ def _reshard(
         saved["ahead"] = reshard("ahead", [share.get("ahead") for share in shares], processes.index, processes.count)
 
 
-def _left(before: int, now: int) -> str:
+def _left(before: int, now: int, draws_alike: bool) -> str:
     """Describe what happens to state that belongs to single processes."""
-    what = "random generators and averages over the epoch"
+    what = "averages over the epoch" if draws_alike else "random generators and averages over the epoch"
     if now > before:
         return f"Processes from {before} on begin with fresh {what}"
     return f"The {what} that processes from {now} on had are left" if now < before else ""

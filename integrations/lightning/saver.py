@@ -63,7 +63,7 @@ class FitSaver:
         self._ledger = MetricsLedger()
         # The tuner takes all callbacks away for its trials in the same loops.
         self._hooks = LoopHooks(lambda: any(one is callback for one in trainer.callbacks))
-        self._position = Position(trainer, self._hooks)
+        self._position = Position(trainer, self._hooks, options.replicated)
         self._fitting = Fitting(trainer, None if options.partial is None else Misfits(), self._hooks)
         self._hooks.place(self._fit.epoch_loop, "on_advance_end", self._after_batch)
         self._hooks.place(self._fit, "on_advance_end", self._after_epoch)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import re
 import secrets
 import sys
 import weakref
@@ -40,6 +41,10 @@ from ..options import ProgramOptions, Resume
 from .strategies import SharedState, StateHandler
 from .trees import POSITION, from_tree, plain_weights, to_tree
 
+GLOBAL_GENERATORS = "global_generators"
+REPLICATED = re.compile(rf"{GLOBAL_GENERATORS}|loaders(/\d+)?")
+"""The names of state of a trainer that may be declared as that of all processes."""
+
 _EXPORTS = (".safetensors", ".ckpt")
 
 
@@ -55,6 +60,11 @@ class CallbackArguments(ProgramOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if unknown := [name for name in self.replicated if not REPLICATED.fullmatch(name)]:
+            raise OptionError(
+                f"replicated names {unknown[0]!r}, and a Lightning trainer has 'loaders' (or one of them, such as "
+                "'loaders/0') and 'global_generators'"
+            )
         if self.item_intervals:
             raise OptionError(
                 f"item_intervals={self.item_intervals!r}: a checkpoint of a Lightning run has the items state and, of "

@@ -11,6 +11,7 @@ the first callback is made.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -19,7 +20,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +66,10 @@ _CONNECTOR = "trainer.connectors.checkpoint_connector"
 NAMES_IN_MODULES = {  # of the package, by the module; for attributes of a class, those that its constructor sets
     "core.saving": ("_load_state", "_pl_migrate_checkpoint"),
     "utilities.parsing": ("lightning_getattr", "lightning_hasattr", "lightning_setattr"),
-    "utilities.combined_loader": ("CombinedLoader.flattened", "CombinedLoader._iterator", "_MaxSizeCycle._consumed"),
+    "utilities.combined_loader": (
+        *("CombinedLoader.flattened", "CombinedLoader._iterator", "CombinedLoader._mode"),
+        *("_MaxSizeCycle._consumed", "_ModeIterator.iterators"),
+    ),
     "trainer.connectors.signal_connector": ("_HandlersCompose",),
     _CONNECTOR: ("_CheckpointConnector",),
     "trainer.connectors.logger_connector.result": (
@@ -325,14 +329,70 @@ def begin_counting(combined: Any) -> None:
         combined._iterator._consumed = [False] * len(combined.flattened)
 
 
+class _Ending(Iterator[Any]):
+    """The iterator of a loader that gives None after its end, until all others have ended."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+        self.has_ended = False
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.iterator)
+        except StopIteration:
+            self.has_ended = True
+            raise
+
+
+def stays_ended(combined: Any) -> bool:
+    """Return whether a loader that has ended does not begin again in an epoch that lasts until all have."""
+    return bool(combined._mode == "max_size")
+
+
+def follow_ends(combined: Any) -> None:
+    """Note in this epoch which loaders end, where Lightning does not."""
+    if stays_ended(combined):
+        iterators = combined._iterator.iterators
+        combined._iterator.iterators = [one if isinstance(one, _Ending) else _Ending(one) for one in iterators]
+
+
 def have_ended(combined: Any) -> list[bool]:
-    """Return which loaders have ended, and begun again, in this epoch, where an epoch lasts until all have."""
+    """Return which loaders have ended in this epoch, where an epoch lasts until all have."""
+    if stays_ended(combined):
+        return [getattr(one, "has_ended", False) for one in combined._iterator.iterators]
     return list(getattr(combined._iterator, "_consumed", ()))
 
 
-def set_ended(combined: Any, ended: list[bool]) -> None:
+def set_ended(combined: Any, ended: Sequence[bool]) -> None:
     """Restore what :func:`have_ended` returned."""
-    combined._iterator._consumed = list(ended)
+    if not stays_ended(combined):
+        if ended:
+            combined._iterator._consumed = list(ended)
+        return
+    follow_ends(combined)
+    for iterator, has_ended in zip(combined._iterator.iterators, ended, strict=False):
+        if has_ended:
+            iterator.iterator, iterator.has_ended = iter(()), True
+
+
+def place_iterator(combined: Any, index: int, iterator: Iterator[Any]) -> None:
+    """Replace the iterator of one loader, unless the loader has ended for this epoch."""
+    iterators = combined._iterator.iterators
+    if not isinstance(one := iterators[index], _Ending):
+        iterators[index] = iterator
+    elif not one.has_ended:
+        one.iterator = iterator
+
+
+def draws_ahead(fetcher: Any) -> bool:
+    """Return whether a fetcher draws a batch ahead, to detect the last one of data without a length."""
+    return fetcher.length is None and hasattr(fetcher, "batches")
+
+
+def draw_ahead(fetcher: Any) -> None:
+    """Draw the first batch ahead, as a fetcher does when it begins."""
+    with contextlib.suppress(StopIteration):
+        fetcher.batches.append(super(type(fetcher), fetcher).__next__())
 
 
 def reloaded_at_epoch(loop: Any) -> Any:

@@ -176,6 +176,13 @@ class CheckpointCallback:
             SIGINT, the first Ctrl-C does so, and a later one interrupts the program.
         grace_secs: The time between the signal and the end of the process, as the scheduler grants it. A save that
             takes longer is reported with a warning.
+        replicated: The names of state that is the same in all processes, so that any number of them gets it. These are
+            extras, such as a position in one order that no number of processes enters, or a random generator that all
+            seed alike; ``"global_generators"`` for those of Python, numpy and torch; in a Lightning trainer
+            ``"loaders"`` for its training loaders with ``state_dict``, ``"loaders/0"`` for the first of them. Each save
+            of a loop checks that the states are equal, and holds one; a Lightning trainer checks it when another number
+            of processes resumes. Objects with an attribute ``replicated_state = True``, ``hf.skip_to`` with a
+            ``global_batch_size`` and Grain's ``ElasticIterator`` need not be named.
         clock: Where the time comes from, for tests.
         metadata: JSON about the run, such as its configuration, stored with the checkpoints.
         hyperparameters: Which hyperparameters count in a resume where they differ, such as a new learning rate:
@@ -199,11 +206,6 @@ class CheckpointCallback:
             through the collective operations of JAX or torch. None is for programs on several machines, and for
             checkpoints in an object store, if that saves at least 64 MiB. False never does. True always does, also at
             ``restore(step)``.
-        replicated: The names of extras whose state is the same in all processes: a position in one order that no number
-            of processes enters, a random generator that all seed alike; ``"global_generators"`` for those of Python,
-            numpy and torch. Each save checks that the states are equal, and holds one, which all processes get, however
-            many there are. Objects with an attribute ``replicated_state = True``, ``hf.skip_to`` with a
-            ``global_batch_size`` and Grain's ``ElasticIterator`` need not be named.
         global_generators: Save and restore the global random generators of Python, numpy and torch (on the CPU and on
             devices), as far as the program has imported them. Each of several processes has its own, unless they are
             ``replicated``.
@@ -239,6 +241,7 @@ class CheckpointCallback:
         compression: int | None = None,
         signals: Collection[str | signal.Signals] = ("SIGTERM",),
         grace_secs: Duration | None = None,
+        replicated: Collection[str] = (),
         clock: Clock | None = None,
         metadata: Mapping[str, Any] | None = None,
         hyperparameters: Literal["saved", "program"] = "saved",
@@ -249,7 +252,6 @@ class CheckpointCallback:
         save_timeout_secs: Duration = "1h",
         barrier_timeout_secs: Duration = "10m",
         load_and_broadcast: bool | None = None,
-        replicated: Collection[str] = (),
         global_generators: bool = True,
         **unknown: Never,
     ) -> None:

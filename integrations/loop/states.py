@@ -7,7 +7,7 @@ nnx objects, ``objects`` has those for torch modules, graphs and components.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,13 +27,7 @@ class LoopArguments(ProgramOptions):
     """The arguments of a callback for training loops."""
 
     directory: Place = field(kw_only=False)
-    replicated: Collection[str] = ()
     global_generators: bool = True
-
-    def __post_init__(self) -> None:
-        if isinstance(self.replicated, str) or not all(isinstance(name, str) for name in self.replicated):
-            raise OptionError(f"replicated={self.replicated!r} must be the names of extras, such as ('data',)")
-        super().__post_init__()
 
 
 class StateAdapter:

@@ -184,7 +184,7 @@ def test_defaults_are_the_same_everywhere() -> None:
     manager = inspect.signature(hf.CheckpointManagerOptions).parameters
     assert {name: manager[name].default for name in SHARED} == {name: declared[name] for name in SHARED}
     section = CheckpointSection().callback_arguments()
-    assert section == {**declared, "keep_steps": [], "signals": ["SIGTERM"]}
+    assert section == {**declared, "keep_steps": [], "signals": ["SIGTERM"], "replicated": []}
 
 
 @pytest.mark.parametrize(

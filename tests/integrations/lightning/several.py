@@ -108,6 +108,17 @@ def resharded(name: str, states: list[Any], index: int, count: int) -> Any:
 GLOBAL_BATCH = 12
 
 
+class Undeclared:
+    """Has a position of all processes, and does not say so."""
+
+    def __init__(self, position: Any) -> None:
+        self.position = position
+        self.state_dict, self.load_state_dict = position.get_state, position.set_state
+
+    def __iter__(self) -> Any:
+        return self.position
+
+
 class Numbered(Dataset[Any]):
     """Samples that begin with their numbers."""
 
@@ -136,6 +147,8 @@ def of_all(kind: str, index: int, count: int) -> Any:
     sampler: Any = DistributedSampler(Numbered(), num_replicas=count, rank=index, seed=3)
     loader = DataLoader(Numbered(), GLOBAL_BATCH // count, sampler=sampler)
     position = hf.skip_to(loader, index if kind == "of all, apart" else 0, global_batch_size=GLOBAL_BATCH)
+    if kind == "of all, named":
+        return Undeclared(position)
     if kind.startswith("of all, beside"):
         size = 2 if kind == "of all, beside the same batches" else GLOBAL_BATCH // count
         return {"a": position, "b": DataLoader(Numbered(), size)}
@@ -157,7 +170,8 @@ class Seen(Callback):
 def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict[str, Any]:
     """Trains as one of several processes; returns what is to be compared bit by bit."""
     # Under tensor parallelism, all processes have the parameters that are not divided, and read the same data.
-    seed = 100 * options.pop("seed", 1) + (0 if options.get("strategy") == "tensor" else index)
+    alike = options.pop("alike", options.get("strategy") == "tensor")
+    seed = 100 * options.pop("seed", 1) + (0 if alike else index)
     torch.manual_seed(seed)
     random.seed(seed)
     when = {name: options.pop(name) for name in list(options) if name.endswith("_after")}

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, load_checkpoint
+from holdfast.integrations.lightning.epoch import replicated_states
 
 pytestmark = ADVICE
 
@@ -110,11 +111,30 @@ def test_what_managers_take(tmp_path: Path) -> None:
         ({"hyperparameters": "mine"}, "hyperparameters='mine' must be 'saved' or 'program'"),
         ({"barrier_timeout_secs": "soon"}, "barrier_timeout_secs='soon'"),
         ({"step_prefix": "a/b"}, "step_prefix='a/b' cannot be part"),
+        ({"replicated": "loaders"}, "replicated='loaders' must be the names of extras"),
+        ({"replicated": ["data"]}, "replicated names 'data', and a Lightning trainer has 'loaders'"),
     ],
 )
 def test_options_that_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(hf.errors.OptionError, match=message):
         CheckpointCallback(tmp_path, **options)
+
+
+def test_state_of_all_processes_is_declared_in_yaml(tmp_path: Path) -> None:
+    """As in the configuration of a LightningCLI, which parses it with the same library."""
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(CheckpointCallback, "callback")
+    given = f"callback: {{dirpath: {tmp_path}, replicated: [loaders/0, global_generators]}}"
+    callback = parser.instantiate_classes(parser.parse_string(given)).callback
+    assert list(callback._options.replicated) == ["loaders/0", "global_generators"]
+
+
+@pytest.mark.parametrize(("name", "known"), [("loaders/1", 1), ("loaders", 0)])
+def test_a_declaration_of_a_loader_without_a_state_is_refused(tmp_path: Path, name: str, known: int) -> None:
+    loaders = [hf.skip_to([1.0], 0, global_batch_size=1)] * known + [DataLoader(Numbers(False))]
+    with pytest.raises(hf.errors.OptionError, match=f"replicated names '{name}', and the trainer has {known} training"):
+        replicated_states(loaders, [name])
 
 
 class Numbers(Dataset[torch.Tensor]):

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast as hf
 from holdfast.engine.generators import same_state
 
 torch: Any = pytest.importorskip("torch")
@@ -114,8 +113,8 @@ class Net(lightning.LightningModule):  # type: ignore[misc]
         if len(self.seen) == self.end:
             raise KilledError
         parts = batch if isinstance(batch, list | tuple) else [batch]
-        self.seen.append([float(part) for part in parts])
-        return self.layer(parts[0].view(-1, 1)).sum()
+        self.seen.append([part if part is None else float(part) for part in parts])
+        return self.layer(next(part for part in parts if part is not None).view(-1, 1)).sum()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.01)
@@ -205,7 +204,7 @@ class Shuffled(SizedAtStart):
 
 
 class ByReference:
-    """Keeps the dictionary that it gets, and changes it."""
+    """Keeps the dictionary that it gets, and changes it; it is at the end of one epoch where the next one begins."""
 
     def __init__(self) -> None:
         self.state = {"count": 0}
@@ -222,15 +221,27 @@ class ByReference:
             yield torch.tensor([float(self.state["count"])])
 
 
-@pytest.mark.parametrize("loader", [Shuffled, ByReference])
-def test_states_of_any_form(loader: Callable[[], Any], tmp_path: Path) -> None:
-    whole = run(loader(), tmp_path / "whole")
-    for end in (3, 6):  # at the end of an epoch
-        assert run(loader(), tmp_path / str(end), end) + run(loader(), tmp_path / str(end)) == whole
+class Live(ByReference):
+    """Returns the dictionary that it changes."""
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+
+@pytest.mark.parametrize(
+    "loaders",
+    [Shuffled, ByReference, Live, beside(Live, "min_size"), beside(Live, CYCLE)],
+    ids=["shuffled", "by reference", "live", "live beside", "live together"],
+)
+def test_states_of_any_form(loaders: Callable[[], Any], tmp_path: Path) -> None:
+    whole = run(loaders(), tmp_path / "whole")
+    for end in (1, 2):  # within an epoch, and then at its end, too
+        parts = [run(loaders(), tmp_path / str(end), steps) for steps in (end, 1, -1)]
+        assert [batch for part in parts for batch in part] == whole
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata with torch 2.13
-@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
+@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size"])
 def test_loaders_of_torchdata_of_different_lengths(mode: str, tmp_path: Path) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
@@ -238,34 +249,97 @@ def test_loaders_of_torchdata_of_different_lengths(mode: str, tmp_path: Path) ->
         return combined.CombinedLoader([stateful(torch.arange(6.0)), stateful(torch.arange(4.0))], mode)
 
     whole = run(loaders(), tmp_path / "whole")
-    for end in (4, 6):
-        assert run(loaders(), tmp_path / str(end), end) + run(loaders(), tmp_path / str(end)) == whole
-
-
-class Short(AtStart):
-    size = 2
-
-
-@pytest.mark.parametrize("mode", [CYCLE, "min_size"])
-def test_loaders_of_different_lengths(mode: str, tmp_path: Path) -> None:
-    """An epoch lasts until each has ended, or one of them, also where that is with the first batch after a resume."""
-
-    def loaders() -> Any:
-        return combined.CombinedLoader([Short(), AtStart()], mode)
-
-    whole = run(loaders(), tmp_path / "whole")
-    for end in (1, 2, 3, 4):
+    for end in (4, 5, 6):
         assert run(loaders(), tmp_path / str(end), end) + run(loaders(), tmp_path / str(end)) == whole
 
 
 @pytest.mark.parametrize(
-    ("loaders", "end"), [(SizedAtEnd, 3), (beside(AtEnd, "min_size", 2), 2)], ids=["sized", "beside a shorter one"]
+    ("mode", "kind", "is_declared"),
+    [(CYCLE, AtStart, False), (CYCLE, AtStart, True), (CYCLE, Onward, True), ("max_size", AtStart, True),
+     ("max_size", AtEnd, False), ("max_size", AtEnd, True), ("max_size", Onward, False),
+     ("max_size", SizedAtEnd, False), ("min_size", AtStart, True), ("min_size", AtEnd, False)],
+)  # fmt: skip
+def test_loaders_of_different_lengths(mode: str, kind: type[AtStart], is_declared: bool, tmp_path: Path) -> None:
+    """An epoch lasts until each has ended, or one of them, also where that is with the first batch after a resume."""
+    own: Any = type("Own", (kind,), {"replicated_state": is_declared})
+    short: Any = type("Short", (own,), {"size": 2, **({"__len__": lambda _: 2} if kind is SizedAtEnd else {})})
+
+    def loaders() -> Any:
+        return combined.CombinedLoader([short(), own()], mode)
+
+    whole = run(loaders(), tmp_path / "whole")
+    for end in (1, 2):  # then at the next step, which ends the epoch or not
+        parts = [run(loaders(), tmp_path / str(end), steps) for steps in (end, 1, -1)]
+        assert [batch for part in parts for batch in part] == whole
+
+
+@pytest.mark.parametrize(
+    ("loaders", "ends"),
+    [(SizedAtEnd, (1, 3, 6)), (beside(AtEnd, "min_size", 2), (1, 2, 4)), (beside(AtStart, "min_size", 1), (1, 2))],
+    ids=["sized", "beside a shorter one", "epochs of one batch"],
 )
-def test_an_order_that_a_resume_would_change_is_refused(loaders: Callable[[], Any], end: int, tmp_path: Path) -> None:
-    """Lightning does not let the iterator of such a loader end, which would begin the next epoch."""
-    run(loaders(), tmp_path, end)
-    with pytest.raises(hf.errors.StateError, match=r"AtEnd changes its state when its iterator ends.*in __iter__"):
-        run(loaders(), tmp_path)
+def test_an_iterator_that_does_not_come_to_its_end(
+    loaders: Callable[[], Any], ends: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Lightning does not draw on after the last batch, so that the loader does not begin its next epoch."""
+    whole = run(loaders(), tmp_path / "whole")
+    for end in ends:
+        assert run(loaders(), tmp_path / str(end), end) + run(loaders(), tmp_path / str(end)) == whole
+
+
+class Opaque:
+    """A batch that no checkpoint can hold."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.view, self.number = tensor.view, float(tensor)
+
+    def __float__(self) -> float:
+        return self.number
+
+
+class OfObjects(AtStart):
+    def __iter__(self) -> Iterator[Any]:
+        return map(Opaque, super().__iter__())
+
+
+class FromQueue(AtStart):
+    """Draws from a queue that its state does not hold."""
+
+    queue = iter(())  # type: ignore[var-annotated]  # of numbers
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self.size):
+            self.place += 1
+            yield torch.tensor([float(next(self.queue))])
+
+
+class Itself(FromQueue):
+    """Is its own iterator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return torch.tensor([float(next(self.queue))])
+
+
+def test_a_batch_drawn_ahead_that_cannot_be_saved_is_drawn_again(tmp_path: Path) -> None:
+    whole = run(OfObjects(), tmp_path / "whole")
+    for end in (1, 2, 3):
+        assert run(OfObjects(), tmp_path / str(end), end) + run(OfObjects(), tmp_path / str(end)) == whole
+
+
+@pytest.mark.parametrize(("loader", "lost"), [(FromQueue, 1), (Itself, 0)])
+def test_batches_that_a_resume_draws_are_counted(
+    loader: Any, lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(FromQueue, "queue", iter(range(20)))
+    before = run(loader(), tmp_path, 2, limit=2)
+    after = run(loader(), tmp_path, limit=2)
+    told = [one.getMessage() for one in caplog.records if "gave its last batch again" in one.getMessage()]
+    assert [number for [number] in before + after] == [0, 1, *range(3 + lost, 7 + lost)]  # the killed run has drawn 2
+    assert len(told) == lost
+    assert all("FromQueue" in one and "(batches drawn: 1)" in one and "__iter__ returns self" in one for one in told)
 
 
 def test_a_finished_run_is_not_refused(tmp_path: Path) -> None:

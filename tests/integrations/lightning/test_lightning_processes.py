@@ -234,12 +234,13 @@ def test_places_in_the_data_of_another_number_of_processes(
     assert left in ended[0][2]
 
 
-@pytest.mark.parametrize("loader", ["of all", "elastic"])
+@pytest.mark.parametrize("loader", ["of all", "elastic", pytest.param("of all, named", marks=SWEEP)])
 def test_one_position_of_all_processes(
     run_together: Run, stop: Callable[..., None], tmp_path: Path, loader: str
 ) -> None:
     """Four, two and three processes see each sample of an epoch once."""
-    options = {"checkpoint": NEVER, "loader": loader, "max_steps": 6, "max_epochs": -1, "limit_train_batches": 6}
+    checkpoint = {**NEVER, "replicated": ["loaders"]} if loader == "of all, named" else NEVER
+    options = {"checkpoint": checkpoint, "loader": loader, "max_steps": 6, "max_epochs": -1, "limit_train_batches": 6}
     directory = tmp_path / "run"
 
     stop(directory, count=4, **options, signal_after=["all", 1])
@@ -307,6 +308,21 @@ def test_a_step_without_the_states_that_it_declares_is_refused(shares: Any) -> N
     saved = {"point": "validation", "replicas": 2, "replicated": [0], "loaders": []}
     with pytest.raises(hf.errors.StateError, match="name an earlier step with fit"):
         check_replicated(saved, shares)
+
+
+@pytest.mark.parametrize("alike", [True, pytest.param(False, marks=SWEEP)])
+def test_generators_of_all_processes(run_together: Run, stop: Callable[..., None], tmp_path: Path, alike: bool) -> None:
+    options = {"checkpoint": {**NEVER, "replicated": ["global_generators"]}, "alike": alike}
+    stop(tmp_path, **options, signal_after=["all", 1])
+
+    ended = run_together(tmp_path, 3, **options, seed=7)
+
+    assert [status for status, _, _ in ended] == [0 if alike else 1] * 3, ended[0][2]
+    if alike:
+        assert len({str(report["random"]) for _, report, _ in ended}) == 1
+        assert "Processes from 2 on begin with fresh averages over the epoch" in ended[0][2]
+    else:
+        assert "the 2 processes of the checkpoint saved different states of python, torch" in ended[0][2]
 
 
 def test_positions_of_all_processes_that_differ_are_refused(
