@@ -469,8 +469,8 @@ class Position:
         ended, self._ended = self._ended, None
         states = [] if epoch.all_stateful(parts) else ended or epoch.loader_states(parts)
         new = [index for index, part in enumerate(parts) if epoch.keeps_iterator(part) and part._iterator is None]
-        earlier = self._earlier if states else []
-        return {"at_iterator": self._random(), "loaders": states, "earlier": earlier, "new_workers": new}
+        found = {"at_iterator": self._random(), "loaders": states, "new_workers": new}
+        return {**found, "earlier": self._earlier} if states else found
 
     def _now(self) -> dict[str, Any]:
         """Return the state, apart from the averages, that a validation may change."""

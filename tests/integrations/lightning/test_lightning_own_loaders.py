@@ -107,7 +107,7 @@ class Net(lightning.LightningModule):  # type: ignore[misc]
     def __init__(self, end: int) -> None:
         super().__init__()
         self.layer, self.end = torch.nn.Linear(1, 1), end
-        self.seen: list[list[float]] = []
+        self.seen: list[list[float | None]] = []
 
     def training_step(self, batch: Any, index: int) -> Any:
         if len(self.seen) == self.end:
@@ -305,7 +305,7 @@ class OfObjects(AtStart):
 class FromQueue(AtStart):
     """Draws from a queue that its state does not hold."""
 
-    queue = iter(())  # type: ignore[var-annotated]  # of numbers
+    queue: Iterator[int] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(self.size):
