@@ -248,7 +248,7 @@ class SharedReads:
         arrays = {
             position: WantedArray.of(leaf.saved.shape, source.chunks(leaf), leaf.saved.dtype.itemsize, some)
             for position, (leaf, some) in enumerate(zip(leaves, parts, strict=True))
-            if leaf.saved.dtype is not None and leaf.saved.shape is not None
+            if leaf.saved.dtype is not None and leaf.saved.shape is not None and "aggregate" not in leaf.saved.details
         }
         positions = list(arrays)
         leaves = [leaves[position] for position in positions]

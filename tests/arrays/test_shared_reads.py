@@ -111,6 +111,18 @@ def test_reads_are_shared_where_that_is_worth_it(
     assert times < 2 if shares else times >= COUNT  # from a store, gaps of up to 1 MiB are read with the chunks
 
 
+def test_leaves_that_each_process_has_already_are_not_shared(tmp_path: Any) -> None:
+    """A tree is opened with its aggregated leaves, so that nothing is spared by handing them on."""
+    tree = {"w": np.arange(4.0), "b": np.arange(3.0)}
+    hf.PyTreeCheckpointer().save(tmp_path / "ckpt", tree, save_args=hf.SaveArgs(aggregate=True))
+    transport = ThreadTransport(COUNT)
+    for loaded, _ in loads(str(tmp_path / "ckpt"), transport, always=True):
+        assert {name: leaf.tolist() for name, leaf in loaded.items()} == {
+            name: leaf.tolist() for name, leaf in tree.items()
+        }
+    assert transport.gathers == 0
+
+
 def test_a_format_without_chunks_is_read_leaf_by_leaf(tmp_path: Any) -> None:
     tree = {f"w{number:02}": np.full((10, number), number, np.float32) for number in range(12)}
     safetensors.numpy.save_file(tree, tmp_path / "model.safetensors")
