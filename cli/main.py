@@ -25,8 +25,9 @@ _JSON = "--json"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with its arguments, by default those of the process, and return the exit status."""
-    atexit.register(gc.freeze)  # the interpreter searches for garbage as it ends, in all that has been imported
     open_closed_streams()
+    if arguments is None and sys.argv[1:2] != ["run"]:  # code that others wrote may rely on that search
+        atexit.register(gc.freeze)  # the interpreter searches for garbage as it ends, in all that has been imported
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     own = arguments.index("--") if "--" in arguments else len(arguments)  # later arguments belong to another program
     with_traceback, as_json = (flag in arguments[:own] for flag in (_TRACEBACK, _JSON))

@@ -83,11 +83,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the groups that take longest, and skips tests for newer versions of a package than the installed one.
+    """Puts the groups that take longest first, and skips tests for newer versions of a package than the installed one.
 
     At the end, no worker is left with a minute of programs while the others have nothing to do.
     """
-    items.sort(key=lambda item: rank_of(item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: rank_of(item.nodeid.partition("::")[0]) if item.path.is_relative_to(ROOT) else 4)
     for item in items:
         for package, needed in (mark.args for mark in item.iter_markers("needs")):
             if older(package, needed):
@@ -132,8 +132,10 @@ def rank_of(module: str) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """Has one worker more than there are processors: a quarter of the time, a test waits for others or for a disk."""
-    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else (os.cpu_count() or 1) + 1
+    """Asks for one worker more than there are processors: a quarter of the time, a test waits for others or a disk."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16) + 1
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -267,12 +267,13 @@ def test_verifying_a_directory_goes_on_after_a_damaged_step(run: str, stored: An
     assert [(one.step, bool(one.problems)) for one in report.checkpoints] == [(2, True), (4, False)]
 
 
+@pytest.mark.parametrize("distance", [31, pytest.param(7, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("kind", ["bit", "missing", "short"])
-def test_verifying_finds_all_that_makes_loading_fail(kind: str, place: str, stored: Any) -> None:
+def test_verifying_finds_all_that_makes_loading_fail(kind: str, distance: int, place: str, stored: Any) -> None:
     hf.save(place, TREE)
     files = stored(place)
     for path, content in files.read().items():
-        for position in range(0, len(content), 31):
+        for position in range(0, len(content), distance):
             if kind == "bit":
                 flip(stored, place, path, position)
             elif kind == "short":

@@ -23,6 +23,7 @@ _LONGEST_PAUSE = 0.25
 _PAUSE_PER_PROCESS = 0.25e-3  # seconds; so all processes that wait ask a store that polls 4,000 times a second at most
 _NO_DEADLINE = timedelta(days=20)  # as milliseconds, it fits into the integer that c10d waits for
 _SECONDS_TO_END = 2.0  # for a wait that is given up
+_IDLE_CONNECTIONS = 2  # each takes a file of the process that serves the store
 _GIVEN_UP = b"holdfast: a process has given up waiting for this value"
 
 
@@ -260,8 +261,11 @@ class TorchCoordinator:
             try:
                 with _torch_error():
                     value = wait.result(timeout)
-            except TimeoutError:
-                raise TimeoutError(f"no process stored {key} within {timeout:g} s") from None
+            except TimeoutError:  # a look over the other connection, as that of the wait may be lost without a sign
+                if (found := self.try_get(key)) is None:
+                    raise TimeoutError(f"no process stored {key} within {timeout:g} s") from None
+                self._waits.pop(key, None)
+                return found
             finally:
                 if wait.done():
                     self._waits.pop(key, None)
@@ -291,7 +295,8 @@ class TorchCoordinator:
                 connection = self._store.clone()
             connection.wait([key], _NO_DEADLINE)
             value = connection.get(key) if key in self._waits else _GIVEN_UP
-            self._idle.append(connection)
+            if len(self._idle) < _IDLE_CONNECTIONS:
+                self._idle.append(connection)
             wait.set_result(value)
         except BaseException as error:  # raised by the calls that wait for it
             wait.set_exception(error)

@@ -29,7 +29,7 @@ from .coordinators import Coordinator, TorchCoordinator
 
 T = TypeVar("T")
 
-_SECOND_CHANCE = 1.0  # seconds for a store that did not answer the previous call
+_SECOND_CHANCE = 1.0  # seconds for a store that did not answer the previous call, or for a wait that ends
 
 _silent: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # coordinators that did not answer the last call
 
@@ -67,8 +67,8 @@ class BoundedCoordinator:
         """End the wait for a value that is not asked for again, where the store would continue it. Never raises."""
         store = self.unbounded
         if isinstance(store, TorchCoordinator) and store not in _silent:
-            with contextlib.suppress(ConnectionError):
-                self.run(lambda _: store.give_up(key))
+            with contextlib.suppress(ConnectionError, DeadlinePassedError):
+                call_within(min(self._limit, _SECOND_CHANCE), self._answered, lambda _: store.give_up(key))
 
     def monotonic(self) -> float:
         """Return the seconds on the clock by which deadlines are measured."""

@@ -13,7 +13,7 @@ from ...engine.generators import GlobalGenerators, capture
 from ...engine.handlers import check_savable
 from ...engine.manager import CheckpointManager, part_of_save, plain_metrics
 from ...engine.pytree import FreshTypes
-from ...engine.stateful import encode_state, state_of
+from ...engine.stateful import encode_state, is_actor, state_of
 from .extras import CHECKSUMS, GLOBAL_GENERATORS, GRADIENTS, changes_in_place, checksum_of, is_own, moves, tree_of
 from .objects import TensorVersions, is_versioned, local_values
 from .states import STATE, StateAdapter, is_deleted
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("holdfast")
 
-_SLOW = 1e-3  # seconds a step; a warning follows if taking the positions takes longer, waits for others included
+_SLOW = 1e-3  # seconds a step; a warning follows if taking the positions takes longer
 _SAMPLES = 3  # slow steps in a row before the warning, of which the fastest counts: the machine may be busy
 
 
@@ -46,6 +46,7 @@ class LastStep:
         self._slow: list[float] | None = []  # the seconds of slow steps in a row; None after the warning
         self._passed: list[tuple[str, type]] = []
         self._moving: Mapping[str, Callable[[Any], Any]] = {}
+        self._clock = time.thread_time
         self._watched: list[str] = []
         self._has_warned = False
 
@@ -122,20 +123,21 @@ class LastStep:
 
     def _take_positions(self) -> None:
         moving = self._moving_extras()
-        begin = time.perf_counter()
+        begin = self._clock()
         self._positions = {name: take(self._extras[name]) for name, take in moving.items()}
         if self._watched:
             self._versions.note({name: self._extras[name] for name in self._watched})
-        if self._slow is None:
+        names = [f"{name}=" for name in moving if name != GLOBAL_GENERATORS]
+        if self._slow is None or not names:
             return
-        cost = time.perf_counter() - begin
+        cost = self._clock() - begin
         self._slow = [*self._slow, cost] if cost > _SLOW else []
         if len(self._slow) == _SAMPLES:
             least, self._slow = min(self._slow), None
             logger.warning(
                 "taking the state of %s costs %.1f ms at every step: what is saved with a step must be its state at "
                 "that step, even if the loop draws more before it ends. An object with a smaller state costs less",
-                ", ".join(f"{name}=" for name in moving if name != GLOBAL_GENERATORS),
+                ", ".join(names),
                 1e3 * least,
             )
 
@@ -146,6 +148,9 @@ class LastStep:
             self._passed = passed
             self._moving = {name: _taking(extra) for name, extra in self._extras.items() if moves(extra)}
             self._watched = [name for name, extra in self._extras.items() if is_versioned(extra)]
+            # Only the wait for an actor is a cost of the extra: threads of a busy program wait for each other, too.
+            has_actors = any(is_actor(self._extras[name]) for name in self._moving)
+            self._clock = time.perf_counter if has_actors else time.thread_time
         return self._moving
 
 

@@ -71,19 +71,27 @@ def no_wait_is_left() -> Iterator[None]:
             assert not thread.is_alive(), "a wait is left in the store"
 
 
-def test_a_wait_is_one_request_until_the_value_is_there() -> None:
+def test_a_wait_is_one_request_until_the_value_is_there_and_a_look_where_it_ends() -> None:
     store, (waiting, other) = processes()
-    with pytest.raises(TimeoutError, match=r"no process stored step within 0\.01 s"):
-        waiting.get("step", 0.01)
-    assert store.waits.wait(PATIENCE)
-    asked = store.requests.copy()
     for _ in range(20):
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=r"no process stored step within 0\.01 s"):
             waiting.get("step", 0.01)
-    assert store.requests == asked == {"check": 1, "wait": 1}
+    assert store.waits.wait(PATIENCE)
+    assert store.requests == {"check": 21, "wait": 1}
     other.put("step", b"12")
     assert waiting.get("step", PATIENCE) == b"12"
-    assert store.requests == {"check": 1, "wait": 1, "set": 1, "get": 1}
+    assert store.requests == {"check": 21, "wait": 1, "set": 1, "get": 1}
+
+
+def test_a_value_is_found_although_the_connection_of_the_wait_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, (waiting, other) = processes()
+    lost = threading.Event()
+    monkeypatch.setattr(store, "wait", lambda keys, timeout: lost.wait(PATIENCE))
+    with pytest.raises(TimeoutError):
+        waiting.get("step", 0.01)
+    other.put("step", b"12")
+    assert waiting.get("step", 0.01) == b"12"
+    lost.set()
 
 
 def test_a_wait_that_one_process_gives_up_continues_in_the_others() -> None:

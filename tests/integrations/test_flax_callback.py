@@ -270,7 +270,7 @@ class Ticks:
         self.seconds = seconds
         self.time = 0.0
 
-    def perf_counter(self) -> float:
+    def thread_time(self) -> float:
         self.time += self.seconds if self.time else 2 * self.seconds
         return self.time
 

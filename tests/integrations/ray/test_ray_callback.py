@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import signal
 import sys
 import threading
@@ -355,6 +357,22 @@ def test_components_are_saved_restored_and_made_in_their_actors(actors: Actors, 
     part = RemoteComponent.from_checkpoint(f"{path}/runners/2", allowed=[Runner])
     assert part.actor.object.total == 12
     assert actors.options == [{"num_cpus": 1}] * 10
+
+
+def test_a_wait_for_an_actor_at_every_step_is_told(
+    actors: Actors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For other objects, only processor time counts: threads of a busy program wait for each other, too."""
+    ticks = itertools.count(step=0.02)
+    clock = types.SimpleNamespace(perf_counter=lambda: next(ticks), thread_time=lambda: 0.0)
+    monkeypatch.setattr("holdfast.integrations.loop.steps.time", clock)
+    for name, data in (("actor", ActorHandle(Runner(0))), ("object", random.Random(3))):
+        with hf.CheckpointCallback(tmp_path / name) as checkpoint:
+            checkpoint.restore_or_initialize({"w": 0}, data=data)
+            for step in range(1, 5):
+                checkpoint.on_step(step, {"w": step}, data=data)
+    told = [one.getMessage().split(":")[0] for one in caplog.records if "at every step" in one.getMessage()]
+    assert told == ["taking the state of data= costs 20.0 ms at every step"]
 
 
 class Counter:
