@@ -28,7 +28,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import (
@@ -574,8 +574,9 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
     with contextlib.suppress(ObjectNotFoundError):
         (location / RECORD).rename(DELETED)
     lock = SaveLock(location / DELETED)
-    try:
-        lock.take_over()  # a save that begins meanwhile finds it locked
+    try:  # a save that begins meanwhile finds it locked
+        if not lock.take_over():  # another process has removed the rest, and a save may have begun since
+            return
     except StorageConflictError:  # another process has found the marker, and removes the rest
         return
     except StoragePermissionError:
@@ -583,13 +584,18 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
     try:
         location.remove_tree(last=DELETED)
     finally:
-        _release(lock, location)
+        _release(location, lock)
 
 
-def _release(lock: SaveLock, location: Location) -> None:
-    """Release the lock of a marker that may be gone: NFS keeps it in the directory, as .nfs0123, until it is closed."""
-    kept = [entry.name for entry in location.entries()] if location.is_local else []
-    lock.release()
+def _release(location: Location, *locks: SaveLock) -> None:
+    """Release the locks of markers that may be gone: NFS keeps one there, as .nfs0123, until it is closed."""
+    kept: list[str] = []
+    try:
+        with contextlib.suppress(StorageError):  # which must not hide an error of the caller
+            kept = [entry.name for entry in location.entries()] if location.is_local else []
+    finally:
+        for lock in locks:
+            lock.release()
     if kept and all(name.startswith(".nfs") for name in kept):
         with contextlib.suppress(OSError):
             os.rmdir(location)
@@ -616,7 +622,7 @@ def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock |
     deletion, takes the marker of the save, and looks whether the record is still the one that the deletion notes. A
     save whose record was not seen finds its marker missing, and then either that deletion or its files missing.
 
-    Where only the marker of a deletion is left, that one is locked: a save that begins sweeps first, and finds it so.
+    The marker of a deletion is locked, too: a save that begins sweeps first, and a deletion that is under way holds it.
 
     Args:
         location: The directory.
@@ -627,25 +633,24 @@ def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock |
         StorageConflictError: A save is alive, or another process sweeps or deletes.
         StoragePermissionError: Whether a save is alive is unknown.
     """
-    if lock is not None:
-        return _sweep(location, parts or CommitParts(location), lock, PARTIAL)
-    for mark in (PARTIAL, DELETED):
-        lock = SaveLock(location / mark)
-        try:
-            if lock.take_over() or mark == DELETED:
-                return _sweep(location, parts or CommitParts(location), lock, mark)
-        finally:
-            _release(lock, location)
-    raise AssertionError
+    save, deletion = lock or SaveLock(location / PARTIAL), SaveLock(location / DELETED)
+    try:
+        if lock is None:
+            save.take_over()
+        deletion.take_over()
+        return _sweep(location, parts or CommitParts(location), {PARTIAL: save, DELETED: deletion})
+    finally:
+        _release(location, deletion, *([save] if lock is None else []))
 
 
-def _sweep(location: Location, parts: CommitParts, lock: SaveLock, mark: str) -> bool:
-    """Sweep with the lock of one of the markers, as far as there is one."""
+def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]) -> bool:
+    """Sweep with the locks of the markers that are there."""
     listing = location.snapshot()
     names = {entry.name for entry in listing.entries()}
-    begun = PARTIAL in names and mark != PARTIAL  # a save, since this looked for its marker
-    if location.is_local and (begun or (mark in names and not lock.is_current())):
+    # A save or a deletion may have begun since this looked for its marker.
+    if location.is_local and any(mark in names and not lock.is_current() for mark, lock in locks.items()):
         return False
+    tells = all(lock.tells for lock in locks.values())
     if RECORD in names:
         remove_temporary(location, names)
     marks = {PARTIAL, DELETED} & names
@@ -658,10 +663,10 @@ def _sweep(location: Location, parts: CommitParts, lock: SaveLock, mark: str) ->
     except (CheckpointNotFoundError, FormatVersionError):  # not found: it was deleted meanwhile
         return False
     except DamagedCheckpointError:  # its data stays, as a user may want to inspect it
-        if lock.tells and PARTIAL in names:  # elsewhere, it may be that of a save which is alive
+        if tells and PARTIAL in names:  # elsewhere, it may be that of a save which is alive
             (location / PARTIAL).remove()
         return False
-    if not lock.tells:
+    if not tells:
         _announce(location, record, folders)
         if PARTIAL in names:
             (location / PARTIAL).remove()
@@ -673,7 +678,7 @@ def _sweep(location: Location, parts: CommitParts, lock: SaveLock, mark: str) ->
     if record is None:
         _logger.info("%s: removing what an interrupted save or deletion has left", location)
         if location.is_local:
-            location.remove_tree(last=mark if lock.tells else DELETED)
+            location.remove_tree(last=PARTIAL if PARTIAL in marks else DELETED)
             return True
         for name in names - {PARTIAL, DELETED}:  # a marker that is here now is that of a save which began since
             (listing / name).remove_tree()
@@ -682,8 +687,9 @@ def _sweep(location: Location, parts: CommitParts, lock: SaveLock, mark: str) ->
     left = {*filter(parts.owns, folders), *record.replaced}
     _remove_folders(parts, [folder for folder in left if "/" in folder or folder in names], record)
     parts.repair(record)
-    (location / DELETED).remove()
-    if lock.tells and PARTIAL in names:  # otherwise, one that is here now is that of a save which began since
+    if DELETED in marks:  # otherwise, one that is here now is that of a deletion which began since
+        (location / DELETED).remove()
+    if tells and PARTIAL in names:  # otherwise, one that is here now is that of a save which began since
         (location / PARTIAL).remove()
     return False
 

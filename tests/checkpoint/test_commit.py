@@ -583,6 +583,67 @@ def test_a_save_that_begins_beside_a_removal(
     assert refusals > 0
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["between its record and its lock", "a second one"])
+def test_a_deletion_spares_a_save_that_has_swept_its_marker(
+    tmp_path: Path, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = hf.storage.as_location(tmp_path / "ckpt")
+    commit(place, "old")
+    if late:
+        delete_checkpoint(place)
+    take_over = SaveLock.take_over
+    saves: list[tuple[PendingCheckpoint, CheckpointRecord]] = []
+
+    def begin_before(lock: SaveLock) -> bool:
+        monkeypatch.setattr(SaveLock, "take_over", take_over)
+        pending = PendingCheckpoint(place, ["item"], overwrite=False)
+        saves.append((pending, write(pending, "new")))
+        return lock.take_over()
+
+    monkeypatch.setattr(SaveLock, "take_over", begin_before)
+    delete_checkpoint(place)
+    for pending, record in saves:
+        pending.commit(record)
+    assert content(place) == "new"
+
+
+def test_a_sweep_waits_for_a_deletion_beside_what_a_dead_save_left(tmp_path: Path) -> None:
+    place = hf.storage.as_location(tmp_path / "ckpt")
+    commit(place, "old")
+    for mark in ("checkpoint.partial", "checkpoint.deleted"):
+        (place / mark).write_bytes(b"{}")
+    (place / "checkpoint.json").remove()
+    deletion = SaveLock(place / "checkpoint.deleted")
+    assert deletion.take_over()
+    with pytest.raises(hf.errors.StorageConflictError):
+        sweep(place)
+    with pytest.raises(hf.errors.StorageConflictError):
+        PendingCheckpoint(place, ["item"], overwrite=False)
+    deletion.release()
+    assert sweep(place)
+    assert names(place) == []
+
+
+def test_a_failed_deletion_releases_its_lock_where_the_folder_cannot_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = hf.storage.as_location(tmp_path / "ckpt")
+    commit(place, "old")
+
+    def refuse_to_list(backend: LocalBackend, key: str) -> None:
+        raise hf.errors.StorageError(f"cannot list {key}: ESTALE")
+
+    def refuse(backend: LocalBackend, key: str, *given: object) -> None:
+        monkeypatch.setattr(LocalBackend, "entries", refuse_to_list)
+        raise hf.errors.StorageError(f"cannot remove {key}: EIO")
+
+    monkeypatch.setattr(LocalBackend, "remove_tree", refuse)
+    with pytest.raises(hf.errors.StorageError, match="EIO"):
+        delete_checkpoint(place)
+    monkeypatch.undo()
+    assert SaveLock(place / "checkpoint.deleted").take_over()
+
+
 @pytest.mark.parametrize("remove", [sweep, delete_checkpoint])
 def test_a_removal_on_nfs_leaves_no_folder(
     tmp_path: Path, remove: Callable[[hf.storage.Location], object], monkeypatch: pytest.MonkeyPatch
