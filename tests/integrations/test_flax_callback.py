@@ -84,7 +84,6 @@ def test_the_arguments_beside_the_options_of_every_callback() -> None:
         "directory",
         "clock",
         "metadata",
-        "replicated",
         "reshard",
         "global_generators",
         "hyperparameters",
