@@ -188,6 +188,8 @@ class Config(Section):
     adds are among them."""
     METRICS: ClassVar[tuple[str, ...]] = ()
     """The names of the metrics that the recipe stores with its checkpoints; without any, ``best_fn`` is not checked."""
+    REPLICATED: ClassVar[tuple[str, ...]] = ()
+    """The names of state that ``replicated`` may have; without any, they are not checked."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -223,6 +225,10 @@ class Config(Section):
             option = re.split(r"\W", str(error), maxsplit=1)[0]  # errors begin with the name of the option
             hint = f"; here the metrics are {metrics}" if metrics and "needs best_fn" in str(error) else ""
             yield ("checkpoint", option), f"{error}{hint}"
+        for index, name in enumerate(self.checkpoint.replicated):
+            if self.REPLICATED and name not in self.REPLICATED:
+                text = f'expected state of this recipe ({", ".join(self.REPLICATED)}), found "{name}"'
+                yield ("checkpoint", "replicated", index), text + did_you_mean(name, self.REPLICATED)
         known = list(self.identity_keys())
         for index, key in enumerate(self.checkpoint.allow_changes):
             if key not in known:
@@ -298,6 +304,7 @@ class FlaxDigits(_Scheduled):
     """The keys of the recipe ``flax_digits``."""
 
     METRICS: ClassVar[tuple[str, ...]] = ("loss", "val_accuracy", "val_loss")
+    REPLICATED: ClassVar[tuple[str, ...]] = ("data", "global_generators")
 
     name: Name = "flax_digits"
     """The name of the run."""
@@ -309,6 +316,8 @@ class FlaxDigits(_Scheduled):
 
 class LightningDigits(FlaxDigits):
     """The keys of the recipe ``lightning_digits``."""
+
+    REPLICATED: ClassVar[tuple[str, ...]] = ("global_generators",)  # Its loaders have no state.
 
     name: Name = "lightning_digits"
     """The name of the run."""
@@ -342,6 +351,7 @@ class FlaxText(_Scheduled):
     """The keys of the recipe ``flax_text``."""
 
     METRICS: ClassVar[tuple[str, ...]] = ("loss", "val_loss")
+    REPLICATED: ClassVar[tuple[str, ...]] = ("data", "global_generators")
 
     name: Name = "flax_text"
     """The name of the run."""
@@ -403,6 +413,7 @@ class SelfPlay(Config):
 
     IDENTITY: ClassVar[tuple[str, ...]] = ("recipe", "seed", "model", "game", "optimizer")
     METRICS: ClassVar[tuple[str, ...]] = ("loss", "win_rate", "win_rate_p0", "win_rate_p1")
+    REPLICATED: ClassVar[tuple[str, ...]] = ("global_generators",)
 
     name: Name = "self_play"
     """The name of the run."""

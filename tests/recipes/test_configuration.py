@@ -163,6 +163,11 @@ ERRORS = {
         "FILE:2: checkpoint.allow_changes.0: expected one of seed, model, data, optimizer, or a key in them, "
         'found "optimizer.learning_rat"; did you mean "optimizer.learning_rate"?',
     ),
+    "replicated state that the recipe has not": (
+        "checkpoint: {replicated: [global_generators, dta]}",
+        "FILE:2: checkpoint.replicated.1: expected state of this recipe (data, global_generators), "
+        'found "dta"; did you mean "data"?',
+    ),
     "no text": (
         'checkpoint: {init_from: ""}',
         'FILE:2: checkpoint.init_from: expected text that is not empty, found the text ""',
@@ -229,6 +234,21 @@ def test_all_problems_are_listed_in_the_order_of_the_file(tmp_path: Path) -> Non
 )
 def test_files_that_are_no_configuration(tmp_path: Path, text: str, message: str) -> None:
     assert problems_of(tmp_path, text)[0].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "names"),
+    [
+        ("flax_text", "loaders", "data, global_generators"),
+        ("lightning_digits", "data", "global_generators"),
+        ("self_play", "data", "global_generators"),
+    ],
+)
+def test_each_recipe_knows_its_replicated_state(tmp_path: Path, recipe: str, name: str, names: str) -> None:
+    found = problems_of(tmp_path, f"recipe: {recipe}\ncheckpoint: {{replicated: [{name}]}}\n")
+    assert found == [f'FILE:2: checkpoint.replicated.0: expected state of this recipe ({names}), found "{name}"']
+    allowed = [f"checkpoint.replicated=[{names}]"]
+    assert load_configuration(recipe, allowed).config.checkpoint.replicated == names.split(", ")
 
 
 def test_the_transformer_needs_heads_that_fit(tmp_path: Path) -> None:
