@@ -191,6 +191,12 @@ class RunAccess:
         self.compare_options()
         self.local = LocalTier(self.options, self.run, self.processes, self.clock, self.events)
 
+    def wait_for_saves(self) -> None:
+        """Wait for the saves of a run with local steps, as they note the history, before steps are deleted."""
+        if self.local is not None:
+            self.background.join()
+            self.local.wait()
+
     def forget_local(self) -> None:
         """Let the local steps not count any more: steps were deleted explicitly."""
         if self.local is not None:

@@ -474,15 +474,20 @@ class RunDirectory:
         if self._dooms:
             identity = identity.with_doomed(self._series, self.doomed.plus(steps, after))
         self.ownership.check()
-        self._store(replace(identity, branches=NO_LOCAL_STEPS) if identity.local else identity)
+        self._store(identity.with_branches(self._series, NO_LOCAL_STEPS) if identity.local else identity)
+
+    @property
+    def branches(self) -> tuple[LocalBranch, ...]:
+        """The history of which local steps count; empty where none was noted."""
+        return self.identity.branches.get(self._series, ())
 
     def note_branches(self, branches: tuple[LocalBranch, ...]) -> None:
         """Note the history of which local steps count, if the run has any and this is another."""
         with self._changing:
             identity = self._identity
-            if identity is not None and identity.local and identity.branches != branches:
+            if identity is not None and identity.local and self.branches != branches:
                 self.ownership.check()
-                self._store(replace(identity, branches=branches))
+                self._store(identity.with_branches(self._series, branches))
 
     def spare(self, step: int) -> None:
         """Leave an interrupted copy of a step for the next attempt."""

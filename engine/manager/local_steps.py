@@ -182,6 +182,7 @@ class LocalHosts:
         peers: The other hosts, by their number.
         sequence: The largest number of a local step that any host has.
         newest: The newest step that is whole and newer than all of the directory; None without one.
+        branches: The history of which local steps counted at the start.
         bytes_read: Bytes that this process has read from other hosts.
     """
 
@@ -195,7 +196,7 @@ class LocalHosts:
         self._processes = processes
         self._patience = min(_PATIENCE, processes.timeout / 4)
         self._server: PeerServer | None = None
-        self._branches: Sequence[LocalBranch] = ()  # of process 0
+        self.branches: tuple[LocalBranch, ...] = ()
         self._agreed_steps: list[dict[str, HeldStep]] = []  # of process 0
         self._program: _Program
         try:
@@ -255,6 +256,7 @@ class LocalHosts:
         }
         answer = self._agree("local steps", mine, self._first_choice)
         self.sequence = answer["sequence"]
+        self.branches = tuple(LocalBranch(*one) for one in answer["branches"])
         for number, address in enumerate(answer["addresses"]):
             if address is not None and number != self.host:
                 host, port = address
@@ -275,7 +277,7 @@ class LocalHosts:
                     f"folders: {host['url']} and {process['url']}; give them the same, or an identity each (host=)"
                 )
         identity = self._run.identity
-        self._branches = identity.branches
+        self.branches = self._run.branches
         return {
             "hosts": list(hosts.values()),
             "run": self._folder_name(identity),
@@ -371,6 +373,7 @@ class LocalHosts:
         return {
             "addresses": [leader["address"] for leader in leaders],
             "sequence": max(numbers, default=0),
+            "branches": self.branches,
             "whole": self._choose(None),
             "steps": counting,
             "left": [whole.step for whole in whole_steps(self._agreed_steps) if whole.step not in counting],
@@ -379,8 +382,8 @@ class LocalHosts:
     def _counting(self) -> list[WholeStep]:
         """Return the whole steps of the history that leads to the newest step, the newest first; on process 0."""
         whole = whole_steps(self._agreed_steps)
-        if self._branches:
-            return [one for one in whole if is_on_line(one.folder, one.step, self._branches)]
+        if self.branches:
+            return [one for one in whole if is_on_line(one.folder, one.step, self.branches)]
         return [one for one in whole if one.step > self._newest_in_directory()]  # the directory was made anew
 
     def _choose(self, step: int | None) -> dict[str, Any] | None:

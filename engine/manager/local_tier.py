@@ -10,20 +10,21 @@ the commit record. The record is written when all files and copies are in place,
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ..checkpoint import BackgroundSave, ItemToSave, Save, leave_save
 from ..clock import Clock, seconds
 from ..distributed import ProcessGroup, Rendezvous
-from ..errors import BarrierTimeoutError, PeerFailedError, StorageError
+from ..errors import BarrierTimeoutError, OwnershipError, PeerFailedError, StorageError
 from ..format import RECORD, CheckpointRecord
 from ..storage import Buffer, Location, parallel_map
 from .decisions import EverySteps
 from .directory import RunDirectory
 from .events import RunEvents, described
-from .local_steps import COPIES, OWN, LocalHosts, files_in, sequence_of
+from .local_steps import COPIES, OWN, LocalHosts, files_in, is_on_line, sequence_of
 from .options import CheckpointManagerOptions, Local, LocalStatus
 from .ownership import LocalBranch
 
@@ -36,20 +37,20 @@ _PIECE = 1 << 20
 _SILENCE = 60.0  # seconds between two events that tell of local saves
 
 
-@dataclass(slots=True)
-class _Kept:
-    """The local steps of this run that count, by their folder."""
+class LocalHistory(NamedTuple):
+    """The last parts of the history of a run where a save begins; a later history has a larger number."""
 
-    steps: dict[str, int] = field(default_factory=dict)
-
-    def add(self, folder: str, step: int) -> None:
-        """Add a step; of those before it, the last stays, and later ones belong to a branch that was left."""
-        before = [one for one in self.steps.items() if one[1] <= step and one[0] != folder]
-        self.steps = dict([*before[-(_KEPT - 1) :], (folder, step)])
+    number: int
+    branches: tuple[LocalBranch, ...]
 
 
 class LocalTier:
-    """The local steps of one run, as one of its processes sees them; all processes call the same methods."""
+    """The local steps of one run, as one of its processes sees them; all processes call the same methods.
+
+    The thread of the program decides the history: it changes at a restore before the first step, and where the step of
+    the program shows that it has gone back. A save takes the history when it begins, and process 0 notes it right
+    before the commit. Until then, the steps of a branch that was left count.
+    """
 
     def __init__(
         self,
@@ -66,10 +67,11 @@ class LocalTier:
         self._clock = clock
         self._events = events
         self._trigger = EverySteps(self._options.every)
-        self._previous: int | None = None
-        self._begun: int | None = None  # the step of the last local save of this run
-        self._left = True  # whether the next step of the directory may leave some of the kept steps
-        self._restored: int | None = None  # the step of a restore since the first step
+        self._previous: int | None = None  # the step after which the next local save is due
+        self._reached: int | None = None  # the last step of the program that this has seen
+        self._newest = -1  # the largest local step of the history
+        # The step of a restore since then, and whether it was a local one: perhaps the program only looks at it.
+        self._restored: tuple[int, bool] | None = None
         self._background = BackgroundSave(seconds(options.save_timeout_secs))
         # The error of a local save that has missed a process, or the store: the next one would, too.
         self._lost: BarrierTimeoutError | PeerFailedError | None = None
@@ -77,14 +79,16 @@ class LocalTier:
         self._warned: set[str] = set()
         self._saves = 0  # since the last event that tells of them
         self._told: float | None = None  # the monotonic clock at that event
-        self._kept = _Kept()
+        self._kept: dict[str, int] = {}  # the local steps that count, by their folder, in ascending order
         self._space: Location | None = None  # the folder of the run; None until this run has its directory
         self._hosts = LocalHosts(self._options, run, processes)
         self._sequence = self._hosts.sequence
-        # The history from here on, and whether it continues that of the local steps before; None once it is noted.
-        self._branch: tuple[LocalBranch, bool] | None = LocalBranch(self._hosts.attempt, self._sequence, -1), False
+        self._history = LocalHistory(0, ())
+        self._continue_after(-1, ())
+        self._noted = 0  # the number of the history that was noted last
+        self._noting = threading.Lock()  # the saves of both places note it, and change which local steps are kept
         if self._hosts.newest is not None:
-            self._kept.add(self._hosts.newest.folder, self._hosts.newest.step)
+            self._kept[self._hosts.newest.folder] = self._hosts.newest.step
 
     @property
     def bytes_from_peers(self) -> int:
@@ -95,68 +99,96 @@ class LocalTier:
 
     def due(self, step: int) -> bool:
         """Return whether a local save is due at a step."""
+        self._reach(step)
         if self._previous is None:
             self._previous = step - 1
-        elif self._restored is not None and step <= self._previous:  # the run has gone back
-            self._previous = self._restored
-        self._restored = None
         return self._trigger.due(step, self._previous)
 
     def restored(self, step: int) -> None:
-        """Note that the run resumes from a step."""
-        if self._previous is None:
+        """Note that the run resumes from a step, or perhaps one process only looks at it."""
+        is_local = step in self._run.local
+        if self._reached is None:
             self._previous = step
-        else:  # perhaps one process only looks at an older step: the next step of the run shows it
-            self._restored = step
-        self._left = True
-        # A step of the directory is whole, so that no local step before it is needed any more.
-        self._branch = LocalBranch(self._hosts.attempt, self._sequence, step), step in self._run.local
+            self._continue_after(step, self._hosts.branches if is_local else ())
+        else:
+            self._restored = step, is_local
+
+    def _reach(self, step: int, *, again: bool = False) -> None:
+        """Take a step of the program, and change the history if the run has gone back, or saves a step ``again``.
+
+        The steps, which are the same on all processes, decide which local saves are due; a restore may be of one only.
+        """
+        last, self._reached = self._reached, step
+        restored, self._restored = self._restored, None
+        if last is None or step > last or (step == last and restored is None and not again):
+            return
+        if step < last and self._previous is not None:
+            self._previous = min(self._previous, step - 1)
+        if restored is not None:
+            number, is_local = restored
+            # A step of the directory is whole, so that no local step before it is needed any more.
+            self._continue_after(min(number, step - 1), self._history.branches if is_local else ())
+        elif step <= self._newest:
+            self._continue_after(step - 1, self._history.branches)
+
+    def _continue_after(self, step: int, before: tuple[LocalBranch, ...]) -> None:
+        """Begin a branch after a step to which the branches before it lead."""
+        branch = LocalBranch(self._hosts.attempt, self._sequence, step)
+        branches = (*(one for one in before if one.after < step), branch)[-_BRANCHES:]
+        self._history = LocalHistory(self._history.number + 1, branches)
+        self._newest = step
 
     def take(self, step: int) -> bool:
         """Let the run read a step that the hosts have, if it is whole; all processes call it."""
         found = self._hosts.take(step)
         if found is not None:
-            kept = {**self._kept.steps, found.folder: step}
-            self._kept.steps = dict(sorted(kept.items(), key=lambda one: one[1]))
+            kept = {**self._kept, found.folder: step}
+            self._kept = dict(sorted(kept.items(), key=lambda one: one[1]))
         return found is not None
 
-    def directory_saves(self, step: int) -> None:
-        """Let local steps not count that a save in the directory replaces, or whose branch it leaves; before it."""
-        self._run.local = {one: found for one, found in self._run.local.items() if one < step}
-        if self._begun is not None and step <= self._begun:  # a step is saved once more, or the run has gone back
-            before, continues = self._branch or (None, True)
-            after = step - 1 if before is None else min(step - 1, before.after)
-            self._branch = LocalBranch(self._hosts.attempt, self._sequence, after), continues
-        if self._left:
-            self._left = False
-            self._background.join()
-            self._kept.steps = {folder: one for folder, one in self._kept.steps.items() if one <= step}
+    def directory_saves(self, step: int) -> tuple[LocalHistory, LocalHistory]:
+        """Return the history to note before the commit of a save in the directory that begins, and that after it.
 
-    def note_branch(self) -> None:
-        """Note, before the commit of a step, from which one the run has come, so that other local steps do not count.
-
-        Called on process 0 only.
+        Where the step is saved once more, the local step counts until the commit; then that of the directory does.
         """
-        pending = self._branch
-        if pending is not None:
-            branch, continues = pending
-            before = self._run.identity.branches if continues else ()
-            self._run.note_branches((*(one for one in before if one.after < branch.after), branch)[-_BRANCHES:])
-            if self._branch is pending:  # the thread of the program may have gone on
-                self._branch = None
+        self._run.local = {one: found for one, found in self._run.local.items() if one < step}
+        before, last = self._history, self._reached
+        self._reach(step, again=True)
+        return before if step == last else self._history, self._history
+
+    def directory_saved(self, step: int, history: LocalHistory) -> None:
+        """Let local steps not count that a save in the directory has replaced, after its commit."""
+        if self._processes.is_primary:
+            try:
+                self.note(history)
+            except (StorageError, OwnershipError) as error:  # the local step may stand in for this one, if damaged
+                _logger.debug("%s: the history after step %d is not noted: %s", self._run.location, step, error)
+        with self._noting:
+            self._kept = _on_line(self._kept, history)
+
+    def note(self, history: LocalHistory) -> None:
+        """Note a history right before the commit of a save, so that other local steps do not count; on process 0."""
+        with self._noting:
+            if history.number > self._noted:
+                self._run.note_branches(history.branches)
+                self._noted = history.number
 
     def forget(self) -> None:
         """Start anew: steps of the run were deleted explicitly, and the local ones are not to bring them back."""
-        self._background.join()
-        self._branch = LocalBranch(self._hosts.attempt, self._sequence, -1), False
-        self._kept = _Kept()
+        self._continue_after(-1, ())
+        self._kept = {}
+        self._forget_found()
+
+    def _forget_found(self) -> None:
+        """Read no local step of an earlier start any more."""
         self._run.local.clear()
         self._run.on_hosts = self._run.left_on_hosts = frozenset()
 
     def begin(self, step: int) -> Rendezvous | None:
         """Count a save that is due, before anything can fail, so that all processes count alike."""
-        self._previous = self._begun = step
+        self._previous = self._newest = step
         self._sequence += 1
+        self._forget_found()  # from now on, older ones are removed
         return self._processes.rendezvous("local save")
 
     def ready(self, step: int, rendezvous: Rendezvous | None) -> bool:
@@ -178,8 +210,6 @@ class LocalTier:
 
     def make_room(self, step: int) -> None:
         """Remove the local steps on this host that do not count, before a save, as they may be what fills the host."""
-        self._run.local.clear()  # from now on, older ones are removed
-        self._run.on_hosts = self._run.left_on_hosts = frozenset()
         if self._hosts.leads:
             try:
                 self._remove_uncounted(self._folder(step))
@@ -200,7 +230,7 @@ class LocalTier:
     ) -> None:
         """Save a step; writing and copying happen in the background, if the items allow that."""
         assert self._space is not None
-        folder = self._folder(step)
+        folder, history = self._folder(step), self._history
         save = Save(
             self._space / OWN / folder,
             {name: replace(item, reuse=None) for name, item in values.items()},
@@ -213,7 +243,7 @@ class LocalTier:
         )
 
         def complete(awaited: Any = None) -> None:
-            self._complete(save, folder, step, metrics, facts, rendezvous, awaited)
+            self._complete(save, folder, step, history, metrics, facts, rendezvous, awaited)
 
         try:
             if save.in_background:
@@ -229,6 +259,7 @@ class LocalTier:
         save: Save,
         folder: str,
         step: int,
+        history: LocalHistory,
         metrics: Mapping[str, Any] | None,
         facts: Mapping[str, Any] | None,
         rendezvous: Rendezvous | None,
@@ -259,11 +290,13 @@ class LocalTier:
                     )
                     content = record.encode()
                     self._check_owner()
-                    self.note_branch()
+                    self.note(history)
                     for number in self._hosts.copies:
                         self._send(number, f"{COPIES}/{folder}/{RECORD}", content)
                 _, report = save.commit(record)
-            self._kept.add(folder, step)
+            with self._noting:
+                before = list(_on_line(self._kept, history).items())
+                self._kept = dict([*before[-(_KEPT - 1) :], (folder, step)])
             if self._hosts.leads:
                 self._remove_uncounted(folder)
         except Exception as error:  # training continues, and its steps are in the directory
@@ -344,7 +377,7 @@ class LocalTier:
         assert self._space is not None
         for where in (OWN, COPIES):
             for entry in (self._space / where).entries():
-                if entry.name not in self._kept.steps and sequence_of(entry.name) < sequence_of(newest):
+                if entry.name not in self._kept and sequence_of(entry.name) < sequence_of(newest):
                     _remove(self._space / where / entry.name)
 
     # ---- the end
@@ -354,7 +387,7 @@ class LocalTier:
         names = self._hosts.names
         return LocalStatus(
             path=self._hosts.root.url,
-            step=max(self._kept.steps.values(), default=None),
+            step=max(self._kept.values(), default=None),
             hosts=len(names),
             copies_on=tuple(names[number] for number in self._hosts.copies),
             error=self._error,
@@ -370,10 +403,15 @@ class LocalTier:
             self._background.join()
         finally:
             self._hosts.disconnect()
-        last = max(self._kept.steps.values(), default=None)
+        last = max(self._kept.values(), default=None)
         saved = max(self._run.steps(), default=-1)
         if finished and self._hosts.leads and self._space is not None and last is not None and saved >= last:
             _remove(self._space)
+
+
+def _on_line(kept: Mapping[str, int], history: LocalHistory) -> dict[str, int]:
+    """Return the local steps through which a history goes."""
+    return {folder: step for folder, step in kept.items() if is_on_line(folder, step, history.branches)}
 
 
 def _remove(folder: Location) -> None:

@@ -508,6 +508,7 @@ class CheckpointManager:
         """
         self._access.check_writable()
         self._saves.join_save_of(step)
+        self._access.wait_for_saves()
         self._access.change(f"delete {step}", self._run.delete, step, mirror)
         if mirror:
             self._access.forget_local()
@@ -532,6 +533,7 @@ class CheckpointManager:
         self._access.check_writable()
         step = valid_step(step)
         self._background.join()
+        self._access.wait_for_saves()
         self.acquire()
         self.processes.barrier(f"before delete after {step}")  # others may still be restoring one of these steps
         deleted: list[int] = self.processes.decide(f"delete after {step}", self._run.delete_after, step)

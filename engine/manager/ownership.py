@@ -217,12 +217,16 @@ class RunIdentity:
     mirror: str | None = None  # in the run's directory: the URL of its mirror
     doomed: Mapping[str, Doomed] = field(default_factory=dict)  # by the series of the steps
     local: str | None = None  # in the run's directory: where its hosts keep local steps
-    # The last parts of the history that leads to the newest step, where the run has local steps; others do not count.
-    branches: tuple[LocalBranch, ...] = ()
+    # By the series, the last parts of the history that leads to the newest step, where the run has local steps; others
+    # do not count.
+    branches: Mapping[str, tuple[LocalBranch, ...]] = field(default_factory=dict)
 
     def with_doomed(self, series: str, doomed: Doomed) -> RunIdentity:
         others = {name: found for name, found in self.doomed.items() if name != series}
         return replace(self, doomed={**others, series: doomed} if doomed else others)
+
+    def with_branches(self, series: str, branches: tuple[LocalBranch, ...]) -> RunIdentity:
+        return replace(self, branches={**self.branches, series: branches})
 
 
 def new_run() -> str:
@@ -257,8 +261,11 @@ def stored_identity(location: Location) -> RunIdentity:
     known = {name: value for name in names if isinstance(value := found.get(name), str)}
     doomed = found.get("doomed")
     listed = {name: _doomed(one) for name, one in doomed.items()} if isinstance(doomed, dict) else {}
-    listed_branches = found.get("branches")
-    branches = tuple(map(_branch, listed_branches)) if isinstance(listed_branches, list) else ()
+    histories = found.get("branches")
+    branches = {
+        name: tuple(map(_branch, listed if isinstance(listed, list) else [None]))
+        for name, listed in (histories.items() if isinstance(histories, dict) else ())
+    }
     return RunIdentity(**known, doomed={name: one for name, one in listed.items() if one}, branches=branches)
 
 
@@ -269,7 +276,7 @@ def store_identity(location: Location, options: Mapping[str, Any], identity: Run
         "directory": identity.directory,
         "mirror": identity.mirror,
         "local": identity.local,
-        "branches": [list(one) for one in identity.branches],
+        "branches": {name: [list(one) for one in listed] for name, listed in sorted(identity.branches.items())},
         "doomed": {
             name: {"steps": sorted(one.steps), "after": one.after} for name, one in sorted(identity.doomed.items())
         },

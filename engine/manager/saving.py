@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import Save, leave_save
 from ..errors import SaveFailedError
@@ -20,6 +20,9 @@ from .items import ItemSet
 from .metrics import MetricWatch, named, plain_containers, plain_metrics
 from .ownership import NO_LOCAL_STEPS
 from .retention import StepInfo, newest_with
+
+if TYPE_CHECKING:
+    from .local_tier import LocalHistory
 
 _logger = logging.getLogger("holdfast")
 
@@ -118,13 +121,14 @@ class Saves:
             left_out = [] if force else self._items_left_out(step)
             rendezvous = self._processes.rendezvous("save")
             try:
+                # Nothing that fails on one process comes before this, so that all have the same local steps to read.
+                local = self._access.local
+                history = None if local is None else local.directory_saves(step)
                 self._run.ownership.check(at_once=True)
                 self._run.make_room(step, replaces=replaces)
-                if self._access.local is not None:
-                    self._access.local.directory_saves(step)
                 facts = check_json("custom_metadata", custom_metadata)
                 numbers = None if metrics is None else plain_metrics(metrics)
-                pending = _PendingSave(step, reason or decision.reason, numbers, facts)
+                pending = _PendingSave(step, reason or decision.reason, numbers, facts, history)
                 # A callback, which gives the reason, has called decide() before.
                 if reason is None or not isinstance(self._options.best_fn, str):
                     self.note_metrics(step, pending.metrics)
@@ -235,6 +239,8 @@ class Saves:
         slowed = self._decisions.slowed(report.total_seconds - report.blocked_seconds)
         self._run.add(step, record)
         self._run.last_saved = step
+        if self._access.local is not None and pending.history is not None:
+            self._access.local.directory_saved(step, pending.history[1])
         self._rollback.saved(step)
         self._ended(pending, failed=False)
         _logger.info("%s", report)
@@ -264,8 +270,8 @@ class Saves:
     def _record(self, pending: _PendingSave, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
         """Make the commit record right before the commit, after a last check of the ownership."""
         self._run.ownership.check()
-        if self._access.local is not None:
-            self._access.local.note_branch()
+        if self._access.local is not None and pending.history is not None:
+            self._access.local.note(pending.history[0])
         else:
             self._run.note_branches(NO_LOCAL_STEPS)
         self._observer.reached("commit", pending.step)
@@ -330,8 +336,16 @@ class Saves:
 class _PendingSave:
     """The step that is being saved, and its metrics: more may come until the commit record is made."""
 
-    def __init__(self, step: int, reason: str, metrics: dict[str, Any] | None, facts: dict[str, Any] | None) -> None:
+    def __init__(
+        self,
+        step: int,
+        reason: str,
+        metrics: dict[str, Any] | None,
+        facts: dict[str, Any] | None,
+        history: tuple[LocalHistory, LocalHistory] | None,
+    ) -> None:
         self.step = step
+        self.history = history  # of the local steps: before the commit, and after it
         self.reason = reason
         self.facts = facts
         self.metrics = metrics

@@ -127,7 +127,9 @@ def resume_step(resume: Resume, manager: CheckpointManager, *, option: str = "re
     if resume == "best":
         ranked = any(manager.metrics(one) for one in steps)
         step = (manager.best_step() if ranked else None) or "best"
-    if step in steps or (type(step) is int and not manager.options.read_only and manager.fetch(step)):
+    # All processes look for it together, whatever each has seen in the directory.
+    fetches = not manager.options.read_only and (manager.options.mirror or manager.options.local) is not None
+    if manager.fetch(step) if fetches and type(step) is int else step in steps:
         return int(step)
     there = f"it has the steps {shortened_steps(steps)}" if steps else "it has no checkpoint"
     what = "no step has the metric that ranks them" if resume == "best" and steps else there

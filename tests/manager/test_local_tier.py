@@ -20,7 +20,12 @@ from holdfast.cli.main import main
 from holdfast.engine.distributed import Coordinator
 from holdfast.engine.format import OWNER
 from holdfast.engine.manager import part_of_save
+from holdfast.engine.manager.directory import RunDirectory
+from holdfast.engine.manager.local_tier import LocalTier
+from holdfast.engine.manager.ownership import Ownership
+from holdfast.engine.observer import Observer
 from holdfast.engine.storage import Location
+from holdfast.integrations.loop.resuming import resume_step
 
 
 def tree(step: int) -> dict[str, Any]:
@@ -39,6 +44,7 @@ class Hosts:
         self.folder, self.count, self.per_host, self.every, self.store = folder, count, per_host, every, store
         self.copies = 1
         self.store_name = "store"
+        self.observer: Observer | None = None
 
     def place(self, host: int) -> Path:
         return self.folder / f"host{host}"
@@ -48,7 +54,10 @@ class Hosts:
         local = hf.Local(self.place(host), every=self.every, copies=self.copies, host=f"host{host}")
         options = {"save_interval_steps": self.store, "barrier_timeout_secs": 20, "local": local, **options}
         return hf.CheckpointManager(
-            self.folder / self.store_name, options=hf.CheckpointManagerOptions(**options), coordinator=coordinator
+            self.folder / self.store_name,
+            options=hf.CheckpointManagerOptions(**options),
+            coordinator=coordinator,
+            observer=self.observer,
         )
 
     def run(self, work: Callable[[hf.CheckpointManager], Any], **options: Any) -> list[Any]:
@@ -785,3 +794,217 @@ def test_a_file_in_the_way_of_the_local_folder_does_not_end_training(tmp_path: P
     for latest, status in hosts.run(work):
         assert latest == 10
         assert "process 1" in status.error
+
+
+# ---- which history counts, and from when
+
+
+def trains(manager: hf.CheckpointManager, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        manager.save(step, tree(step))
+    manager.wait_until_finished()
+
+
+class NoCommit(Observer):
+    """Ends every save in the directory of one step right before its commit."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def reached(self, point: Any, step: int | None) -> None:
+        if point == "commit" and step == self.step:
+            raise OSError("the program is killed here")
+
+
+class Gate:
+    """Holds the threads of saves before they note the history, once it is closed, until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        self.closed = False
+        original = Ownership.check
+
+        def check(ownership: Ownership, **arguments: Any) -> None:
+            if self.closed and threading.current_thread().name.startswith("holdfast"):
+                self.reached.set()
+                assert self.opened.wait(30)
+            original(ownership, **arguments)
+
+        monkeypatch.setattr(Ownership, "check", check)
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_local_step_counts_until_the_directory_has_it(tmp_path: Path, looks: bool) -> None:
+    hosts = Hosts(tmp_path, 1)
+    hosts.observer = NoCommit(18)
+
+    def work(manager: hf.CheckpointManager) -> None:
+        trains(manager, 1, 18)
+        if looks:
+            manager.restore(10)
+        manager.save(18, tree(18), force=True)
+        with pytest.raises(hf.errors.SaveFailedError, match="killed here"):
+            manager.wait_until_finished()
+
+    hosts.run(work)
+    assert hosts.resume()[0] == 18
+
+
+def test_a_local_save_under_way_counts_where_the_directory_begins_to_save_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = Hosts(tmp_path, 1)
+    hosts.observer = NoCommit(18)
+    gate = Gate(monkeypatch)
+
+    def work(manager: hf.CheckpointManager) -> None:
+        trains(manager, 1, 17)
+        gate.closed = True
+        manager.save(18, tree(18))
+        assert gate.reached.wait(30)
+        manager.save(18, tree(18), force=True)
+        gate.opened.set()
+        with pytest.raises(hf.errors.SaveFailedError, match="killed here"):
+            manager.wait_until_finished()
+        assert manager._access.local is not None
+        manager._access.local.wait()
+
+    hosts.run(work)
+    assert hosts.resume()[0] == 18
+
+
+@pytest.mark.parametrize("last", [16, 18])
+def test_a_look_at_an_older_step_leaves_no_local_step(
+    tmp_path: Path, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = Hosts(tmp_path, 1, store=100)
+    gate = Gate(monkeypatch)
+
+    def work(manager: hf.CheckpointManager) -> None:
+        manager.save(10, tree(10), force=True)
+        trains(manager, 11, 17)
+        gate.closed = last == 18
+        if gate.closed:  # the local save of 18 is under way meanwhile
+            manager.save(18, tree(18))
+            assert gate.reached.wait(30)
+        manager.restore(10)
+        gate.opened.set()
+        gate.closed = False
+        manager.wait_until_finished()
+        with monkeypatch.context() as patch:
+            patch.setattr("holdfast.engine.checkpoint.commit.write_record", no_room)
+            trains(manager, 18 if last == 16 else 19, last + 2)
+        status = manager.local_status()
+        assert status is not None
+        assert status.step == last
+        assert status.error is not None
+
+    hosts.run(work)
+    assert hosts.resume()[0] == last
+
+
+def no_room(*_: Any, **__: Any) -> None:
+    raise OSError("no space left")
+
+
+def test_a_run_that_goes_back_without_a_restore_leaves_the_later_local_steps(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 1, store=100)
+
+    def work(manager: hf.CheckpointManager) -> None:
+        manager.save(0, tree(0), force=True)
+        trains(manager, 1, 18)
+        shutil.copytree(newest(hosts.place(0)), tmp_path / newest(hosts.place(0)).name)  # a host that is away
+        trains(manager, 11, 14)
+
+    hosts.run(work)
+    (away,) = tmp_path.glob("*.18.*")
+    away.rename(newest(hosts.place(0)).parent / away.name)
+    assert hosts.resume()[0] == 14
+
+
+def test_after_a_resume_from_an_older_local_step_that_one_is_kept(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 1, store=100)
+
+    def begin(manager: hf.CheckpointManager) -> None:
+        manager.save(0, tree(0), force=True)
+        trains(manager, 1, 18)
+
+    def again(manager: hf.CheckpointManager) -> None:
+        manager.restore(16)
+        trains(manager, 17, 18)
+
+    hosts.run(begin)
+    hosts.run(again)
+    flip(next((newest(hosts.place(0)) / "state" / "d").glob("*.0.*")))
+    assert hosts.resume()[0] == 16
+
+
+@pytest.mark.parametrize("how", ["delete", "delete_after"])
+def test_a_local_save_under_way_does_not_bring_back_what_is_deleted(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = Hosts(tmp_path, 1)
+    hosts.train(1, 20)
+    gate = Gate(monkeypatch)
+    waits, deletes = LocalTier.wait, getattr(RunDirectory, how)
+
+    def wait(tier: LocalTier) -> None:
+        gate.opened.set()
+        waits(tier)
+
+    def delete(*arguments: Any) -> Any:
+        found = deletes(*arguments)
+        gate.opened.set()
+        return found
+
+    def work(manager: hf.CheckpointManager) -> None:
+        manager.restore_latest()
+        manager.save(21, tree(21))
+        gate.closed = True
+        manager.save(22, tree(22))
+        assert gate.reached.wait(30)
+        monkeypatch.setattr(LocalTier, "wait", wait)
+        monkeypatch.setattr(RunDirectory, how, delete)
+        getattr(manager, how)(20 if how == "delete" else 10)
+
+    hosts.run(work)
+    assert hosts.resume()[0] == 10
+
+
+def test_each_prefix_has_a_history_of_its_own(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 1)
+    for prefix in ("gen", "ema"):
+        hf.save(tmp_path / "store" / f"{prefix}_1", tree(1))
+    hosts.run(lambda manager: trains(manager, 2, 18), step_prefix="gen")
+    with hf.CheckpointManager(tmp_path / "store", options=hf.CheckpointManagerOptions(step_prefix="ema")) as manager:
+        manager.save(5, tree(5), force=True)
+    assert hosts.run(lambda manager: manager.latest_step(), step_prefix="gen") == [18]
+
+
+def test_processes_read_the_same_steps_after_one_has_failed(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+    hosts.train(1, 18)
+
+    def work(manager: hf.CheckpointManager) -> None:
+        manager.restore_latest()
+        facts = None if manager.processes.is_primary else {"a": object()}
+        with contextlib.suppress(hf.errors.OptionError):
+            manager.save_locally(20, tree(20), custom_metadata=facts)
+        with pytest.raises(hf.errors.CheckpointNotFoundError, match="no checkpoint of step 16"):
+            manager.restore(16)
+
+    hosts.run(work, barrier_timeout_secs=5)
+
+
+def test_processes_that_see_different_steps_look_for_one_together(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+    hosts.train(1, 15)
+
+    def work(manager: hf.CheckpointManager) -> int | None:
+        if not manager.processes.is_primary:
+            hf.save(tmp_path / "store" / "12", tree(12))
+            manager.reload()
+        manager.processes.barrier("one process sees step 12 in the directory")
+        return resume_step(12, manager)
+
+    assert hosts.run(work, barrier_timeout_secs=5) == [12, 12]
