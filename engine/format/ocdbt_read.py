@@ -322,6 +322,8 @@ class Database:
                         self._spend(node.length + _NODE_BYTES, node.file)
                         below[position] = self._decode_node(node, data)
                     except BaseException:  # it may be read again, and must not count twice
+                        if self._memory_limit != left[1]:  # the node has raised it
+                            self._read_parts[node.file].remove((node.offset, node.offset + node.length))
                         self._left, self._memory_limit = left
                         raise
         finally:

@@ -48,7 +48,8 @@ class Ownership:
         self._process: int | None = None  # PID of the owner; a forked child does not own the directory
         self._lost = False
         self._size: int | None = None  # bytes of the file, once it is written
-        self._key = os.path.realpath(directory.path) if directory.is_local else directory.url
+        # An object store has several URLs for one place, and equal locations.
+        self._key = os.path.realpath(directory.path) if directory.is_local else directory
 
     @property
     def held(self) -> bool:
@@ -157,7 +158,7 @@ class Ownership:
         return f"process {found.get('pid', '?')} on {found.get('host', '?')}"
 
 
-_owners: weakref.WeakValueDictionary[str, Ownership] = weakref.WeakValueDictionary()
+_owners: weakref.WeakValueDictionary[str | Location, Ownership] = weakref.WeakValueDictionary()
 
 
 # ---- the identity of a run

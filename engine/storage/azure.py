@@ -86,6 +86,9 @@ _CLASSES: dict[str, type[HoldfastError]] = {
     "InvalidPathError": InvalidLocationError,
 }
 
+_PLACES = re.compile(r"AZURE_(STORAGE_)?ENDPOINT|AZURE_.*USE_.*(EMULATOR|FABRIC).*|AZURITE.*")
+"""The variables that choose the service, in capitals; keys and tokens may change while a program runs."""
+
 _lock = threading.Lock()
 _loops: list[tuple[int, asyncio.AbstractEventLoop]] = []  # one at most, with the process that runs it
 
@@ -139,9 +142,10 @@ def _open_azure(root: str, account: str, settings: tuple[tuple[str, str], ...]) 
                 "break at its end; set it again without"
             )
     container, _, named = root.partition("://")[2].partition("@")
+    named = named or f"{account}{_SERVICE}"
+    place = (container, named, *((name, value) for name, value in settings if _PLACES.fullmatch(name.upper())))
     # The URL keeps the account that it names: the environment of another process may name another one.
-    container = container if named in ("", f"{account}{_SERVICE}") else root
-    return AzureBackend(root, container, settings)
+    return AzureBackend(root, container if named == f"{account}{_SERVICE}" else root, place)
 
 
 class AzureBackend(ObjectStoreBackend):
@@ -150,13 +154,13 @@ class AzureBackend(ObjectStoreBackend):
     Args:
         root: What all URLs begin with.
         container: The name of the container in the account of the environment; the URL of one in another account.
-        settings: The variables of the environment that decide what is reached.
+        place: What tells one container from another: its name, its account, and the service that the environment names.
     """
 
-    def __init__(self, root: str, container: str, settings: tuple[tuple[str, str], ...]) -> None:
+    def __init__(self, root: str, container: str, place: tuple[object, ...]) -> None:
         super().__init__(root, is_remote=True)
         self._container = container
-        self._settings = settings
+        self._place = place
         self._opened: list[AzureStore] = []  # one at most
         self._opening = threading.Lock()
 
@@ -164,10 +168,10 @@ class AzureBackend(ObjectStoreBackend):
         """Whether both reach the same container, by URLs that may differ."""
         if not isinstance(other, AzureBackend) or self._listing is not other._listing:
             return False
-        return (self._container, self._settings) == (other._container, other._settings)
+        return self._place == other._place
 
     def __hash__(self) -> int:
-        return hash(self._container)
+        return hash(self._place)
 
     def has_object(self, key: str) -> bool:
         try:

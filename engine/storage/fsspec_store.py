@@ -6,6 +6,7 @@ What such a place cannot promise is logged when it is opened: docs/object_stores
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import importlib.util
@@ -57,8 +58,9 @@ _SECRET = re.compile(r"pass|pwd|secret|key|token|cred|sas|connection_string", re
 
 _ADDRESS = re.compile(r"\\x00address \d+")  # of a class, in the text that describes a file system
 
+_MISSING = re.compile("NotFound|NoSuch")
 _CLASSES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (
-    (re.compile("NotFound|NoSuch"), ObjectNotFoundError),
+    (_MISSING, ObjectNotFoundError),
     (re.compile("Auth|Permission|Credential|Forbidden|BadHostKey"), StoragePermissionError),
     (re.compile("Time|Connect|SSHException|EOFError|Unavailable|gaierror"), StorageUnavailableError),
 )
@@ -509,10 +511,23 @@ def _unless_gone(fs: Any, folder: str, *, or_filled: bool = False) -> Iterator[N
     """
     try:
         yield
-    except Exception:
+    except Exception as error:
         fs.invalidate_cache()
-        if fs.isdir(folder) and not (or_filled and fs.ls(folder, detail=False)):
-            raise
+        try:  # fsspec's isdir would take a lost connection for a folder that is gone
+            if fs.info(folder)["type"] != "directory" or (or_filled and fs.ls(folder, detail=False)):
+                return
+        except Exception as answer:
+            if _says_gone(answer):
+                return
+            raise error from None
+        raise
+
+
+def _says_gone(error: Exception) -> bool:
+    """Whether an error means that there is nothing, by its number or by the name that a library gives it."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return True
+    return any(_MISSING.search(kind.__name__) for kind in type(error).__mro__)
 
 
 def _secrets(options: Mapping[str, Any]) -> Iterator[str]:

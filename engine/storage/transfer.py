@@ -193,7 +193,9 @@ class Transfer:
             if found[-1] not in ("busy", "ended") or found[-2:] == ["ended", "ended"] or pause is None:
                 break
             time.sleep(pause)
-        return None if found[-1] in ("ended", "denied") else found[-1] == "done"
+        # Credentials that have ended once may be renewed by the time of the next upload.
+        is_refused = found[-1] == "denied" or found[-2:] == ["ended", "ended"]
+        return None if is_refused else found[-1] == "done"
 
     def get(
         self, key: str, offset: int, memory: Sequence[Part], patience: Patience, answered: Callable[[], None]

@@ -107,9 +107,9 @@ _OF_EVERY = {"every": True}  # This restores the positions of all processes wher
 Template = Mapping[str, Any] | None
 """Templates by entry of Lightning's dictionary."""
 
-FINISHED: dict[str, weakref.ref[Any]] = {}
-"""The modules of the runs that this process has finished, by the URL of the directory: nothing but the process connects
-the runs of a cross-validation."""
+FINISHED: dict[Location, weakref.ref[Any]] = {}
+"""The modules of the runs that this process has finished, by directory: nothing but the process connects the runs of a
+cross-validation."""
 
 logger = logging.getLogger("holdfast")
 
@@ -169,11 +169,11 @@ class RunStore:
 
     def note_finished(self, module: Any) -> None:
         """Note that training of a module has finished."""
-        FINISHED[self.directory.url] = weakref.ref(module)
+        FINISHED[self.directory] = weakref.ref(module)
 
     def check_module(self, module: Any) -> None:
         """Refuse to resume a run that this process has finished with another module: most likely, it is another run."""
-        finished = FINISHED.get(self.directory.url)
+        finished = FINISHED.get(self.directory)
         if finished is not None and finished() is not module:
             raise StateError(
                 f"{self.directory} holds a run that this process has finished with another module, which would get the "

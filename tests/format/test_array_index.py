@@ -162,6 +162,17 @@ def test_nodes_that_are_read_again_count_once() -> None:
     assert as_dict(database.entries) == expected_entries(index)
 
 
+def test_a_node_that_is_read_again_raises_the_limit_again() -> None:
+    """It has raised the limit of memory before its missing checksums are noticed."""
+    index = make_index({f"layers.{number}.kernel": (300,) for number in range(200)})
+    manifest, nodes = index.encode(node_file="d/index", database_id=bytes(16), created_ns=1, node_limit=1 << 20)
+    database = Database(manifest, memory_limit=1 << 20)
+    with pytest.raises(DamagedCheckpointError, match="it lacks the checksums"):
+        database.decode(lambda places: [part(nodes, *place)[:-4] for place in places])
+    database.decode(lambda places: [part(nodes, *place) for place in places])
+    assert as_dict(database.entries) == expected_entries(index)
+
+
 @given(st.sets(st.integers(0, 40)), st.lists(st.integers(-1, 41)))
 def test_finding_keys(known: set[int], wanted: list[int]) -> None:
     keys = sorted(b"%02d" % number for number in known)

@@ -348,6 +348,15 @@ def test_keys_that_are_refused_twice_are_not_tried_again(s3: Store) -> None:
     assert s3.server.counts() == {"PUT": 2}
 
 
+@pytest.mark.usefixtures("amazon")
+def test_keys_that_have_ended_once_say_nothing_about_the_next(s3: Store) -> None:
+    """So TensorStore uploads at once, and no read asks first, which a role without s3:ListBucket is denied."""
+    found = client(s3)
+    assert found is not None
+    s3.server.fail("PUT", answer=s3.server.error(400, "ExpiredToken"))
+    assert found.put("object", DATA.size, lambda sent: iter([DATA]), PATIENT) is False
+
+
 def test_a_run_with_a_profile(s3: Store, amazon: Amazon, tmp_path: Path) -> None:
     """TensorStore finds the same; the data is carried by the client of holdfast."""
     (tmp_path / ".aws" / "credentials").write_text(f"[default]\n{KEYS}")

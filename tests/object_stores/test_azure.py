@@ -79,6 +79,28 @@ def test_an_address_keeps_the_account_that_it_names(address: str, monkeypatch: p
     assert not found.overlaps(as_location("az://box/run"))
 
 
+def test_a_place_stays_the_same_when_its_keys_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    earlier = as_location("abfs://box@account.dfs.core.windows.net/run")
+    for name, value in (("AZURE_STORAGE_SAS_TOKEN", "sig=1"), ("AZURE_STORAGE_ACCOUNT_KEY", CANARY)):
+        monkeypatch.setenv(name, value)
+        assert as_location("az://box/run") == earlier
+        assert hash(as_location("az://box/run")) == hash(earlier)
+        assert as_location("az://box/run/1").overlaps(earlier)
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", "https://blobs.example.org")
+    assert as_location("az://box/run") != earlier
+
+
+def test_managers_of_one_run_know_each_other_by_every_address(az: Store) -> None:
+    run = hf.CheckpointManager(f"{az.url}/run")
+    run.save(1, TREE)
+    with hf.CheckpointManager(f"abfs://{az.bucket}@{ACCOUNT}.dfs.core.windows.net/run") as later:
+        later.acquire()
+        with pytest.raises(hf.errors.OwnershipError, match="has taken over"):
+            run.acquire()  # this alone does not ask the store
+    run.close()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

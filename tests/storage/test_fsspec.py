@@ -375,6 +375,32 @@ def test_errors_of_a_library_for_what_others_have_removed_or_written() -> None:
     ]
 
 
+class Lost(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A file system whose connection is lost at the first deletion of a folder."""
+
+    protocol = "lost"
+    is_lost = False
+
+    def info(self, path: str, **kwargs: Any) -> Any:
+        if self.is_lost:
+            raise ConnectionResetError(errno.ECONNRESET, "the later error")
+        return super().info(path, **kwargs)
+
+    def rm(self, path: str, **kwargs: Any) -> None:
+        self.is_lost = True
+        raise ConnectionResetError(errno.ECONNRESET, "connection lost")
+
+    rmdir = rm
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_lost_connection_is_no_folder_that_is_gone(listed: bool) -> None:
+    place = as_location(f"/lost/{listed}", filesystem=Lost(listed=listed))
+    (place / "state" / "file").write_bytes(b"x")
+    with pytest.raises(hf.errors.StorageUnavailableError, match="connection lost"):
+        (place.snapshot() if listed else place).remove_tree()
+
+
 @pytest.mark.parametrize("error", [None, OSError(CANARY)], ids=["an answer", "an error"])
 def test_what_comes_too_late_is_dropped(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread of a call that is no longer awaited ends without a warning."""
