@@ -135,7 +135,7 @@ def end_loader_epoch(
 
 
 def repeat_batch(fetcher: Any, loaders: Sequence[Any], states: Sequence[Any], earlier: Sequence[Sequence[Any]]) -> None:
-    """Bring the iterators of loaders to where they had drawn the batch ahead that the checkpoint holds."""
+    """Bring the iterators of loaders to where they had drawn the last batch before the save."""
     for index, (loader, state) in enumerate(zip(loaders, states, strict=True)):
         if index < len(earlier) and earlier[index] and iter(loader) is not loader:
             iterator = _repeated(loader, earlier[index], state)
@@ -179,6 +179,11 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
+
+
+def differ_in_length(loaders: Sequence[Any], length: float) -> bool:
+    """Return whether a loader has another number of batches than the epoch, or an unknown one."""
+    return any(_length(loader) != length for loader in loaders)
 
 
 def all_stateful(loaders: Sequence[object]) -> bool:

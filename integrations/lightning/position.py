@@ -134,7 +134,7 @@ class Position:
                 position["batch_sizes"] = epoch.batch_sizes(self._loaders())
             else:
                 ended = have_ended(fetcher.combined_loader)
-                if ahead or any(ended) or has_done_all_batches(self._fit):
+                if ahead or any(ended) or has_done_all_batches(self._fit) or self._may_end_within():
                     position["earlier"], position["ended"] = self._earlier, ended
                 if ahead:
                     self._add_ahead(position, ahead)
@@ -268,12 +268,16 @@ class Position:
 
     def _before_fetch(self, original: Callable[[], None]) -> None:
         original()
-        combined, length = self.fetcher.combined_loader, self.fetcher.length
-        if length is None or self.fetcher.fetched >= length - 1 or stays_ended(combined):
+        length = self.fetcher.length
+        if length is None or self.fetcher.fetched >= length - 1 or self._may_end_within():
             self._earlier = epoch.note_states(self._earlier, self._loaders())
-            self._ended_before = have_ended(combined)
+            self._ended_before = have_ended(self.fetcher.combined_loader)
         if self._drawing is not None:
             self._drawing.before()
+
+    def _may_end_within(self) -> bool:
+        """Return whether the data of a loader may end within an epoch, as it is not as long as the epoch."""
+        return epoch.all_stateful(self._loaders()) and epoch.differ_in_length(self._loaders(), self._fit.max_batches)
 
     def _after_fetch(self, original: Callable[[], None]) -> None:
         original()
@@ -336,7 +340,7 @@ class Position:
             states, ahead, ended = saved["loaders"], saved.get("ahead"), saved.get("ended", [])
             epoch.load_loader_states(parts, states)
             epoch.begin_within(fetcher, ahead, ended)
-            if ahead is not None:
+            if ahead is not None or (fetcher.length is not None and self._may_end_within()):
                 epoch.repeat_batch(fetcher, parts, states, self._earlier)
                 self._waiting = saved["fetched"], states, self._earlier
             for index, has_ended in enumerate(ended):

@@ -370,9 +370,10 @@ def set_ended(combined: Any, ended: Sequence[bool]) -> None:
             combined._iterator._consumed = list(ended)
         return
     follow_ends(combined)
-    for iterator, has_ended in zip(combined._iterator.iterators, ended, strict=False):
-        if has_ended:
-            iterator.iterator, iterator.has_ended = iter(()), True
+    for iterator, loader, has_ended in zip(combined._iterator.iterators, combined.flattened, ended, strict=False):
+        iterator.has_ended = has_ended
+        if has_ended and iterator.iterator is not loader:  # A loader that is its own iterator may give more.
+            iterator.iterator = iter(())
 
 
 def place_iterator(combined: Any, index: int, iterator: Iterator[Any]) -> None:

@@ -72,6 +72,32 @@ class Onward(AtEnd):
         """Nothing is to be done."""
 
 
+class WithLast(Onward):
+    """Goes to the next epoch with its last batch, before its iterator ends."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self.size - self.place):
+            self.place += 1
+            batch = torch.tensor([10.0 * self.epoch + self.place])
+            if self.place == self.size:
+                self.end()
+            yield batch
+
+
+class ByNext(AtEnd):
+    """Is its own iterator, and goes on after its end."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.place == self.size:
+            self.end()
+            raise StopIteration
+        self.place += 1
+        return torch.tensor([10.0 * self.epoch + self.place])
+
+
 class SizedAtStart(AtStart):
     def __len__(self) -> int:
         return SIZE
@@ -271,6 +297,33 @@ def test_loaders_of_different_lengths(mode: str, kind: type[AtStart], is_declare
     for end in (1, 2):  # then at the next step, which ends the epoch or not
         parts = [run(loaders(), tmp_path / str(end), steps) for steps in (end, 1, -1)]
         assert [batch for part in parts for batch in part] == whole
+
+
+def sized(kind: type[AtStart], count: int) -> Any:
+    return type("Sized", (kind,), {"size": count, "__len__": lambda _: count})()
+
+
+@pytest.mark.parametrize(
+    ("loaders", "limit", "steps"),
+    [
+        (lambda: sized(WithLast, 3), 2, 5),
+        (lambda: combined.CombinedLoader([sized(AtStart, 2), sized(WithLast, 3)], "min_size"), None, 5),
+        (lambda: combined.CombinedLoader([sized(AtStart, 2), WithLast()], "min_size"), None, 5),
+        (lambda: combined.CombinedLoader([sized(WithLast, 1), sized(AtEnd, 3)], "max_size"), None, 9),
+        (lambda: combined.CombinedLoader([sized(ByNext, 1), sized(ByNext, 3)], "max_size"), None, 6),
+        (lambda: combined.CombinedLoader([sized(AtEnd, 2), sized(ByNext, 1)], "max_size"), None, 6),
+    ],
+    ids=["limited", "beside a shorter one", "without a length", "a shorter one", "own iterators", "own iterator"],
+)
+def test_the_data_of_a_loader_ends_within_an_epoch(
+    loaders: Callable[[], Any], limit: int | None, steps: int, tmp_path: Path
+) -> None:
+    """A resume after its last batch neither begins the data again in this epoch, nor moves the end of the epoch."""
+    whole = run(loaders(), tmp_path / "whole", limit=limit)
+    assert len(whole) == steps
+    for end in range(1, steps):
+        directory = tmp_path / str(end)
+        assert run(loaders(), directory, end, limit=limit) + run(loaders(), directory, limit=limit) == whole
 
 
 @pytest.mark.parametrize(
