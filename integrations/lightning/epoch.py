@@ -29,7 +29,6 @@ from ...engine.stateful import (
 )
 from .wall import (
     begin_counting,
-    draw_ahead,
     draws_ahead,
     logged_averages,
     place_iterator,
@@ -211,7 +210,7 @@ def begin_within(fetcher: Any, ahead: Mapping[str, Any] | None, ended: Sequence[
 
     Args:
         fetcher: The fetcher.
-        ahead: The batches drawn ahead, and whether the loop has had the last one; None to draw one, if it does that.
+        ahead: The batches drawn ahead, and whether the loop has had the last one; None if there are none yet.
         ended: Which loaders have ended in this epoch, before the batch that is to be drawn.
     """
     if ahead is None and not draws_ahead(fetcher):
@@ -221,9 +220,7 @@ def begin_within(fetcher: Any, ahead: Mapping[str, Any] | None, ended: Sequence[
     fetcher.iterator = iter(fetcher.combined_loader)
     set_ended(fetcher.combined_loader, ended)
     fetcher.reset()
-    if ahead is None:
-        draw_ahead(fetcher)
-    else:
+    if ahead is not None:
         fetcher.batches, fetcher.done = list(ahead["batches"]), ahead["done"]
 
 

@@ -25,6 +25,8 @@ from .wall import (
     LoopHooks,
     callbacks_of,
     clear_restart,
+    draw_ahead,
+    draws_ahead,
     end_epoch,
     end_restart,
     finish_epoch,
@@ -338,15 +340,19 @@ class Position:
                 fetcher.done = True
                 return
             states, ahead, ended = saved["loaders"], saved.get("ahead"), saved.get("ended", [])
+            draws = ahead is None and draws_ahead(fetcher)  # the batch after that of these states
+            earlier = [noted[1:] for noted in self._earlier] if draws else self._earlier
             epoch.load_loader_states(parts, states)
             epoch.begin_within(fetcher, ahead, ended)
-            if ahead is not None or (fetcher.length is not None and self._may_end_within()):
-                epoch.repeat_batch(fetcher, parts, states, self._earlier)
-                self._waiting = saved["fetched"], states, self._earlier
+            if ahead is not None or self._may_end_within():
+                epoch.repeat_batch(fetcher, parts, states, earlier)
+                self._waiting = saved["fetched"], states, earlier
+            if draws:
+                draw_ahead(fetcher)
             for index, has_ended in enumerate(ended):
                 if has_ended and stays_ended(fetcher.combined_loader):
                     one = slice(index, index + 1)
-                    epoch.end_loader_epoch(parts[one], states[one], self._earlier[one])
+                    epoch.end_loader_epoch(parts[one], states[one], earlier[one])
             return
         for index in started.get("new_workers", ()):
             epoch.drop_iterator(parts[index])

@@ -376,10 +376,20 @@ class Itself(FromQueue):
         return torch.tensor([float(next(self.queue))])
 
 
-def test_a_batch_drawn_ahead_that_cannot_be_saved_is_drawn_again(tmp_path: Path) -> None:
-    whole = run(OfObjects(), tmp_path / "whole")
+class ObjectsWithLast(WithLast):
+    def __iter__(self) -> Iterator[Any]:
+        return map(Opaque, super().__iter__())
+
+
+def short_beside_long() -> Any:
+    return combined.CombinedLoader([type("Short", (ObjectsWithLast,), {"size": 1})(), ObjectsWithLast()], "max_size")
+
+
+@pytest.mark.parametrize("loaders", [OfObjects, short_beside_long])
+def test_a_batch_drawn_ahead_that_cannot_be_saved_is_drawn_again(loaders: Callable[[], Any], tmp_path: Path) -> None:
+    whole = run(loaders(), tmp_path / "whole")
     for end in (1, 2, 3):
-        assert run(OfObjects(), tmp_path / str(end), end) + run(OfObjects(), tmp_path / str(end)) == whole
+        assert run(loaders(), tmp_path / str(end), end) + run(loaders(), tmp_path / str(end)) == whole
 
 
 @pytest.mark.parametrize(("loader", "lost"), [(FromQueue, 1), (Itself, 0)])
