@@ -311,9 +311,8 @@ def sized(kind: type[AtStart], count: int) -> Any:
         (lambda: combined.CombinedLoader([sized(AtStart, 2), WithLast()], "min_size"), None, 5),
         (lambda: combined.CombinedLoader([sized(WithLast, 1), sized(AtEnd, 3)], "max_size"), None, 9),
         (lambda: combined.CombinedLoader([sized(ByNext, 1), sized(ByNext, 3)], "max_size"), None, 6),
-        (lambda: combined.CombinedLoader([sized(AtEnd, 2), sized(ByNext, 1)], "max_size"), None, 6),
     ],
-    ids=["limited", "beside a shorter one", "without a length", "a shorter one", "own iterators", "own iterator"],
+    ids=["limited", "beside a shorter one", "without a length", "a shorter one", "own iterators"],
 )
 def test_the_data_of_a_loader_ends_within_an_epoch(
     loaders: Callable[[], Any], limit: int | None, steps: int, tmp_path: Path
