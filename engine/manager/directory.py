@@ -170,6 +170,7 @@ class RunDirectory:
         self.local: dict[int, tuple[Location, CheckpointRecord]] = {}
         self.on_hosts: frozenset[int] = frozenset()  # further whole local steps, which are read if they are needed
         self.left_on_hosts: frozenset[int] = frozenset()  # whole local steps that do not count
+        self.saved_on_hosts: frozenset[int] = frozenset()  # local steps that the next start may read
         self._options = options
         self._rules = retention_rules(options)
         self._reads_metrics = options.best_fn is not None or options.keep_checkpoints_without_metrics
@@ -382,13 +383,21 @@ class RunDirectory:
 
     def elsewhere(self, step: object) -> str:
         """Return, for the end of a sentence, where a step is that is in the local places only, and not read; or ""."""
-        if step not in self.left_on_hosts or self._options.local is None:
+        if self._options.local is None:
+            return ""
+        if step in self.saved_on_hosts:
+            return (
+                f"; the hosts have step {step} in {self._options.local.url}, where only a new start of the program "
+                "reads it, since this one has saved local steps"
+            )
+        if step not in self.left_on_hosts:
             return ""
         newest = max([*self.local, *self.steps()], default=None)
         way = "" if newest is None else f"; without a number, the run resumes from step {newest}"
         return (
             f"; the hosts have step {step} in {self._options.local.url}, but it does not count: since it was saved, "
-            f"the run has continued from an earlier step, or steps of it were deleted{way}"
+            "the run has continued from an earlier step or without local steps, or steps of it were deleted"
+            f"{way}"
         )
 
     # -- changes by the writer

@@ -164,7 +164,7 @@ class LocalTier:
             except (StorageError, OwnershipError) as error:  # the local step may stand in for this one, if damaged
                 _logger.debug("%s: the history after step %d is not noted: %s", self._run.location, step, error)
         with self._noting:
-            self._kept = _on_line(self._kept, history)
+            self._keep(_on_line(self._kept, history))
 
     def note(self, history: LocalHistory) -> None:
         """Note a history right before the commit of a save, so that other local steps do not count; on process 0."""
@@ -176,8 +176,12 @@ class LocalTier:
     def forget(self) -> None:
         """Start anew: steps of the run were deleted explicitly, and the local ones are not to bring them back."""
         self._continue_after(-1, ())
-        self._kept = {}
+        self._keep({})
         self._forget_found()
+
+    def _keep(self, kept: dict[str, int]) -> None:
+        self._kept = kept
+        self._run.saved_on_hosts = frozenset(kept.values())
 
     def _forget_found(self) -> None:
         """Read no local step of an earlier start any more."""
@@ -296,7 +300,7 @@ class LocalTier:
                 _, report = save.commit(record)
             with self._noting:
                 before = list(_on_line(self._kept, history).items())
-                self._kept = dict([*before[-(_KEPT - 1) :], (folder, step)])
+                self._keep(dict([*before[-(_KEPT - 1) :], (folder, step)]))
             if self._hosts.leads:
                 self._remove_uncounted(folder)
         except Exception as error:  # training continues, and its steps are in the directory

@@ -38,7 +38,7 @@ from .decisions import Moment, decide
 from .directory import RunDirectory
 from .events import RunEvents
 from .options import CheckpointManagerOptions, Mirror, mirror_of, save_triggers
-from .ownership import RunIdentity, stored_options
+from .ownership import NO_LOCAL_STEPS, RunIdentity, stored_options
 
 _logger = logging.getLogger("holdfast")
 
@@ -213,6 +213,8 @@ class RunMirror:
             source, destination = far.step_location(step), run.step_location(step)
             with copied_step(source, destination, record, overwrite=overwrite) as copied:
                 run.ownership.check()
+                if run.branches and step > max(run.steps_and_damaged(), default=-1):
+                    run.note_branches(NO_LOCAL_STEPS)  # the run has continued elsewhere
         except (DamagedCheckpointError, FormatVersionError, CheckpointNotFoundError) as error:
             _logger.warning("%s: step %d cannot be fetched: %s", self.location, step, error)
             return False

@@ -96,6 +96,12 @@ class Resume:
             except BaseException as error:
                 if shared is not None:
                     shared.fail(error)
+                local = self._access.options.local
+                if isinstance(error, DamagedCheckpointError) and local is not None and step in self._run.on_hosts:
+                    error.add_note(
+                        f"The hosts have step {step} in {local.url}, too. A restore without a "
+                        "number, such as resume='auto', takes it from there unless a newer step is whole"
+                    )
                 raise
         self.resumes_from(step, began=began)
         return found

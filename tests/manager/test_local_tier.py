@@ -272,7 +272,7 @@ def test_a_local_step_of_a_branch_that_was_left_is_refused_by_its_number(tmp_pat
     with hf.CheckpointCallback(tmp_path / "store", resume=14, local=local, save_interval_steps=10) as callback:
         expected = (
             rf"the hosts have step 14 in {hosts.place(0)}, but it does not count: since it was saved, the run has "
-            "continued from an earlier step, or steps of it were deleted; "
+            "continued from an earlier step or without local steps, or steps of it were deleted; "
             "without a number, the run resumes from step 11"
         )
         with pytest.raises(hf.errors.CheckpointNotFoundError, match=expected):
@@ -1008,3 +1008,53 @@ def test_processes_that_see_different_steps_look_for_one_together(tmp_path: Path
         return resume_step(12, manager)
 
     assert hosts.run(work, barrier_timeout_secs=5) == [12, 12]
+
+
+def test_a_step_that_this_run_has_saved_locally_is_for_the_next_start(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 1)
+
+    def work(manager: hf.CheckpointManager) -> None:
+        trains(manager, 1, 18)
+        expected = rf"the hosts have step 16 in {hosts.place(0)}, where only a new start of the program reads it"
+        with pytest.raises(hf.errors.CheckpointNotFoundError, match=expected):
+            manager.restore(16)
+
+    hosts.run(work)
+    assert hosts.run(lambda manager: manager.restore(16)["step"]) == [16]
+
+
+def test_the_error_of_a_damaged_step_names_the_local_one(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 1)
+    hosts.train(1, 20)
+    damage(tmp_path / "store" / "20", "state")
+
+    def work(manager: hf.CheckpointManager) -> int:
+        with pytest.raises(hf.errors.DamagedCheckpointError) as caught:
+            manager.restore(20)
+        assert any(f"The hosts have step 20 in {hosts.place(0)}, too" in note for note in caught.value.__notes__)
+        restored = manager.restore_latest()
+        assert restored is not None
+        return restored.step
+
+    assert hosts.run(work) == [20]
+
+
+def test_a_local_step_of_before_the_run_continued_elsewhere_from_the_mirror_does_not_count(tmp_path: Path) -> None:
+    mirror = str(tmp_path / "mirror")
+
+    def work(manager: hf.CheckpointManager) -> int:
+        restored = manager.restore_latest()
+        start = 0 if restored is None else restored.step
+        trains(manager, start + 1, 18 if start == 0 else 15)
+        assert manager.finish_mirror()
+        return start
+
+    here = Hosts(tmp_path, 1)
+    assert here.run(work, mirror=mirror) == [0]
+    (tmp_path / "store").rename(tmp_path / "away")
+    there = Hosts(tmp_path / "there", 1, store=5)
+    there.store_name = "../store"
+    assert there.run(work, mirror=mirror) == [10]
+    shutil.rmtree(tmp_path / "store")
+    (tmp_path / "away").rename(tmp_path / "store")
+    assert here.run(lambda manager: manager.latest_step(), mirror=mirror) == [15]
