@@ -169,7 +169,7 @@ class LocalTier:
     def note(self, history: LocalHistory) -> None:
         """Note a history right before the commit of a save, so that other local steps do not count; on process 0."""
         with self._noting:
-            if history.number > self._noted:
+            if history.number >= self._noted:  # the same again after a step was fetched from the mirror
                 self._run.note_branches(history.branches)
                 self._noted = history.number
 

@@ -1058,3 +1058,17 @@ def test_a_local_step_of_before_the_run_continued_elsewhere_from_the_mirror_does
     shutil.rmtree(tmp_path / "store")
     (tmp_path / "away").rename(tmp_path / "store")
     assert here.run(lambda manager: manager.latest_step(), mirror=mirror) == [15]
+
+
+def test_local_steps_count_after_this_run_has_fetched_a_newer_step_than_the_directory_has(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 1)
+
+    def work(manager: hf.CheckpointManager) -> None:
+        trains(manager, 1, 20)
+        assert manager.finish_mirror()
+        manager.delete(20, mirror=False)
+        manager.restore(20)
+        trains(manager, 21, 22)
+
+    hosts.run(work, mirror=str(tmp_path / "mirror"))
+    assert hosts.resume()[0] == 22
