@@ -261,7 +261,7 @@ def run(directory: str, results: Path, index: int, count: int, options: dict[str
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.dump_traceback_later(SECONDS, exit=True)
-    logging.basicConfig(level=logging.INFO)
+    logging.basicConfig(level=logging.INFO, force=True)  # The process it was forked from may have handlers.
     warnings.simplefilter("ignore")
     run_to_end(train, directory, results, index, count, options)
 
