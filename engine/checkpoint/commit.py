@@ -609,7 +609,7 @@ def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Itera
         yield
     except KeyboardInterrupt:
         for location in made:
-            delete_checkpoint(location)
+            location.remove_tree(first=RECORD)  # those of other formats have none
         if is_new and directory.exists() and not directory.entries():
             directory.remove_tree()
         raise
