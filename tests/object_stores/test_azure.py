@@ -94,6 +94,7 @@ def test_a_place_stays_the_same_when_its_keys_are_renewed(monkeypatch: pytest.Mo
 def test_managers_of_one_run_know_each_other_by_every_address(az: Store) -> None:
     run = hf.CheckpointManager(f"{az.url}/run")
     run.save(1, TREE)
+    run.wait_until_finished()
     with hf.CheckpointManager(f"abfs://{az.bucket}@{ACCOUNT}.dfs.core.windows.net/run") as later:
         later.acquire()
         with pytest.raises(hf.errors.OwnershipError, match="has taken over"):
