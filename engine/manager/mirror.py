@@ -156,6 +156,7 @@ class RunMirror:
         self._bandwidth = None if limit is None else bytes_per_second(limit, name="max_bandwidth")
         self._far: RunDirectory | None = None
         self._acquired = False
+        self._looking = threading.RLock()  # a listing of another thread must not undo what was deleted since it began
         self._thread: Helper | None = None
         self.process = os.getpid()
         self.fetches = False  # whether the mirror only fetches, as the run is not ready to be copied yet
@@ -204,7 +205,7 @@ class RunMirror:
         run = self._run
         try:
             far = self._look()
-            if step not in far or step in run.doomed:
+            if step in run.doomed or step not in far:  # in this order: a step is doomed until it is deleted
                 return False
             record = far.record(step)
             run.make_room(step, replaces=overwrite)
@@ -532,11 +533,12 @@ class RunMirror:
 
     def _look(self) -> RunDirectory:
         """Return the steps in the mirror, read again unless this run writes there."""
-        if self._far is None:
-            self._far = RunDirectory(self.location, self._options, self._clock, self._hand_over)
-        elif not self._acquired:
-            self._far.reload()
-        return self._far
+        with self._looking:
+            if self._far is None:
+                self._far = RunDirectory(self.location, self._options, self._clock, self._hand_over)
+            elif not self._acquired:
+                self._far.reload()
+            return self._far
 
     @property
     def identity(self) -> RunIdentity:
@@ -580,13 +582,14 @@ class RunMirror:
 
     def _acquire(self) -> RunDirectory:
         """Take ownership of the mirror; an interrupted copy of the newest step stays, and is completed."""
-        far = self._look()
-        if not self._acquired:
-            self._check_same_run(far)
-            newest = self._newest()
-            belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
-            far.acquire(self._run.stored_metadata(), belongs, spare=None if newest is None else newest[1])
-            self._acquired = True
+        with self._looking:
+            far = self._look()
+            if not self._acquired:
+                self._check_same_run(far)
+                newest = self._newest()
+                belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
+                far.acquire(self._run.stored_metadata(), belongs, spare=None if newest is None else newest[1])
+                self._acquired = True
         far.ownership.check()
         return far
 

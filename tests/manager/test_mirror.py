@@ -384,6 +384,42 @@ def test_what_the_mirror_could_not_delete_stays_deleted(
         assert run.latest_step() == 2
 
 
+def test_a_listing_that_is_older_than_a_deletion_does_not_bring_the_step_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with manager(tmp_path / "run", tmp_path / "mirror") as run:
+        for step in (1, 3):
+            run.save(step, tree(step))
+            arrives(run, step)
+    with hf.CheckpointManager(tmp_path / "run") as run:
+        run.delete_after(1)
+
+    run = manager(tmp_path / "run", tmp_path / "mirror")
+    listed, deleted = threading.Event(), threading.Event()
+    read, write = Location.read_bytes, Location.write_bytes
+
+    def read_bytes(place: Location, *args: Any, **kwargs: Any) -> bytes:
+        found = read(place, *args, **kwargs)
+        if place.url.startswith(f"{tmp_path}/mirror/3/"):
+            if threading.current_thread() is threading.main_thread():
+                listed.set()
+                deleted.wait(1)  # It cannot be, as long as this listing is under way.
+            else:
+                listed.wait(1)
+        return found
+
+    def write_bytes(place: Location, *args: Any, **kwargs: Any) -> None:
+        write(place, *args, **kwargs)
+        if listed.is_set() and place.url == f"{tmp_path}/run/options.json":  # nothing is to be deleted any more
+            deleted.set()
+
+    monkeypatch.setattr(Location, "read_bytes", read_bytes)
+    monkeypatch.setattr(Location, "write_bytes", write_bytes)
+    with run:
+        assert not run.fetch(3)
+        arrives(run, 1)
+
+
 def test_the_mirror_of_another_run_is_refused(tmp_path: Path, place: str) -> None:
     for name, step in (("a", 5), ("b", 3)):
         with manager(tmp_path / name, f"{place}/{name}") as run:
