@@ -1,6 +1,6 @@
 """``python -m benchmarks.kills``: kills a saving run at random moments; the next run checks the directory.
 
-With ``--processes``, it signals runs of several connected processes instead: see ``kills_connected.py``.
+With ``--processes``, it signals runs of several connected processes instead: see ``kills_cases.py``.
 
 The run saves asynchronously, keeps the newest three steps and every tenth, and replaces every third step by another
 edition of it. One process that has everything imported forks each life and ends it with SIGKILL: most of them while
@@ -23,7 +23,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .kills_connected import run_connected
+from .kills_cases import run_connected
 from .kills_life import KEEP_NEWEST, KEEP_PERIOD, Life, warm_up
 from .kills_member import TRAIN
 
@@ -147,8 +147,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__)
     parser.add_argument("--kills", "--count", type=int, help="how often to kill; 2000 unless given, 150 of several")
     parser.add_argument("--processes", type=int, nargs="+", help="how many connected processes the runs have, as 2 4")
-    parser.add_argument("--framework", choices=sorted(TRAIN), default="torch", help="what connects them")
+    parser.add_argument("--framework", choices=sorted(TRAIN), nargs="+", default=["torch"], help="what connects them")
     parser.add_argument("--barrier", type=float, default=8.0, help="their barrier timeout, in seconds")
+    parser.add_argument("--jobs", type=int, default=1, help="how many of these runs there are at a time")
     parser.add_argument("--local", action="store_true", help="they have local steps and a mirror, and lose hosts")
     parser.add_argument("--directory", type=Path, default=Path("runs"), help="where to save; ./runs unless given")
     parser.add_argument(
@@ -161,7 +162,14 @@ def main(arguments: list[str] | None = None) -> int:
     if options.processes:
         kills = options.kills or CONNECTED_KILLS
         broken = run_connected(
-            options.framework, options.processes, kills, seed, options.barrier, directory, is_local=options.local
+            options.framework,
+            options.processes,
+            kills,
+            seed,
+            options.barrier,
+            directory,
+            is_local=options.local,
+            jobs=options.jobs,
         )
         if not broken:
             shutil.rmtree(directory)

@@ -1,18 +1,13 @@
-"""Kills of runs of several connected processes: signals at each moment, and what the next start makes of it.
+"""Starts of runs of several connected processes, one of which, or each, is signalled at a certain moment.
 
-One process that has everything imported forks the processes of a run. One of them, or each, waits at a certain moment
-for the signal; then the same run is started again, and has to end with the bits of an uninterrupted one.
+One process that has everything imported forks the processes of a run. One of them waits at the moment for the signal.
+``kills_cases.py`` has the moments, starts the run again, and checks what becomes of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import hashlib
-import importlib
-import itertools
 import os
-import random
 import select
 import shutil
 import signal
@@ -21,24 +16,21 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from .kills_member import CALLS, LOOP, ON_A_SAVE, PRIMARY_ONLY, RESUMING, STEPS, TRAIN, Member, Order, local_place
+from .kills_member import TRAIN, Member, Order
 
 Framework = Literal["torch", "jax"]
 
-SIGNALS = ("KILL", "TERM", "STOP")
-PREEMPTED = 75
 LIFE_SECONDS = 120.0  # until a run that gets no signal counts as hanging
-LIMIT = 2.2  # barriers after the signal until a process must have ended; a tenth is for a busy machine
 HANG = 4.0  # barriers after the signal until a process counts as hanging
-STOPPED_SECONDS = 1.0  # until processes that were all stopped are killed
+LONG = 1.5  # barriers after the signal until the processes print what they wait for
+STOPPED_SECONDS = 0.2  # until processes that were all stopped are killed
+SHUTDOWN_SECONDS = 5.0  # for the framework's own shutdown of processes that have all left the run
 NOTICE: dict[Framework, float] = {"torch": 0.1, "jax": 0.4}  # seconds a step; jax looks for SIGTERM once a second
-NOT_REACHED = "ended before the moment"
 IMPORTS: dict[Framework, list[str]] = {
     "torch": ["torch", "torch.distributed", "torch._dynamo"],  # the last is what optimizers import
     "jax": ["jax", "jax.numpy"],
@@ -48,19 +40,35 @@ _TICK = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kill: which processes get which signal, and when."""
+    """One kill: which processes get which signal, and when.
+
+    Attributes:
+        count: The number of processes.
+        signal: The name of the signal.
+        phase: Where a process waits for the signal.
+        target: Which process gets the signal; None is all of them.
+        step: The first step at which it waits there; 0 is before the first one.
+        resumes: Whether the run has been killed before.
+        lost: The hosts that are lost with their local steps after the signal.
+        lost_before: Those that were lost before the start, of a run that resumes.
+    """
 
     count: int
     signal: str
     phase: str
-    target: int | None  # None is all processes
-    turn: int
+    target: int | None
+    step: int
     resumes: bool
+    lost: tuple[int, ...] = ()
+    lost_before: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        who = "all" if self.target is None else f"process {self.target} of {self.count}"
+        who = f"all {self.count}" if self.target is None else f"process {self.target} of {self.count}"
         life = "a resumed run" if self.resumes else "a fresh run"
-        return f"{self.signal} to {who} of {life}, {self.phase}, time {self.turn}"
+        before = f" that had lost hosts {self.lost_before}" if self.lost_before else ""
+        at = f" at step {self.step}" if self.step else ""
+        lost = f", hosts {self.lost} lost" if self.lost else ""
+        return f"{self.signal} to {who} of {life}{before}, {self.phase}{at}{lost}"
 
 
 @dataclass(slots=True)
@@ -73,21 +81,12 @@ class Life:
     hung: list[int] = field(default_factory=list)
     committed: Mapping[str, bytes] = field(default_factory=dict)  # the commit records at the signal
     signalled: bool = False
+    shut_down: bool = True  # whether the framework's own shutdown has ended
     inside: frozenset[int] = frozenset()  # those that took signals at the signal, and had steps to do
 
     def said(self, word: str) -> list[list[str]]:
         """Return, for each process, the rest of the lines that begin with a word."""
         return [[line.partition(" ")[2] for line in lines if line.partition(" ")[0] == word] for lines in self.lines]
-
-
-@dataclass(slots=True)
-class Result:
-    """How one case ended."""
-
-    case: Case
-    wait: float  # seconds from the signal to the end of the last process that did not get it
-    outcome: str
-    problems: list[str]
 
 
 class Starter:
@@ -116,7 +115,7 @@ class Starter:
         pause = NOTICE[self._framework] if case is not None and case.signal == "TERM" else 0.0
         waits = None if case is None else (0 if case.target is None else case.target)
         for index in range(count):
-            order = Order(case.phase, case.turn) if case is not None and index == waits else None
+            order = Order(case.phase, case.step) if case is not None and index == waits else None
             source, says = os.pipe()
             hears, gate = os.pipe()
             child = os.fork()
@@ -175,6 +174,8 @@ class _Watch:
         self._began = time.monotonic()
         self._told: float | None = None  # when they were signalled
         self._idle: float | None = None  # since when only processes that were stopped are left
+        self._left: float | None = None  # since when all have left the run, or were stopped
+        self._asked = False  # whether they were asked what they wait for
         self.life = Life([[] for _ in children])
 
     def to_the_end(self) -> Life:
@@ -182,12 +183,14 @@ class _Watch:
         life = self.life
         while len(life.statuses) < len(self._children):
             self._hear()
-            if self._case is not None and self._told is None and any(life.said("reached")):
+            is_there = any(life.said("reached")) and all(life.said("started"))
+            if self._case is not None and self._told is None and is_there:
                 self._signal(self._case)
             for index in self._missing():
                 done, status = os.waitpid(self._children[index], os.WNOHANG)
                 if done:
-                    life.statuses[index] = os.waitstatus_to_exitcode(status)
+                    left = [] if life.shut_down else life.said("left")[index]
+                    life.statuses[index] = int(left[0]) if left else os.waitstatus_to_exitcode(status)
                     life.seconds[index] = time.monotonic() - (self._told or self._began)
             self._end_what_hangs()
         return life
@@ -219,6 +222,7 @@ class _Watch:
 
     def _end_what_hangs(self) -> None:
         case, now, missing = self._case, time.monotonic(), self._missing()
+        is_term = case is None or case.signal == "TERM"
         waiting = missing
         if case is not None and case.signal == "STOP" and self._told is not None:
             waiting = [index for index in missing if case.target not in (None, index)]
@@ -227,15 +231,31 @@ class _Watch:
             if now > self._idle + STOPPED_SECONDS:
                 self._kill(missing)
             return
+        if is_term and all(self.life.said("left")[index] for index in missing):
+            self._left = self._left or now
+            if missing and now > self._left + SHUTDOWN_SECONDS:
+                self.life.shut_down = False
+                self._ask(missing)
+                self._kill(missing)
+            return
         limit = LIFE_SECONDS
-        if case is not None and self._told is not None and case.signal != "TERM":
+        if not is_term and self._told is not None:
             limit = self._told - self._began + HANG * self._barrier
+            if now > self._told + LONG * self._barrier:
+                self._ask(waiting)
         if waiting and now > self._began + limit:
             self.life.hung = waiting
-            for index in waiting:
-                os.kill(self._children[index], signal.SIGUSR1)  # it prints the stacks of its threads
+            self._asked = False
+            self._ask(waiting)
             time.sleep(1.0)
             self._kill(missing)
+
+    def _ask(self, indices: Sequence[int]) -> None:
+        """Let processes print, once, the stacks of their threads."""
+        if not self._asked:
+            self._asked = True
+            for index in indices:
+                os.kill(self._children[index], signal.SIGUSR1)
 
     def _kill(self, indices: Sequence[int]) -> None:
         for index in indices:
@@ -256,216 +276,3 @@ def _free_port() -> int:
         server.bind(("127.0.0.1", 0))
         port: int = server.getsockname()[1]
         return port
-
-
-def cases(counts: Sequence[int], seed: int) -> Iterator[Case]:
-    """Return cases without end: every signal at every moment to process 0, another one and all, in random order."""
-    generator = random.Random(seed)
-    while True:
-        kinds = list(itertools.product(counts, SIGNALS, (*LOOP, *CALLS), ("first", "other", "all")))
-        generator.shuffle(kinds)
-        for count, name, phase, who in kinds:
-            if who == "other" and phase in PRIMARY_ONLY:
-                continue
-            target = {"first": 0, "other": generator.randrange(1, count), "all": None}[who]
-            resumes = phase in RESUMING or generator.random() < 0.4
-            turn = 1
-            if phase in ON_A_SAVE:
-                turn = 1 if resumes else generator.randint(1, 4)
-            elif phase == "between saves":
-                turn = 1 if resumes else generator.randint(1, STEPS - 1)
-            yield Case(count, name, phase, target, turn, resumes)
-
-
-class Kills:
-    """The cases of one framework, one after the other.
-
-    Args:
-        framework: The framework.
-        barrier: The barrier timeout, in seconds.
-        directory: Where the runs are.
-        is_local: Whether each process is a host with local steps, which is lost with the process that is killed.
-    """
-
-    def __init__(self, framework: Framework, barrier: float, directory: Path, *, is_local: bool = False) -> None:
-        self._barrier, self._directory, self._is_local = barrier, directory, is_local
-        self._starter = Starter(framework, barrier, directory / "logs", is_local)
-        self.resumed_locally = 0
-        self._whole: dict[int, list[dict[int, str]]] = {}  # by the number of processes: digests by step, of each
-
-    def prepare(self, count: int) -> None:
-        """Train once without interruption, and once to the middle."""
-        for name in ("whole", "half"):
-            self._remove(self._directory / f"{name}_{count}")
-        life = self._starter.start(self._directory / f"whole_{count}", count)
-        if set(life.statuses.values()) != {0}:
-            raise RuntimeError(f"the uninterrupted run ended with {life.statuses}: {life.said('error')}")
-        self._whole[count] = [
-            {int(line.split()[0]): line.split()[1] for line in [*started, *steps]}
-            for started, steps in zip(life.said("resumed"), life.said("step"), strict=True)
-        ]
-        half = self._directory / f"half_{count}"
-        case = Case(count, "TERM", "between saves", None, 2, False)
-        life = self._starter.start(half, count, case)
-        if set(life.statuses.values()) != {PREEMPTED}:
-            raise RuntimeError(f"the preempted run ended with {life.statuses}: {life.said('error')}")
-
-    def run(self, case: Case) -> Result:
-        """Do one case; the directory of one with problems is left."""
-        if case.count not in self._whole:
-            self.prepare(case.count)
-        place = self._directory / f"run_{hashlib.sha256(str(case).encode()).hexdigest()[:8]}"
-        self._remove(place)
-        if case.resumes:
-            half = self._directory / f"half_{case.count}"
-            for one in [half, *half.parent.glob(f"{half.name}.*")]:
-                shutil.copytree(one, place.with_name(place.name + one.name.removeprefix(half.name)))
-        life = self._starter.start(place, case.count, case)
-        problems = self._check_end(case, life)
-        others = [index for index in life.seconds if index != case.target and case.target is not None]
-        wait = max((life.seconds[index] for index in others if case.signal != "TERM"), default=0.0)
-        after = records(place)
-        problems += _lost(life.committed, after, "at once")
-        if case.target is not None and case.signal in ("KILL", "STOP"):
-            shutil.rmtree(local_place(place, case.target), ignore_errors=True)  # the host is lost with its memory
-        second = self._starter.start(place, case.count)
-        problems += self._check_resumed(case, second, after)
-        problems += _lost(after, records(place), "after the resume")
-        statuses = [life.statuses[index] for index in sorted(life.statuses)]
-        if not problems:
-            self._remove(place)
-        else:
-            shutil.copytree(self._directory / "logs", place / "logs", dirs_exist_ok=True)
-            (place / "logs" / "lines").write_text("\n\n".join("\n".join(one) for one in [*life.lines, *second.lines]))
-        return Result(case, wait, _outcome(case, life, statuses), problems)
-
-    def _remove(self, place: Path) -> None:
-        """Remove a run, its mirror and what its hosts have."""
-        for one in [place, *place.parent.glob(f"{place.name}.*")]:
-            shutil.rmtree(one, ignore_errors=True)
-
-    def _check_end(self, case: Case, life: Life) -> list[str]:
-        problems = []
-        if not life.signalled and set(life.statuses.values()) != {0}:
-            problems.append(f"the moment did not come: {life.statuses} {life.said('error')}")
-        if life.hung:
-            problems.append(f"processes {life.hung} were there {HANG:g} barriers after the signal")
-        for index, seconds in life.seconds.items():
-            if case.signal != "TERM" and case.target not in (None, index) and seconds > LIMIT * self._barrier:
-                problems.append(f"process {index} ended {seconds / self._barrier:.2f} barriers after the signal")
-        victims = range(case.count) if case.target is None else [case.target]
-        if case.signal == "TERM" and life.signalled and life.inside.issuperset(victims):
-            statuses = set(life.statuses.values())
-            done = all(steps and steps[-1].startswith(f"{STEPS} ") for steps in life.said("step"))
-            if statuses != {PREEMPTED} and not (done and statuses <= {0, PREEMPTED}):
-                problems.append(f"the processes ended with {life.statuses}: {life.said('error')}")
-        return problems
-
-    def _check_resumed(self, case: Case, life: Life, committed: Mapping[str, bytes]) -> list[str]:
-        problems = []
-        if set(life.statuses.values()) != {0}:
-            problems.append(f"the next start ended with {life.statuses}: {life.said('error')}")
-        newest = max(map(int, committed), default=0)
-        for index, (started, steps) in enumerate(zip(life.said("resumed"), life.said("step"), strict=True)):
-            expected = self._whole[case.count][index]
-            for line in [*started, *steps]:
-                step, digest = line.split()
-                if expected[int(step)] != digest:
-                    problems.append(f"process {index} has other bits than the uninterrupted run at step {step}")
-                    break
-            resumed = int(started[0].split()[0]) if started else newest
-            self.resumed_locally += resumed > newest
-            if resumed < newest or (resumed > newest and not self._is_local):
-                problems.append(f"process {index} resumed from {resumed}, and step {newest} is committed")
-        return problems
-
-
-def _lost(before: Mapping[str, bytes], after: Mapping[str, bytes], when: str) -> list[str]:
-    return [
-        f"step {step} was committed, and is gone or changed {when}"
-        for step in before
-        if before[step] != after.get(step)
-    ]
-
-
-def _outcome(case: Case, life: Life, statuses: list[int]) -> str:
-    """Say how the processes that did not get the signal ended."""
-    if not life.signalled:
-        return NOT_REACHED
-    names = {0: "finished", PREEMPTED: "saved and stopped", -signal.SIGABRT: "aborted by jax"}
-    names |= {-signal.SIGKILL: "killed", -signal.SIGTERM: "ended by the signal"}
-    rest = [index for index in range(case.count) if case.target is not None and index != case.target]
-    if case.signal == "TERM" or not rest:
-        rest = list(range(case.count))
-    said = life.said("error")
-    words = {names.get(statuses[index]) or (said[index] or ["status"])[-1].partition(":")[0] for index in rest}
-    return ", ".join(sorted(words))
-
-
-def run_connected(
-    framework: Framework,
-    counts: Sequence[int],
-    kills: int,
-    seed: int,
-    barrier: float,
-    directory: Path,
-    *,
-    is_local: bool = False,
-) -> int:
-    """Do a number of kills, print each, and a table of all.
-
-    Args:
-        framework: What connects the processes.
-        counts: How many processes a run has; each number in turn.
-        kills: How many.
-        seed: Of the order of the cases.
-        barrier: The barrier timeout, in seconds.
-        directory: Where the runs are. Those with problems are left there, with what their processes printed.
-        is_local: Whether each process is a host that saves every step locally, with a copy on another one, and is lost
-            with the process that is killed or frozen; and the run has a mirror.
-
-    Returns:
-        1 where a promise was broken, else 0.
-    """
-    for name in IMPORTS[framework]:
-        importlib.import_module(name)
-    gc.freeze()  # what has been imported is not looked through by each process
-    runner = Kills(framework, barrier, directory, is_local=is_local)
-    results: list[Result] = []
-    began = time.monotonic()
-    for case in cases(counts, seed):
-        if sum(result.outcome != NOT_REACHED for result in results) == kills:
-            break
-        result = runner.run(case)
-        results.append(result)
-        print(
-            f"{time.monotonic() - began:6.0f} s {len(results):4d}: {case}: {result.outcome}, "
-            f"{result.wait / barrier:.2f} barriers"
-        )
-        for problem in result.problems:
-            print(f"    PROBLEM {problem}")
-        sys.stdout.flush()
-    print(f"{framework}, barrier {barrier:g} s, seed {seed}")
-    print(table(results, barrier))
-    if is_local:
-        print(f"{runner.resumed_locally} processes resumed from a local step that is newer than the directory's")
-    return int(any(result.problems for result in results))
-
-
-def table(results: Sequence[Result], barrier: float) -> str:
-    """Return the table of all cases: how many of each kind, the longest wait, how the other processes ended."""
-    groups: dict[tuple[Any, ...], list[Result]] = defaultdict(list)
-    for result in results:
-        who = "all" if result.case.target is None else "process 0" if result.case.target == 0 else "another"
-        groups[result.case.count, result.case.signal, who].append(result)
-    rows = [
-        "| processes | signal | to | kills | longest wait, barriers | problems | how the others ended |",
-        "| ---: | --- | --- | ---: | ---: | ---: | --- |",
-    ]
-    for (count, name, who), group in sorted(groups.items()):
-        outcomes = Counter(result.outcome for result in group)
-        said = "; ".join(f"{number} {outcome}" for outcome, number in outcomes.most_common())
-        wait = max(result.wait for result in group) / barrier
-        bad = sum(bool(result.problems) for result in group)
-        rows.append(f"| {count} | {name} | {who} | {len(group)} | {wait:.2f} | {bad} | {said} |")
-    return "\n".join(rows)

@@ -1,11 +1,13 @@
-"""One process of a training run of several that will be signalled at a certain moment; see ``kills_connected.py``.
+"""One process of a training run of several that will be signalled at a certain moment; see ``kills_cases.py``.
 
 It tells the parent, line by line, what it has reached:
 
     resumed STEP DIGEST    the step that the run begins with, and what was restored
+    started                all processes have started
     entered                it takes signals now
     step STEP DIGEST       a step is done
     leaving                all steps are done; when the callback has ended, it takes no signals any more
+    left STATUS            the callback has ended, and the exit status will be this
     reached PHASE          the moment at which this process was told to wait for the parent
     error TEXT             the exception with which it ends
 """
@@ -30,13 +32,15 @@ from holdfast.engine.arrays import TreeWriter
 from holdfast.engine.checkpoint.commit import PendingCheckpoint
 from holdfast.engine.distributed import ProcessGroup, Rendezvous
 from holdfast.engine.manager.directory import RunDirectory
+from holdfast.engine.manager.local_tier import LocalTier
 from holdfast.engine.storage import Location
 
-STEPS = 8
-SAVE_EVERY = 2
+STEPS = 11
+SAVE_EVERY = 4  # steps between two saves in the directory; a local step is saved at each
 WIDTH = 16  # features of the model; a multiple of every number of processes
+START_SECONDS = 60.0  # within which all processes must have started and compiled
 
-# The class and the method that is called at an moment, and whether the moment is after the call.
+# The class and the method that is called at a moment, and whether the moment is after the call.
 CALLS: dict[str, tuple[type, Callable[..., Any], bool]] = {
     "taking the directory over": (hf.CheckpointManager, hf.CheckpointManager.acquire, False),
     "asking for the steps": (ProcessGroup, ProcessGroup.decide, False),
@@ -50,20 +54,22 @@ CALLS: dict[str, tuple[type, Callable[..., Any], bool]] = {
     "merging": (TreeWriter, TreeWriter.merge, False),
     "at the commit": (PendingCheckpoint, PendingCheckpoint.commit, False),
     "after the commit": (PendingCheckpoint, PendingCheckpoint.commit, True),
+    "sending copies": (LocalTier, LocalTier._send_copies, False),
+    "copies sent": (LocalTier, LocalTier._send_copies, True),
 }
+LOCAL_ONLY = ("sending copies", "copies sent")
 LOOP = ("before the callback", "before the restore", "before the first step", "between saves", "before the end")
 RESUMING = ("asking for the steps", "restoring", "agreeing on what was restored")
 PRIMARY_ONLY = ("merging", "at the commit", "after the commit")
-EVERYWHERE = tuple(phase for phase in (*LOOP, *CALLS) if phase not in PRIMARY_ONLY)
-ON_A_SAVE = ("snapshot", "writing", "written", "at the barrier", "after the barrier", *PRIMARY_ONLY)
+ON_A_SAVE = ("snapshot", "writing", "written", "at the barrier", "after the barrier", *PRIMARY_ONLY, *LOCAL_ONLY)
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The moment at which a process waits for the parent: at a phase, the ``turn``-th time that it comes there."""
+    """The moment at which a process waits for the parent: when it first comes to a phase from a step on."""
 
     phase: str
-    turn: int
+    step: int
 
 
 class Member:
@@ -88,7 +94,8 @@ class Member:
     ) -> None:  # fmt: skip
         self.index, self.count, self.directory, self.port, self.barrier = index, count, directory, port, barrier
         self._order, self._says, self._hears = order, says, hears
-        self._turns, self._step_seconds = 0, step_seconds
+        self._step = -1  # the step that it does; 0 before the first one, negative before it begins
+        self._step_seconds = step_seconds
         self._places: dict[str, Any] = {}
         if is_local:
             host = f"host{index}"
@@ -102,10 +109,9 @@ class Member:
 
     def reached(self, phase: str) -> None:
         """Wait for the parent, if this is the moment of the order."""
-        if self._order is None or phase != self._order.phase:
-            return
-        self._turns += 1
-        if self._turns == self._order.turn:
+        order = self._order
+        if order is not None and phase == order.phase and self._step >= order.step:
+            self._order = None
             self.say(f"reached {phase}")
             os.read(self._hears, 1)
 
@@ -138,7 +144,10 @@ class Member:
 
     def loop(self, state: Any, update: Callable[[Any, np.ndarray], Any], digest: Callable[[Any], str]) -> int:
         """Train to the end, or to a preemption; return the exit status."""
-        step = 0
+        # On a busy machine, the processes come here up to some seconds one after the other.
+        ProcessGroup("kills", None, START_SECONDS).barrier("start")
+        self.say("started")
+        self._step = 0
         self.reached("before the callback")
         with hf.CheckpointCallback(
             self.directory,
@@ -153,6 +162,7 @@ class Member:
             self.say(f"resumed {start} {digest(state)}")
             self.reached("before the first step")
             for step in range(start + 1, STEPS + 1):
+                self._step = step
                 state = update(state, next(self.batches))
                 time.sleep(self._step_seconds)
                 self.say(f"step {step} {digest(state)}")
@@ -162,6 +172,7 @@ class Member:
                     break
             self.say("leaving")
             self.reached("before the end")
+        self.say(f"left {checkpoint.exit_status}")
         return checkpoint.exit_status
 
 
@@ -267,7 +278,8 @@ def train_jax(member: Member) -> int:
         velocity = 0.9 * state["velocity"] + jax.grad(loss)(state["w"], batch, noise)
         return {"w": state["w"] - 0.01 * velocity, "velocity": velocity, "key": key, "count": state["count"] + 1}
 
-    compiled = jax.jit(step, out_shardings=places)
+    batch = global_array(divided, np.zeros((2, WIDTH), np.float32))
+    compiled = jax.jit(step, out_shardings=places).lower(state, batch).compile()
 
     def update(state: Any, batch: np.ndarray) -> Any:
         return compiled(state, global_array(divided, batch))

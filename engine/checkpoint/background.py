@@ -13,7 +13,8 @@ import sys
 import threading
 from collections.abc import Callable
 
-from ..errors import BarrierTimeoutError, SaveFailedError, StateError, describe_error
+from ..distributed import missed_a_process
+from ..errors import SaveFailedError, StateError, describe_error
 from ..storage import Helper
 
 _logger = logging.getLogger("holdfast")
@@ -88,7 +89,7 @@ class BackgroundSave:
     @property
     def has_missed_a_process(self) -> bool:
         """Whether the last save failed because another process did not answer, and this was not raised yet."""
-        return self._error is not None and isinstance(self._error.__cause__, BarrierTimeoutError)
+        return self._error is not None and missed_a_process(self._error.__cause__)
 
     def take_error(self) -> SaveFailedError | None:
         """Return the error of the last save and forget it, so that it is raised once."""

@@ -56,8 +56,7 @@ def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout
             structure = hashlib.blake2b("\n".join(lines).encode(), digest_size=_DIGEST_BYTES).digest()
             gathered = rendezvous.gather("digests", structure + digests.tobytes(), timeout)
             found = None if gathered is None else json.dumps(_compare(gathered, names)).encode()
-            # Process 0 may wait as long for another process, and then tells which one it missed.
-            differences = json.loads(rendezvous.broadcast("differences", found, 2 * timeout))
+            differences = json.loads(rendezvous.broadcast("differences", found, timeout, gathered=True))
         except BaseException as error:
             rendezvous.fail(error)
             raise

@@ -42,7 +42,7 @@ from .commit import PendingCheckpoint
 _logger = logging.getLogger("holdfast")
 
 _SMALL = 16 * 1024  # bytes; smaller fragments are sent to process 0, larger ones are left in a file
-_LAST_WORD = 10.0  # seconds that the others get to stop writing before process 0 removes what they wrote
+_LAST_WORD = 10.0  # seconds that the others get to stop writing before process 0 removes what they wrote, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -445,8 +445,7 @@ class Worker:
 
     def commit(self, record: CheckpointRecord | None) -> _Committed:
         """Wait for what process 0 tells of its record."""
-        # Process 0 may wait as long for another process, and then tells which one it missed.
-        content = self._rendezvous.broadcast("committed", None, 2 * self._timeout)
+        content = self._rendezvous.broadcast("committed", None, self._timeout, gathered=True)
         self._rendezvous.close()
         return _Committed.decode(content, f"{self._location}: what process 0 has committed")
 
@@ -472,7 +471,7 @@ def _stop(rendezvous: Rendezvous) -> None:
 
 def _all_stopped(rendezvous: Rendezvous, timeout: float) -> bool:
     """Wait until the other processes have stopped writing; return whether all have reported that."""
-    end = time.monotonic() + min(_LAST_WORD, timeout)
+    end = time.monotonic() + min(_LAST_WORD, timeout / 4)
     try:
         for process in range(1, rendezvous.count):
             key = _stopped_key(rendezvous, process)

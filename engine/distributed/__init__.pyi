@@ -14,4 +14,5 @@ from .process_group import run_on_primary as run_on_primary
 from .rendezvous import BoundedCoordinator as BoundedCoordinator
 from .rendezvous import Rendezvous as Rendezvous
 from .rendezvous import call_within as call_within
+from .rendezvous import missed_a_process as missed_a_process
 from .rendezvous import next_rendezvous as next_rendezvous

@@ -16,7 +16,8 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from .coordinators import Coordinator, TorchCoordinator
 T = TypeVar("T")
 
 _SECOND_CHANCE = 1.0  # seconds for a store that did not answer the previous call, or for a wait that ends
+_SHARE = 8  # which is at most this part of a timeout
 
 _silent: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # coordinators that did not answer the last call
 
@@ -47,6 +49,7 @@ class BoundedCoordinator:
         self.process_index = coordinator.process_index
         self.process_count = coordinator.process_count
         self._limit = limit
+        self._again = min(limit / _SHARE, _SECOND_CHANCE)
 
     def put(self, key: str, value: bytes) -> None:
         self.run(lambda store: store.put(key, value))
@@ -68,7 +71,7 @@ class BoundedCoordinator:
         store = self.unbounded
         if isinstance(store, TorchCoordinator) and store not in _silent:
             with contextlib.suppress(ConnectionError, DeadlinePassedError):
-                call_within(min(self._limit, _SECOND_CHANCE), self._answered, lambda _: store.give_up(key))
+                call_within(self._again, self._answered, lambda _: store.give_up(key))
 
     def monotonic(self) -> float:
         """Return the seconds on the clock by which deadlines are measured."""
@@ -78,7 +81,7 @@ class BoundedCoordinator:
         """Make several calls with one deadline; ``waits`` are the seconds that they may wait for other processes."""
         if self.process_count == 1:
             return work(self.unbounded)
-        limit = min(self._limit, _SECOND_CHANCE) if self.unbounded in _silent else self._limit
+        limit = self._again if self.unbounded in _silent else self._limit
         try:
             answer: T = call_within(waits + limit, self._answered, work)
         except DeadlinePassedError:
@@ -131,12 +134,14 @@ _FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether anothe
 _LONGEST_WAIT = 1.0
 _WAIT_PER_PROCESS = 1e-3  # seconds; so all processes that wait look for failures 1,000 times a second at most
 _MOST_AT_ONCE = 256  # values to ask for in one request
+_GATHERED = 1.9  # timeouts to wait for process 0 where it waits itself; less than two in all
 _SILENCE = 600.0  # seconds in which a store must answer, unless the caller says otherwise
 _MESSAGE_LIMIT = 4000  # characters of an error that the other processes get
 _MOST_RETIRED = 64  # closed rendezvous that are remembered; another process that died never closed its own
 _MOST_KEYS = 4000  # keys that a process reports for deletion
 
-_lock = threading.Lock()  # protects the two tables below
+_lock = threading.Lock()  # protects the tables below
+_missed: weakref.WeakKeyDictionary[Coordinator, Counter[int]] = weakref.WeakKeyDictionary()  # see `_patience`
 _counts: weakref.WeakKeyDictionary[Coordinator, dict[str, int]] = weakref.WeakKeyDictionary()
 _retired: weakref.WeakKeyDictionary[Coordinator, list[_Retired]] = weakref.WeakKeyDictionary()
 
@@ -158,7 +163,8 @@ class Rendezvous:
     at a time; only `fail` may be called from any thread at any time. A topic serves each operation once. An operation
     that waits raises
 
-    - `BarrierTimeoutError`, which names the missing processes, after ``timeout`` seconds,
+    - `BarrierTimeoutError`, which names the missing processes, after ``timeout`` seconds, or half of that after each
+      wait in a row that has missed a process: all of them together last less than twice as long as one,
     - `PeerFailedError` within about a second (four with 4,096 processes) after another one has called `fail`, when the
       store is gone, and when it has not answered for ``limit`` seconds.
 
@@ -184,8 +190,11 @@ class Rendezvous:
         self._deleted: set[str] = set()
         self._closed = False
 
-    def broadcast(self, topic: str, value: bytes | None, timeout: float) -> bytes:
-        """Return the value of process 0 on all processes."""
+    def broadcast(self, topic: str, value: bytes | None, timeout: float, *, gathered: bool = False) -> bytes:
+        """Return the value of process 0 on all processes.
+
+        With ``gathered``, process 0 may wait as long itself for another one before, and then tells which one it missed.
+        """
         self.check()
         key = self._key("broadcast", topic, 0)
         if self.index == 0:
@@ -193,10 +202,13 @@ class Rendezvous:
                 raise ValueError(f"process 0 must give the value of {topic!r}")
             self._put(key, value)
             return value
+        timeout = self._patience(_GATHERED * timeout if gathered else timeout)
         try:
-            return self._get(key, 0, self._deadline(timeout))
+            value = self._get(key, 0, self._deadline(timeout))
         except TimeoutError:
             raise self._timeout(topic, timeout, [0]) from None
+        self._has_met([0])
+        return value
 
     def gather(self, topic: str, value: bytes, timeout: float) -> list[bytes] | None:
         """Return the values of all processes on process 0, the only one that waits, and None on the others."""
@@ -216,11 +228,14 @@ class Rendezvous:
             made = summary([value, *self._collect("summarize", topic, timeout, discard=False)])
             self._put(together, made)
             return made
+        timeout = self._patience(timeout)
         try:
-            return self._get(together, 0, self._deadline(timeout))
+            made = self._get(together, 0, self._deadline(timeout))
         except TimeoutError:
             missing = self._missing("summarize", topic)
             raise self._timeout(topic, timeout, missing or [0]) from None
+        self._has_met(range(self.count))
+        return made
 
     def barrier(self, topic: str, timeout: float) -> None:
         self.summarize(topic, b"", timeout, lambda _: b"")
@@ -237,7 +252,8 @@ class Rendezvous:
             facts = json.loads(failure)
             process = int(facts["process"])
             message = f"{self.name}: process {process} failed: {facts['error']}: {facts['message']}"
-            raise PeerFailedError(message, process)
+            missed = facts["error"] == BarrierTimeoutError.__name__
+            raise PeerFailedError(message, process) from BarrierTimeoutError(facts["message"]) if missed else None
 
     def fail(self, error: BaseException) -> None:
         """Report to all other processes that this one failed, and why. Never raises."""
@@ -259,6 +275,18 @@ class Rendezvous:
         if not self._closed:
             self._closed = True
             _retire(self.coordinator, self._prefix, self._stored, self._deleted)
+
+    def _patience(self, timeout: float) -> float:
+        """Return the time for a wait: half of it after each wait in a row that has missed a process, down to a part."""
+        with _lock:
+            in_a_row: int = max(_missed.get(self.coordinator.unbounded, Counter()).values(), default=0)
+        return timeout / min(1 << in_a_row, _SHARE)
+
+    def _has_met(self, processes: Iterable[int]) -> None:
+        with _lock:
+            if missed := _missed.get(self.coordinator.unbounded):
+                for process in processes:
+                    del missed[process]
 
     def _deadline(self, timeout: float) -> float:
         return self.coordinator.monotonic() + timeout
@@ -294,8 +322,9 @@ class Rendezvous:
             ) from error
 
     def _wait(self, key: str, deadline: float) -> bytes:
-        pause, longest = _FIRST_WAIT, max(_LONGEST_WAIT, self.count * _WAIT_PER_PROCESS)
         began = self.coordinator.monotonic()
+        longest = min(max(_LONGEST_WAIT, self.count * _WAIT_PER_PROCESS), (deadline - began) / _SHARE)
+        pause = min(_FIRST_WAIT, longest)
         try:
             while True:
                 now = self.coordinator.monotonic()
@@ -315,6 +344,7 @@ class Rendezvous:
 
     def _collect(self, operation: str, topic: str, timeout: float, *, discard: bool) -> list[bytes]:
         """Wait on process 0 for the values of all other processes."""
+        timeout = self._patience(timeout)
         deadline = self._deadline(timeout)
         awaited = [self._key(operation, topic, process) for process in range(1, self.count)]
         values: list[bytes] = []
@@ -338,6 +368,7 @@ class Rendezvous:
                 raise self._timeout(topic, timeout, self._missing(operation, topic, process) or [process]) from None
             if discard:
                 self._delete(self._stored[read:])
+        self._has_met(range(self.count))
         return values
 
     def _delete(self, keys: Sequence[str]) -> None:
@@ -378,6 +409,8 @@ class Rendezvous:
             raise PeerFailedError(message, 0) from error
 
     def _timeout(self, topic: str, timeout: float, missing: Sequence[int]) -> BarrierTimeoutError:
+        with _lock:
+            _missed.setdefault(self.coordinator.unbounded, Counter()).update(missing)
         names = "process " if len(missing) == 1 else "processes "
         names += shortened(missing, 20)
         message = (
@@ -385,6 +418,13 @@ class Rendezvous:
             "check their logs, or raise the timeout if they are only slow"
         )
         return BarrierTimeoutError(message, missing)
+
+
+def missed_a_process(error: BaseException | None) -> bool:
+    """Return whether an error tells that a process, or the store, did not answer: to this process or another one."""
+    if isinstance(error, PeerFailedError):
+        return isinstance(error.__cause__, (BarrierTimeoutError, ConnectionError))
+    return isinstance(error, BarrierTimeoutError)
 
 
 def _retire(bounded: BoundedCoordinator, prefix: str, keys: Sequence[str], deleted: set[str]) -> None:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from ..checkpoint import BackgroundSave, ItemToSave, Save, leave_save
 from ..clock import Clock, seconds
-from ..distributed import ProcessGroup, Rendezvous
-from ..errors import BarrierTimeoutError, OwnershipError, PeerFailedError, StorageError
+from ..distributed import ProcessGroup, Rendezvous, missed_a_process
+from ..errors import OwnershipError, PeerFailedError, StorageError
 from ..format import RECORD, CheckpointRecord
 from ..storage import Buffer, Location, parallel_map
 from .decisions import EverySteps
@@ -73,8 +73,7 @@ class LocalTier:
         # The step of a restore since then, and whether it was a local one: perhaps the program only looks at it.
         self._restored: tuple[int, bool] | None = None
         self._background = BackgroundSave(seconds(options.save_timeout_secs))
-        # The error of a local save that has missed a process, or the store: the next one would, too.
-        self._lost: BarrierTimeoutError | PeerFailedError | None = None
+        self._lost: Exception | None = None  # of a save that has missed a process, or the store: the next would, too
         self._error: str | None = None
         self._warned: set[str] = set()
         self._saves = 0  # since the last event that tells of them
@@ -206,7 +205,7 @@ class LocalTier:
         try:
             self._space = self._hosts.make_folder(rendezvous)
         except (StorageError, PeerFailedError) as error:
-            if isinstance(error.__cause__, ConnectionError):  # the store of the processes is gone
+            if missed_a_process(error):  # perhaps the store of the processes is gone
                 raise
             self._failed(step, error)
             leave_save(rendezvous, error)
@@ -277,8 +276,7 @@ class LocalTier:
                     return
                 items = save.write(awaited)
                 if rendezvous is not None:
-                    # Then all processes of each host have written. Process 0 may wait as long for one of them.
-                    rendezvous.broadcast("merged", b"", 2 * timeout)
+                    rendezvous.broadcast("merged", b"", timeout, gathered=True)  # all processes have written
                 sent = self._send_copies(folder) if self._hosts.leads else 0
                 if rendezvous is not None:
                     rendezvous.gather("copied", b"", timeout)
@@ -332,9 +330,7 @@ class LocalTier:
 
     def _failed(self, step: int, error: Exception) -> None:
         kind, self._error = type(error).__name__, described(error)
-        if isinstance(error, BarrierTimeoutError) or (
-            isinstance(error, PeerFailedError) and isinstance(error.__cause__, ConnectionError)
-        ):
+        if missed_a_process(error):
             self._lost = error
         self._events.write("local_failed", step=step, error=self._error)
         _logger.log(

@@ -11,13 +11,8 @@ from typing import Any, Never, Self, TypeVar, overload
 
 from ..checkpoint import Checkpointer
 from ..clock import Clock, SystemClock, seconds
-from ..distributed import Alone, Coordinator, ProcessGroup
-from ..errors import (
-    BarrierTimeoutError,
-    CheckpointNotFoundError,
-    OptionError,
-    SaveFailedError,
-)
+from ..distributed import Alone, Coordinator, ProcessGroup, missed_a_process
+from ..errors import CheckpointNotFoundError, OptionError, SaveFailedError
 from ..observer import Observer, process_observer
 from ..peer_names import refuse_unknown
 from ..storage import Location, Place, as_location
@@ -418,7 +413,7 @@ class CheckpointManager:
             saved = self._saves.save(step, items, metrics, custom_metadata, force, kwargs, reason)
         except BaseException as error:
             # That of the save before in the background does not concern this step.
-            if isinstance(error, SaveFailedError) and not isinstance(error.__cause__, BarrierTimeoutError):
+            if isinstance(error, SaveFailedError) and not missed_a_process(error.__cause__):
                 self._saves.save_locally(step, items, metrics, custom_metadata, kwargs)
             else:
                 self._saves.miss_locally(step, error)

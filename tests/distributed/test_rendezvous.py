@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import pytest
 from tests.processes.threads import MemoryCoordinator, memory_coordinators
 
 from holdfast.engine.checkpoint import leave_save
-from holdfast.engine.distributed import Alone, Rendezvous, next_rendezvous
+from holdfast.engine.distributed import Alone, Rendezvous, missed_a_process, next_rendezvous
 from holdfast.engine.distributed.rendezvous import PART_SIZE, join_parts, part_keys, split_value, value_length
 from holdfast.engine.errors import BarrierTimeoutError, PeerFailedError, describe_error
 
@@ -126,6 +127,33 @@ def test_a_store_that_is_gone_is_a_failure_of_process_0(operation: str) -> None:
     assert caught.value.process == 0
     rendezvous.fail(ValueError("x"))
     rendezvous.close()
+
+
+def test_waits_in_a_row_that_miss_a_process_are_ever_shorter() -> None:
+    first, second, third = memory_coordinators(3)
+
+    def missed(coordinator: MemoryCoordinator, name: str) -> str:
+        rendezvous = Rendezvous(coordinator, name)
+        with pytest.raises(BarrierTimeoutError) as caught:
+            rendezvous.barrier("all", 0.08)
+        (seconds,) = re.findall(r"within ([0-9.]+) s", str(caught.value))
+        return str(seconds)
+
+    assert [missed(first, f"{number}") for number in range(5)] == ["0.08", "0.04", "0.02", "0.01", "0.01"]
+    assert missed(second, "0") == "0.08"
+    for coordinator in (second, third):
+        Rendezvous(coordinator, "back").gather("x", b"", PATIENCE)
+    Rendezvous(first, "back").gather("x", b"", PATIENCE)
+    assert missed(first, "6") == "0.08"
+
+
+@pytest.mark.parametrize(("error", "missed"), [(BarrierTimeoutError("process 2", [2]), True), (ValueError("2"), False)])
+def test_the_others_hear_that_a_process_is_missing(error: Exception, missed: bool) -> None:
+    first, second, _ = memory_coordinators(3)
+    Rendezvous(first, "save").fail(error)
+    with pytest.raises(PeerFailedError, match=r"process 0 failed: .*2") as caught:
+        Rendezvous(second, "save").check()
+    assert missed_a_process(error) == missed_a_process(caught.value) == missed
 
 
 def test_damaged_values_are_noticed() -> None:

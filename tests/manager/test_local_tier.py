@@ -760,6 +760,22 @@ def test_a_process_that_fails_before_its_local_save_stops_that_of_the_others_at_
     assert hosts.resume()[0] == 14
 
 
+def test_after_a_local_save_that_has_missed_a_process_no_process_begins_another_one(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 3)
+
+    def work(manager: hf.CheckpointManager) -> None:
+        manager.save(2, tree(2))
+        manager.wait_until_finished()
+        if manager.processes.index == 2:  # it does not come to the next step
+            return
+        manager.save(4, tree(4))
+        with pytest.raises((hf.errors.BarrierTimeoutError, hf.errors.PeerFailedError), match=r"process 2 of 3 did not"):
+            manager.save(6, tree(6))
+
+    hosts.run(work, barrier_timeout_secs=1)
+    assert hosts.resume()[0] == 2
+
+
 def test_failed_saves_leave_one_step_at_most(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, 2)
 
