@@ -99,6 +99,12 @@ class Coordinator(Protocol):
     def delete(self, key: str) -> None:
         """Delete a value; a missing one is fine."""
 
+    def give_up(self, key: str) -> None:
+        """End the wait for a value for which `get` has raised, and which this process will not ask for again.
+
+        Other processes may still wait for it. Where the store continues no wait, there is nothing to do.
+        """
+
 
 class Alone:
     """The coordinator of a single process; it needs no initialization."""
@@ -130,6 +136,9 @@ class Alone:
     def delete(self, key: str) -> None:
         """Delete a value; a missing one is fine."""
         self._values.pop(key, None)
+
+    def give_up(self, key: str) -> None:
+        """Do nothing: no call waits."""
 
 
 class JaxCoordinator:
@@ -184,6 +193,9 @@ class JaxCoordinator:
     def delete(self, key: str) -> None:
         with _jax_error(key):  # this also deletes all values whose keys continue after a slash
             self._client.key_value_delete(key)
+
+    def give_up(self, key: str) -> None:
+        """Do nothing: a wait of the service ends with its deadline."""
 
 
 @contextlib.contextmanager
@@ -302,7 +314,6 @@ class TorchCoordinator:
             wait.set_exception(error)
 
     def give_up(self, key: str) -> None:
-        """End the wait for a value for which `get` has raised, and which this process will not ask for again."""
         wait = self._waits.pop(key, None)
         if wait is None or wait.done():
             return

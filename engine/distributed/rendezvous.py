@@ -26,7 +26,7 @@ from urllib.parse import quote
 import google_crc32c
 
 from ..errors import BarrierTimeoutError, PeerFailedError, describe_error, shortened
-from .coordinators import Coordinator, TorchCoordinator
+from .coordinators import Coordinator
 
 T = TypeVar("T")
 
@@ -67,11 +67,10 @@ class BoundedCoordinator:
         self.run(lambda store: store.delete(key))
 
     def give_up(self, key: str) -> None:
-        """End the wait for a value that is not asked for again, where the store would continue it. Never raises."""
-        store = self.unbounded
-        if isinstance(store, TorchCoordinator) and store not in _silent:
+        """End the wait for a value that is not asked for again; a store that did not answer is left alone."""
+        if self.unbounded not in _silent:
             with contextlib.suppress(ConnectionError, DeadlinePassedError):
-                call_within(self._again, self._answered, lambda _: store.give_up(key))
+                call_within(self._again, self._answered, lambda store: store.give_up(key))
 
     def monotonic(self) -> float:
         """Return the seconds on the clock by which deadlines are measured."""

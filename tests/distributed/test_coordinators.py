@@ -78,6 +78,18 @@ def a_wait_does_not_block_other_threads(coordinator: Coordinator) -> None:
         assert [future.result() for future in waiting] == [b"now"] * 4
 
 
+def a_wait_that_is_given_up_leaves_nothing(coordinator: Coordinator) -> None:
+    key = f"given up/{coordinator.process_index}"
+    with pytest.raises(TimeoutError):
+        coordinator.get(key, 0.05)
+    coordinator.give_up(key)
+    assert coordinator.try_get(key) is None
+    coordinator.put(key, b"now")
+    assert coordinator.get(key, PATIENCE) == b"now"
+    coordinator.give_up(key)
+    assert coordinator.try_get(key) == b"now"
+
+
 def rendezvous_exchange_values(coordinator: Coordinator) -> None:
     rendezvous = next_rendezvous(coordinator, "runs/x y")
     index, count = rendezvous.index, rendezvous.count
@@ -169,6 +181,7 @@ CHECKS: list[Check] = [
     several_values_come_together_or_not_at_all,
     deleted_values_are_gone,
     a_wait_does_not_block_other_threads,
+    a_wait_that_is_given_up_leaves_nothing,
     rendezvous_exchange_values,
     no_process_passes_a_barrier_alone,
     the_missing_are_named,

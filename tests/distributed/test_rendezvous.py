@@ -233,6 +233,32 @@ def test_no_call_waits_for_a_frozen_store_for_ever(operation: str) -> None:
         made.thawed.set()
 
 
+class Continuing(MemoryCoordinator):
+    """A coordinator whose store continues waits until they are given up."""
+
+    waits: set[str]
+
+    def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
+        self.waits.add(key)
+        value = super().get(key, timeout)
+        self.waits.remove(key)
+        return value
+
+    def give_up(self, key: str) -> None:
+        self.waits.remove(key)
+
+
+@pytest.mark.parametrize("operation", ["barrier", "broadcast"])
+def test_an_operation_that_fails_leaves_no_wait_in_a_store_of_any_kind(operation: str) -> None:
+    made = memory_coordinators(2)[1]
+    made.__class__ = Continuing
+    assert isinstance(made, Continuing)
+    made.waits = set()
+    with pytest.raises(BarrierTimeoutError):
+        OPERATIONS[operation](Rendezvous(made, "save"))
+    assert made.waits == set()
+
+
 class Counted(MemoryCoordinator):
     """A coordinator that notes the keys of every request for several values."""
 

@@ -60,6 +60,9 @@ class MemoryCoordinator:
         with self._hub.changed:
             self._hub.values.pop(key, None)
 
+    def give_up(self, key: str) -> None:
+        pass
+
     def keys(self) -> list[str]:
         with self._hub.changed:
             return sorted(self._hub.values)
