@@ -5,6 +5,7 @@ A program is alone, or its processes are connected by ``jax.distributed`` or ``t
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -260,7 +261,7 @@ class TorchCoordinator:
         return _prefixed(name, self._store)
 
     def put(self, key: str, value: bytes) -> None:
-        with _torch_error():
+        with _in_store():
             self._store.set(key, value)
 
     def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
@@ -271,8 +272,7 @@ class TorchCoordinator:
         if not self._is_polled:
             wait = wait or self._start_wait(key)
             try:
-                with _torch_error():
-                    value = wait.result(timeout)
+                value = wait.result(timeout)
             except TimeoutError:  # a look over the other connection, as that of the wait may be lost without a sign
                 if (found := self.try_get(key)) is None:
                     raise TimeoutError(f"no process stored {key} within {timeout:g} s") from None
@@ -301,12 +301,13 @@ class TorchCoordinator:
 
     def _wait(self, key: str, wait: Future[bytes]) -> None:
         try:
-            try:
-                connection = self._idle.pop()
-            except IndexError:
-                connection = self._store.clone()
-            connection.wait([key], _NO_DEADLINE)
-            value = connection.get(key) if key in self._waits else _GIVEN_UP
+            with _in_store():
+                try:
+                    connection = self._idle.pop()
+                except IndexError:
+                    connection = self._store.clone()
+                connection.wait([key], _NO_DEADLINE)
+                value = connection.get(key) if key in self._waits else _GIVEN_UP
             if len(self._idle) < _IDLE_CONNECTIONS:
                 self._idle.append(connection)
             wait.set_result(value)
@@ -318,7 +319,7 @@ class TorchCoordinator:
         if wait is None or wait.done():
             return
         try:
-            with _torch_error():
+            with _in_store():
                 self._store.compare_set(key, "", _GIVEN_UP.decode())
         finally:
             with contextlib.suppress(TimeoutError):
@@ -330,14 +331,14 @@ class TorchCoordinator:
                 self.give_up(key)
 
     def try_get(self, key: str) -> bytes | None:
-        with _torch_error():
+        with _in_store():
             if not self._store.check([key]):
                 return None
             value: bytes = self._store.get(key)
         return None if value == _GIVEN_UP else value
 
     def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        with _torch_error():
+        with _in_store():
             if not self._store.check([*keys]):
                 return None
             if self._store.has_extended_api():
@@ -347,33 +348,55 @@ class TorchCoordinator:
         return None if _GIVEN_UP in values else values
 
     def delete(self, key: str) -> None:
-        with _torch_error():
+        with _in_store():
             self._store.delete_key(key)
 
 
 _made: weakref.WeakSet[TorchCoordinator] = weakref.WeakSet()
+_calling: set[int] = set()  # the threads that are in a store, by their identifiers
+_ends = threading.Event()  # whether this process calls no store any more
+
+
+@contextlib.contextmanager
+def _in_store() -> Iterator[None]:
+    """Turn errors of a store into Python's own, and refuse calls once this process ends."""
+    thread = threading.get_ident()
+    _calling.add(thread)  # before the look at the event, so that no call that is not refused is missed
+    try:
+        if _ends.is_set():
+            raise ConnectionError("torch.distributed's store: this process ends, and does not call it any more")
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(f"torch.distributed's store: {error}") from error
+    finally:
+        _calling.discard(thread)
+
+
+# Python stops the threads that run when it ends, and one that is in torch's store then aborts the process. So all waits
+# are given up first, and then the calls that are under way end.
 
 
 def _end_waits() -> None:
-    """Give up all waits at exit: a thread that torch's store lets go while Python ends would abort the process."""
     for coordinator in list(_made):
         thread = threading.Thread(target=coordinator.give_up_all, name="holdfast-store", daemon=True)
         thread.start()
         thread.join(_SECONDS_TO_END)
 
 
-# Ordinary exit functions run when no thread can be started any more. A forked process has none of the waits.
+def _end_calls() -> None:
+    _ends.set()
+    deadline = time.monotonic() + _SECONDS_TO_END
+    while _calling and time.monotonic() < deadline:
+        time.sleep(_SHORTEST_PAUSE)
+
+
+# Ordinary exit functions run when the saves have ended, and when no thread can be started any more.
 if (_register_early := getattr(threading, "_register_atexit", None)) is not None:
     _register_early(_end_waits)
+atexit.register(_end_calls)
+# A forked process has neither the waits nor the calls.
 os.register_at_fork(after_in_child=_made.clear)
-
-
-@contextlib.contextmanager
-def _torch_error() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise ConnectionError(f"torch.distributed's store: {error}") from error
+os.register_at_fork(after_in_child=_calling.clear)
 
 
 def current_coordinator() -> Coordinator:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,6 +183,43 @@ del store
 sys.exit(5)
 """
     done = run(WAITS + program)
+    assert done.returncode == 5, done.stderr
+
+
+def test_a_call_that_the_store_answers_while_the_process_ends_does_not_abort_it(tmp_path: Path) -> None:
+    """As above: Python would end the thread that is in torch. A lock on the file makes the store answer late."""
+    program = f"""
+import atexit
+import subprocess
+import threading
+
+path = {str(tmp_path / "store")!r}
+held = "import fcntl, sys, time; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True)"
+late = "sys.stdin.read(); time.sleep(0.5)"
+
+class LongEnd:
+    def __del__(self, sleep=time.sleep):
+        sleep(1.5)
+
+coordinator = TorchCoordinator(distributed.FileStore(path, 2), 0, 2)
+coordinator.put("step", b"1")
+pipe = subprocess.PIPE
+other = subprocess.Popen([sys.executable, "-c", f"{{held}}; {{late}}", path], stdin=pipe, stdout=pipe)
+other.stdout.readline()
+atexit.register(other.stdin.close)  # exit functions run in reverse order: this one before those of the engine
+begun = threading.Event()
+
+def call():
+    begun.set()
+    coordinator.try_get("step")
+
+sys.setswitchinterval(30)  # the thread runs until it waits in torch
+threading.Thread(target=call, daemon=True).start()
+begun.wait()
+ends_later = LongEnd()
+sys.exit(5)
+"""
+    done = run(program)
     assert done.returncode == 5, done.stderr
 
 
