@@ -153,7 +153,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
         if (step := self.store.step_of(path)) is None:
             self.inner.save_checkpoint(checkpoint, path, storage_options)
         else:
-            self.store.save(step, checkpoint, self._strategy)
+            self.store.save(step, lambda: checkpoint, self._strategy)
 
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None

@@ -6,12 +6,13 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
 from ...engine.errors import SaveFailedError, StateError, shortened
-from ...engine.manager import event_scalars, guarded, note_resume, part_of_save
+from ...engine.manager import event_scalars, guarded, note_resume
 from ...engine.sources import Misfits
 from ..loop import PreemptionSignal, Stop, TensorVersions, announce, barrier_exit, unfinished_neighbour, warn_of_misfits
 from .fitting import Fitting
@@ -282,9 +283,8 @@ class FitSaver:
         elif reports and (metric := self._store.awaited_metric(self._recorded, lambda: self._ledger.of(step))):
             self._save(step, point, f"the first with {metric} after a save without it")
         elif self._store.manager.local_due(step):
-            with part_of_save(self._store.manager, step, locally=True):
-                checkpoint, strategy = self._dump(point), self._trainer.strategy
-                self._store.save(step, checkpoint, strategy, metrics=self._ledger.of(step), locally=True)
+            dump, strategy = partial(self._dump, point), self._trainer.strategy
+            self._store.save(step, dump, strategy, metrics=self._ledger.of(step), locally=True)
         self._hold(step, point)
 
     def save_after(self, exception: BaseException) -> None:
@@ -295,7 +295,7 @@ class FitSaver:
         step, checkpoint = held
         name = type(exception).__name__
         self._store.save(
-            step, checkpoint, self._trainer.strategy, metrics=self._ledger.of(step), reason=f"after {name}"
+            step, lambda: checkpoint, self._trainer.strategy, metrics=self._ledger.of(step), reason=f"after {name}"
         )
         self._say("saving step %d in %s after %s", step, self._store.directory, name)
 
@@ -311,7 +311,8 @@ class FitSaver:
         self._ledger.observe(step, self._trainer.callback_metrics)
         metrics, strategy = self._ledger.of(step), self._trainer.strategy
         with self._trainer.profiler.profile("save_checkpoint"):
-            self._store.save(step, checkpoint or self._dump(point), strategy, metrics=metrics, reason=reason)
+            dump = lambda: checkpoint or self._dump(point)  # noqa: E731
+            self._store.save(step, dump, strategy, metrics=metrics, reason=reason)
             strategy.barrier("CheckpointCallback")
         self._saved, self._recorded = step, {step: metrics}
         self._outdated.discard(step)

@@ -265,23 +265,28 @@ class RunStore:
     def save(
         self,
         step: int,
-        checkpoint: dict[str, Any],
+        dump: Callable[[], dict[str, Any]],
         strategy: Any,
         *,
         metrics: Mapping[str, float] | None = None,
         reason: str = "trainer.save_checkpoint",
         locally: bool = False,
     ) -> None:
-        """Save Lightning's dictionary in the background; all processes of a strategy call this together.
+        """Save Lightning's dictionary, which ``dump`` makes, in the background; all processes of a strategy call this.
 
         ``locally`` saves it in the local places of the hosts only.
         """
-        shared = SharedState(strategy) if strategy.world_size > 1 else None
-        items = self._tree(checkpoint) if shared is None else self._items(checkpoint, shared)
+        if strategy.world_size == 1:
+            items = self._tree(dump())
+        else:
+            shared, processes = SharedState(strategy), self.processes
+            with processes.together(f"{self.directory.url}: what step {step} saves"):  # one that fails stops all
+                items = self._items(dump(), shared, processes)
+            shared.fill()
         with contextlib.ExitStack() as stack:
             alone = replace(self._options, local=None)
             manager = self.manager if self.is_open else stack.enter_context(self._make(alone))
-            if shared is None and self._has_positions:
+            if strategy.world_size == 1 and self._has_positions:
                 items = {ITEM: items}
             if self._manager is not None:
                 self._manager = manager
@@ -324,15 +329,11 @@ class RunStore:
         manager.events.has_callback = True
         return manager
 
-    def _items(self, checkpoint: dict[str, Any], shared: SharedState) -> dict[str, Any]:
+    def _items(self, checkpoint: dict[str, Any], shared: SharedState, processes: ProcessGroup) -> dict[str, Any]:
         rest = {name: value for name, value in checkpoint.items() if name != POSITION}
-        items = {ITEM: shared.tree(self.processes, rest, lambda: self._tree(rest))}
+        items = {ITEM: shared.tree(processes, rest, lambda: self._tree(rest))}
         if POSITION in checkpoint:
-            try:
-                items[PROCESS] = to_tree({POSITION: checkpoint[POSITION]})[0]
-            except BaseException as error:
-                self.processes.fail("save", error)
-                raise
+            items[PROCESS] = to_tree({POSITION: checkpoint[POSITION]})[0]
         return items
 
     def _tree(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import glob
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -117,6 +116,7 @@ class SharedState:
         module = strategy.lightning_module
         gloo = torch.distributed.get_backend() == "gloo"
         self._channel = torch.device("cpu") if gloo else strategy.root_device
+        self._large: list[torch.Tensor] = []
         self._parameters = {unwrapped_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
         # An optimizer that itself shards its state returns all of it on process 0, and nothing on the others.
         self._optimizers = {
@@ -128,31 +128,25 @@ class SharedState:
     def tree(
         self, processes: ProcessGroup, checkpoint: dict[str, Any], make: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Return the tree that this process saves, with the same leaves on all; ``make`` makes that of process 0."""
+        """Return the tree that this process saves, with the same leaves on all; ``make`` makes that of process 0.
+
+        Large tensors have their values once all processes have called `fill`.
+        """
         group = processes.rendezvous("what process 0 saves")
         assert group is not None
-        large: list[torch.Tensor] = []
-        tree: dict[str, Any] = {}
-        outline = None
         with contextlib.closing(group):
             if processes.is_primary:
-                try:
-                    tree = make()
-                    outline = pickle.dumps(_mapped(partial(self._sent, large), tree, None))
-                except BaseException as error:
-                    group.fail(error)
-                    raise
-            received = group.broadcast("outline", outline, processes.timeout)
-        try:
-            if not processes.is_primary:
-                tree = _mapped(partial(self._filled, large), pickle.loads(received), checkpoint)
-        except BaseException as error:
-            processes.fail("outline taken", error)
-            raise
-        processes.barrier("outline taken")
-        for tensor in large:
+                tree = make()
+                group.broadcast("outline", pickle.dumps(_mapped(self._sent, tree, None)), processes.timeout)
+                return tree
+            received = group.broadcast("outline", None, processes.timeout)
+        filled: dict[str, Any] = _mapped(self._filled, pickle.loads(received), checkpoint)
+        return filled
+
+    def fill(self) -> None:
+        """Bring the large tensors of process 0 to the others, by operations that no process may enter alone."""
+        for tensor in self._large:
             torch.distributed.broadcast(tensor.view(-1).view(torch.uint8), 0)
-        return tree
 
     def _is_own(self, path: Path, value: torch.Tensor) -> bool:
         if hasattr(value, "placements"):  # It is a DTensor, of which each process has its part.
@@ -161,7 +155,7 @@ class SharedState:
             return len(path) == 2 and unwrapped_name(path[1]) in self._parameters
         return path[0] == _OPTIMIZERS and len(path) > 1 and path[1] in self._optimizers
 
-    def _sent(self, large: list[torch.Tensor], value: Any, path: Path, _: Any) -> Any:
+    def _sent(self, value: Any, path: Path, _: Any) -> Any:
         """Return a leaf of process 0, or a placeholder for a tensor that is large, or that the others have."""
         if not isinstance(value, torch.Tensor):
             return value
@@ -169,14 +163,14 @@ class SharedState:
             return _Own()
         if value.nbytes < _LARGE:
             return value.cpu().clone()  # Pickle would write the whole storage of a view.
-        large.append(value.detach().to(self._channel).contiguous())
+        self._large.append(value.detach().to(self._channel).contiguous())
         return _Sent(tuple(value.shape), value.dtype)
 
-    def _filled(self, large: list[torch.Tensor], value: Any, path: Path, own: Any) -> Any:
+    def _filled(self, value: Any, path: Path, own: Any) -> Any:
         """Return the leaf of this process for one that process 0 has sent."""
         if isinstance(value, _Sent):
-            large.append(torch.empty(value.shape, dtype=value.dtype, device=self._channel))
-            return large[-1]
+            self._large.append(torch.empty(value.shape, dtype=value.dtype, device=self._channel))
+            return self._large[-1]
         if not isinstance(value, _Own):
             return value
         if not isinstance(own, torch.Tensor):

@@ -82,6 +82,18 @@ class Model(program.Model):
         self.noted = [noted["rank"], sum(noted["large"]).sum().item(), noted["first"][0].tolist()]
 
 
+class Failing(program.Model):
+    """Has no state to save on one process at one step."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        super().__init__()
+        self.fails_at = rank, step
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.fails_at == (self.trainer.global_rank, self.trainer.global_step):
+            raise ValueError("no state today")
+
+
 class Sharded(program.Model):
     """Has its parameters divided among the processes, and batch statistics of each one's own."""
 
@@ -193,6 +205,8 @@ def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict
     if options.pop("reshard", False):
         checkpoint = {**checkpoint, "reshard": resharded}
     model = OfArrays() if loader == "elastic" else Sharded() if sharded else Model() if noted else program.Model()
+    if (fails_at := options.pop("fails_at", None)) is not None:
+        model = Failing(*fails_at)
     if loader.startswith(("of all", "elastic")):
         averages.append(Seen(Path(directory).with_name(f"seen-{count}-{index}")))
     callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **checkpoint})
