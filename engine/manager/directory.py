@@ -191,8 +191,8 @@ class RunDirectory:
         self._known: dict[int, StepInfo] = {}  # the steps as retention rules see them
         self._infos: tuple[StepInfo, ...] | None = None  # the same in ascending order; None after a change
         names = self.reload()
-        if not (options.read_only or self._records or self._errors):
-            self._check_unclaimed(names)
+        if not (options.read_only or self._records or self._errors or self._is_unclaimed(names)):
+            self.reload()
 
     # -- reading the directory
 
@@ -215,10 +215,10 @@ class RunDirectory:
         series = "" if self._options.step_prefix is None else self._series
         return [entry for entry in found.entries if entry.location.name.startswith(series)]
 
-    def _check_unclaimed(self, names: frozenset[str]) -> None:
-        """Refuse to begin a run beside steps that it does not resume from."""
-        if names - {OWNER, OPTIONS, _INDEX, METADATA, LATE, EVENTS, ROTATED}:
-            check_unclaimed(self.location, self._series, begun=OWNER in names)
+    def _is_unclaimed(self, names: frozenset[str]) -> bool:
+        """Refuse to begin a run beside steps that it does not resume from; return False if its own are there now."""
+        known = {OWNER, OPTIONS, _INDEX, METADATA, LATE, EVENTS, ROTATED}
+        return names <= known or check_unclaimed(self.location, self._series, begun=OWNER in names)
 
     def reload(self, content: Sequence[Entry] | None = None, *, forget: bool = False) -> frozenset[str]:
         """Read the directory, or a listing of it, and return the names; ``forget`` clears the known damage of data."""

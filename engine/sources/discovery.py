@@ -175,18 +175,22 @@ def find_steps(location: Location) -> FoundSteps:
     return _recognise_steps(location)
 
 
-def check_unclaimed(location: Location, series: str, *, begun: bool) -> None:
+def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
     """Refuse a directory that holds the steps of another run, and none of the run that is about to begin in it.
+
+    Return False where steps of that run are there now: a save that was under way has committed one meanwhile.
 
     ``begun`` says that a run of holdfast has begun here before: then files may come from a callback beside it, such as
     Lightning's ModelCheckpoint, which share no name with its steps. Single checkpoints, as ``hf.save``
     and the ``Checkpoint.save`` of a graph write them, are no run.
     """
     found = find_steps(location)
+    if found.is_native and any(one.series == series for one in found.entries):
+        return False
     steps = [one for one in found.entries if not found.is_native or one.record is None or _is_of_a_run(one.record)]
     newest = found.noted or newest_step(steps)
     if newest is None:
-        return
+        return True
     number = f"{len(steps)} checkpoint{'s' if len(steps) > 1 else ''}"
     if found.is_native:
         raise CheckpointExistsError(
@@ -198,7 +202,7 @@ def check_unclaimed(location: Location, series: str, *, begun: bool) -> None:
     what = f"{location} holds {number} of {found.format}, the newest {newest.location.name} of step {newest.step}"
     if begun and not newest.location.is_directory():
         _logger.warning("%s, and none of this run, which does not resume from them", what)
-        return
+        return True
     raise CheckpointExistsError(
         f"{what}; a run here would not resume from them, and start from 0 beside them. To resume from them, convert "
         f"them with `holdfast import {location} NEW` (hf.import_checkpoint) and give NEW as the directory; to begin "

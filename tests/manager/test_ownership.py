@@ -22,7 +22,9 @@ import pytest
 from tests.cli.commands import error_of
 
 import holdfast as hf
-from holdfast.engine.storage import FileLock, Helper, as_location
+from holdfast.engine.observer import Observer, Point
+from holdfast.engine.sources import discovery
+from holdfast.engine.storage import FileLock, Helper, Location, as_location
 
 TREE = {"weights": np.arange(10)}
 
@@ -177,6 +179,35 @@ def in_a_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[Base
     thread = threading.Thread(target=run)
     thread.start()
     return thread, ended
+
+
+def test_a_step_that_is_committed_while_a_manager_looks_for_those_of_other_runs_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manager lists the directory before the first commit, and looks into its folders after it."""
+    written, looks = threading.Event(), threading.Event()
+
+    class HeldBack(Observer):
+        def reached(self, point: Point, step: int | None) -> None:
+            if point == "commit":
+                written.set()
+                assert looks.wait(30)
+
+    earlier = hf.CheckpointManager(tmp_path, observer=HeldBack())
+    earlier.save(1, TREE)
+    assert written.wait(30)
+    original = discovery.find_steps
+
+    def find_steps(location: Location) -> discovery.FoundSteps:
+        looks.set()
+        earlier.wait_until_finished()
+        return original(location)
+
+    monkeypatch.setattr(discovery, "find_steps", find_steps)
+    with hf.CheckpointManager(tmp_path) as later:
+        assert later.all_steps() == [1]
+        assert later.latest_step() == 1
+    earlier.close()
 
 
 def test_a_newer_manager_waits_for_a_save_that_another_thread_begins(tmp_path: Path) -> None:
