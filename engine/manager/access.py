@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import SharedReads
@@ -207,18 +208,22 @@ class RunAccess:
 
         A step that is damaged in the directory is replaced with that of the mirror, with ``overwrite``.
         """
-        mirror = self.mirror
-        if not overwrite and self._take(step):
-            return True
-        if mirror is None:
-            return overwrite and self._take(step)
+        mirror = partial(self._copy, overwrite=overwrite)
+        places = (mirror, self.take) if overwrite else (self.take, mirror)
+        return any(found(step) for found in places)
+
+    def _copy(self, step: int, *, overwrite: bool) -> bool:
+        """Copy a step from the mirror into the directory; return whether it was there."""
+        if self.mirror is None:
+            return False
         self.acquire()
-        found: bool = self.processes.decide(f"fetch step {step}", mirror.fetch, step, overwrite, work_timeout=_FETCH)
+        fetch = self.mirror.fetch
+        found: bool = self.processes.decide(f"fetch step {step}", fetch, step, overwrite, work_timeout=_FETCH)
         if found and not self.processes.is_primary:
             self.run.reload()
-        return found or (overwrite and self._take(step))
+        return found
 
-    def _take(self, step: int) -> bool:
+    def take(self, step: int) -> bool:
         """Let the run read a local step that is not the newest; the processes agree on whether there is one."""
         return self.local is not None and step in self.run.on_hosts and self.local.take(step)
 

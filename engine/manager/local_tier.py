@@ -69,6 +69,7 @@ class LocalTier:
         self._trigger = EverySteps(self._options.every)
         self._previous: int | None = None  # the step after which the next local save is due
         self._reached: int | None = None  # the last step of the program that this has seen
+        self._before: int | None = None  # the step before, unless the run has gone back since
         self._newest = -1  # the largest local step of the history
         # The step of a restore since then, and whether it was a local one: perhaps the program only looks at it.
         self._restored: tuple[int, bool] | None = None
@@ -119,10 +120,18 @@ class LocalTier:
         """
         last, self._reached = self._reached, step
         restored, self._restored = self._restored, None
-        if last is None or step > last or (step == last and restored is None and not again):
+        if last is None or step > last:
+            self._before = last
             return
-        if step < last and self._previous is not None:
-            self._previous = min(self._previous, step - 1)
+        if step < last:
+            self._before = None
+            if self._previous is not None:
+                self._previous = min(self._previous, step - 1)
+        else:
+            if restored is not None and self._before is not None and restored[0] < self._before:
+                restored = None  # a look: a program that continues from there comes to the step before first
+            if restored is None and not again:
+                return
         if restored is not None:
             number, is_local = restored
             # A step of the directory is whole, so that no local step before it is needed any more.

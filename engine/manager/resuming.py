@@ -96,13 +96,9 @@ class Resume:
             except BaseException as error:
                 if shared is not None:
                     shared.fail(error)
-                local = self._access.options.local
-                if isinstance(error, DamagedCheckpointError) and local is not None and step in self._run.on_hosts:
-                    error.add_note(
-                        f"The hosts have step {step} in {local.url}, too. A restore without a "
-                        "number, such as resume='auto', takes it from there unless a newer step is whole"
-                    )
-                raise
+                if not isinstance(error, DamagedCheckpointError) or not self._stands_in_alone(step, error):
+                    raise
+                found = self._read(step, items, kwargs, None)
         self.resumes_from(step, began=began)
         return found
 
@@ -122,13 +118,7 @@ class Resume:
                 steps = self._newest_first()
                 continue
             if damage is not None and not damage.deleted and is_here and self._access.fetch(step, overwrite=True):
-                is_local = step in self._run.local
-                where = "the local places of the hosts" if is_local else "the mirror"
-                _logger.warning(
-                    "%s: step %d was damaged, and is that of %s now: %s", self._directory, step, where, damage.what
-                )
-                if is_local:
-                    self._run.condemn(step, damage.what, unreadable=damage.unreadable)
+                self._stands_in(step, damage.what, unreadable=damage.unreadable)
                 found, damage = self._read_everywhere(step, items, kwargs)
                 if damage is not None:
                     self._run.local.pop(step, None)
@@ -213,6 +203,31 @@ class Resume:
             return {}
         _logger.info("%s: step %d comes from the local places of the hosts", self._directory, step)
         return {"local": True, "peer_bytes": self._access.local.bytes_from_peers}
+
+    def _stands_in_alone(self, step: int, error: DamagedCheckpointError) -> bool:
+        """Return whether the step of the hosts stands in for a damaged one; of several processes, not all may ask."""
+        local = self._access.options.local
+        if local is None or step not in self._run.on_hosts:
+            return False
+        if self._processes.alone:
+            if found := self._access.take(step):
+                self._stands_in(step, str(error), unreadable=error.unreadable)
+            return found
+        place = self._run.step_location(step)
+        error.add_note(
+            f"The hosts have step {step} in {local.url}, too. A restore without a number, such as resume='auto', takes "
+            f"it from there unless a newer step is whole. To name the step, rename {place} to {place.name}.damaged, "
+            "and start the program again"
+        )
+        return False
+
+    def _stands_in(self, step: int, damage: str, *, unreadable: bool) -> None:
+        """Warn that a step of the directory was damaged, and is read from elsewhere."""
+        is_local = step in self._run.local
+        where = "the local places of the hosts" if is_local else "the mirror"
+        _logger.warning("%s: step %d was damaged, and is that of %s now: %s", self._directory, step, where, damage)
+        if is_local:
+            self._run.condemn(step, damage, unreadable=unreadable)
 
     def _passed_over(self, step: int, damage: _Damage) -> bool:
         """Read a local step no more, if this is one, with a warning."""

@@ -919,6 +919,24 @@ def test_a_look_at_an_older_step_leaves_no_local_step(
     assert hosts.resume()[0] == last
 
 
+def test_a_look_at_an_older_step_between_two_saves_of_one_step_leaves_no_local_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = Hosts(tmp_path, 1, store=100)
+
+    def work(manager: hf.CheckpointManager) -> None:
+        manager.save(10, tree(10), force=True)
+        trains(manager, 11, 18)
+        manager.restore(10)
+        assert not manager.save(18, tree(18)), "it is saved"
+        with monkeypatch.context() as patch:
+            patch.setattr("holdfast.engine.checkpoint.commit.write_record", no_room)
+            trains(manager, 19, 20)
+
+    hosts.run(work)
+    assert hosts.resume()[0] == 18
+
+
 def no_room(*_: Any, **__: Any) -> None:
     raise OSError("no space left")
 
@@ -1039,20 +1057,37 @@ def test_a_step_that_this_run_has_saved_locally_is_for_the_next_start(tmp_path: 
     assert hosts.run(lambda manager: manager.restore(16)["step"]) == [16]
 
 
-def test_the_error_of_a_damaged_step_names_the_local_one(tmp_path: Path) -> None:
+def test_a_local_step_stands_in_for_a_damaged_one_that_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     hosts = Hosts(tmp_path, 1)
     hosts.train(1, 20)
     damage(tmp_path / "store" / "20", "state")
 
-    def work(manager: hf.CheckpointManager) -> int:
+    def work(manager: hf.CheckpointManager) -> None:
+        assert equal(manager.restore(20), 20)
+        trains(manager, 21, 22)
+
+    hosts.run(work)
+    assert "20 was damaged, and is that of the local places" in caplog.text
+    assert hosts.resume()[0] == 22
+
+
+def test_the_error_of_a_damaged_step_tells_several_processes_how_to_get_the_local_one(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+    hosts.train(1, 20)
+    store = tmp_path / "store"
+    damage(store / "20", "state")
+
+    def refused(manager: hf.CheckpointManager) -> None:
         with pytest.raises(hf.errors.DamagedCheckpointError) as caught:
             manager.restore(20)
-        assert any(f"The hosts have step 20 in {hosts.place(0)}, too" in note for note in caught.value.__notes__)
-        restored = manager.restore_latest()
-        assert restored is not None
-        return restored.step
+        (note,) = [note for note in caught.value.__notes__ if "The hosts have step 20 in" in note]
+        assert f"rename {store / '20'} to 20.damaged, and start the program again" in note
 
-    assert hosts.run(work) == [20]
+    hosts.run(refused)
+    (store / "20").rename(store / "20.damaged")
+    assert hosts.run(lambda manager: equal(manager.restore(20), 20)) == [True, True]
 
 
 def test_a_local_step_of_before_the_run_continued_elsewhere_from_the_mirror_does_not_count(tmp_path: Path) -> None:
