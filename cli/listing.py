@@ -11,10 +11,10 @@ from typing import Any
 import click
 
 from ..engine.clock import format_size, seconds
-from ..engine.errors import shortened_steps
+from ..engine.errors import StorageError, shortened_steps
 from ..engine.exit_status import DONE
 from ..engine.listing import CheckpointSummary, list_checkpoints
-from ..engine.manager import finite
+from ..engine.manager import finite, stored_identity
 from ..engine.sources import is_ours
 from ..engine.steps import shared_bytes
 from ..engine.storage import Location
@@ -24,31 +24,56 @@ from .report import age, metrics_text, print_json, print_table, step_names
 from .streams import configure_logging, say
 
 
+_PLACES = {
+    "mirror": "the run has a mirror, which `holdfast ls {}` lists",
+    "local": "its hosts keep local steps in {}",
+    "mirror_of": "this is the mirror of {}",
+}
+
+
 @click.command()
 @arguments.directory
 @arguments.as_json
 def ls(directory: str, as_json: bool) -> int:
     """List the checkpoints of a run, or the runs in a folder.
 
-    For each checkpoint: its age, size and metrics, why it is kept, and whether it is damaged.
+    For each checkpoint: its age, size and metrics, why it is kept, and whether it is damaged. Below them: the mirror of
+    the run, and where its hosts keep local steps.
     """
     configure_logging("warning")
     return list_at(checkpoints_at(directory), as_json=as_json)
 
 
 def list_at(location: Location, *, as_json: bool = False) -> int:
-    """Print the checkpoints of a location, or its runs."""
+    """Print the checkpoints of a location and where else the run has steps, or its runs."""
     found = [shown(item) for item in _checkpoints(location)]
     runs = [] if found else [_run(location / name) for name in runs_below(location)]
+    places = _other_places(location)
     if as_json:
-        print_json({"directory": str(location), "checkpoints": found, **({"runs": runs} if runs else {})})
+        print_json({"directory": str(location), "checkpoints": found, **({"runs": runs} if runs else {}), **places})
         return DONE
     if runs:
         _print_runs(runs)
-        return DONE
-    if not found:
+    elif not found:
         say(f"no checkpoints in {location}{where_else(location)}")
-        return DONE
+    else:
+        _print_steps(found)
+    for name, place in places.items():
+        say(_PLACES[name].format(place))
+    return DONE
+
+
+def _other_places(location: Location) -> dict[str, str]:
+    """Return where else the run of a directory has steps, as far as the directory tells."""
+    try:
+        run = stored_identity(location)
+    except StorageError:
+        return {}
+    places = {"mirror": run.mirror, "local": run.local, "mirror_of": run.directory}
+    return {name: place for name, place in places.items() if place is not None}
+
+
+def _print_steps(found: list[dict[str, Any]]) -> None:
     now = time.time()
     shares = any(item["shared_bytes"] for item in found)
     names = step_names([(item["step"], item["path"]) for item in found])
@@ -65,7 +90,6 @@ def list_at(location: Location, *, as_json: bool = False) -> int:
     ]
     sizes = ["SIZE", "OWN"] if shares else ["SIZE"]
     print_table(["STEP", "AGE", *sizes, "METRICS", "KEPT BECAUSE", "STATE"], rows, right=["STEP", "AGE", *sizes])
-    return DONE
 
 
 def _sizes(item: dict[str, Any], *, shares: bool) -> list[str]:

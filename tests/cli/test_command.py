@@ -94,6 +94,22 @@ def test_ls_shows_damage(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert [item["damage"] is None for item in found["checkpoints"]] == [True, False, True]
 
 
+def test_ls_says_where_else_the_run_has_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run, mirror, local = tmp_path / "run", tmp_path / "mirror", tmp_path / "local"
+    options = hf.CheckpointManagerOptions(mirror=str(mirror), local=hf.Local(local, every=1, copies=0))
+    with hf.CheckpointManager(run, options=options) as manager:
+        manager.save(1, {"w": 1.0})
+    *_, third, second, last = output_of(capsys, "ls", run).splitlines()
+    assert third.endswith("ok")
+    assert second == f"the run has a mirror, which `holdfast ls {mirror}` lists"
+    assert last == f"its hosts keep local steps in {local}"
+    assert output_of(capsys, "ls", mirror).splitlines()[-1] == f"this is the mirror of {run}"
+    found = json.loads(output_of(capsys, "ls", run, "--json"))
+    assert (found["mirror"], found["local"]) == (str(mirror), str(local))
+    (run / "1").rename(tmp_path / "1")
+    assert output_of(capsys, "ls", run).splitlines()[:2] == [f"no checkpoints in {run}", second]
+
+
 def test_ls_of_an_empty_directory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert output_of(capsys, "ls", tmp_path) == f"no checkpoints in {tmp_path}\n"
     assert json.loads(output_of(capsys, "ls", tmp_path, "--json"))["checkpoints"] == []
