@@ -185,12 +185,12 @@ class KvStoreBackend(ObjectStoreBackend):
         if transfer is not None:
             parts = functools.partial(file_parts, size, segments)
             patience = self._patience(key, "write", size)
-            stored = transfer.put(key, size, parts, patience, again=UPLOAD_PAUSES if size > LARGE_UPLOAD_BYTES else ())
-            if stored:
+            again = UPLOAD_PAUSES if size > LARGE_UPLOAD_BYTES else ()
+            outcome = transfer.put(key, size, parts, patience, again=again)
+            if outcome == "done":
                 return
-            if stored is None:  # where the keys are wrong, a read of nothing ends as a second upload would
-                with contextlib.suppress(DamagedCheckpointError):
-                    self.request(key, "write", lambda: self._store().read(key, byte_range=slice(0, 1)))
+            if outcome in ("denied", "ended"):
+                self._check_access(key, is_denied=outcome == "denied")
         # TensorStore takes a value as a whole, and copies it twice. The stream returns its bytes without a copy,
         # because they have their final length from the start.
         stream = io.BytesIO(bytes(size))
@@ -199,6 +199,17 @@ class KvStoreBackend(ObjectStoreBackend):
         content = [stream.getvalue()]
         del stream
         self.write_object(key, content)
+
+    def _check_access(self, key: str, *, is_denied: bool) -> None:
+        """Raise the error of wrong credentials, which a read of nothing meets as a second upload would."""
+        try:
+            self.request(key, "write", lambda: self._store().read(key, byte_range=slice(0, 1)))
+        except DamagedCheckpointError:
+            pass
+        except StoragePermissionError as error:
+            # A role that may not list is denied a look for what is not there, and may write it with a new token.
+            if is_denied or "AccessDenied" not in str(error):
+                raise
 
     def can_share(self) -> bool:
         transfer = self._transfer()

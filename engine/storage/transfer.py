@@ -160,8 +160,8 @@ class Transfer:
         patience: Patience,
         *,
         again: Sequence[float] = (),
-    ) -> bool | None:
-        """Store an object; return whether the service has confirmed it, None if it denies that to the credentials.
+    ) -> Outcome:
+        """Store an object; return "ended" only for credentials that have ended in two attempts, one after the other.
 
         Args:
             key: Its name.
@@ -187,15 +187,14 @@ class Transfer:
         method, target = self._put_target(key)
         headers = {"content-length": str(size)}
         digest = lambda: self._digest(lambda: parts(False))  # noqa: E731
-        found: list[Outcome] = []
-        for pause in (*again, None):
-            found.append(self._attempt(method, target, headers, digest, send, receive, patience))
-            if found[-1] not in ("busy", "ended") or found[-2:] == ["ended", "ended"] or pause is None:
-                break
+        has_ended = False
+        for pause in (*again, 0.0):
+            found = self._attempt(method, target, headers, digest, send, receive, patience)
+            if found not in ("busy", "ended") or (has_ended and found == "ended"):
+                return found
+            has_ended = found == "ended"
             time.sleep(pause)
-        # Credentials that have ended once may be renewed by the time of the next upload.
-        is_refused = found[-1] == "denied" or found[-2:] == ["ended", "ended"]
-        return None if is_refused else found[-1] == "done"
+        return "failed"  # credentials that have ended once may be renewed by the time of the next upload
 
     def get(
         self, key: str, offset: int, memory: Sequence[Part], patience: Patience, answered: Callable[[], None]

@@ -25,7 +25,7 @@ from tests.object_stores.s3_server import KEY_ID, REGION, SECRET
 from tests.object_stores.store_server import Answer, Request, StoreServer
 
 import holdfast as hf
-from holdfast.engine.storage import as_location, aws_credentials, kvstore, s3_transfer, store_spec
+from holdfast.engine.storage import Segment, as_location, aws_credentials, kvstore, s3_transfer, store_spec
 from holdfast.engine.storage.s3_transfer import S3Transfer
 from holdfast.engine.storage.transfer import Patience
 
@@ -97,7 +97,7 @@ def client(s3: Store) -> S3Transfer | None:
 def sends(s3: Store) -> bool:
     """Returns whether the client finds credentials that the service accepts."""
     found = client(s3)
-    return found is not None and found.put("object", DATA.size, lambda sent: iter([DATA]), PATIENT) is True
+    return found is not None and found.put("object", DATA.size, lambda sent: iter([DATA]), PATIENT) == "done"
 
 
 MACHINE = [
@@ -344,7 +344,7 @@ def test_keys_that_are_refused_twice_are_not_tried_again(s3: Store) -> None:
     found = client(s3)
     assert found is not None
     s3.server.fail("PUT", times=10, answer=s3.server.error(403, "InvalidAccessKeyId"))
-    assert found.put("object", DATA.size, lambda sent: iter([DATA]), PATIENT, again=[0.0] * 3) is None
+    assert found.put("object", DATA.size, lambda sent: iter([DATA]), PATIENT, again=[0.0] * 3) == "ended"
     assert s3.server.counts() == {"PUT": 2}
 
 
@@ -354,7 +354,20 @@ def test_keys_that_have_ended_once_say_nothing_about_the_next(s3: Store) -> None
     found = client(s3)
     assert found is not None
     s3.server.fail("PUT", answer=s3.server.error(400, "ExpiredToken"))
-    assert found.put("object", DATA.size, lambda sent: iter([DATA]), PATIENT) is False
+    assert found.put("object", DATA.size, lambda sent: iter([DATA]), PATIENT) == "failed"
+
+
+@pytest.mark.usefixtures("amazon")
+def test_a_role_that_may_not_list_uploads_after_its_keys_have_ended_twice(
+    s3: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorStore has found new ones; a read of the object that is not there is denied to such a role all the same."""
+    monkeypatch.setattr(kvstore, "LARGE_UPLOAD_BYTES", DATA.size - 1)
+    monkeypatch.setattr(kvstore, "UPLOAD_PAUSES", (0.0, 0.0, 0.0))
+    s3.server.fail("PUT", times=2, answer=s3.server.error(400, "ExpiredToken"))
+    s3.server.fail("GET|HEAD", times=100, answer=s3.server.error(403, "AccessDenied"))
+    as_location(f"{s3.url}/data").write_data(DATA.size, [Segment(0, DATA.size, lambda: iter([DATA]))])
+    assert s3.server.counts()["PUT"] == 3
 
 
 def test_a_run_with_a_profile(s3: Store, amazon: Amazon, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_where_only_tensorstore_can_decide(
 
 @pytest.mark.parametrize("key", ["a/b", "a b/größe", "+&=~'()*!@,;:$%41"])
 def test_there_and_back(store: Store, client: Transfer, key: str) -> None:
-    assert client.put(key, DATA.size, parts, PATIENT)
+    assert client.put(key, DATA.size, parts, PATIENT) == "done"
     memory = np.zeros(100_000, np.uint8)
     assert client.get(key, 5, [memory[:70_000], memory[70_000:]], PATIENT, nothing)
     assert np.array_equal(memory, DATA[5:100_005])
@@ -110,7 +110,7 @@ def test_there_and_back(store: Store, client: Transfer, key: str) -> None:
 
 @pytest.mark.parametrize("key", ["a/b", "a b/größe", "+&=~'()*!@,;:$%41"])
 def test_a_copy_that_the_service_makes(store: Store, client: Transfer, key: str) -> None:
-    assert client.put(key, DATA.size, parts, PATIENT)
+    assert client.put(key, DATA.size, parts, PATIENT) == "done"
     assert client.copy(key, f"copy of {key}", PATIENT)
     assert store.server.buckets[store.bucket][f"copy of {key}"].content == DATA.tobytes()
     assert store.server.log[-1].body == b""
@@ -123,7 +123,7 @@ def test_a_copy_that_the_service_makes(store: Store, client: Transfer, key: str)
 )
 def test_a_copy_that_is_not_made(store: Store, client: Transfer, status: int | str, asked: int) -> None:
     """A service that cannot copy is asked once, and one in trouble is left alone for a while, as with data."""
-    assert client.put("object", DATA.size, parts, PATIENT)
+    assert client.put("object", DATA.size, parts, PATIENT) == "done"
     if isinstance(status, int):
         answer = Answer(status, store.server.error(status, "SomethingElse").body)
     else:
@@ -133,7 +133,7 @@ def test_a_copy_that_is_not_made(store: Store, client: Transfer, status: int | s
         assert not client.copy("object", "copy", PATIENT)
     assert len([what for what in store.server.sent() if what.endswith(" copy")]) == asked
     assert client.copies == (asked > 1)
-    assert client.put("object", DATA.size, parts, PATIENT) == (asked != 4)
+    assert (client.put("object", DATA.size, parts, PATIENT) == "done") == (asked != 4)
 
 
 def test_a_role_has_a_token(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,29 +146,29 @@ def test_what_changes_while_it_is_sent_is_refused(s3: Store) -> None:
     client = S3Transfer.open(store_spec("s3", s3.bucket))
     assert client is not None
     contents = {False: np.zeros(100, np.uint8), True: np.ones(100, np.uint8)}
-    assert not client.put("object", 100, lambda sent: iter([contents[sent]]), PATIENT)
+    assert client.put("object", 100, lambda sent: iter([contents[sent]]), PATIENT) != "done"
     assert s3.stored() == []
 
 
 def test_a_connection_that_was_closed_meanwhile(client: Transfer) -> None:
-    assert client.put("object", DATA.size, parts, PATIENT)
+    assert client.put("object", DATA.size, parts, PATIENT) == "done"
     for _, connection in client._idle:
         connection.sock.shutdown(socket.SHUT_RDWR)
-    assert client.put("object", DATA.size, parts, PATIENT)
+    assert client.put("object", DATA.size, parts, PATIENT) == "done"
     assert len(client._idle) == 1
 
 
 def test_an_error_with_the_status_of_success(store: Store, client: Transfer) -> None:
     body = store.server.error(500, "InternalError").body
     store.server.fail("PUT|POST", answer=Answer(200, body))
-    assert not client.put("object", DATA.size, parts, PATIENT)
+    assert client.put("object", DATA.size, parts, PATIENT) != "done"
 
 
 def test_an_answer_that_ends_before_it_begins(store: Store, client: Transfer) -> None:
     """The beginning has arrived, with the status of success and a length."""
-    assert client.put("object", DATA.size, parts, PATIENT)
+    assert client.put("object", DATA.size, parts, PATIENT) == "done"
     store.server.fail("object$|copy$", how="cut", answer=Answer(200, b"x"), times=2)
-    assert not client.put("object", DATA.size, parts, PATIENT)
+    assert client.put("object", DATA.size, parts, PATIENT) != "done"
     assert not client.copy("object", "copy", PATIENT)
     assert client.copy("object", "copy", PATIENT)
 
@@ -184,11 +184,11 @@ def test_credentials_that_no_header_can_have(
     store: Store, client: Transfer, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are in no error, and TensorStore does not get them: it would print them, and end the process."""
-    assert client.put("object", 4, lambda sent: iter([DATA[:4]]), PATIENT)
+    assert client.put("object", 4, lambda sent: iter([DATA[:4]]), PATIENT) == "done"
     for name in SECRETS[store.url[:2]]:
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            assert not client.put("other", 4, lambda sent: iter([DATA[:4]]), PATIENT)
+            assert client.put("other", 4, lambda sent: iter([DATA[:4]]), PATIENT) != "done"
             with pytest.raises(
                 hf.errors.StoragePermissionError, match=f"the value of {name} holds a character"
             ) as caught:
