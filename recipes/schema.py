@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
@@ -215,20 +215,19 @@ class Config(Section):
     def conflicts(self) -> Iterator[tuple[KeyPath, str]]:
         """Yield the keys that conflict although each one alone is valid, and what to do about it."""
         best_fn, metrics = self.checkpoint.best_fn, ", ".join(self.METRICS)
+        unknown = None if best_fn is None else _unknown(best_fn, "a metric", self.METRICS)
         try:
-            if best_fn is not None and self.METRICS and best_fn not in self.METRICS:
-                text = f'expected a metric of this recipe ({metrics}), found "{best_fn}"'
-                yield ("checkpoint", "best_fn"), text + did_you_mean(best_fn, self.METRICS)
-            else:
+            if unknown is None:
                 self.checkpoint.options()
+            else:
+                yield ("checkpoint", "best_fn"), unknown
         except (OptionError, InvalidLocationError) as error:
             option = re.split(r"\W", str(error), maxsplit=1)[0]  # errors begin with the name of the option
             hint = f"; here the metrics are {metrics}" if metrics and "needs best_fn" in str(error) else ""
             yield ("checkpoint", option), f"{error}{hint}"
         for index, name in enumerate(self.checkpoint.replicated):
-            if self.REPLICATED and name not in self.REPLICATED:
-                text = f'expected state of this recipe ({", ".join(self.REPLICATED)}), found "{name}"'
-                yield ("checkpoint", "replicated", index), text + did_you_mean(name, self.REPLICATED)
+            if (unknown := _unknown(name, "state", self.REPLICATED)) is not None:
+                yield ("checkpoint", "replicated", index), unknown
         known = list(self.identity_keys())
         for index, key in enumerate(self.checkpoint.allow_changes):
             if key not in known:
@@ -242,6 +241,13 @@ class Config(Section):
             section = getattr(self, name, None)
             if isinstance(section, Section):
                 yield from (f"{name}.{key}" for key in type(section).model_fields)
+
+
+def _unknown(name: str, what: str, known: Sequence[str]) -> str | None:
+    """Return what is wrong with a name that a recipe does not have; None if it has it, or has no list of names."""
+    if not known or name in known:
+        return None
+    return f'expected {what} of this recipe ({", ".join(known)}), found "{name}"' + did_you_mean(name, known)
 
 
 class DigitsData(Section):

@@ -385,7 +385,7 @@ class FsspecBackend(ObjectStoreBackend):
         super().remove_tree(key, first, last)
 
         def remove_folders(fs: Any, path: str) -> None:
-            if not key or self._whole or not fs.isdir(path):
+            if not key or self._whole or not _is_folder(fs, path):
                 return
             if self._listing is None:
                 with _unless_gone(fs, path):
@@ -513,13 +513,23 @@ def _unless_gone(fs: Any, folder: str, *, or_filled: bool = False) -> Iterator[N
         yield
     except Exception as error:
         fs.invalidate_cache()
-        try:  # fsspec's isdir would take a lost connection for a folder that is gone
-            if fs.info(folder)["type"] != "directory" or (or_filled and fs.ls(folder, detail=False)):
+        try:
+            if not _is_folder(fs, folder) or (or_filled and fs.ls(folder, detail=False)):
                 return
         except Exception as answer:
             if _says_gone(answer):
                 return
             raise error from None
+        raise
+
+
+def _is_folder(fs: Any, path: str) -> bool:
+    """Return whether there is a folder; fsspec's isdir would take a lost connection for none."""
+    try:
+        return bool(fs.info(path)["type"] == "directory")
+    except Exception as error:
+        if _says_gone(error):
+            return False
         raise
 
 

@@ -127,7 +127,7 @@ def resume_step(resume: Resume, manager: CheckpointManager, *, option: str = "re
     if resume == "best":
         ranked = any(manager.metrics(one) for one in steps)
         step = (manager.best_step() if ranked else None) or "best"
-    # All processes look for it together, whatever each has seen in the directory.
+    # All processes look for it together, also where some of them see it in the directory.
     fetches = not manager.options.read_only and (manager.options.mirror or manager.options.local) is not None
     if manager.fetch(step) if fetches and type(step) is int else step in steps:
         return int(step)

@@ -401,6 +401,24 @@ def test_a_lost_connection_is_no_folder_that_is_gone(listed: bool) -> None:
         (place.snapshot() if listed else place).remove_tree()
 
 
+class LostLater(Lost):
+    """A file system whose connection is lost once the files are deleted."""
+
+    protocol = "lostlater"
+
+    def rm_file(self, path: str) -> None:
+        super().rm_file(path)
+        self.is_lost = True
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_connection_that_is_lost_between_files_and_folders_is_no_deletion(listed: bool) -> None:
+    place = as_location(f"/lostlater/{listed}", filesystem=LostLater(listed=listed))
+    (place / "state" / "file").write_bytes(b"x")
+    with pytest.raises(hf.errors.StorageUnavailableError, match="the later error"):
+        (place.snapshot() if listed else place).remove_tree()
+
+
 @pytest.mark.parametrize("error", [None, OSError(CANARY)], ids=["an answer", "an error"])
 def test_what_comes_too_late_is_dropped(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread of a call that is no longer awaited ends without a warning."""
