@@ -225,23 +225,23 @@ class RunAccess:
 
     def take(self, step: int) -> bool:
         """Let the run read a local step that is not the newest; the processes agree on whether there is one."""
-        return self.local is not None and step in self.run.on_hosts and self.local.take(step)
+        return self.local is not None and step in self.run.hosts.further and self.local.take(step)
 
     def fetch_missing(self, step: int) -> bool:
         """Fetch a step that process 0 does not see in the directory; return whether it can be read now."""
-        if step in self.run.local:
+        if step in self.run.hosts.read:
             return True
         here: bool = self.processes.decide(f"look for step {step}", self.run.__contains__, step)
         return here or self.fetch(step)
 
     def may_be_elsewhere(self, step: int) -> bool:
         """Return whether a step may be in the mirror or on the hosts only; then all processes look for it together."""
-        return self.mirror is not None or (step in self.run.on_hosts and step not in self.run)
+        return self.mirror is not None or (step in self.run.hosts.further and step not in self.run)
 
     def steps_of_both_places(self) -> list[tuple[int, bool]]:
         """Return the steps in ascending order, damaged ones among them, and whether each is there without a fetch."""
-        here = {*self.run.steps_and_damaged(), *self.run.local}
-        there = [*self.run.on_hosts, *(() if self.mirror is None else self.mirror.steps())]
+        here = {*self.run.steps_and_damaged(), *self.run.hosts.read}
+        there = [*self.run.hosts.further, *(() if self.mirror is None else self.mirror.steps())]
         return sorted([(step, True) for step in here] + [(step, False) for step in set(there).difference(here)])
 
     def notify_mirror(self) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -148,6 +148,23 @@ def record_metrics(
 # ---- the steps of one series
 
 
+@dataclass(frozen=True, slots=True)
+class HostSteps:
+    """The local steps that the hosts of a run have, in their memory or on their disks.
+
+    Attributes:
+        read: Those that are read from there, with their place and commit record; only a new run has any.
+        further: Further whole ones, which are read if they are needed.
+        left: Whole ones that do not count.
+        saved: Those that this run has saved, for its next start.
+    """
+
+    read: Mapping[int, tuple[Location, CheckpointRecord]] = field(default_factory=dict)
+    further: frozenset[int] = frozenset()
+    left: frozenset[int] = frozenset()
+    saved: frozenset[int] = frozenset()
+
+
 class RunDirectory:
     """The steps of one series, read once and then kept up to date with the changes of this writer.
 
@@ -166,11 +183,7 @@ class RunDirectory:
         self.location = location
         self.ownership = Ownership(location, clock, drain)
         self.last_saved: int | None = None  # the step that this run saved last
-        # Steps that are read from the hosts' own disks and memory: place and commit record. Only a new run has any.
-        self.local: dict[int, tuple[Location, CheckpointRecord]] = {}
-        self.on_hosts: frozenset[int] = frozenset()  # further whole local steps, which are read if they are needed
-        self.left_on_hosts: frozenset[int] = frozenset()  # whole local steps that do not count
-        self.saved_on_hosts: frozenset[int] = frozenset()  # local steps that the next start may read
+        self.hosts = HostSteps()
         self._options = options
         self._rules = retention_rules(options)
         self._reads_metrics = options.best_fn is not None or options.keep_checkpoints_without_metrics
@@ -323,7 +336,7 @@ class RunDirectory:
 
     def read_step(self, step: int, read: Callable[[StoredItems], T]) -> T:
         """Read the items of a step; read them again if another process replaces it meanwhile."""
-        if (local := self.local.get(step)) is not None:
+        if (local := self.hosts.read.get(step)) is not None:
             return read(OwnItems(*local))
         if step in self._others:
             self.record(step)  # raises the error of a damaged step
@@ -357,7 +370,7 @@ class RunDirectory:
 
     def listed_record(self, step: int) -> CheckpointRecord:
         """Return the commit record of a step, or its summary; of a local step, if the directory has none."""
-        local = None if step in self._records else self.local.get(step)
+        local = None if step in self._records else self.hosts.read.get(step)
         return self.stored_record(step) if local is None else local[1]
 
     def stored_record(self, step: int) -> CheckpointRecord:
@@ -385,14 +398,14 @@ class RunDirectory:
         """Return, for the end of a sentence, where a step is that is in the local places only, and not read; or ""."""
         if self._options.local is None:
             return ""
-        if step in self.saved_on_hosts:
+        if step in self.hosts.saved:
             return (
                 f"; the hosts have step {step} in {self._options.local.url}, where only a new start of the program "
                 "reads it, since this one has saved local steps"
             )
-        if step not in self.left_on_hosts:
+        if step not in self.hosts.left:
             return ""
-        newest = max([*self.local, *self.steps()], default=None)
+        newest = max([*self.hosts.read, *self.steps()], default=None)
         way = "" if newest is None else f"; without a number, the run resumes from step {newest}"
         return (
             f"; the hosts have step {step} in {self._options.local.url}, but it does not count: since it was saved, "

@@ -182,6 +182,8 @@ class LocalHosts:
         peers: The other hosts, by their number.
         sequence: The largest number of a local step that any host has.
         newest: The newest step that is whole and newer than all of the directory; None without one.
+        further: All that are whole and count, at the start.
+        left: Those that are whole and do not count.
         branches: The history of which local steps counted at the start.
         bytes_read: Bytes that this process has read from other hosts.
     """
@@ -263,7 +265,7 @@ class LocalHosts:
                 self.peers[number] = Peer(
                     f"host {hosts[number].name}", (host, port), self._program.token, timeout=self._patience
                 )
-        self._run.on_hosts, self._run.left_on_hosts = frozenset(answer["steps"]), frozenset(answer["left"])
+        self.further, self.left = frozenset(answer["steps"]), frozenset(answer["left"])
         self.newest = self._find(answer["whole"], None)
 
     def _meet(self, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -407,12 +409,11 @@ class LocalHosts:
         return {"damaged": any_damage, "whole": self._choose(step) if any_damage else None}
 
     def take(self, step: int) -> WholeStep | None:
-        """Let the run read one of the steps ``on_hosts``, if it is whole; all processes call it."""
-        self._run.on_hosts -= {step}
+        """Return one of the ``further`` steps, if it is whole; all processes call it."""
         return self._find(self._agree("local step", None, lambda _: self._choose(step)), step)
 
     def _find(self, whole: Mapping[str, Any] | None, number: int | None) -> WholeStep | None:
-        """Verify a step, each file where it lies, and let the run read it; choose again if it is damaged."""
+        """Verify a step, each file where it lies, and return it; choose again if it is damaged."""
         while whole is not None:
             record = CheckpointRecord.from_document(whole["record"], source=whole["folder"])
             holders = {path: [(host, where) for host, where in one] for path, one in whole["holders"].items()}
@@ -427,7 +428,6 @@ class LocalHosts:
                     whole, verified = answer["whole"], False
                     break
             if verified:
-                self._take(step)
                 return step
         return None
 
@@ -463,10 +463,8 @@ class LocalHosts:
             )
         return damaged
 
-    def _take(self, step: WholeStep) -> None:
-        """Let the run read a step from the hosts."""
-        self._run.on_hosts -= {step.step}
-        self._run.local[step.step] = self._location_of(step), step.record
+    def opened(self, step: WholeStep) -> tuple[Location, CheckpointRecord]:
+        """Return the place from which a step is read, and its commit record."""
         missing = [host.name for number, host in enumerate(self._program.hosts) if number not in step.hosts()]
         if self._processes.is_primary:
             _logger.info(
@@ -476,6 +474,7 @@ class LocalHosts:
                 format_size(step.record.nbytes),
                 f", and on {', '.join(missing)} there is nothing of it" if missing else "",
             )
+        return self._location_of(step), step.record
 
     # ---- reading
 

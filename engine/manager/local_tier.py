@@ -24,7 +24,7 @@ from ..storage import Buffer, Location, parallel_map
 from .decisions import EverySteps
 from .directory import RunDirectory
 from .events import RunEvents, described
-from .local_steps import COPIES, OWN, LocalHosts, files_in, is_on_line, sequence_of
+from .local_steps import COPIES, OWN, LocalHosts, WholeStep, files_in, is_on_line, sequence_of
 from .options import CheckpointManagerOptions, Local, LocalStatus
 from .ownership import LocalBranch
 
@@ -86,9 +86,11 @@ class LocalTier:
         self._history = LocalHistory(0, ())
         self._continue_after(-1, ())
         self._noted = 0  # the number of the history that was noted last
+        self._seeing = threading.Lock()
         self._noting = threading.Lock()  # the saves of both places note it, and change which local steps are kept
+        self._see(further=self._hosts.further, left=self._hosts.left)
         if self._hosts.newest is not None:
-            self._kept[self._hosts.newest.folder] = self._hosts.newest.step
+            self._read(self._hosts.newest)
 
     @property
     def bytes_from_peers(self) -> int:
@@ -106,7 +108,7 @@ class LocalTier:
 
     def restored(self, step: int) -> None:
         """Note that the run resumes from a step, or perhaps one process only looks at it."""
-        is_local = step in self._run.local
+        is_local = step in self._run.hosts.read
         if self._reached is None:
             self._previous = step
             self._continue_after(step, self._hosts.branches if is_local else ())
@@ -148,18 +150,35 @@ class LocalTier:
 
     def take(self, step: int) -> bool:
         """Let the run read a step that the hosts have, if it is whole; all processes call it."""
+        self._see(further=self._run.hosts.further - {step})
         found = self._hosts.take(step)
         if found is not None:
-            kept = {**self._kept, found.folder: step}
-            self._kept = dict(sorted(kept.items(), key=lambda one: one[1]))
+            self._read(found)
         return found is not None
+
+    def _read(self, found: WholeStep) -> None:
+        """Let the run read a step from the hosts, and keep it."""
+        kept = {**self._kept, found.folder: found.step}
+        self._kept = dict(sorted(kept.items(), key=lambda one: one[1]))
+        seen = self._run.hosts
+        read = {**seen.read, found.step: self._hosts.opened(found)}
+        self._see(read=read, further=seen.further - {found.step})
+
+    def drop(self, step: int) -> None:
+        """Read a local step, which is damaged, no more."""
+        self._see(read={one: found for one, found in self._run.hosts.read.items() if one != step})
+
+    def _see(self, **changes: Any) -> None:
+        """Change which local steps the directory sees; the threads of saves do it, too."""
+        with self._seeing:
+            self._run.hosts = replace(self._run.hosts, **changes)
 
     def directory_saves(self, step: int) -> tuple[LocalHistory, LocalHistory]:
         """Return the history to note before the commit of a save in the directory that begins, and that after it.
 
         Where the step is saved once more, the local step counts until the commit; then that of the directory does.
         """
-        self._run.local = {one: found for one, found in self._run.local.items() if one < step}
+        self._see(read={one: found for one, found in self._run.hosts.read.items() if one < step})
         before, last = self._history, self._reached
         self._reach(step, again=True)
         return before if step == last else self._history, self._history
@@ -189,12 +208,11 @@ class LocalTier:
 
     def _keep(self, kept: dict[str, int]) -> None:
         self._kept = kept
-        self._run.saved_on_hosts = frozenset(kept.values())
+        self._see(saved=frozenset(kept.values()))
 
     def _forget_found(self) -> None:
         """Read no local step of an earlier start any more."""
-        self._run.local.clear()
-        self._run.on_hosts = self._run.left_on_hosts = frozenset()
+        self._see(read={}, further=frozenset(), left=frozenset())
 
     def begin(self, step: int) -> Rendezvous | None:
         """Count a save that is due, before anything can fail, so that all processes count alike."""

@@ -166,7 +166,7 @@ class CheckpointManager:
         if item is not None:
             return newest_with(item, self._run.infos())
         infos = self._run.infos()
-        return max([*self._run.local, *(info.step for info in infos[-1:])], default=None)
+        return max([*self._run.hosts.read, *(info.step for info in infos[-1:])], default=None)
 
     def item_due(self, item: str, step: int) -> bool:
         """Return whether a save at a step has an item, so that a loop need not collect a large one unnecessarily.

@@ -120,8 +120,8 @@ class Resume:
             if damage is not None and not damage.deleted and is_here and self._access.fetch(step, overwrite=True):
                 self._stands_in(step, damage.what, unreadable=damage.unreadable)
                 found, damage = self._read_everywhere(step, items, kwargs)
-                if damage is not None:
-                    self._run.local.pop(step, None)
+                if damage is not None and self._access.local is not None:
+                    self._access.local.drop(step)
             if damage is not None and damage.deleted:  # the run that writes here deleted it, and has newer steps
                 if step in missing:
                     raise CheckpointNotFoundError(
@@ -199,7 +199,7 @@ class Resume:
 
     def _from_hosts(self, step: int) -> dict[str, Any]:
         """Return, for an event, that a step was read from the hosts and not from the directory."""
-        if self._access.local is None or step not in self._run.local:
+        if self._access.local is None or step not in self._run.hosts.read:
             return {}
         _logger.info("%s: step %d comes from the local places of the hosts", self._directory, step)
         return {"local": True, "peer_bytes": self._access.local.bytes_from_peers}
@@ -207,7 +207,7 @@ class Resume:
     def _stands_in_alone(self, step: int, error: DamagedCheckpointError) -> bool:
         """Return whether the step of the hosts stands in for a damaged one; of several processes, not all may ask."""
         local = self._access.options.local
-        if local is None or step not in self._run.on_hosts:
+        if local is None or step not in self._run.hosts.further:
             return False
         if self._processes.alone:
             if found := self._access.take(step):
@@ -223,7 +223,7 @@ class Resume:
 
     def _stands_in(self, step: int, damage: str, *, unreadable: bool) -> None:
         """Warn that a step of the directory was damaged, and is read from elsewhere."""
-        is_local = step in self._run.local
+        is_local = step in self._run.hosts.read
         where = "the local places of the hosts" if is_local else "the mirror"
         _logger.warning("%s: step %d was damaged, and is that of %s now: %s", self._directory, step, where, damage)
         if is_local:
@@ -231,7 +231,7 @@ class Resume:
 
     def _passed_over(self, step: int, damage: _Damage) -> bool:
         """Read a local step no more, if this is one, with a warning."""
-        if step not in self._run.local:
+        if self._access.local is None or step not in self._run.hosts.read:
             return False
         _logger.warning(
             "%s: the local step %d is damaged and passed over, on process %d: %s",
@@ -240,7 +240,7 @@ class Resume:
             damage.process,
             damage.what,
         )
-        del self._run.local[step]
+        self._access.local.drop(step)
         return True
 
     def _newest_first(self) -> list[tuple[int, bool]]:
