@@ -23,7 +23,6 @@ from .arguments import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_bel
 from .report import age, metrics_text, print_json, print_table, step_names
 from .streams import configure_logging, say
 
-
 _PLACES = {
     "mirror": "the run has a mirror, which `holdfast ls {}` lists",
     "local": "its hosts keep local steps in {}",

@@ -6,7 +6,6 @@ only names the bucket and the object.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import io
