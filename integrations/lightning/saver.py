@@ -223,8 +223,10 @@ class FitSaver:
     def _validation_starts(self, original: Callable[[], None]) -> None:
         if self._position.in_validation:
             if self._trainer.global_step != self._saved and not is_accumulating(self._fit):
-                self._before_validation.take(lambda: self._dump("validation"))
-                self._hold(self._trainer.global_step, "validation")
+                # A process that fails here would leave the others in the collectives of the validation.
+                with self._store.processes.together("the state before a validation"):
+                    self._before_validation.take(lambda: self._dump("validation"))
+                    self._hold(self._trainer.global_step, "validation")
             self.during_validation()
         original()
 

@@ -174,18 +174,27 @@ def test_a_run_resumes_from_local_steps_without_one_host(
     assert compared(resumed) == compared(whole(**options))
 
 
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("where", ["directory", pytest.param("local places", marks=SWEEP)])
+@pytest.mark.parametrize(
+    ("who", "step", "where"),
+    [
+        pytest.param(1, 3, "directory", id="at a save"),
+        pytest.param(0, 3, "directory", id="process 0", marks=SWEEP),
+        pytest.param(1, 2, "directory", id="when a validation begins"),
+        pytest.param(1, 4, "local places", id="at a local save", marks=SWEEP),
+    ],
+)
 def test_a_process_without_a_state_to_save_stops_the_save_of_the_others_at_once(
-    run_together: Run, tmp_path: Path, who: int, where: str
+    run_together: Run, tmp_path: Path, who: int, step: int, where: str
 ) -> None:
-    local = {"memory": str(tmp_path / "memory"), "checkpoint": NEVER}
-    every = {"checkpoint": {"barrier_timeout_secs": 600}}
-    ended = run_together(tmp_path / "run", 3, fails_at=[who, 2], **(every if where == "directory" else local))
+    options: dict[str, Any] = {"checkpoint": {"barrier_timeout_secs": 600}}
+    if where == "local places":
+        options = {"memory": str(tmp_path / "memory"), "checkpoint": NEVER}
+    ended = run_together(tmp_path / "run", 3, fails_at=[who, step], **options)
     assert [status for status, _, _ in ended] == [1] * 3
     for index, (_, _, said) in enumerate(ended):
-        assert "ValueError: no state today" in said if index == who else f"process {who} failed: ValueError: no" in said
-    assert [saved.step for saved in hf.list_checkpoints(tmp_path / "run")] == [1] * (where == "directory")
+        expected = "ValueError: no state today" if index == who else f"process {who} failed: ValueError: no state today"
+        assert expected in said, said
+    assert (step - 1 in [saved.step for saved in hf.list_checkpoints(tmp_path / "run")]) == (where == "directory")
 
 
 def test_a_save_after_an_exception_is_refused_at_once(run_together: Run, tmp_path: Path) -> None:
