@@ -239,7 +239,7 @@ class StepPace:
     def __init__(self) -> None:
         self._last: tuple[int, float, int | None] | None = None
         self._without: deque[float] = deque(maxlen=200)  # seconds of the newest steps without a save
-        self._usual: float | None = None  # their median when the save began
+        self._usual: Sequence[float] = ()  # the same when the save began
         self._during: list[float] = []  # seconds of the steps of the newest save
 
     def step(self, step: int, now: float, save: int | None) -> None:
@@ -253,7 +253,7 @@ class StepPace:
 
     def save_begins(self) -> None:
         """Begin to measure a save."""
-        self._usual = median(self._without) if len(self._without) >= self._FEWEST else None
+        self._usual = tuple(self._without)
         self._during = []
 
     def slowed(self, duration: float) -> float | None:
@@ -263,12 +263,13 @@ class StepPace:
             duration: The seconds of the save in the background.
         """
         during = sorted(self._during)
-        if self._usual is None or len(during) < self._FEWEST:
+        if min(len(self._usual), len(during)) < self._FEWEST:
             return None
+        usual = median(self._usual)  # here, and not when the save begins, as the loop does not wait for this
         # Steps always vary. They count as slower only if three of four take longer than the median step without a save.
-        if during[len(during) // 4] <= self._usual:
+        if during[len(during) // 4] <= usual:
             return 0.0
-        return duration * (1 - self._usual / median(during))
+        return duration * (1 - usual / median(during))
 
 
 class SaveDecisions:

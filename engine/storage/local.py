@@ -512,17 +512,16 @@ def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event) -
         remaining -= part.size
         if remaining < 0:
             break
-        data = part.data
-        while data:
-            count = min(len(block) - filled, len(data))
-            # Numpy's assignment would release the interpreter for each part, and another thread that computes would
-            # keep it for milliseconds each time.
-            block[filled : filled + count] = data[:count]
-            data = data[count:]
-            filled += count
-            if filled == len(block):
-                yield block
-                filled = 0
+        # Numpy's assignment would release the interpreter for each part, and another thread that computes would keep
+        # it for milliseconds each time.
+        data, room = part.data, len(block) - filled
+        while len(data) >= room:
+            block[filled:] = data[:room]
+            yield block
+            data, filled, room = data[room:], 0, len(block)
+        end = filled + len(data)
+        block[filled:end] = data
+        filled = end
     if remaining:
         raise ValueError(
             f"the segment at offset {segment.offset} should have {segment.size} bytes, "

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.engine.errors import DamagedCheckpointError, FormatVersionError
-from holdfast.engine.format import crc32c, decode_document, encode_document, record
+from holdfast.engine.format import (
+    CheckpointRecord,
+    FileRecord,
+    ItemRecord,
+    crc32c,
+    decode_document,
+    encode_document,
+    record,
+)
 
 BODY: dict[str, Any] = {
     "step": 1200,
@@ -220,3 +228,13 @@ _CYCLE.append(_CYCLE)
 def test_bodies_that_are_not_json_are_refused(body: dict[str, Any], error: type[Exception], kind: str) -> None:
     with pytest.raises(error):
         encode_document(kind, body)
+
+
+def test_a_record_has_a_line_for_each_file() -> None:
+    files = {"d/index": FileRecord(7, 1), "tree.json": FileRecord(8, 2)}
+    metrics = {"loss": 0.5, "of each class": [1, 2]}
+    found = CheckpointRecord(items={"state": ItemRecord("state", "pytree", files)}, time=1.0, metrics=metrics)
+    lines = [line.strip() for line in found.encode().decode().splitlines()]
+    assert '"d/index": {"size": 7, "crc32c": "00000001"},' in lines
+    assert '"metrics": {"loss": 0.5, "of each class": [1, 2]},' in lines
+    assert CheckpointRecord.decode(found.encode(), source="here") == found
