@@ -12,6 +12,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -333,7 +334,11 @@ def run_connected(
                 print(result)
     for server in servers:
         server.join()
-    print(f"barrier {barrier:g} s, seed {seed}, {time.monotonic() - began:.0f} s")
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(
+        f"barrier {barrier:g} s, seed {seed}, {time.monotonic() - began:.0f} s, "
+        f"{usage.ru_utime + usage.ru_stime:.0f} s of processor time"
+    )
     print(table(results))
     print(summary(results))
     return int(broken or any(result.problems for result in results))

@@ -35,7 +35,7 @@ from holdfast.engine.manager.directory import RunDirectory
 from holdfast.engine.manager.local_tier import LocalTier
 from holdfast.engine.storage import Location
 
-STEPS = 11
+STEPS = 10
 SAVE_EVERY = 4  # steps between two saves in the directory; a local step is saved at each
 WIDTH = 16  # features of the model; a multiple of every number of processes
 START_SECONDS = 60.0  # within which all processes must have started and compiled
@@ -246,6 +246,9 @@ def train_jax(member: Member) -> int:
     spec: Any = Spec
     global_array: Any = jax.make_array_from_process_local_data
     shut_down: Any = jax.distributed.shutdown
+    configure: Any = jax.config.update
+    configure("jax_compilation_cache_dir", str(member.directory.with_name("compiled")))
+    configure("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.distributed.initialize(
         f"127.0.0.1:{member.port}",
         member.count,
