@@ -1,5 +1,7 @@
 """One process that has imported torch and Lightning, which takes seconds; the programs of tests are forked from it.
 
+It is a fork of the launcher of processes that torch connects.
+
 A request is a line of JSON: the kind of the program (``KINDS``), and the arguments of the function that runs it. The
 answer is a line of JSON: what the function returns, the exit statuses of its processes, negative for signals.
 """
@@ -9,15 +11,15 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import tests.endings  # noqa: F401 - before what registers functions of atexit
+from tests.processes.harness import launcher
 from tests.processes.launcher import warm_up
 
 KINDS = {
@@ -66,26 +68,20 @@ class Server:
 @contextmanager
 def started(errors: Path) -> Iterator[Server]:
     """Starts the process, for as long as the context lasts."""
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONWARNINGS": "ignore"}
-    environment["GLOO_SOCKET_IFNAME"] = "lo"
-    environment.pop("PL_GLOBAL_SEED", None)  # of lightning.seed_everything: with it, all processes have one seed
-    command, pipe = [sys.executable, "-m", __name__], subprocess.PIPE
-    with errors.open("w") as stderr:
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, text=True, env=environment)
-    with process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        yield Server(process.stdin, process.stdout, errors)
+    requests, answers = launcher("torch").fork(__name__, str(errors))
+    with answers:
+        yield Server(requests, answers, errors)
+        requests.close()
+        answers.read()  # until it has ended
 
 
-def main() -> None:
+def serve(errors: str) -> None:
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    warnings.simplefilter("ignore")
+    os.environ.pop("PL_GLOBAL_SEED", None)  # of lightning.seed_everything: with it, all processes have one seed
     warm_up(IMPORTS)
     for line in iter(sys.stdin.readline, ""):
         kind, *arguments = json.loads(line)
         module, function = KINDS[kind]
         print(json.dumps(getattr(importlib.import_module(module), function)(*arguments)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -14,6 +14,7 @@ arguments and results are pickled, so functions are found by name: no lambdas.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import pickle
@@ -177,7 +178,7 @@ def run_outcomes(
             "port": free_port(), "recoverable": recoverable, "heartbeat": heartbeat, "store": store,
             "imports": list(imports),
         }  # fmt: skip
-        statuses = (launch or _launcher(backend).run)(request)
+        statuses = (launch or launcher(backend).run)(request)
         outcomes = [_outcome(folder, index, status) for index, status in enumerate(statuses)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -211,54 +212,55 @@ def free_port() -> int:
         return port
 
 
-class _Launcher:
-    """A process that others are forked from; see ``launcher.py``."""
+class Launcher:
+    """A process that others are forked from; see ``launcher.py``.
 
-    def __init__(self, backend: str) -> None:
-        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "JAX_PLATFORMS": "cpu",
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.processes.launcher", backend],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+    Args:
+        requests: Its input.
+        answers: Its output.
+    """
+
+    def __init__(self, requests: IO[str], answers: IO[str]) -> None:
+        self._requests, self._answers = requests, answers
         atexit.register(self.close)
 
     def run(self, request: dict[str, Any]) -> list[int]:
-        source, sink = _pipes(self._process)
-        sink.write(json.dumps(request) + "\n")
-        sink.flush()
-        answer = source.readline()
-        if not answer:
-            raise AssertionError(f"the launcher of processes ended with {self._process.wait(SPARE)}")
+        print(json.dumps(request), file=self._requests, flush=True)
+        answer = self._answers.readline()
+        assert answer, "the launcher of processes has ended"
         statuses: list[int] = json.loads(answer)
         return statuses
 
+    def fork(self, module: str, *arguments: str) -> tuple[IO[str], IO[str]]:
+        """Forks a process that calls the function ``serve`` of a module; returns its input and output."""
+        with tempfile.TemporaryDirectory(prefix="holdfast-processes-") as folder:
+            pipes = Path(folder, "requests"), Path(folder, "answers")
+            for pipe in pipes:
+                os.mkfifo(pipe)
+            self.run({"fork": [module, arguments, folder]})
+            return pipes[0].open("w"), pipes[1].open()
+
     def close(self) -> None:
-        source, sink = _pipes(self._process)
-        sink.close()
-        source.close()
-        self._process.wait(SPARE)
+        with self._answers:
+            self._requests.close()
+            self._answers.read()  # until it has ended
 
 
-def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
+@functools.cache
+def launcher(backend: Backend) -> Launcher:
+    """Returns the launcher that has imported a framework, a fork of the one that has imported only the engine."""
+    if backend != "none":
+        return Launcher(*launcher("none").fork("tests.processes.launcher", backend))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        "JAX_PLATFORMS": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    command, pipe = [sys.executable, "-m", "tests.processes.launcher", backend], subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
     assert process.stdin is not None
     assert process.stdout is not None
-    return process.stdout, process.stdin
-
-
-_launchers: dict[str, _Launcher] = {}
-
-
-def _launcher(backend: str) -> _Launcher:
-    if backend not in _launchers:
-        _launchers[backend] = _Launcher(backend)
-    return _launchers[backend]
+    atexit.register(process.wait, SPARE)
+    return Launcher(process.stdin, process.stdout)

@@ -1,7 +1,7 @@
 """Forks processes that have imported a framework already; started by ``harness.py``.
 
 Reads one request as a line of JSON, runs its processes, answers with a line of their exit statuses, and so on until
-its input ends.
+its input ends. The launcher of a framework is a fork of the one with the engine, which is imported once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import tests.endings  # noqa: F401 - before what registers functions of atexit
 from tests.processes.harness import Process
 
 # All of these are packages of modules that import no framework.
@@ -48,11 +49,23 @@ IMPORTS = {
 }
 
 
-def main() -> None:
-    backend = sys.argv[1]
+def serve(backend: str) -> None:
     warm_up(IMPORTS[backend])
-    for line in sys.stdin:
-        print(json.dumps(launch(backend, json.loads(line))), flush=True)
+    for line in iter(sys.stdin.readline, ""):
+        request = json.loads(line)
+        print(json.dumps(fork(*request["fork"]) if "fork" in request else launch(backend, request)), flush=True)
+
+
+def fork(module: str, arguments: Sequence[str], folder: str) -> list[int]:
+    """Forks a process that calls the function ``serve`` of a module; its input and output are pipes in a folder."""
+    if os.fork() == 0:
+        os.close(0)
+        os.open(os.path.join(folder, "requests"), os.O_RDONLY)
+        os.close(1)
+        os.open(os.path.join(folder, "answers"), os.O_WRONLY)
+        importlib.import_module(module).serve(*arguments)
+        os._exit(0)
+    return []
 
 
 def warm_up(names: Iterable[str] = ()) -> None:
@@ -169,4 +182,4 @@ def connect(backend: str, request: dict[str, Any], index: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(sys.argv[1])
