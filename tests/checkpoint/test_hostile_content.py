@@ -127,7 +127,13 @@ VALUES = np.random.default_rng(0).integers(0, 255, 8188, np.uint8).tobytes()
 DATA = VALUES + crc32c(VALUES).to_bytes(4, "little")  # one chunk that verifies
 
 
-def forge(place: str, stored: Any, metadata: dict[str, bytes], chunks: dict[bytes, tuple[str, int, int]]) -> None:
+def forge(
+    place: str,
+    stored: Any,
+    metadata: dict[str, bytes],
+    chunks: dict[bytes, tuple[str, int, int]],
+    data: bytes = DATA,
+) -> None:
     """Replace the index of a checkpoint, and its only data file."""
     rows: list[tuple[bytes, bytes | None, tuple[str, int, int]]] = [(key, None, chunk) for key, chunk in chunks.items()]
     rows += [(metadata_key(name), text, ("d/0", 0, 0)) for name, text in metadata.items()]
@@ -150,7 +156,7 @@ def forge(place: str, stored: Any, metadata: dict[str, bytes], chunks: dict[byte
     files = stored(place)
     files.reseal("d/index", index)
     files.reseal("manifest.ocdbt", manifest)
-    files.reseal("d/0", DATA)
+    files.reseal("d/0", data)
     files.reseal("tree.json", tree_document(node("dict", names, *[None] * len(names)), [W] * len(names)))
 
 
@@ -220,17 +226,14 @@ def test_indexes(name: str, local: bool, place: str, tmp_path: Path, stored: Any
     assert 0 < len(problems) < 5000
 
 
-@pytest.mark.parametrize("step", [0, 8192], ids=["the_same_chunk", "beyond_the_file"])
+@pytest.mark.parametrize("step", [0, 1 << 17], ids=["the_same_chunk", "beyond_the_file"])
 def test_a_gigabyte_out_of_one_chunk(step: int, place: str, stored: Any, little_memory: int) -> None:
-    count = (little_memory + (256 << 20)) // 8188
-    keys = chunk_keys("w", (count,))
+    values = bytes((1 << 17) - 4)
+    count = (little_memory + (256 << 20)) // len(values)
+    forged = {key: ("d/0", step * number, 1 << 17) for number, key in enumerate(chunk_keys("w", (count,)))}
+    metadata = array(len(values) * count, chunks=(len(values),))
     hf.save(place, TREE)
-    forge(
-        place,
-        stored,
-        {"w": array(8188 * count, chunks=(8188,))},
-        {key: ("d/0", step * number, 8192) for number, key in enumerate(keys)},
-    )
+    forge(place, stored, {"w": metadata}, forged, values + crc32c(values).to_bytes(4, "little"))
     with pytest.raises(hf.DamagedCheckpointError, match="overlaps another one" if not step else "a chunk ends at byte"):
         hf.load(place)
 

@@ -718,7 +718,7 @@ def test_local_saves_go_on_after_one_process_has_failed(tmp_path: Path, caplog: 
         manager.save_locally(14, tree(14))
         manager.wait_until_finished()
 
-    hosts.run(work)
+    hosts.run(work, barrier_timeout_secs=5)
     assert "not all processes have said that they stopped" not in caplog.text
     assert hosts.resume()[0] == 14
 
