@@ -130,7 +130,7 @@ def test_what_process_0_sends_does_not_grow_with_the_number_of_processes(tmp_pat
 
 @pytest.mark.parametrize(("chunk_bytes", "files"), [(1 << 20, 0), (4096, 1)])
 def test_only_large_fragments_take_files(tmp_path: Path, chunk_bytes: int, files: int) -> None:
-    values = np.random.default_rng(0).integers(256, size=1 << 26, dtype=np.uint8)
+    values = np.random.default_rng(0).integers(256, size=1 << 25, dtype=np.uint8)
 
     def run(coordinator: Coordinator) -> set[str]:
         watching = Watching(coordinator, tmp_path)

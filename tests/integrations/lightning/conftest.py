@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import importlib.util
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +31,16 @@ def program() -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plugins() -> Iterator[None]:
+    """Lets trainers look for callbacks of installed packages once: they read the metadata of all packages for that."""
+    found = functools.cache(importlib.metadata.entry_points)
+    with pytest.MonkeyPatch.context() as patch:
+        for package in ("lightning.fabric", "lightning_fabric"):
+            patch.setattr(f"{package}.utilities.registry.entry_points", found)
+        yield
 
 
 @pytest.fixture(autouse=True)
