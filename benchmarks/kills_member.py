@@ -255,7 +255,7 @@ def train_jax(member: Member) -> int:
         member.index,
         coordinator_bind_address=f"127.0.0.1:{member.port}",
         cluster_detection_method="deactivate",
-        heartbeat_timeout_seconds=round(1.75 * member.barrier),
+        heartbeat_timeout_seconds=round(1.6 * member.barrier),
         initialization_timeout=60,
     )
     mesh = Mesh(np.array(jax.devices()), ("data",))
