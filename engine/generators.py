@@ -23,6 +23,7 @@ The state of an idle generator may be that of an unseeded one, which differs bet
 """
 
 _DEVICES = ("cuda", "xpu")  # devices of torch with a default generator each
+_PLAIN = {bool, int, float, str, bytes, type(None)}
 
 
 def capture() -> dict[str, Any]:
@@ -198,6 +199,8 @@ def same_state(one: Any, other: Any) -> bool:
 
 
 def _equal(one: Any, other: Any) -> bool:
+    if type(one) in _PLAIN and type(other) in _PLAIN:
+        return bool(one == other)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_equal, one, other))
     if isinstance(one, dict) and isinstance(other, dict):

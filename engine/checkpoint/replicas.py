@@ -52,7 +52,6 @@ def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout
     with contextlib.closing(rendezvous):
         try:
             names, lines, digests = _digests(tree, rendezvous.index)
-            # The lines leave out the parts that only this process holds, so they are the same everywhere.
             structure = hashlib.blake2b("\n".join(lines).encode(), digest_size=_DIGEST_BYTES).digest()
             gathered = rendezvous.gather("digests", structure + digests.tobytes(), timeout)
             found = None if gathered is None else json.dumps(_compare(gathered, names)).encode()
@@ -65,20 +64,23 @@ def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout
 
 
 def _digests(tree: Any, process: int) -> tuple[list[str], list[str], Digests]:
-    """Return the leaf, the description and the digest of each part that several processes hold."""
+    """Return the leaf and the digest of each part that several processes hold, and lines that are equal everywhere."""
     flat = flatten(tree)
     names: list[str] = []
     lines: list[str] = []
     digests: list[int] = []
+    layouts: dict[int, str] = {}  # of the parts of arrays, which many arrays share
     for name, leaf in zip(flat.names, describe(flat.names, flat.values), strict=True):
         if isinstance(leaf, ValueLeaf):
             names.append(name)
             lines.append(f"{name}\ta value")
             digests.append(crc32c(json.dumps(leaf.details, sort_keys=True).encode()))
             continue
+        if id(leaf.parts) not in layouts:
+            layouts[id(leaf.parts)] = hashlib.blake2b(repr(leaf.parts).encode(), digest_size=_DIGEST_BYTES).hexdigest()
+        lines.append(f"{name}\t{leaf.dtype}{list(leaf.shape)} {layouts[id(leaf.parts)]}")
         for box, held in _replicated(leaf, process):
             names.append(name)
-            lines.append(f"{name}\t{leaf.dtype}{list(leaf.shape)} {box}")
             digests.append(_digest(leaf, box) if held else _NOT_HERE)
     return names, lines, np.array(digests, np.int64)
 

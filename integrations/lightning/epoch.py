@@ -10,10 +10,12 @@ import copy
 import json
 import logging
 import math
+import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...engine.errors import OptionError, StateError
@@ -23,7 +25,9 @@ from ...engine.stateful import (
     generators_of,
     is_replicated,
     is_torchdata_loader,
+    position_of,
     restore_state,
+    set_position,
     state_of,
     warn_of_lost_draws,
 )
@@ -41,6 +45,7 @@ logger = logging.getLogger("holdfast")
 # ---- data loaders
 
 _NOTHING = object()
+_NUMBERS = {bool, int, float, str, type(None)}
 
 
 def loader_states(loaders: Sequence[object]) -> list[Any]:
@@ -82,21 +87,65 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any]) -> None:
             warn_of_lost_draws(loader, state)
 
 
-def note_states(earlier: Sequence[Sequence[Any]], loaders: Sequence[object]) -> list[list[Any]]:
-    """Return the states of the loaders that carry one, each with the last different one before it, newest first.
+class NotedStates:
+    """The states of loaders before their last batches: of each the last two that differ, newest first.
 
     The states of torchdata's loaders are left out, because they tell whether an epoch has ended.
+
+    Attributes:
+        earlier: These states by loader, of those that carry one.
     """
-    stateful = _stateful(loaders)
-    known = earlier if len(earlier) == len(stateful) else [()] * len(stateful)
-    return [_noted(before, loader) for before, loader in zip(known, stateful, strict=True)]
+
+    def __init__(self, loaders: Sequence[object], earlier: Sequence[Sequence[Any]] = ()) -> None:
+        stateful = _stateful(loaders)
+        self._loaders = [
+            (index, loader, _getter(loader), _unsteady(loader))
+            for index, loader in enumerate(stateful)
+            if not is_torchdata_loader(loader) or is_replicated(loader)
+        ]
+        self.earlier = list(earlier) if len(earlier) == len(stateful) else [[] for _ in stateful]
+
+    def note(self) -> None:
+        """Take the present states, before a batch is drawn."""
+        noted = list(self.earlier)  # A checkpoint may hold the list.
+        for index, loader, getter, unsteady in self._loaders:
+            state, before = _copied(position_of(loader, getter)), noted[index][:1]
+            if not before or not _same(before[0], state, unsteady):
+                noted[index] = [state, *before]
+        self.earlier = noted
 
 
-def _noted(before: Sequence[Any], loader: object) -> list[Any]:
-    if is_torchdata_loader(loader) and not is_replicated(loader):
-        return []
-    state = _state(loader)
-    return list(before) if before and same_state(before[0], state) else [state, *before[:1]]
+_Paths = frozenset[tuple[Any, ...]]
+
+
+def _unsteady(loader: Any) -> _Paths:
+    """Return the parts of a loader's state that change without a batch, such as a time, or a global generator's state.
+
+    Two looks differ in them, between which this draws from the global generators.
+    """
+    before, first = capture(), _parts(_state(loader))
+    random.random()
+    np.random.random()
+    torch.rand(1)
+    second = _parts(_state(loader))
+    restore(as_tree(before))
+    return frozenset(path for path in first.keys() | second.keys() if not same_state(first.get(path), second.get(path)))
+
+
+def _parts(state: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
+    """Return what a state consists of by the keys that lead there."""
+    if not isinstance(state, dict | list | tuple) or not state:
+        return {path: state}
+    below = state.items() if isinstance(state, dict) else enumerate(state)
+    return {name: part for key, one in below for name, part in _parts(one, (*path, key)).items()}
+
+
+def _same(one: Any, other: Any, unsteady: _Paths) -> bool:
+    """Return whether two states are equal in all parts that change with a batch only."""
+    if not unsteady:
+        return same_state(one, other)
+    steady = ({path: part for path, part in _parts(state).items() if path not in unsteady} for state in (one, other))
+    return same_state(*steady)
 
 
 def end_loader_epoch(
@@ -110,7 +159,7 @@ def end_loader_epoch(
     Args:
         loaders: All loaders.
         saved: The states at the end of the epoch of those that carry one.
-        earlier: What :func:`note_states` returned before the last batch; steps of earlier versions do not have it.
+        earlier: What :class:`NotedStates` had before the last batch; steps of earlier versions do not have it.
         length: The number of batches of the epoch, where it was known before its end.
     """
     load_loader_states(loaders, saved)
@@ -123,7 +172,7 @@ def end_loader_epoch(
         if not starts or _length(loader) == length:  # The data of the loader may have ended as well.
             # A generator function runs nothing before its first value.
             is_at_end = next(iterator, _NOTHING) is _NOTHING
-            if is_torchdata_loader(loader) or (is_at_end and same_state(_state(loader), end)):
+            if is_torchdata_loader(loader) or (is_at_end and is_at(loader, end)):
                 continue
         if not starts:
             _load(loader, end)
@@ -133,30 +182,55 @@ def end_loader_epoch(
             next(iter(loader), None)
 
 
-def repeat_batch(fetcher: Any, loaders: Sequence[Any], states: Sequence[Any], earlier: Sequence[Sequence[Any]]) -> None:
-    """Bring the iterators of loaders to where they had drawn the last batch before the save."""
+def repeat_batch(
+    fetcher: Any,
+    loaders: Sequence[Any],
+    states: Sequence[Any],
+    earlier: Sequence[Sequence[Any]],
+    ended: Sequence[bool],
+) -> None:
+    """Bring the iterators of loaders to where they had drawn the last batch before the save, or had found no more.
+
+    ``ended`` says which loaders have come to an end in this epoch, and do not begin again: their iterators are at the
+    end, unless one goes on after it.
+    """
     for index, (loader, state) in enumerate(zip(loaders, states, strict=True)):
-        if index < len(earlier) and earlier[index] and iter(loader) is not loader:
-            iterator = _repeated(loader, earlier[index], state)
-            if iterator is None:
-                _load(loader, state)
-                iterator = iter(loader)
-            place_iterator(fetcher.combined_loader, index, iterator)
+        starts = earlier[index] if index < len(earlier) else ()
+        has_ended = index < len(ended) and ended[index]
+        if not starts and has_ended:
+            end_loader_epoch([loader], [state])
+        if not starts or iter(loader) is loader:
+            continue
+        iterator = _repeated(loader, starts, state)
+        if iterator is None and has_ended:
+            end_loader_epoch([loader], [state], [starts])
+            continue
+        if iterator is None:
+            _load(loader, state)
+            iterator = iter(loader)
+        place_iterator(fetcher.combined_loader, index, iterator)
+
+
+def is_at(loader: Any, state: Any) -> bool:
+    """Return whether a loader has a state, apart from parts that change without a batch."""
+    return _same(_state(loader), state, _unsteady(loader))
 
 
 def _repeated(loader: Any, starts: Sequence[Any], end: Any) -> Iterator[Any] | None:
     """Let a loader draw its last batch again, or come to its end again, and return the iterator that is there.
 
     The state alone does not tell whether the next iterator begins anew or continues, nor whether an epoch has ended.
-    Return None if the loader does not come to the state ``end``.
+    Return None if the loader does not come to the state ``end``, or if nothing tells whether it does.
     """
-    drawn, found = 0, None
+    drawn, found, unsteady = 0, None, _unsteady(loader)
+    if unsteady and all(_same(start, end, unsteady) for start in starts):
+        return None
     for start in starts:
         _load(loader, start)
         for _ in range(2):  # The batch may have been the first of an iterator that was not the first.
             iterator = iter(loader)
             drawn += next(iterator, _NOTHING) is not _NOTHING
-            if same_state(_state(loader), end):
+            if _same(_state(loader), end, unsteady):
                 found = iterator
                 break
         if found is not None:
@@ -280,18 +354,24 @@ def _stateful(loaders: Sequence[Any]) -> list[Any]:
     return [loader for loader in loaders if _state_methods(loader)]
 
 
-def _state(loader: object) -> Any:
+def _getter(loader: object) -> str:
     getter, _ = _state_methods(loader) or ("", "")
-    return _copied(getattr(loader, getter)())
+    return getter
+
+
+def _state(loader: object) -> Any:
+    return _copied(position_of(loader, _getter(loader)))
 
 
 def _load(loader: object, state: Any) -> None:
     _, setter = _state_methods(loader) or ("", "")
-    getattr(loader, setter)(_copied(state))
+    set_position(loader, _copied(state), setter)
 
 
 def _copied(state: Any) -> Any:
     """Return a copy of a state, because loaders may change what they returned, and what they got."""
+    if type(state) is dict and _NUMBERS.issuperset(map(type, state.values())):
+        return state.copy()  # A tenth of the time: loaders without a length are asked before every batch.
     try:
         return copy.deepcopy(state)
     except Exception:  # Objects may refuse to be copied in any way. The save decides whether it can hold them.

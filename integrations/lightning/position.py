@@ -11,6 +11,7 @@ from typing import Any, Literal
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError
 from ...engine.generators import capture, same_state
+from ...engine.stateful import check_stream
 from ..options import Reshard
 from . import epoch
 from .epoch import MOST, Drawing, ModuleSwitches, draws_in_process, warn_of_draws
@@ -76,7 +77,8 @@ class Position:
         self._is_new = False  # whether the saved position is that of another process, as more continue than have saved
         self._keeps_random = False  # whether this process keeps the global generators that the program has seeded
         self._skip_batch = False
-        self._earlier: list[list[Any]] = []  # states of loaders before the batch that was drawn last
+        self._noted = epoch.NotedStates([])  # the states of loaders before the batch that was drawn last
+        self._may_end_within = False  # whether the data of a loader may end within an epoch, as it has another length
         self._ended_before: list[bool] = []  # which loaders had ended in the epoch before that batch
         self._ended: list[Any] | None = None  # states of loaders at the end of an epoch, which a resume has left
         # the batches fetched at a resume, and the states of loaders then and earlier
@@ -124,8 +126,8 @@ class Position:
         if replicated := epoch.replicated_states(self._loaders(), self._replicated):
             position["replicated"] = replicated
         if point == "epoch":
-            if self._earlier:
-                position["earlier"] = self._earlier
+            if self._noted.earlier:
+                position["earlier"] = self._noted.earlier
         else:
             ahead = epoch.prefetched(fetcher)
             position["fetched"] = fetcher.fetched
@@ -136,8 +138,8 @@ class Position:
                 position["batch_sizes"] = epoch.batch_sizes(self._loaders())
             else:
                 ended = have_ended(fetcher.combined_loader)
-                if ahead or any(ended) or has_done_all_batches(self._fit) or self._may_end_within():
-                    position["earlier"], position["ended"] = self._earlier, ended
+                if ahead or any(ended) or has_done_all_batches(self._fit) or self._may_end_within:
+                    position["earlier"], position["ended"] = self._noted.earlier, ended
                 if ahead:
                     self._add_ahead(position, ahead)
         return position
@@ -147,9 +149,10 @@ class Position:
 
         It is drawn again if it cannot be saved, and if another number of processes could not divide it.
         """
-        is_one_for_all = len(position.get("replicated", ())) == len(self._earlier)
-        if all(self._earlier) and (is_one_for_all or not is_plain_tree(ahead)):
-            position["loaders"] = [states[0] for states in self._earlier]
+        earlier = self._noted.earlier
+        is_one_for_all = len(position.get("replicated", ())) == len(earlier)
+        if all(earlier) and (is_one_for_all or not is_plain_tree(ahead)):
+            position["loaders"] = [states[0] for states in earlier]
             position["ended"] = self._ended_before
         elif is_plain_tree(ahead):
             position["ahead"] = {"batches": ahead, "done": self.fetcher.done}
@@ -210,9 +213,12 @@ class Position:
     def _first_iterator(self, original: Callable[[], None]) -> None:
         original()
         epoch.replicated_states(self._loaders(), self._replicated)  # This refuses unknown names.
-        self._ended, self._earlier = None, []  # They are those of loaders that these replace.
+        for index, loader in enumerate(self._loaders()):
+            check_stream(f"training data loader {index}", loader)
+        # These replace what is known of the loaders before.
+        self._ended, self._noted = None, epoch.NotedStates(self._loaders())
         self._epoch = self._before_iterator()
-        self._earlier = epoch.note_states([], self._loaders())
+        self._noted.note()
 
     def _epoch_starts(self, original: Callable[[], None]) -> None:
         saved = self._saved
@@ -232,6 +238,8 @@ class Position:
     def _batches_start(self, original: Callable[[Any], None], fetcher: Any) -> None:
         saved, self._saved = self._saved, None
         self.fetcher, self._drawing = fetcher, None
+        parts = self._loaders()
+        self._may_end_within = epoch.all_stateful(parts) and epoch.differ_in_length(parts, self._fit.max_batches)
         if saved is not None:
             self._find_batch(saved, fetcher)
             original(fetcher)
@@ -240,11 +248,11 @@ class Position:
             return
         self._end_resumed_epoch(fetcher)
         before, iterator = self._before_iterator(), iterator_of(fetcher.combined_loader)
-        self._earlier = epoch.note_states(self._earlier, self._loaders())
+        self._noted.note()
         original(fetcher)
         if iterator_of(fetcher.combined_loader) is not iterator or not self._epoch:
             self._epoch = before
-        if epoch.all_stateful(self._loaders()):
+        if epoch.all_stateful(parts):
             follow_ends(fetcher.combined_loader)
         self._epoch["at_first_batch"] = self._random()
         self._follow_draws(from_start=True)
@@ -271,15 +279,11 @@ class Position:
     def _before_fetch(self, original: Callable[[], None]) -> None:
         original()
         length = self.fetcher.length
-        if length is None or self.fetcher.fetched >= length - 1 or self._may_end_within():
-            self._earlier = epoch.note_states(self._earlier, self._loaders())
+        if length is None or self.fetcher.fetched >= length - 1 or self._may_end_within:
+            self._noted.note()
             self._ended_before = have_ended(self.fetcher.combined_loader)
         if self._drawing is not None:
             self._drawing.before()
-
-    def _may_end_within(self) -> bool:
-        """Return whether the data of a loader may end within an epoch, as it is not as long as the epoch."""
-        return epoch.all_stateful(self._loaders()) and epoch.differ_in_length(self._loaders(), self._fit.max_batches)
 
     def _after_fetch(self, original: Callable[[], None]) -> None:
         original()
@@ -310,8 +314,9 @@ class Position:
         clear_restart(self._fit)
         finish_epoch(self._fit.epoch_progress)
         set_reloaded_at_epoch(self._fit, saved["reloaded_at_epoch"])
-        self._ended, self._earlier = saved["loaders"], saved.get("earlier", [])
-        epoch.end_loader_epoch(self._loaders(), self._ended, self._earlier, self._fit.max_batches)
+        self._ended = saved["loaders"]
+        self._noted = epoch.NotedStates(self._loaders(), saved.get("earlier", []))
+        epoch.end_loader_epoch(self._loaders(), self._ended, self._noted.earlier, self._fit.max_batches)
         self._restore_random(saved["random"])
 
     def _go_to_end(self, saved: dict[str, Any]) -> None:
@@ -332,27 +337,24 @@ class Position:
         self._set_up_epoch()
         epoch.set_sampler_epoch(parts, self._fit.epoch_progress.current.processed)
         if epoch.all_stateful(parts):
-            self._earlier = saved.get("earlier", [])
+            self._noted = epoch.NotedStates(parts, saved.get("earlier", []))
             # Loaders apply a state with the next batch; where none is left, the epoch must be ended.
             if saved["point"] == "validation" and has_done_all_batches(self._fit):
-                epoch.end_loader_epoch(parts, saved["loaders"], self._earlier, self._fit.max_batches)
+                epoch.end_loader_epoch(parts, saved["loaders"], self._noted.earlier, self._fit.max_batches)
                 fetcher.reset()
                 fetcher.done = True
                 return
             states, ahead, ended = saved["loaders"], saved.get("ahead"), saved.get("ended", [])
             draws = ahead is None and draws_ahead(fetcher)  # the batch after that of these states
-            earlier = [noted[1:] for noted in self._earlier] if draws else self._earlier
+            earlier = [noted[1:] for noted in self._noted.earlier] if draws else self._noted.earlier
             epoch.load_loader_states(parts, states)
             epoch.begin_within(fetcher, ahead, ended)
-            if ahead is not None or self._may_end_within():
-                epoch.repeat_batch(fetcher, parts, states, earlier)
+            if ahead is not None or self._may_end_within:
+                stay = ended if stays_ended(fetcher.combined_loader) else []
+                epoch.repeat_batch(fetcher, parts, states, earlier, stay)
                 self._waiting = saved["fetched"], states, earlier
             if draws:
                 draw_ahead(fetcher)
-            for index, has_ended in enumerate(ended):
-                if has_ended and stays_ended(fetcher.combined_loader):
-                    one = slice(index, index + 1)
-                    epoch.end_loader_epoch(parts[one], states[one], earlier[one])
             return
         for index in started.get("new_workers", ()):
             epoch.drop_iterator(parts[index])
@@ -363,13 +365,14 @@ class Position:
         else:
             epoch.end_loader_epoch(parts, started["loaders"], started.get("earlier", []), self._fit.max_batches)
         self._restore_random(started["at_iterator"])
-        self._earlier = epoch.note_states([], parts)
+        self._noted = epoch.NotedStates(parts)
+        self._noted.note()
         iter(fetcher)
         self._restore_random(started["at_first_batch"])
         restarts = started.get("restarts", {})
 
         def before_batch(drawn: int) -> None:
-            self._earlier = epoch.note_states(self._earlier, parts)
+            self._noted.note()
             if drawn in restarts:
                 self._restore_random(restarts[drawn])
 
@@ -470,7 +473,7 @@ class Position:
         if fetcher.fetched == fetched:
             random = self._random()
             for index, (loader, state) in enumerate(zip(self._loaders(), states, strict=True)):
-                if same_state(epoch.loader_states([loader]), [state]):
+                if epoch.is_at(loader, state):
                     epoch.end_loader_epoch([loader], [state], earlier[index : index + 1])
             self._restore_random(random)
 
@@ -480,7 +483,7 @@ class Position:
         states = [] if epoch.all_stateful(parts) else ended or epoch.loader_states(parts)
         new = [index for index, part in enumerate(parts) if epoch.keeps_iterator(part) and part._iterator is None]
         found = {"at_iterator": self._random(), "loaders": states, "new_workers": new}
-        return {**found, "earlier": self._earlier} if states else found
+        return {**found, "earlier": self._noted.earlier} if states else found
 
     def _now(self) -> dict[str, Any]:
         """Return the state, apart from the averages, that a validation may change."""

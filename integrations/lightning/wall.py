@@ -377,12 +377,12 @@ def set_ended(combined: Any, ended: Sequence[bool]) -> None:
 
 
 def place_iterator(combined: Any, index: int, iterator: Iterator[Any]) -> None:
-    """Replace the iterator of one loader, unless the loader has ended for this epoch."""
+    """Replace the iterator of one loader."""
     iterators = combined._iterator.iterators
-    if not isinstance(one := iterators[index], _Ending):
-        iterators[index] = iterator
-    elif not one.has_ended:
+    if isinstance(one := iterators[index], _Ending):
         one.iterator = iterator
+    else:
+        iterators[index] = iterator
 
 
 def draws_ahead(fetcher: Any) -> bool:

@@ -34,7 +34,14 @@ from ...engine.sources import Misfits
 from ...engine.storage import Place
 from ..options import Partial, Reshard, Resume
 from .announce import announce
-from .extras import GLOBAL_GENERATORS, check_extras, check_no_options, fresh_extras, missing_extras
+from .extras import (
+    GLOBAL_GENERATORS,
+    check_extras,
+    check_no_options,
+    check_replicated,
+    fresh_extras,
+    missing_extras,
+)
 from .initial import InitialState
 from .objects import adapter_for
 from .preemption import WITHOUT_GRACE, GraceCheck, PreemptionSignal
@@ -350,7 +357,8 @@ class CheckpointCallback:
             DamagedCheckpointError: The step that ``resume`` names is damaged.
             OwnershipError: Another live run writes to the directory.
             OptionError: An extra is an iterator or a loader whose state can be neither saved nor restored, or has the
-                name of an option; or the state is abstract, and there is no checkpoint.
+                name of an option; or ``replicated`` names one that is not given; or the state is abstract, and there is
+                no checkpoint.
         """
         processes = self._manager.processes
         with processes.together("restore_or_initialize"):
@@ -504,6 +512,7 @@ class CheckpointCallback:
         template = initial.template()
         adapter = self._adapt(template)
         check_extras(extras)
+        check_replicated(self._options.replicated, self._with_generators(extras), "restore_or_initialize")
         adapter.begin(template)
         self._saver.fresh_extras = fresh_extras(extras)
         if resume in ("must", "never"):

@@ -16,7 +16,9 @@ from ...engine.handlers import DEFAULT_REGISTRY, fresh_types
 from ...engine.pytree import FreshTypes, flatten, is_nnx, is_torch_tensor
 from ...engine.stateful import (
     begins_epoch,
+    check_stream,
     drawing_sampler,
+    has_none_left,
     is_plain,
     is_replicated,
     is_stateful,
@@ -104,6 +106,10 @@ def restore_extras(step: int, state: Any, extras: Mapping[str, Any], saved: Mapp
                 _tell_of_ended_epoch(name, uncounted, [*counters])
         elif is_stateful(extra) or is_plain(extra):
             values[name] = restore_state(extra, saved[name])
+            if has_none_left(extra):
+                text = "%s= had come to the end of an epoch: the next loop over it yields nothing, unless %s"
+                shown = current_coordinator().process_index == 0
+                announce(text, name, "set_epoch has begun a later one", shown=shown)
     return values
 
 
@@ -145,6 +151,7 @@ def check_extras(extras: Mapping[str, Any]) -> None:
     check_depth(extras)
     for name, extra in extras.items():
         warn_of_held_records(name, extra)
+        check_stream(f"{name}=", extra)
         if is_torchdata_loader(extra) and (sampler := drawing_sampler(extra)) is not None:
             raise OptionError(
                 f"{name}= is a {type(extra).__qualname__} whose order is drawn by a {sampler}, which has no state: "
@@ -158,6 +165,16 @@ def check_extras(extras: Mapping[str, Any]) -> None:
                 f"Grain or a StatefulDataLoader of torchdata, or {name}=hf.skip_to(loader) for a loader that gives the "
                 f"same batches each time, or leave {name}= out and start the data again after a resume"
             )
+
+
+def check_replicated(replicated: Collection[str], extras: Mapping[str, Any], method: str) -> None:
+    """Raise OptionError for a name in ``replicated`` of an extra that a method of the callback was not given."""
+    if unknown := [name for name in replicated if name not in extras]:
+        known = f" (known: {', '.join(extras)})" if extras else ""
+        raise OptionError(
+            f"replicated names {unknown[0]!r}, and {method} was given no extra of this name{known}: correct the name, "
+            "or pass the extra"
+        )
 
 
 def check_no_options(extras: Mapping[str, Any]) -> None:

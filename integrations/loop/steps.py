@@ -14,7 +14,17 @@ from ...engine.handlers import check_savable
 from ...engine.manager import CheckpointManager, part_of_save, plain_metrics
 from ...engine.pytree import FreshTypes
 from ...engine.stateful import encode_state, is_actor, state_of
-from .extras import CHECKSUMS, GLOBAL_GENERATORS, GRADIENTS, changes_in_place, checksum_of, is_own, moves, tree_of
+from .extras import (
+    CHECKSUMS,
+    GLOBAL_GENERATORS,
+    GRADIENTS,
+    changes_in_place,
+    check_replicated,
+    checksum_of,
+    is_own,
+    moves,
+    tree_of,
+)
 from .objects import TensorVersions, is_versioned, local_values
 from .states import STATE, StateAdapter, is_deleted
 
@@ -82,8 +92,7 @@ class LastStep:
 
     def check_savable(self) -> None:
         """Raise OptionError if a replicated extra is missing, UnsupportedLeafError if a save of the step would."""
-        if missing := [name for name in self._replicated if name not in self._extras]:
-            raise OptionError(f"replicated names {missing[0]!r}, and on_step was given no extra of this name")
+        check_replicated(self._replicated, self._extras, "on_step")
         self._adapter.check_savable(self.state)
         extras = {name: self._tree_of(name, extra) for name, extra in self._extras.items()}
         check_savable(extras)

@@ -163,9 +163,15 @@ def test_a_position_of_all_processes_needs_their_batch_size() -> None:
         hf.skip_to([1, 2]).set_state({"epoch": 3, "samples": 24})
 
 
-def test_replicated_names_what_on_step_is_given(tmp_path: Path) -> None:
+def test_replicated_names_what_the_callback_is_given(tmp_path: Path) -> None:
     with pytest.raises(hf.errors.OptionError, match="must be the names of extras"):
         hf.CheckpointCallback(tmp_path, replicated="data")
+    message = r"'dta', and restore_or_initialize was given no extra of this name \(known: data, global_generators\)"
+    with (
+        hf.CheckpointCallback(tmp_path, replicated=["dta"]) as checkpoint,
+        pytest.raises(hf.errors.OptionError, match=message),
+    ):
+        checkpoint.restore_or_initialize({"w": np.zeros(2)}, data=OwnOrder(0, 1))
     with (
         hf.CheckpointCallback(tmp_path, replicated=["data"]) as checkpoint,
         pytest.raises(hf.errors.OptionError, match="replicated names 'data', and on_step was given no extra of this"),

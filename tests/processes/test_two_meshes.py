@@ -46,7 +46,21 @@ def whole(program: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def train(process: Process, path: str) -> dict[str, Any]:
+def differing(process: Process, program: dict[str, Any]) -> list[str]:
+    """Changes copies of one process along either axis of the mesh; returns what is said to differ."""
+    tree = dict(program["model"].state_dict())
+    hf.processes.check_replicas(tree, timeout_secs=20)
+    with torch.no_grad():
+        if process.index == 1:  # of the norm under FSDP2 alone
+            program["model"][0].weight.to_local()[-1] += 1
+        if process.index == 3:  # of the layer under tensor parallelism alone
+            program["model"][3].weight.to_local()[0] += 1
+    with pytest.raises(hf.TreeMismatchError) as raised:
+        hf.processes.check_replicas(tree, timeout_secs=20)
+    return list(raised.value.differences)
+
+
+def train(process: Process, path: str) -> tuple[dict[str, Any], list[str]]:
     program = new_program(1, (2, 2))
     with hf.CheckpointCallback(path, save_interval_steps=1) as checkpoint:
         checkpoint.restore_or_initialize(program)
@@ -69,12 +83,18 @@ def train(process: Process, path: str) -> dict[str, Any]:
         found = whole(again)
         assert found.keys() == saved.keys()
         assert all(torch.equal(found[name], saved[name]) for name in saved)
-    return {name: value.numpy() for name, value in saved.items()}
+    return {name: value.numpy() for name, value in saved.items()}, differing(process, program)
 
 
 def test_parameters_on_one_axis_of_a_mesh(tmp_path: Path) -> None:
     path = str(tmp_path / "run")
-    saved, *_ = run_processes(train, 4, path, backend="torch")
+    ended = run_processes(train, 4, path, backend="torch")
+    saved = ended[0][0]
+    expected = [
+        "0.weight: process 0 has other values than process 1",
+        "3.weight: process 1 has other values than process 3",
+    ]
+    assert [differences for _, differences in ended] == [expected] * 4
     program = new_program(3)
     with hf.CheckpointCallback(path, save_at_end=False) as checkpoint:
         _, start = checkpoint.restore_or_initialize(program)
@@ -94,6 +114,8 @@ def save_stages(process: Process, path: str) -> str:
     weight = distribute_tensor(torch.full((4, 2), stage), mesh["dp"], [Shard(0)], src_data_rank=None)
     with pytest.raises((hf.TreeMismatchError, hf.errors.PeerFailedError)) as raised:
         hf.save(path, {"weight": weight})
+    with pytest.raises(hf.TreeMismatchError, match="process 2 has another tree than process 0"):
+        hf.processes.check_replicas({"weight": weight}, timeout_secs=20)
     return str(raised.value)
 
 

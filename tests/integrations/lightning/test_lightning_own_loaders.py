@@ -98,6 +98,45 @@ class ByNext(AtEnd):
         return torch.tensor([10.0 * self.epoch + self.place])
 
 
+class ByCursor(ByNext):
+    """Its iterators are objects of their own, and go on after their end."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begin()
+        return Cursor(self)
+
+
+class Cursor(Iterator[Any]):
+    def __init__(self, loader: ByCursor) -> None:
+        self.loader = loader
+
+    def __next__(self) -> Any:
+        return next(self.loader)
+
+
+class Unsteady:
+    """Has a state that differs at each look, and with each draw from a generator of the process."""
+
+    looks = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.looks += 1
+        state: Any = super()
+        return {**state.state_dict(), "looks": [self.looks], "random": torch.get_rng_state()}
+
+
+class UnsteadyAtStart(Unsteady, AtStart):
+    pass
+
+
+class UnsteadyOnward(Unsteady, Onward):
+    pass
+
+
+class UnsteadyAtEnd(Unsteady, AtEnd):
+    pass
+
+
 class SizedAtStart(AtStart):
     def __len__(self) -> int:
         return SIZE
@@ -171,8 +210,9 @@ def run(loaders: Any, directory: Path, end: int = -1, limit: int | None = None) 
 @pytest.mark.parametrize(
     "loaders",
     [AtStart, SizedAtStart, AtEnd, Onward, beside(AtStart, "min_size"), beside(AtStart, "max_size"),
-     beside(SizedAtStart, "min_size"), beside(Onward, "max_size")],
-    ids=["start", "sized start", "end", "onward", "start beside", "start padded", "sized beside", "onward beside"],
+     beside(SizedAtStart, "min_size"), beside(Onward, "max_size"), UnsteadyAtStart, UnsteadyOnward],
+    ids=["start", "sized start", "end", "onward", "start beside", "start padded", "sized beside", "onward beside",
+         "unsteady start", "unsteady onward"],
 )  # fmt: skip
 def test_no_batch_is_lost_or_repeated(loaders: Callable[[], Any], tmp_path: Path) -> None:
     whole = run(loaders(), tmp_path / "whole")
@@ -283,7 +323,8 @@ def test_loaders_of_torchdata_of_different_lengths(mode: str, tmp_path: Path) ->
     ("mode", "kind", "is_declared"),
     [(CYCLE, AtStart, False), (CYCLE, AtStart, True), (CYCLE, Onward, True), ("max_size", AtStart, True),
      ("max_size", AtEnd, False), ("max_size", AtEnd, True), ("max_size", Onward, False),
-     ("max_size", SizedAtEnd, False), ("min_size", AtStart, True), ("min_size", AtEnd, False)],
+     ("max_size", SizedAtEnd, False), ("min_size", AtStart, True), ("min_size", AtEnd, False),
+     ("max_size", UnsteadyAtEnd, False), ("max_size", UnsteadyOnward, False), (CYCLE, UnsteadyOnward, False)],
 )  # fmt: skip
 def test_loaders_of_different_lengths(mode: str, kind: type[AtStart], is_declared: bool, tmp_path: Path) -> None:
     """An epoch lasts until each has ended, or one of them, also where that is with the first batch after a resume."""
@@ -311,8 +352,18 @@ def sized(kind: type[AtStart], count: int) -> Any:
         (lambda: combined.CombinedLoader([sized(AtStart, 2), WithLast()], "min_size"), None, 5),
         (lambda: combined.CombinedLoader([sized(WithLast, 1), sized(AtEnd, 3)], "max_size"), None, 9),
         (lambda: combined.CombinedLoader([sized(ByNext, 1), sized(ByNext, 3)], "max_size"), None, 6),
+        (lambda: combined.CombinedLoader([sized(ByCursor, 1), sized(ByCursor, 3)], "max_size"), None, 9),
+        (lambda: combined.CombinedLoader([sized(ByCursor, 1), sized(ByCursor, 3)], CYCLE), None, 9),
     ],
-    ids=["limited", "beside a shorter one", "without a length", "a shorter one", "own iterators"],
+    ids=[
+        "limited",
+        "beside a shorter one",
+        "without a length",
+        "a shorter one",
+        "own iterators",
+        "cursors",
+        "cursors together",
+    ],
 )
 def test_the_data_of_a_loader_ends_within_an_epoch(
     loaders: Callable[[], Any], limit: int | None, steps: int, tmp_path: Path
