@@ -255,7 +255,8 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     thread = Helper(run, "holdfast-snapshot")
     try:
         thread.start()
-    except BaseException as error:
+        thread.join()
+    except BaseException as error:  # the coroutine must learn of an interrupt, wherever in these calls it came
         interrupted(error)
     thread.finish(interrupted)
     loop.close()

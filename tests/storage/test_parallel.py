@@ -6,14 +6,16 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from holdfast.engine.storage import Started, parallel_map
+from holdfast.engine.storage import Helper, Started, parallel_map
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +45,116 @@ def test_work_that_is_started_runs_beside_and_tells_its_error_whenever_it_is_nee
     for _ in range(2):
         with pytest.raises(OSError, match="broken"):
             started.finish()
+
+
+def run_on_a_thread(work: Callable[[], object], name: str = "holdfast-test") -> None:
+    started = Started(work, name)
+    started.start()
+    started.finish()
+
+
+def test_a_thread_does_one_work_after_the_other_and_ends_when_there_is_none() -> None:
+    threads: list[threading.Thread] = []
+    names: list[str] = []
+
+    def work() -> None:
+        threads.append(threading.current_thread())
+        names.append(threads[-1].name)
+
+    run_on_a_thread(work, "holdfast-one")
+    run_on_a_thread(work, "holdfast-two")
+    assert threads[0] is threads[1]
+    assert names == ["holdfast-one", "holdfast-two"]
+    threads[0].join(60)
+    assert not threads[0].is_alive()
+    run_on_a_thread(work)
+    assert threads[2] is not threads[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, threads have no priority of their own")
+def test_a_thread_whose_work_has_lowered_its_priority_is_not_used_at_a_higher_one() -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    found: list[int] = []
+    run_on_a_thread(lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19))
+    run_on_a_thread(lambda: found.append(os.getpriority(os.PRIO_PROCESS, 0)))
+    assert found == [own]
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    program = """
+import os
+from holdfast.engine.storage import Helper, parallel_map
+parallel_map(str, range(2), 2)
+running = Helper(lambda: os.read(read, 1), "two")
+read, write = os.pipe()
+running.start()
+child = os.fork()
+if not child:
+    parallel_map(str, range(2), 2)
+    os._exit(running.is_alive())
+os.write(write, b"x")
+running.join()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    assert subprocess.run(command, capture_output=True, timeout=60, check=True).stdout == b"0\n"
+
+
+def test_threads_without_work_end_before_a_fork() -> None:
+    """Python warns of a fork beside other threads."""
+    threads: list[threading.Thread] = []
+    run_on_a_thread(lambda: threads.append(threading.current_thread()))
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not threads[0].is_alive()
+
+
+def test_threads_without_work_do_not_keep_a_program_alive() -> None:
+    program = """
+from holdfast.engine.storage import Helper, parallel
+parallel._KEPT = 600
+for daemon in (False, True):
+    helper = Helper(print, "one", daemon=daemon)
+    helper.start()
+    helper.join()
+"""
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
+
+
+def test_an_interrupt_before_a_thread_has_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread does it later."""
+    done: list[str] = []
+
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    helper = Helper(lambda: done.append("late"), "holdfast-test")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            helper.start()
+    assert not helper.is_alive()
+    helper.join()
+    helper.run()
+    assert done == []
+
+
+def test_a_thread_does_not_wait_for_itself() -> None:
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            own.join()
+        except RuntimeError as error:
+            errors.append(error)
+
+    own = Helper(work, "holdfast-test")
+    own.start()
+    own.join()
+    assert not own.is_alive()
+    assert "wait for itself" in str(errors[0])
 
 
 def test_as_many_as_may() -> None:
@@ -117,14 +229,14 @@ def test_long_work_can_end_early() -> None:
 
 
 def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, started = threading.Thread.start, iter([True, False])
+    start, started = Helper.start, iter([True, False])
 
-    def refuse(thread: threading.Thread) -> None:
+    def refuse(helper: Helper) -> None:
         if not next(started):
             raise RuntimeError("can't start new thread")
-        start(thread)
+        start(helper)
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(Helper, "start", refuse)
     with pytest.raises(RuntimeError, match="can't start"):
         parallel_map(str, range(100), 3)
 
