@@ -263,11 +263,11 @@ class Assembly:
                 some = np.flatnonzero(mask) + rows.start
                 owners = chunks.arrays[some]
                 starts, kinds = chunks.offsets[some] - base, self._kind_of[owners]
-                made, bad = _small_arrays(data, starts, self._kinds, kinds, chunks.checksums[some], keep=self.keep)
+                good, made = _small_arrays(data, starts, self._kinds, kinds, chunks.checksums[some], keep=self.keep)
                 arrays, outputs = self._arrays, self._outputs
-                for array, value in zip(owners.tolist(), made, strict=True):
+                for array, value in zip(owners[good].tolist(), made, strict=self.keep):
                     arrays[outputs[array]] = value
-                others = sorted([*(np.flatnonzero(~mask) + rows.start).tolist(), *some[bad].tolist()])
+                others = sorted([*(np.flatnonzero(~mask) + rows.start).tolist(), *some[~good].tolist()])
         for row in others:
             start = int(chunks.offsets[row]) - base
             array, chunk = int(chunks.arrays[row]), int(chunks.numbers[row])
@@ -333,11 +333,11 @@ def _small_arrays(
     indexed: NDArray[np.int64],
     *,
     keep: bool,
-) -> tuple[list[NDArray[Any] | None], NDArray[np.int64]]:
+) -> tuple[NDArray[np.bool_], list[NDArray[Any]]]:
     """Verify chunks that are whole small arrays, and copy them out; ``kinds`` has the number of each one's decoder.
 
-    Returns the arrays and the rows that need further checks. The work for each of ten thousand arrays must cost next to
-    nothing, so numpy handles all of them at once.
+    Returns which are as expected, and their arrays; the others need further checks. The work for each of ten thousand
+    arrays must cost next to nothing, so numpy handles all of them at once.
     """
     sizes = np.array([decoder.data_bytes for decoder in decoders], np.int64)[kinds]
     stops = starts + sizes
@@ -351,10 +351,9 @@ def _small_arrays(
         parts = [content[start:stop].tobytes() for start, stop in spans]
     found = np.array(checksums_of(parts), np.uint32)
     verified = (found == expected) & ((indexed == found) | (indexed == -1))
-    good = verified & ((starts - starts[0]) % CHUNK_ALIGNMENT == 0)
-    arrays: list[NDArray[Any] | None] = [None] * len(kinds)
     if not keep:
-        return arrays, np.flatnonzero(~verified)
+        return verified, []
+    good = verified & ((starts - starts[0]) % CHUNK_ALIGNMENT == 0)
     rows = np.flatnonzero(good)
     first, last, kinds = starts[rows], stops[rows], kinds[rows]
     size = _BLOCK if sizes.sum() < _LARGE_BLOCK else _LARGE_BLOCK
@@ -379,9 +378,7 @@ def _small_arrays(
             else:
                 places = (first[start:stop] - origin).tolist()
                 made.extend(np.ndarray(decoder.shape, decoder.dtype, block, place) for place in places)
-    for row, array in zip(rows.tolist(), made, strict=True):
-        arrays[row] = array
-    return arrays, np.flatnonzero(~good)
+    return good, made
 
 
 def _fresh_memory(nbytes: int) -> Bytes:

@@ -87,6 +87,8 @@ class TreeReader(TreeSource):
     def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         values, problems = self._database.read_arrays(*_arrays_of(leaves))
         self._refuse(problems)
+        if self._all_as_stored:
+            return values
         found = iter(values)
         return [
             _as_saved(next(found), saved, saved.shape)
@@ -196,6 +198,9 @@ class TreeReader(TreeSource):
         kinds: Sequence[Any] = names if self._aggregated else list(zip(map(id, details), map(id, arrays), strict=True))
         first = dict(zip(reversed(kinds), reversed(range(len(kinds))), strict=True))
         known = {kind: self._saved(names[n], details[n], arrays[n]) for kind, n in reversed(first.items())}
+        self._all_as_stored = all(
+            isinstance(saved.stored, ArrayMetadata) and saved.stored.dtype == saved.dtype for saved in known.values()
+        )
         # As `SavedLeaf._make` does it, without a frame for each leaf.
         make = partial(tuple.__new__, SavedLeaf)
         return list(map(make, zip(names, map(known.__getitem__, kinds), strict=True)))
@@ -224,8 +229,8 @@ class TreeReader(TreeSource):
 
 def _arrays_of(leaves: Sequence[SavedLeaf]) -> tuple[list[str], list[ArrayMetadata]]:
     """Return the names of those leaves that are arrays of the database, and their metadata."""
-    pairs = [(name, saved.stored) for name, saved in leaves if isinstance(saved.stored, ArrayMetadata)]
-    return [name for name, _ in pairs], [metadata for _, metadata in pairs]
+    arrays = [leaf for leaf in leaves if isinstance(leaf.saved.stored, ArrayMetadata)]
+    return [name for name, _ in arrays], [saved.stored for _, saved in arrays]
 
 
 def _value_problem(leaf: SavedLeaf) -> str:

@@ -24,7 +24,7 @@ from ..format import (
     encode_arrays,
     storage_dtype,
 )
-from ..pytree import ArrayLeaf, Box, Saved, TreeDocument, format_path, whole
+from ..pytree import EXTERNAL, ArrayLeaf, Box, Saved, TreeDocument, format_path, whole
 from ..storage import Location
 
 AGGREGATE_LIMIT = 256 << 20  # largest aggregate that is written, in bytes
@@ -91,6 +91,12 @@ class TreeSource(Protocol):
     variables: NamedVariables | None = None
     # The files that hold it, where others may lie beside them; None: all that is at its location.
     files_read: Sequence[Location] | None = None
+    numbers: Sequence[int] | None = None  # the position of each leaf in the saved tree; None where it has all leaves
+
+    def external(self) -> dict[str, int]:
+        """Return the positions in the saved tree of the leaves that only their handlers can read, by name."""
+        found = [place for place, (_, saved) in enumerate(self.leaves) if saved.kind == EXTERNAL]
+        return {self.leaves[place].name: place if self.numbers is None else self.numbers[place] for place in found}
 
     @abc.abstractmethod
     def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:

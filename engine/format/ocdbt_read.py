@@ -13,7 +13,7 @@ import struct
 from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter, lt
 from typing import NamedTuple
 
@@ -283,12 +283,12 @@ class Database:
             nodes += [known.part(start, end), node] if start < end else [node]
             start = end
         nodes += [known.part(start, len(known))] if start < len(known) else []
-        keys = [key for node in nodes for key in node.keys]
+        keys = list(chain.from_iterable(node.keys for node in nodes))
         if not self._unread and len(keys) != self.key_count:
             raise DamagedCheckpointError(
                 f"the database is damaged: expected {self.key_count} sorted keys, found {len(keys)}"
             )
-        inline = [value for node in nodes for value in node.inline]
+        inline = list(chain.from_iterable(node.inline for node in nodes))
         tables = [(node.file_ids, node.offsets, node.lengths, node.checksums) for node in nodes]
         columns = [np.concatenate(column) for column in zip(*tables, strict=True)]
         self.entries = Entries(keys, inline, list(self._files), *columns)

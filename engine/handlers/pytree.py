@@ -27,7 +27,6 @@ from ..errors import OptionError, UnsupportedLeafError, shortened
 from ..format import FileRecord
 from ..peer_names import refuse_unknown
 from ..pytree import (
-    EXTERNAL,
     Details,
     Flattened,
     FreshTypes,
@@ -264,9 +263,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         alone = item is None and restore_args is None and not as_saved and source is None
         reader = source or TreeReader(directory, files, aggregate=self._aggregate, select=select if alone else None)
         select = None if alone else select
-        numbers = reader.numbers if isinstance(reader, TreeReader) else range(len(reader.leaves))
-        pairs = zip(reader.leaves, numbers, strict=True)
-        kept = {name: number for (name, saved), number in pairs if saved.kind == EXTERNAL}
+        kept = reader.external()
         if item is not None and item is not ... and transforms is None:
             item = with_optimizer_states(item, reader)
         template = None if item is None or item is ... else flat_template(item, self._registry)

@@ -261,14 +261,11 @@ def _decode_node(document: Any, name: str, names: list[str], depth: int) -> Tree
         keys, segments = _decode_keys(document.get("keys"), where)
         if len(keys) != len(children):
             raise DamagedCheckpointError(f"{where} has {len(keys)} keys and {len(children)} children")
-    prefix = f"{name}." if name else ""
-    nodes: list[TreeDef | None] = []
-    for segment, child in zip(segments, children, strict=True):
-        if child is None:  # `_decode_node` without the call
-            names.append(prefix + segment)
-            nodes.append(None)
-        else:
-            nodes.append(_decode_node(child, prefix + segment, names, depth + 1))
+    below = [f"{name}.{segment}" for segment in segments] if name else segments
+    if children.count(None) == len(children):  # as in most containers
+        names += below
+        return _plain_node(kind, keys, children, label)
+    nodes = [_decode_node(child, path, names, depth + 1) for path, child in zip(below, children, strict=True)]
     return _plain_node(kind, keys, nodes, label)
 
 

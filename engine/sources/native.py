@@ -28,7 +28,7 @@ from ..format import (
     decode_document,
     own_shares,
 )
-from ..pytree import EXTERNAL, Patterns, format_path, unescape_key
+from ..pytree import Patterns, format_path, unescape_key
 from ..steps import StepEntry, has_changed, has_record, read_again, read_record
 from ..storage import Location, max_concurrency, parallel_map
 from .discovery import NATIVE, FoundSteps, find_step, find_steps, is_ours, recognise
@@ -128,9 +128,7 @@ class NativeCheckpoint(CheckpointSource):
         return PyTreeCheckpointHandler().restore(folder, like, files=files, **kwargs)
 
     def complete(self, item: str, source: TreeSource, tree: Any) -> Any:
-        numbers = source.numbers if isinstance(source, TreeReader) else range(len(source.leaves))
-        pairs = zip(source.leaves, numbers, strict=True)
-        kept = {leaf.name: number for leaf, number in pairs if leaf.saved.kind == EXTERNAL}
+        kept = source.external()
         if not kept:
             return tree
         from ..handlers import DEFAULT_REGISTRY, restore_external
