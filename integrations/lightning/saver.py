@@ -14,7 +14,17 @@ import torch
 from ...engine.errors import SaveFailedError, StateError, shortened
 from ...engine.manager import event_scalars, guarded, note_resume
 from ...engine.sources import Misfits
-from ..loop import PreemptionSignal, Stop, TensorVersions, announce, barrier_exit, unfinished_neighbour, warn_of_misfits
+from ..loop import (
+    PreemptionSignal,
+    Stop,
+    TensorVersions,
+    announce,
+    barrier_exit,
+    unfinished_neighbour,
+    unsaved_attributes,
+    warn_of_changes,
+    warn_of_misfits,
+)
 from .fitting import Fitting
 from .io import ResumePath
 from .position import Point, Position
@@ -29,6 +39,7 @@ from .wall import (
     dump_checkpoint,
     has_done_all_batches,
     is_accumulating,
+    silent_parts,
 )
 
 logger = logging.getLogger("holdfast")
@@ -86,6 +97,7 @@ class FitSaver:
         self._is_pruned = False
         self._gradients = TensorVersions()  # of a module with manual optimization
         self._has_warned_of_gradients = False
+        self._attributes: Mapping[str, Any] | None = {}  # those that no checkpoint has; None once they are compared
 
     @property
     def has_started(self) -> bool:
@@ -102,6 +114,7 @@ class FitSaver:
         self._begun = True
         if not self._trainer.lightning_module.automatic_optimization:
             self._gradients.watch({"module": self._trainer.lightning_module})
+        self._attributes = unsaved_attributes(silent_parts(self._trainer))
         self._position.begin()
         self._fitting.begin(self._options.hyperparameters)
         if self._resumed:
@@ -326,6 +339,7 @@ class FitSaver:
             checkpoint = dump_checkpoint(self._trainer)
             self._warn_of_pruning(checkpoint)
             self._warn_of_gradients()
+            self._warn_of_attributes(point)
             return checkpoint
         finally:
             self._point = None
@@ -354,6 +368,18 @@ class FitSaver:
                 self._trainer.global_step,
                 shortened(list(carried)),
             )
+
+    def _warn_of_attributes(self, point: Point) -> None:
+        """Warn once of attributes that steps have changed; lists of an epoch may be empty again at its end."""
+        if self._attributes is None:
+            return
+        remedy = (
+            "make tensors of the module buffers (register_buffer), and let on_save_checkpoint() and "
+            "on_load_checkpoint() of the module, or state_dict() and load_state_dict() of the callback, keep the rest"
+        )
+        now = unsaved_attributes(silent_parts(self._trainer))
+        if warn_of_changes(self._attributes, now, remedy) or point != "epoch":
+            self._attributes = None
 
     def _save_and_leave(self, step: int, point: Point, checkpoint: dict[str, Any] | None = None) -> NoReturn:
         try:

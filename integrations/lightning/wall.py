@@ -276,6 +276,18 @@ def callbacks_of(trainer: Any, *names: str) -> list[Any]:
     return [one for one in trainer.callbacks if any(kind.__name__ in names for kind in type(one).__mro__)]
 
 
+def silent_parts(trainer: Any) -> list[tuple[str, Any]]:
+    """Return by name the module and its parts, and the callbacks of the program, that save nothing of their own."""
+    module = trainer.lightning_module
+    parts = [("module", module)] if _is_silent(module) else [(f"module.{n}", one) for n, one in module.named_children()]
+    own = [one for one in trainer.callbacks if not type(one).__module__.startswith((*_PACKAGES, "holdfast."))]
+    return parts + [(type(one).__qualname__, one) for one in own if _is_silent(one)]
+
+
+def _is_silent(part: Any) -> bool:
+    return str(type(part).on_save_checkpoint.__module__).startswith(_PACKAGES)
+
+
 def checkpoint_connector(trainer: Any) -> Any:
     return trainer._checkpoint_connector
 

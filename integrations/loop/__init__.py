@@ -8,7 +8,7 @@ from .initial import Hyperparameters
 from .objects import TensorVersions
 from .preemption import WITHOUT_GRACE, GraceCheck, PreemptionSignal
 from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour, warn_of_misfits
-from .states import LoopArguments, StateAdapter
+from .states import LoopArguments, StateAdapter, unsaved_attributes, warn_of_changes
 from .stopping import AgreedStop, OwnStop, Stop, barrier_exit, stop_of
 
 __all__ = [
@@ -31,5 +31,7 @@ __all__ = [
     "resume_step",
     "stop_of",
     "unfinished_neighbour",
+    "unsaved_attributes",
+    "warn_of_changes",
     "warn_of_misfits",
 ]

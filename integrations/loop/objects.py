@@ -21,7 +21,7 @@ from ...engine.sources import Misfits, find_checkpoint, load_weights
 from ...engine.storage import Place, as_location
 from ..options import CallbackOptions
 from .announce import announce
-from .states import STATE, StateAdapter, changed_attributes, located, unsaved_attributes
+from .states import STATE, StateAdapter, Values, located, unsaved_attributes, warn_of_changes
 from .trees import TreeAdapter
 
 if TYPE_CHECKING:
@@ -91,11 +91,11 @@ class LiveAdapter(StateAdapter):
     def __init__(self, misfits: Misfits | None = None) -> None:
         super().__init__(misfits)
         self._versions = TensorVersions()
-        self._attributes: Mapping[str, Any] = {}  # attributes before the first step that no checkpoint has
+        self._attributes: Values = {}  # attributes before the first step that no checkpoint has
 
     def watch(self, state: Any) -> None:
         self._versions.watch(state)
-        self._attributes = unsaved_attributes(searched(state))
+        self._attributes = self._unsaved(state)
 
     def note(self, state: Any) -> None:
         self._versions.note(state)
@@ -107,14 +107,15 @@ class LiveAdapter(StateAdapter):
         return self._versions.why_lost()
 
     def warn_of_step(self, step: int, state: Any) -> None:
-        if lost := changed_attributes(self._attributes, unsaved_attributes(searched(state))):
-            logger.warning(
-                "steps have changed attributes that no state_dict() has, so they are not saved: %s. If later steps "
-                "depend on them, make tensors buffers (register_buffer), and give numbers a place in get_extra_state() "
-                "and set_extra_state() of the module, or in param_groups of the optimizer; if not, name them in "
-                "__untracked__ of the class",
-                shortened(lost),
-            )
+        warn_of_changes(
+            self._attributes,
+            self._unsaved(state),
+            "make tensors buffers (register_buffer), and give numbers a place in get_extra_state() and "
+            "set_extra_state() of the module, or in param_groups of the optimizer",
+        )
+
+    def _unsaved(self, state: Any) -> Values:
+        return unsaved_attributes((path, one) for path, one in searched(state) if is_versioned(one))
 
 
 class ObjectsAdapter(LiveAdapter):

@@ -7,16 +7,22 @@ nnx objects, ``objects`` has those for torch modules, graphs and components.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...engine.errors import OptionError
+import numpy as np
+
+from ...engine.errors import OptionError, shortened
 from ...engine.handlers import AsyncCheckpointHandler
 from ...engine.pytree import MAX_DEPTH, flatten, is_torch_tensor, loaded
 from ...engine.sources import Misfits, load_weights
 from ...engine.storage import Place
 from ..options import CallbackOptions, ProgramOptions
+
+logger = logging.getLogger("holdfast")
 
 STATE = "state"  # the item with the state of the loop
 _PARAMS = "params"
@@ -157,29 +163,40 @@ def is_deleted(tree: Any) -> bool:
 
 # ---- attributes of torch modules and optimizers that steps change, and that state_dict() lacks
 
-Values = Mapping[str, tuple[Any, Any]]  # by path: the value, and the version of a tensor
+Values = Mapping[str, Any]  # by path: what tells a value from that after a change
+_SMALL = 1 << 16  # bytes of arrays of numpy whose values are compared
+_OF_OPTIMIZERS = frozenset({"state", "defaults", "param_groups"})
 
 
 def unsaved_attributes(objects: Iterable[tuple[str, Any]]) -> Values:
-    """Return numbers and tensors of modules and optimizers that a checkpoint leaves out, as ``state_dict()`` does.
+    """Return what tells whether attributes have changed that a checkpoint leaves out, as ``state_dict()`` does.
 
-    ``objects`` come with paths. Objects that define their own state are left out, and so are those of torch.
+    ``objects`` come with paths; modules are searched. Those that define their own state are left out, and so are those
+    of torch.
     """
-    from ..graph import is_module, is_optimizer
+    from ..graph import is_module
 
-    found: dict[str, tuple[Any, Any]] = {}
+    found: dict[str, Any] = {}
     for path, value in objects:
-        parts = value.named_modules() if is_module(value) else [("", value)] if is_optimizer(value) else ()
-        for below, part in parts:
+        for below, part in value.named_modules() if is_module(value) else [("", value)]:
             if not _decides_itself(part):
                 name = ".".join(filter(None, (path, below)))
-                found |= {f"{name}.{key}": one for key, one in _changing(part).items()}
+                marks = {f"{name}.{key}": _mark(one) for key, one in _unsaved(part)}
+                found |= {key: mark for key, mark in marks.items() if mark is not None}
     return found
 
 
-def changed_attributes(before: Values, now: Values) -> list[str]:
-    """Return the paths of the values that have changed."""
-    return [path for path, one in now.items() if path in before and before[path] != one]
+def warn_of_changes(before: Values, now: Values, remedy: str) -> bool:
+    """Warn of the attributes that have changed, and return whether there are any."""
+    changed = [path for path, one in now.items() if path in before and before[path] != one]
+    if changed:
+        logger.warning(
+            "steps have changed attributes that no state_dict() has, so they are not saved: %s. If later steps depend "
+            "on them, %s; if not, name them in __untracked__ of the class",
+            shortened(changed),
+            remedy,
+        )
+    return bool(changed)
 
 
 def _decides_itself(part: Any) -> bool:
@@ -191,24 +208,29 @@ def _decides_itself(part: Any) -> bool:
     return is_module(part) and type(part).get_extra_state is not torch.nn.Module.get_extra_state
 
 
-def _changing(part: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the attributes that are numbers, tensors, tuples or lists of tensors, or None, which may become one."""
-    from ..graph import tracked_attributes
+def _unsaved(part: Any) -> list[tuple[str, Any]]:
+    """Return the attributes that the class of the program has, and the buffers that are not persistent."""
+    from ..graph import is_module, is_optimizer, tracked_attributes
 
-    found: dict[str, tuple[Any, Any]] = {}
-    for name, value in tracked_attributes(part):
-        if type(value) in (int, float, type(None)):
-            found[name] = value, None
-        elif tensors := _tensors(value):
-            found[name] = [*map(id, tensors)], [one._version for one in tensors]
-    return found
-
-
-def _tensors(value: Any) -> list[Any]:
-    """Return a tensor, or those in a tuple or list of tensors, unless an optimizer changes them."""
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    return values if all(is_torch_tensor(one) and not _is_trained(one) for one in values) else []
+    own: Collection[str] = _OF_OPTIMIZERS if is_optimizer(part) else ()
+    passing: list[tuple[str, Any]] = []
+    if is_module(part):
+        torch: Any = loaded("torch")
+        own = vars(torch.nn.Module())
+        passing = [(name, part._buffers[name]) for name in part._non_persistent_buffers_set]
+    return [(name, one) for name, one in tracked_attributes(part) if name not in own] + passing
 
 
-def _is_trained(tensor: Any) -> bool:
-    return bool(tensor.is_inference() or (tensor.is_leaf and tensor.requires_grad))
+def _mark(value: Any, depth: int = 4) -> Any:
+    """Return what differs after a change of a number, an array, None, or a container of them; None for other values."""
+    if isinstance(value, int | float | np.number | type(None)):
+        return (value,)
+    if isinstance(value, np.ndarray):
+        return id(value) if value.nbytes > _SMALL else (value.shape, value.tobytes())
+    if is_torch_tensor(value):
+        is_trained = value.is_inference() or (value.is_leaf and value.requires_grad)  # An optimizer may change it.
+        return None if is_trained else (id(value), value._version)
+    if not isinstance(value, list | tuple | deque | dict) or not depth:
+        return None
+    marks = [_mark(one, depth - 1) for one in (value.values() if isinstance(value, dict) else value)]
+    return None if None in marks else (marks, list(value) if isinstance(value, dict) else None)

@@ -69,6 +69,8 @@ class InterruptionError(RuntimeError):
 class Recorder(lightning.Callback):
     """Notes what happens when, and interrupts the run before the batch that follows a step."""
 
+    __untracked__ = ("first_step", "signal_in_validation_after")
+
     def __init__(
         self,
         stop_after: int | None = None,

@@ -484,3 +484,80 @@ def test_gradients_that_a_module_carries_to_the_next_batch_are_said(
     said = [one.getMessage() for one in caplog.records if "without the gradients" in one.getMessage()]
     expected = "step 2 is saved without the gradients of module.layer.weight, module.layer.bias, which no optimizer"
     assert [text.startswith(expected) for text in said] == [True] * carries
+
+
+class Counting(LightningModule):
+    """Keeps in attributes what it has seen; ``keeps`` returns all of it with every checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.outputs: list[torch.Tensor] = []  # of an epoch, as Lightning's guide has it
+        self.seen, self.width, self.last = 0, 1, None
+        self.register_buffer("passing", torch.zeros(1), persistent=False)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(batch).square().mean()
+        self.outputs.append(loss.detach())
+        self.passing += 1
+        self.seen += len(batch)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.outputs.clear()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Keeping(Counting):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["counted"] = self.seen, self.passing, self.outputs
+
+
+class Averages(Callback):
+    """An average of the weights, and how often it was updated."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, torch.Tensor] = {}
+        self.updates = 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.average |= {name: one.clone() for name, one in module.state_dict().items()}
+        self.updates += 1
+
+
+class KeptAverages(Averages):
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average, "updates": self.updates}
+
+
+@pytest.mark.parametrize(
+    ("module", "callback", "every", "names"),
+    [
+        (Counting, KeptAverages, 3, ["module.outputs", "module.seen", "module.passing"]),
+        (Counting, KeptAverages, 4, ["module.seen", "module.passing"]),  # saved at the end of an epoch
+        (Keeping, Averages, 3, ["Averages.average", "Averages.updates"]),
+        (Keeping, KeptAverages, 3, []),
+    ],
+)
+def test_attributes_that_training_changes_and_no_checkpoint_has_are_named(
+    module: type[Counting],
+    callback: type[Averages],
+    every: int,
+    names: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = Trainer(
+        max_steps=8,
+        accelerator="cpu",
+        callbacks=[CheckpointCallback(tmp_path, save_interval_steps=every), callback()],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    ones: Any = torch.ones(4, 1)
+    trainer.fit(module(), torch.utils.data.DataLoader(ones))
+    said = [one.getMessage() for one in caplog.records if "no state_dict() has" in one.getMessage()]
+    assert [text.partition("not saved: ")[2].partition(". If")[0] for text in said] == [", ".join(names)] * bool(names)
