@@ -66,7 +66,9 @@ def adapter_for(state: Any, misfits: Misfits | None) -> StateAdapter:
     """Return an adapter for states of this kind."""
     if is_component(state):
         return ComponentAdapter(misfits)
-    return ObjectsAdapter(misfits) if holds_objects(state) else TreeAdapter(misfits)
+    if holds_objects(state):
+        return ObjectsAdapter(misfits)
+    return TreeAdapter(misfits) if next(located(state, is_torch_tensor), None) is None else TensorsAdapter(misfits)
 
 
 def _is_plain_object(value: object) -> bool:
@@ -84,7 +86,7 @@ def _imported(package: str) -> Any:
 
 
 class LiveAdapter(StateAdapter):
-    """Watches live objects for changes by steps."""
+    """Watches live objects and tensors for changes by steps."""
 
     may_have_gradients = True
 
@@ -98,15 +100,17 @@ class LiveAdapter(StateAdapter):
         self._attributes = self._unsaved(state)
 
     def note(self, state: Any) -> None:
+        super().note(state)
         self._versions.note(state)
 
     def gradients(self, *, certain: bool = False) -> Mapping[str, Any]:
         return self._versions.gradients(certain=certain)
 
     def why_lost(self, step: int, state: Any) -> str | None:
-        return self._versions.why_lost()
+        return self._versions.why_lost() or super().why_lost(step, state)
 
     def warn_of_step(self, step: int, state: Any) -> None:
+        super().warn_of_step(step, state)
         warn_of_changes(
             self._attributes,
             self._unsaved(state),
@@ -116,6 +120,10 @@ class LiveAdapter(StateAdapter):
 
     def _unsaved(self, state: Any) -> Values:
         return unsaved_attributes((path, one) for path, one in searched(state) if is_versioned(one))
+
+
+class TensorsAdapter(LiveAdapter, TreeAdapter):
+    """Saves trees with tensors of torch, which a loop may change in place and give gradients."""
 
 
 class ObjectsAdapter(LiveAdapter):
@@ -433,7 +441,8 @@ def _is_module(value: object) -> bool:
 
 
 def _is_watched(value: object) -> bool:
-    return is_versioned(value) or is_component(value) or _is_object(value) or _is_plain_object(value)
+    is_live = is_versioned(value) or is_component(value) or _is_object(value) or _is_plain_object(value)
+    return is_live or is_torch_tensor(value)
 
 
 def _tensors(path: str, part: Any) -> Iterator[tuple[str, Any]]:

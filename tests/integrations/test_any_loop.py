@@ -498,6 +498,39 @@ def test_gradients_that_no_optimizer_has_used_are_saved(kind: str, tmp_path: Pat
     assert held == {1: True, 5: True, 9: False}
 
 
+@pytest.mark.parametrize("has_module", [False, True], ids=["tree", "objects"])
+def test_gradients_of_tensors_outside_of_modules_are_saved(has_module: bool, tmp_path: Path) -> None:
+    def train(directory: Path, stop: int) -> list[Any]:
+        torch.manual_seed(4)
+        state: Any = {"weights": [torch.randn(3, 2, requires_grad=True), torch.zeros(2, requires_grad=True)]}
+        state |= {"module": torch.nn.Linear(1, 1)} if has_module else {}
+        with hf.CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
+            state, start = checkpoint.restore_or_initialize(state)
+            for step in range(start + 1, stop + 1):
+                (torch.randn(4, 3) @ state["weights"][0] + state["weights"][1]).square().mean().backward()
+                for one in state["weights"] if step % 3 == 0 else ():
+                    one.data -= 0.1 * one.grad
+                    one.grad = None
+                checkpoint.on_step(step, state)
+        return list(state["weights"])
+
+    whole = train(tmp_path / "whole", 9)
+    for stop in (3, 4, 5):
+        train(tmp_path / f"{stop}", stop)
+        assert all(map(torch.equal, train(tmp_path / f"{stop}", 9), whole)), stop
+
+
+def test_tensors_of_a_tree_that_were_changed_since_the_last_step_are_not_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"mean": torch.zeros(2)}
+    with hf.CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.restore_or_initialize(state)
+        checkpoint.on_step(1, state)
+        state["mean"].add_(1)
+    assert "step 1 is not saved at the end: its tensors were changed since" in caplog.text
+
+
 def step_before_backward(net: Any, optimizer: Any, step: int) -> None:
     """The optimizer's step of the last three micro-batches comes with the next one."""
     if step % 3 == 1:
