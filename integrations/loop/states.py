@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -221,15 +222,28 @@ def _unsaved(part: Any) -> list[tuple[str, Any]]:
     return [(name, one) for name, one in tracked_attributes(part) if name not in own] + passing
 
 
+@dataclass(frozen=True, eq=False)
+class _Version:
+    """An array in a version. A later array may have the address, and so the ``id``, of one that is gone."""
+
+    array: Callable[[], Any]
+    version: int
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Version) or (mine := self.array()) is None:
+            return False
+        return mine is other.array() and self.version == other.version
+
+
 def _mark(value: Any, depth: int = 4) -> Any:
     """Return what differs after a change of a number, an array, None, or a container of them; None for other values."""
     if isinstance(value, int | float | np.number | type(None)):
         return (value,)
     if isinstance(value, np.ndarray):
-        return id(value) if value.nbytes > _SMALL else (value.shape, value.tobytes())
+        return _Version(weakref.ref(value), 0) if value.nbytes > _SMALL else (value.shape, value.tobytes())
     if is_torch_tensor(value):
         is_trained = value.is_inference() or (value.is_leaf and value.requires_grad)  # An optimizer may change it.
-        return None if is_trained else (id(value), value._version)
+        return None if is_trained else _Version(weakref.ref(value), value._version)
     if not isinstance(value, list | tuple | deque | dict) or not depth:
         return None
     marks = [_mark(one, depth - 1) for one in (value.values() if isinstance(value, dict) else value)]

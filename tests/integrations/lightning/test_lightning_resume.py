@@ -494,11 +494,13 @@ class Counting(LightningModule):
         self.layer = torch.nn.Linear(1, 1)
         self.outputs: list[torch.Tensor] = []  # of an epoch, as Lightning's guide has it
         self.seen, self.width, self.last = 0, 1, None
+        self.state = torch.zeros(1)
         self.register_buffer("passing", torch.zeros(1), persistent=False)
 
     def training_step(self, batch: Any) -> torch.Tensor:
         loss: torch.Tensor = self.layer(batch).square().mean()
         self.outputs.append(loss.detach())
+        self.state = torch.zeros(1)  # perhaps where the tensor before it was
         self.passing += 1
         self.seen += len(batch)
         return loss
@@ -535,8 +537,8 @@ class KeptAverages(Averages):
 @pytest.mark.parametrize(
     ("module", "callback", "every", "names"),
     [
-        (Counting, KeptAverages, 3, ["module.outputs", "module.seen", "module.passing"]),
-        (Counting, KeptAverages, 4, ["module.seen", "module.passing"]),  # saved at the end of an epoch
+        (Counting, KeptAverages, 3, ["module.outputs", "module.seen", "module.state", "module.passing"]),
+        (Counting, KeptAverages, 4, ["module.seen", "module.state", "module.passing"]),  # saved at the end of an epoch
         (Keeping, Averages, 3, ["Averages.average", "Averages.updates"]),
         (Keeping, KeptAverages, 3, []),
     ],
