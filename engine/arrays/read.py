@@ -229,8 +229,8 @@ class TreeReader(TreeSource):
 
 def _arrays_of(leaves: Sequence[SavedLeaf]) -> tuple[list[str], list[ArrayMetadata]]:
     """Return the names of those leaves that are arrays of the database, and their metadata."""
-    arrays = [leaf for leaf in leaves if isinstance(leaf.saved.stored, ArrayMetadata)]
-    return [name for name, _ in arrays], [saved.stored for _, saved in arrays]
+    arrays = [(name, saved.stored) for name, saved in leaves if isinstance(saved.stored, ArrayMetadata)]
+    return [name for name, _ in arrays], [metadata for _, metadata in arrays]
 
 
 def _value_problem(leaf: SavedLeaf) -> str:
