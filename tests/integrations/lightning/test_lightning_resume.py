@@ -495,6 +495,7 @@ class Counting(LightningModule):
         self.outputs: list[torch.Tensor] = []  # of an epoch, as Lightning's guide has it
         self.seen, self.width, self.last = 0, 1, None
         self.state = torch.zeros(1)
+        self.passing: torch.Tensor
         self.register_buffer("passing", torch.zeros(1), persistent=False)
 
     def training_step(self, batch: Any) -> torch.Tensor:
