@@ -664,7 +664,7 @@ def check_stream(name: str, thing: Any) -> None:
         _logger.warning(
             "%s shuffles a dataset of Hugging Face in a buffer, whose examples are not in its state: a resume leaves "
             "them out of their epoch. hf.skip_to(loader) continues exactly, if shuffle has a seed: it draws the "
-            "earlier batches again",
+            "earlier batches again. So does a Dataset that is shuffled before to_iterable_dataset()",
             name,
         )
 
@@ -696,14 +696,7 @@ def _is_buffered(dataset: Any) -> bool:
 
 
 def warn_of_held_records(name: str, thing: object) -> None:
-    """Warn of data whose state lacks records that it holds: buffers of Hugging Face, operations of a Grain loader."""
-    if _has_shuffle_buffer(getattr(thing, "dataset", thing)):
-        _logger.warning(
-            "%s= shuffles an IterableDataset of Hugging Face in a buffer, whose records its state does not have: a "
-            "resume within an epoch leaves them out, and gives others twice or in another order. A Dataset is exact, "
-            "also if it is shuffled before to_iterable_dataset()",
-            name,
-        )
+    """Warn of operations of a Grain ``DataLoader`` that may hold records, which its iterator does not save."""
     if type(thing).__name__ != "DataLoaderIterator" or not type(thing).__module__.startswith("grain."):
         return
     operations = getattr(getattr(thing, "_data_loader", None), "_operations", ())
@@ -716,19 +709,6 @@ def warn_of_held_records(name: str, thing: object) -> None:
             name,
             ", ".join(type(one).__qualname__ for one in own),
         )
-
-
-def _has_shuffle_buffer(dataset: Any) -> bool:
-    """Return whether a dataset is an ``IterableDataset`` of Hugging Face with a shuffle buffer in its stages."""
-    if not type(dataset).__module__.startswith("datasets."):
-        return False
-    stages = [getattr(dataset, "_ex_iterable", None)]
-    for stage in stages:
-        if type(stage).__name__ == "BufferShuffledExamplesIterable":
-            return True
-        below = [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())]
-        stages += [one for one in below if one is not None]
-    return False
 
 
 def _is_of_grain(kind: type) -> bool:

@@ -494,34 +494,3 @@ def test_operations_of_grain_that_hold_records_are_named(
     assert (next(again) == next(data)) is not bool(operations)  # what is warned of is lost indeed
     said = {record.getMessage().partition(". ")[0] for record in caplog.records}
     assert said == ({"data= applies operations of the program to whole iterators: Pack"} if operations else set())
-
-
-def test_a_shuffle_buffer_of_hugging_face_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Stage:
-        def __init__(self, *below: Any) -> None:
-            self.ex_iterables = below
-
-    class BufferShuffledExamplesIterable(Stage):
-        pass
-
-    class Streaming:
-        """As an IterableDataset: its stages, and the methods for a state."""
-
-        __module__ = "datasets.iterable_dataset"
-
-        def __init__(self, stage: Stage) -> None:
-            self._ex_iterable = stage
-
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(3))
-
-        def state_dict(self) -> dict[str, int]:
-            return {}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            pass
-
-    for stage, said in ((Stage(Stage()), 0), (Stage(Stage(), BufferShuffledExamplesIterable(Stage())), 1)):
-        with CheckpointCallback(tmp_path) as checkpoint:
-            checkpoint.restore_or_initialize({"w": 0}, data=Streaming(stage))
-        assert caplog.text.count("data= shuffles an IterableDataset of Hugging Face in a buffer") == said
