@@ -192,7 +192,8 @@ class Rendezvous:
     def broadcast(self, topic: str, value: bytes | None, timeout: float, *, gathered: bool = False) -> bytes:
         """Return the value of process 0 on all processes.
 
-        With ``gathered``, process 0 may wait as long itself for another one before, and then tells which one it missed.
+        With ``gathered``, process 0 has heard from all others before: it may wait as long itself for one of them, and
+        then tells which one it missed.
         """
         self.check()
         key = self._key("broadcast", topic, 0)
@@ -206,7 +207,7 @@ class Rendezvous:
             value = self._get(key, 0, self._deadline(timeout))
         except TimeoutError:
             raise self._timeout(topic, timeout, [0]) from None
-        self._has_met([0])
+        self._has_met(range(self.count) if gathered else [0])
         return value
 
     def gather(self, topic: str, value: bytes, timeout: float) -> list[bytes] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import math
 import os
 import threading
@@ -51,7 +52,7 @@ class _KeptThread(threading.Thread):
                 return
             ended = helper.ended
             try:
-                helper.run()
+                contextvars.Context().run(helper.run)  # as in a new thread: no work sees variables of the one before
                 self.name = _IDLE
             except BaseException:
                 ended.set()
@@ -133,7 +134,9 @@ class Helper:
         """Do the work, on the thread that it was given to."""
         if self._claim.acquire(blocking=False):
             self._thread = threading.current_thread()
-            self._work()
+            work = self._work
+            del self._work  # it may refer to arrays, and the caller may keep this object
+            work()
 
     def is_alive(self) -> bool:
         return self._process == os.getpid() and not self.ended.is_set()

@@ -147,6 +147,17 @@ def test_waits_in_a_row_that_miss_a_process_are_ever_shorter() -> None:
     assert missed(first, "6") == "0.08"
 
 
+def test_a_process_that_process_0_has_heard_from_is_not_missed_any_more() -> None:
+    first, second, third = memory_coordinators(3)
+    for name in ("1", "2"):
+        with pytest.raises(BarrierTimeoutError, match=r"processes 0, 2 of 3 .* within 0\.08 s"):
+            Rendezvous(second, name).barrier("all", 0.08)
+        for coordinator in (second, third, first):
+            Rendezvous(coordinator, f"save {name}").gather("written", b"", PATIENCE)
+        for coordinator in (first, second):
+            Rendezvous(coordinator, f"save {name}").broadcast("committed", b"", PATIENCE, gathered=True)
+
+
 @pytest.mark.parametrize(("error", "missed"), [(BarrierTimeoutError("process 2", [2]), True), (ValueError("2"), False)])
 def test_the_others_hear_that_a_process_is_missing(error: Exception, missed: bool) -> None:
     first, second, _ = memory_coordinators(3)

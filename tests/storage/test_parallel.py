@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import gc
 import os
 import signal
@@ -69,6 +71,14 @@ def test_a_thread_does_one_work_after_the_other_and_ends_when_there_is_none() ->
     assert not threads[0].is_alive()
     run_on_a_thread(work)
     assert threads[2] is not threads[0]
+
+
+def test_a_thread_has_no_context_of_the_work_before() -> None:
+    variable = contextvars.ContextVar("variable", default="as in a new thread")
+    found: list[str] = []
+    run_on_a_thread(lambda: variable.set("changed"))
+    run_on_a_thread(lambda: found.append(variable.get()))
+    assert found == ["as in a new thread"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, threads have no priority of their own")
@@ -300,5 +310,23 @@ def test_finished_work_keeps_nothing_alive() -> None:
         parallel_map(lambda thing: None, things, 2)
         things = []
         assert watched() is None
+    finally:
+        gc.enable()
+
+
+def test_work_that_is_done_keeps_nothing_alive_while_its_helper_is_kept() -> None:
+    class Thing:
+        pass
+
+    thing = Thing()
+    watched = weakref.ref(thing)
+    gc.disable()
+    try:
+        helper = Helper(functools.partial(id, thing), "holdfast-test")
+        helper.start()
+        helper.join()
+        del thing
+        assert watched() is None
+        assert not helper.is_alive()
     finally:
         gc.enable()
