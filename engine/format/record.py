@@ -30,6 +30,7 @@ DOCUMENT_LIMIT = 128 << 20  # bytes of the largest document that is read or writ
 
 _RESERVED = ("format", "version", "kind", "digest")
 _READABLE = frozenset({"checkpoint"})  # kinds that users read; all others are compact
+_LEVELS = 4  # of objects with lines of their own: document, items, item and files; metadata may be nested deeper
 _DIGEST = re.compile(r"crc32c:[0-9a-f]{8}")
 
 RECORD = "checkpoint.json"  # name of the commit record inside a checkpoint's directory
@@ -70,13 +71,13 @@ def encode_document(kind: str, body: dict[str, Any], *, version: int = 1) -> byt
     return text.encode("ascii") + b"\n"
 
 
-def _readable(value: Any, margin: str = "\n") -> str:
+def _readable(value: Any, levels: int = _LEVELS, margin: str = "\n") -> str:
     """Return an object as JSON, on lines of its own where it holds objects; `json` takes much longer to indent."""
-    nested = isinstance(value, dict) and any(isinstance(one, dict) for one in value.values())
-    if not nested and margin != "\n":
+    is_object = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    if levels == 0 or not is_object or (levels < _LEVELS and not any(isinstance(one, dict) for one in value.values())):
         return json.dumps(value, allow_nan=False)
     inner = f"{margin} "
-    members = [f"{json.dumps(key)}: {_readable(one, inner)}" for key, one in value.items()]
+    members = [f"{json.dumps(key)}: {_readable(one, levels - 1, inner)}" for key, one in value.items()]
     return f"{{{inner}{f',{inner}'.join(members)}{margin}}}"
 
 

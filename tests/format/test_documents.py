@@ -238,3 +238,18 @@ def test_a_record_has_a_line_for_each_file() -> None:
     assert '"d/index": {"size": 7, "crc32c": "00000001"},' in lines
     assert '"metrics": {"loss": 0.5, "of each class": [1, 2]},' in lines
     assert CheckpointRecord.decode(found.encode(), source="here") == found
+
+
+def test_metadata_of_a_record_may_be_nested_as_deeply_as_that_of_other_documents() -> None:
+    nested: dict[str, Any] = {}
+    for _ in range(600):
+        nested = {"a": nested}
+    encoded = encode_document("checkpoint", {"custom_metadata": nested})
+    assert decode_document(encoded, "checkpoint", source="here")["custom_metadata"] == nested
+
+
+@pytest.mark.parametrize(("key", "name"), [(1, "1"), (1.5, "1.5"), (True, "true"), (None, "null")])
+@pytest.mark.parametrize("kind", ["checkpoint", "options"])
+def test_keys_that_are_no_strings_become_strings(kind: str, key: Any, name: str) -> None:
+    encoded = encode_document(kind, {"metrics": {key: {"loss": 1}}})
+    assert decode_document(encoded, kind, source="here")["metrics"] == {name: {"loss": 1}}
