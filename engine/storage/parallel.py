@@ -50,19 +50,19 @@ class _KeptThread(threading.Thread):
                 continue
             if helper is None:
                 return
-            ended = helper.ended
             try:
                 contextvars.Context().run(helper.run)  # as in a new thread: no work sees variables of the one before
                 self.name = _IDLE
             except BaseException:
-                ended.set()
+                helper.end()
                 raise
-            del helper  # it may refer to the arrays that were saved
-            if _ends:
-                ended.set()
+            if is_kept := not _ends:
+                _idle[_kind(self.daemon)].append(self)
+            if helper.is_current():  # otherwise its caller has given it up
+                helper.end()
+            del helper
+            if not is_kept:
                 return
-            _idle[_kind(self.daemon)].append(self)
-            ended.set()
 
 
 def _kind(daemon: bool) -> tuple[bool, int]:
@@ -108,8 +108,11 @@ class Helper:
     def __init__(self, work: Callable[[], object], name: str, *, daemon: bool = False) -> None:
         self.name = name
         self.daemon = daemon
-        self.ended = threading.Event()
         self._work = work
+        self._is_done = False
+        # Released when the work is done. An interrupt could leave the lock within an Event locked for ever.
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
         self._claim = threading.Lock()  # held for good by the thread that does the work, or by one that gave it up
         self._process: int | None = None  # PID of the process in which it runs; it does not run in a forked child
         self._thread: threading.Thread | None = None
@@ -127,7 +130,7 @@ class Helper:
                 thread.given.put(self)  # the caller goes on at once: the thread runs when the interpreter is free
         except BaseException:  # among them interrupts, after which a thread may have it, or not
             if self._claim.acquire(blocking=False):
-                self.ended.set()
+                self.end()
             raise
 
     def run(self) -> None:
@@ -138,8 +141,13 @@ class Helper:
             del self._work  # it may refer to arrays, and the caller may keep this object
             work()
 
+    def end(self) -> None:
+        """Let the others know that the work is done; called once, by the thread that has claimed it."""
+        self._is_done = True
+        self._under_way.release()
+
     def is_alive(self) -> bool:
-        return self._process == os.getpid() and not self.ended.is_set()
+        return self._process == os.getpid() and not self._is_done
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the work is done, at most ``timeout`` seconds."""
@@ -148,9 +156,9 @@ class Helper:
                 raise RuntimeError("a thread cannot wait for itself")
             end = math.inf if timeout is None else time.monotonic() + timeout
             # Python notices a signal that arrives right before a wait only after it: no wait is long.
-            while not self.ended.wait(min(_LONGEST_WAIT, max(0.0, end - time.monotonic()))):
-                if time.monotonic() >= end:
-                    return
+            while not self._is_done and (remaining := end - time.monotonic()) > 0:
+                if self._under_way.acquire(timeout=min(_LONGEST_WAIT, remaining)):
+                    self._under_way.release()
 
     def is_current(self) -> bool:
         """Whether this thread does the work."""

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -149,6 +150,35 @@ def test_an_interrupt_before_a_thread_has_the_work(monkeypatch: pytest.MonkeyPat
     helper.join()
     helper.run()
     assert done == []
+
+
+def test_an_interrupt_at_any_moment_of_a_wait_does_not_hide_that_the_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.engine.storage.parallel._LONGEST_WAIT", 0.005)
+    before = sys.gettrace()
+
+    def join_traced(helper: Helper, trace: Any) -> None:
+        sys.settrace(trace)
+        helper.join()
+
+    for moment in range(60):
+        go, events = threading.Semaphore(0), iter(range(moment))
+
+        def trace(*_: object, go: threading.Semaphore = go, events: Iterator[int] = events) -> Any:
+            if next(events, None) is None:
+                sys.settrace(before)
+                go.release()
+                raise KeyboardInterrupt
+            return trace
+
+        helper = Helper(go.acquire, "holdfast-test")
+        helper.start()
+        with pytest.raises(KeyboardInterrupt):
+            join_traced(helper, trace)
+        another = threading.Thread(target=helper.join, daemon=True)
+        another.start()
+        another.join(10)
+        assert not another.is_alive()
+        assert not helper.is_alive()
 
 
 def test_a_thread_does_not_wait_for_itself() -> None:
