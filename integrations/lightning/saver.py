@@ -97,7 +97,7 @@ class FitSaver:
         self._is_pruned = False
         self._gradients = TensorVersions()  # of a module with manual optimization
         self._has_warned_of_gradients = False
-        self._attributes: Mapping[str, Any] | None = {}  # those that no checkpoint has; None once they are compared
+        self._attributes: Mapping[str, Any] | None = {}  # those that no checkpoint has; None once some have changed
 
     @property
     def has_started(self) -> bool:
@@ -339,7 +339,7 @@ class FitSaver:
             checkpoint = dump_checkpoint(self._trainer)
             self._warn_of_pruning(checkpoint)
             self._warn_of_gradients()
-            self._warn_of_attributes(point)
+            self._warn_of_attributes()
             return checkpoint
         finally:
             self._point = None
@@ -369,16 +369,15 @@ class FitSaver:
                 shortened(list(carried)),
             )
 
-    def _warn_of_attributes(self, point: Point) -> None:
-        """Warn once of attributes that steps have changed; lists of an epoch may be empty again at its end."""
+    def _warn_of_attributes(self) -> None:
+        """Warn once of attributes that steps have changed, as soon as a save finds any."""
         if self._attributes is None:
             return
         remedy = (
             "make tensors of the module buffers (register_buffer), and let on_save_checkpoint() and "
             "on_load_checkpoint() of the module, or state_dict() and load_state_dict() of the callback, keep the rest"
         )
-        now = unsaved_attributes(silent_parts(self._trainer))
-        if warn_of_changes(self._attributes, now, remedy) or point != "epoch":
+        if warn_of_changes(self._attributes, unsaved_attributes(silent_parts(self._trainer)), remedy):
             self._attributes = None
 
     def _save_and_leave(self, step: int, point: Point, checkpoint: dict[str, Any] | None = None) -> NoReturn:

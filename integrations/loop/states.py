@@ -165,7 +165,8 @@ def is_deleted(tree: Any) -> bool:
 # ---- attributes of torch modules and optimizers that steps change, and that state_dict() lacks
 
 Values = Mapping[str, Any]  # by path: what tells a value from that after a change
-_SMALL = 1 << 16  # bytes of arrays of numpy whose values are compared
+_SMALL = 1 << 16  # bytes of arrays of numpy whose values are all compared; of larger ones, some are
+_MOST = 1024  # entries of a container that are compared
 _OF_OPTIMIZERS = frozenset({"state", "defaults", "param_groups"})
 
 
@@ -224,27 +225,34 @@ def _unsaved(part: Any) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True, eq=False)
 class _Version:
-    """An array in a version. A later array may have the address, and so the ``id``, of one that is gone."""
+    """A tensor in a version. A later tensor may have the address, and so the ``id``, of one that is gone."""
 
-    array: Callable[[], Any]
+    tensor: Callable[[], Any]
     version: int
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Version) or (mine := self.array()) is None:
+        if not isinstance(other, _Version) or (mine := self.tensor()) is None:
             return False
-        return mine is other.array() and self.version == other.version
+        return mine is other.tensor() and self.version == other.version
 
 
-def _mark(value: Any, depth: int = 4) -> Any:
-    """Return what differs after a change of a number, an array, None, or a container of them; None for other values."""
+def _mark(value: Any, depth: int = 4, most: int = _MOST) -> Any:
+    """Return what differs after a change of a number, an array, None, or a container of them; None for other values.
+
+    Of large arrays of numpy and large containers, such as a replay buffer, evenly spaced entries are looked at.
+    """
     if isinstance(value, int | float | np.number | type(None)):
         return (value,)
     if isinstance(value, np.ndarray):
-        return _Version(weakref.ref(value), 0) if value.nbytes > _SMALL else (value.shape, value.tobytes())
+        is_fixed = not value.flags.writeable  # as a mapped file is that the program reads
+        return value.shape, None if is_fixed else hash(value.flat[:: 1 + value.nbytes // _SMALL].tobytes())
     if is_torch_tensor(value):
         is_trained = value.is_inference() or (value.is_leaf and value.requires_grad)  # An optimizer may change it.
         return None if is_trained else _Version(weakref.ref(value), value._version)
     if not isinstance(value, list | tuple | deque | dict) or not depth:
         return None
-    marks = [_mark(one, depth - 1) for one in (value.values() if isinstance(value, dict) else value)]
-    return None if None in marks else (marks, list(value) if isinstance(value, dict) else None)
+    pairs = list(value.items() if isinstance(value, dict) else enumerate(value))  # Another thread may change the value.
+    seen = pairs[:: 1 + len(pairs) // most]
+    marks = [_mark(one, depth - 1, max(most // len(seen), 8)) for _, one in seen]
+    # Keys that are tensors cannot be compared by their values.
+    return None if None in marks else (len(pairs), marks, [hash(key) for key, _ in seen])

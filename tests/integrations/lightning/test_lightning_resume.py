@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
@@ -535,9 +536,41 @@ class KeptAverages(Averages):
         return {"average": self.average, "updates": self.updates}
 
 
+class Holding(Keeping):
+    """Has a part that no checkpoint has and that changes at the ends of epochs only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Replay()
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.part.fill()
+
+
+class Replay(torch.nn.Module):
+    """Has large arrays and containers, and one with tensors as keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = np.zeros((1 << 16, 4))
+        self.drawn = np.zeros((1 << 16, 4))
+        self.lengths = dict.fromkeys(range(5000), 0)
+        self.known = list(range(5000))
+        self.counts = {torch.zeros(3): 1}
+        self.rows = [np.zeros(3), np.zeros(3)]
+
+    def fill(self) -> None:
+        self.drawn[0] = 1
+        self.lengths[5000] = 1
+        self.counts = {torch.zeros(4): 1}
+        self.rows[1][2] = 1
+
+
 @pytest.mark.parametrize(
     ("module", "callback", "every", "names"),
     [
+        (Holding, KeptAverages, 3, [f"module.part.{name}" for name in ("drawn", "lengths", "counts", "rows")]),
         (Counting, KeptAverages, 3, ["module.outputs", "module.seen", "module.state", "module.passing"]),
         (Counting, KeptAverages, 4, ["module.seen", "module.state", "module.passing"]),  # saved at the end of an epoch
         (Keeping, Averages, 3, ["Averages.average", "Averages.updates"]),
