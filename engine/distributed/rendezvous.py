@@ -140,9 +140,21 @@ _MOST_RETIRED = 64  # closed rendezvous that are remembered; another process tha
 _MOST_KEYS = 4000  # keys that a process reports for deletion
 
 _lock = threading.Lock()  # protects the tables below
-_missed: weakref.WeakKeyDictionary[Coordinator, Counter[int]] = weakref.WeakKeyDictionary()  # see `_patience`
+_missed: weakref.WeakKeyDictionary[Coordinator, _Misses] = weakref.WeakKeyDictionary()
 _counts: weakref.WeakKeyDictionary[Coordinator, dict[str, int]] = weakref.WeakKeyDictionary()
 _retired: weakref.WeakKeyDictionary[Coordinator, list[_Retired]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(slots=True)
+class _Misses:
+    """The waits in a row that have missed a process."""
+
+    counts: Counter[int] = field(default_factory=Counter)  # by process
+    until: float = 0.0  # a wait that begins later is not one of the row
+
+    def share(self) -> int:
+        """Return what part of its timeout the next wait gets, as a divisor."""
+        return min(1 << max(self.counts.values(), default=0), _SHARE)
 
 
 def next_rendezvous(
@@ -163,7 +175,8 @@ class Rendezvous:
     that waits raises
 
     - `BarrierTimeoutError`, which names the missing processes, after ``timeout`` seconds, or half of that after each
-      wait in a row that has missed a process: all of them together last less than twice as long as one,
+      wait in a row that has missed a process: all of them together last less than twice as long as one. A wait that
+      begins more than a timeout after the last one is not of that row,
     - `PeerFailedError` within about a second (four with 4,096 processes) after another one has called `fail`, when the
       store is gone, and when it has not answered for ``limit`` seconds.
 
@@ -279,14 +292,18 @@ class Rendezvous:
     def _patience(self, timeout: float) -> float:
         """Return the time for a wait: half of it after each wait in a row that has missed a process, down to a part."""
         with _lock:
-            in_a_row: int = max(_missed.get(self.coordinator.unbounded, Counter()).values(), default=0)
-        return timeout / min(1 << in_a_row, _SHARE)
+            misses = _missed.get(self.coordinator.unbounded)
+            if misses is None:
+                return timeout
+            if self.coordinator.monotonic() > misses.until:
+                misses.counts.clear()  # the program has gone on: a process that is only slow gets its time again
+            return timeout / misses.share()
 
     def _has_met(self, processes: Iterable[int]) -> None:
         with _lock:
-            if missed := _missed.get(self.coordinator.unbounded):
+            if misses := _missed.get(self.coordinator.unbounded):
                 for process in processes:
-                    del missed[process]
+                    del misses.counts[process]
 
     def _deadline(self, timeout: float) -> float:
         return self.coordinator.monotonic() + timeout
@@ -410,7 +427,9 @@ class Rendezvous:
 
     def _timeout(self, topic: str, timeout: float, missing: Sequence[int]) -> BarrierTimeoutError:
         with _lock:
-            _missed.setdefault(self.coordinator.unbounded, Counter()).update(missing)
+            misses = _missed.setdefault(self.coordinator.unbounded, _Misses())
+            misses.until = max(misses.until, self.coordinator.monotonic() + timeout * misses.share())
+            misses.counts.update(missing)
         names = "process " if len(missing) == 1 else "processes "
         names += shortened(missing, 20)
         message = (

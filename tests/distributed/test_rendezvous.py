@@ -12,7 +12,7 @@ import pytest
 from tests.processes.threads import MemoryCoordinator, memory_coordinators
 
 from holdfast.engine.checkpoint import leave_save
-from holdfast.engine.distributed import Alone, Rendezvous, missed_a_process, next_rendezvous
+from holdfast.engine.distributed import Alone, BoundedCoordinator, Rendezvous, missed_a_process, next_rendezvous
 from holdfast.engine.distributed.rendezvous import PART_SIZE, join_parts, part_keys, split_value, value_length
 from holdfast.engine.errors import BarrierTimeoutError, PeerFailedError, describe_error
 
@@ -145,6 +145,23 @@ def test_waits_in_a_row_that_miss_a_process_are_ever_shorter() -> None:
         Rendezvous(coordinator, "back").gather("x", b"", PATIENCE)
     Rendezvous(first, "back").gather("x", b"", PATIENCE)
     assert missed(first, "6") == "0.08"
+
+
+class Ahead(BoundedCoordinator):
+    """A coordinator whose clock goes ahead while the program does other things."""
+
+    ahead = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.ahead
+
+
+def test_a_program_that_goes_on_after_a_miss_waits_as_long_as_before() -> None:
+    coordinator: Any = Ahead(memory_coordinators(3)[0], PATIENCE)
+    for name, seconds, trains in [("1", "0.4", 0.0), ("2", "0.2", 0.2), ("3", "0.4", 0.41), ("4", "0.2", 0.0)]:
+        coordinator.ahead += trains
+        with pytest.raises(BarrierTimeoutError, match=rf"within {seconds} s"):
+            Rendezvous(coordinator, name).barrier("all", 0.4)
 
 
 def test_a_process_that_process_0_has_heard_from_is_not_missed_any_more() -> None:
