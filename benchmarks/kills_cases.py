@@ -136,6 +136,7 @@ class Kills:
         second = self._starter.start(self._place, case.count)
         if set(second.statuses.values()) != {0}:
             problems.append(f"the next start ended with {second.statuses}: {second.said('error')}")
+        problems += unfinished(second, records(self._place))
         problems += self._check_steps(case, second, newest[0])
         problems += _lost(after, records(self._place), "after the resume")
         if problems:
@@ -222,6 +223,16 @@ class Kills:
             if started and int(started[0].split()[0]) != newest:
                 problems.append(f"process {index} resumed from {started[0].split()[0]}, and step {newest} is whole")
         return problems
+
+
+def unfinished(life: Life, committed: Mapping[str, bytes]) -> list[str]:
+    """Return what is missing of a start that has come to its end: the steps that processes tell, and the last save."""
+    problems = [] if str(STEPS) in committed else [f"step {STEPS}, the last one, is not in the directory"]
+    for index, (started, steps) in enumerate(zip(life.said("resumed"), life.said("step"), strict=True)):
+        done = [int(line.split()[0]) for line in [*started, *steps]]
+        if not started or done != list(range(done[0], STEPS + 1)):
+            problems.append(f"process {index} has told the steps {done} of the next start, which ends at {STEPS}")
+    return problems
 
 
 def whole_local_steps(places: Sequence[Path]) -> list[tuple[int, bool]]:

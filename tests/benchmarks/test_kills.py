@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from benchmarks import kills_cases, kills_connected
 
 import holdfast as hf
 
@@ -48,6 +49,21 @@ def kills_of_two_processes(directory: Path, *arguments: str) -> str:
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert finished.returncode == 0, f"{finished.stdout}\n{finished.stderr}"
     return finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("lines", "last", "found"),
+    [
+        pytest.param([f"step {step} 0" for step in range(9, 11)], "10", 0, id="whole"),
+        pytest.param([], "8", 2, id="nothing is told, and nothing saved"),
+        pytest.param(["step 9 0"], "10", 1, id="ended early"),
+        pytest.param(["step 10 0"], "10", 1, id="left a step out"),
+        pytest.param(["step 9 0", "step 10 0"], "8", 1, id="the last step is not saved"),
+    ],
+)
+def test_a_next_start_that_does_not_come_to_its_end_is_a_problem(lines: list[str], last: str, found: int) -> None:
+    life = kills_connected.Life([["resumed 8 0", *lines] if lines else []])
+    assert len(kills_cases.unfinished(life, {"8": b"", last: b""})) == found
 
 
 def test_connected_processes_are_signalled(tmp_path: Path) -> None:
