@@ -39,6 +39,7 @@ from .wall import (
     dump_checkpoint,
     has_done_all_batches,
     is_accumulating,
+    lightnings_attributes,
     silent_parts,
 )
 
@@ -114,7 +115,7 @@ class FitSaver:
         self._begun = True
         if not self._trainer.lightning_module.automatic_optimization:
             self._gradients.watch({"module": self._trainer.lightning_module})
-        self._attributes = unsaved_attributes(silent_parts(self._trainer))
+        self._attributes = self._unsaved_attributes()
         self._position.begin()
         self._fitting.begin(self._options.hyperparameters)
         if self._resumed:
@@ -377,8 +378,13 @@ class FitSaver:
             "make tensors of the module buffers (register_buffer), and let on_save_checkpoint() and "
             "on_load_checkpoint() of the module, or state_dict() and load_state_dict() of the callback, keep the rest"
         )
-        if warn_of_changes(self._attributes, unsaved_attributes(silent_parts(self._trainer)), remedy):
+        if warn_of_changes(self._attributes, self._unsaved_attributes(), remedy):
             self._attributes = None
+
+    def _unsaved_attributes(self) -> Mapping[str, Any]:
+        parts = silent_parts(self._trainer)
+        lightnings = lightnings_attributes(parts)
+        return {path: mark for path, mark in unsaved_attributes(parts).items() if path not in lightnings}
 
     def _save_and_leave(self, step: int, point: Point, checkpoint: dict[str, Any] | None = None) -> NoReturn:
         try:

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -282,6 +282,17 @@ def silent_parts(trainer: Any) -> list[tuple[str, Any]]:
     parts = [("module", module)] if _is_silent(module) else [(f"module.{n}", one) for n, one in module.named_children()]
     own = [one for one in trainer.callbacks if not type(one).__module__.startswith((*_PACKAGES, "holdfast."))]
     return parts + [(type(one).__qualname__, one) for one in own if _is_silent(one)]
+
+
+def lightnings_attributes(parts: Iterable[tuple[str, Any]]) -> set[str]:
+    """Return by path the attributes that constructors of Lightning's classes set, which Lightning saves if it must."""
+    return {
+        f"{path}.{name}"
+        for path, part in parts
+        for kind in type(part).__mro__
+        if kind.__module__.startswith(_PACKAGES) and "__init__" in vars(kind)
+        for name in vars(kind)["__init__"].__code__.co_names
+    }
 
 
 def _is_silent(part: Any) -> bool:

@@ -567,9 +567,22 @@ class Replay(torch.nn.Module):
         self.rows[1][2] = 1
 
 
+class Patient(callbacks.EarlyStopping):
+    """Counts in an attribute of its own, and in one that Lightning's class saves."""
+
+    def __init__(self) -> None:
+        super().__init__("loss", check_on_train_epoch_end=False)
+        self.updates = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.updates += 1
+        self.wait_count += 1
+
+
 @pytest.mark.parametrize(
     ("module", "callback", "every", "names"),
     [
+        (Keeping, Patient, 3, ["Patient.updates"]),
         (Holding, KeptAverages, 3, [f"module.part.{name}" for name in ("drawn", "lengths", "counts", "rows")]),
         (Counting, KeptAverages, 3, ["module.outputs", "module.seen", "module.state", "module.passing"]),
         (Counting, KeptAverages, 4, ["module.seen", "module.state", "module.passing"]),  # saved at the end of an epoch
@@ -579,7 +592,7 @@ class Replay(torch.nn.Module):
 )
 def test_attributes_that_training_changes_and_no_checkpoint_has_are_named(
     module: type[Counting],
-    callback: type[Averages],
+    callback: Callable[[], Callback],
     every: int,
     names: list[str],
     tmp_path: Path,
