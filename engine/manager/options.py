@@ -107,7 +107,7 @@ class Mirror:
         try:
             as_location(self.url)
         except InvalidLocationError as error:
-            raise OptionError(without_secrets(f"mirror={self.url!r}: {error}")) from error
+            raise OptionError(f"mirror={without_secrets(repr(self.url))}: {error}") from error
         for one in fields(self):
             _check_limits(one, getattr(self, one.name))
         if self.max_bandwidth is not None:
@@ -152,7 +152,7 @@ class Local:
         try:
             place = as_location(self.url)
         except InvalidLocationError as error:
-            raise OptionError(without_secrets(f"Local({self.url!r}): {error}")) from error
+            raise OptionError(f"Local({without_secrets(repr(self.url))}): {error}") from error
         if not place.is_local:
             raise OptionError(
                 f"Local({self.url!r}): this is not a path of a host; local steps lie in its memory or on its disk, "

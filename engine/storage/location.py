@@ -117,7 +117,7 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
     scheme = _SYNONYMS.get(scheme, scheme)
     if scheme in ("s3", "gs"):
         bucket, _, path = path.partition("/")
-        if "@" in bucket:
+        if "@" in bucket or (":" in bucket and "@" in path):  # a password may hold slashes
             raise InvalidLocationError(
                 f"{shown!r} holds a user or a password; credentials come from the environment, and the address is "
                 f"{scheme}://bucket/name"

@@ -98,7 +98,8 @@ _SERVICE_CODES: tuple[tuple[str, type[HoldfastError]], ...] = (
 """Messages of object stores, as regular expressions, that mean something else than the status of TensorStore says."""
 
 _ADDRESS = r"[A-Za-z][A-Za-z0-9+.-]*:/+[^\s'\"]+"
-_USER = r"(:/+)[^/\s'\"]*@"
+# A password may hold slashes, as keys of AWS do; a colon before digits and a slash is that of a port.
+_USER = r"(:/+)(?:[^/\s'\"]*|(?<!///)[^/:\[\s'\"]*:(?!\d+/)[^\s'\"]*)@"
 _QUERY = r"((?<=[?&])[\w.%-]+=)[^&\s'\"]+"
 
 # TensorStore adds these, which repeat the message itself.
@@ -182,6 +183,8 @@ def without_secrets(text: str) -> str:
 
     >>> without_secrets("https://user:word@host/a?token=secret&b=1")
     'https://***@host/a?token=***&b=***'
+    >>> without_secrets("s3://user:a/b@bucket and http://localhost:9000/a@b")
+    's3://***@bucket and http://localhost:9000/a@b'
     """
 
     def hidden(address: re.Match[str]) -> str:

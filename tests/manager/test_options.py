@@ -105,10 +105,18 @@ def test_documents_that_make_no_sense(document: Any) -> None:
 
 @pytest.mark.parametrize("option", [hf.Mirror, lambda url: hf.Local(url, every=1)], ids=["mirror", "local"])
 @pytest.mark.parametrize(
-    "url", ["s3://user:word@bucket/run", "gs://bucket/run?token=word", "http://user:word@host/run"]
+    "url",
+    [
+        "s3://user:word@bucket/run",
+        "s3://user:wo/rd/word@bucket/run",
+        "az://user:wo/rd/word@container/run",
+        "gs://bucket/run?token=word",
+        "http://user:word@host/run",
+    ],
 )
 def test_errors_about_places_show_no_credentials(option: Any, url: str) -> None:
     with pytest.raises(hf.errors.OptionError, match=r"\*\*\*") as caught:
         option(url)
     assert "word@" not in str(caught.value)
     assert "=word" not in str(caught.value)
+    assert "az://" not in url or "abfs://container@account" in str(caught.value)
