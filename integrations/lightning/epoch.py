@@ -123,29 +123,40 @@ def _unsteady(loader: Any) -> _Paths:
 
     Two looks differ in them, between which this draws from the global generators.
     """
-    before, first = capture(), _parts(_state(loader))
+    before, first = capture(), _state(loader)
     random.random()
     np.random.random()
     torch.rand(1)
-    second = _parts(_state(loader))
+    second = _state(loader)
     restore(as_tree(before))
-    return frozenset(path for path in first.keys() | second.keys() if not same_state(first.get(path), second.get(path)))
+    return frozenset(_differing(first, second))
 
 
-def _parts(state: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
-    """Return what a state consists of by the keys that lead there."""
+def _differing(one: Any, other: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Generate the paths of the parts that differ; of lists of different lengths, that of the list."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in one.keys() | other.keys():
+            yield from _differing(one.get(key), other.get(key), (*path, key))
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        for index, parts in enumerate(zip(one, other, strict=True)):
+            yield from _differing(*parts, (*path, index))
+    elif not same_state(one, other):
+        yield path
+
+
+def _parts(state: Any, unsteady: _Paths, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
+    """Return what a state consists of by the keys that lead there, without unsteady parts."""
+    if path in unsteady:
+        return {}
     if not isinstance(state, dict | list | tuple) or not state:
         return {path: state}
     below = state.items() if isinstance(state, dict) else enumerate(state)
-    return {name: part for key, one in below for name, part in _parts(one, (*path, key)).items()}
+    return {name: part for key, one in below for name, part in _parts(one, unsteady, (*path, key)).items()}
 
 
 def _same(one: Any, other: Any, unsteady: _Paths) -> bool:
     """Return whether two states are equal in all parts that change with a batch only."""
-    if not unsteady:
-        return same_state(one, other)
-    steady = ({path: part for path, part in _parts(state).items() if path not in unsteady} for state in (one, other))
-    return same_state(*steady)
+    return same_state(_parts(one, unsteady), _parts(other, unsteady)) if unsteady else same_state(one, other)
 
 
 def end_loader_epoch(
@@ -237,12 +248,15 @@ def _repeated(loader: Any, starts: Sequence[Any], end: Any) -> Iterator[Any] | N
             break
     if drawn:
         logger.warning(
-            "the training data loader %s gave its last batch again (batches drawn: %d), so that it continues as in a "
-            "run without a stop. Its state and its random generators are restored. What else drawing changes has "
-            "changed once more, such as a queue that it reads or a counter elsewhere: let such a loader be its own "
-            "iterator (__iter__ returns self, and __next__ draws), as that is not drawn from at a resume",
+            "the training data loader %s gave its last batch again (batches drawn: %d), %s. Its state and its random "
+            "generators are restored. What else drawing changes has changed once more, such as a queue that it reads "
+            "or a counter elsewhere: let such a loader be its own iterator (__iter__ returns self, and __next__ "
+            "draws), as that is not drawn from at a resume",
             type(loader).__qualname__,
             drawn,
+            "so that it continues as in a run without a stop"
+            if found is not None
+            else "but its state then was not the saved one, so it may continue elsewhere than in a run without a stop",
         )
     return found
 

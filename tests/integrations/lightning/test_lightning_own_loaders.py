@@ -122,7 +122,7 @@ class Unsteady:
     def state_dict(self) -> dict[str, Any]:
         self.looks += 1
         state: Any = super()
-        return {**state.state_dict(), "looks": [self.looks], "random": torch.get_rng_state()}
+        return {**state.state_dict(), "looks": [*range(self.looks)], "random": torch.get_rng_state()}
 
 
 class UnsteadyAtStart(Unsteady, AtStart):
@@ -455,6 +455,24 @@ def test_batches_that_a_resume_draws_are_counted(
     assert [number for [number] in before + after] == [0, 1, *range(3 + lost, 7 + lost)]  # the killed run has drawn 2
     assert len(told) == lost
     assert all("FromQueue" in one and "(batches drawn: 1)" in one and "__iter__ returns self" in one for one in told)
+
+
+class CountsLoads(AtStart):
+    loads = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {**super().state_dict(), "loads": self.loads}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        self.loads = state["loads"] + 1
+
+
+def test_a_resume_that_does_not_find_the_saved_state_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(CountsLoads(), tmp_path, 2)
+    run(CountsLoads(), tmp_path, 1)
+    (told,) = [one.getMessage() for one in caplog.records if "gave its last batch again" in one.getMessage()]
+    assert "its state then was not the saved one, so it may continue elsewhere" in told
 
 
 def test_a_finished_run_is_not_refused(tmp_path: Path) -> None:
