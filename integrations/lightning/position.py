@@ -239,7 +239,7 @@ class Position:
         saved, self._saved = self._saved, None
         self.fetcher, self._drawing = fetcher, None
         parts = self._loaders()
-        self._may_end_within = epoch.all_stateful(parts) and epoch.differ_in_length(parts, self._fit.max_batches)
+        self._may_end_within = epoch.differ_in_length(parts, self._fit.max_batches)
         if saved is not None:
             self._find_batch(saved, fetcher)
             original(fetcher)

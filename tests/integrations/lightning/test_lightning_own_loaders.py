@@ -356,6 +356,8 @@ def sized(kind: type[AtStart], count: int) -> Any:
         (lambda: combined.CombinedLoader([sized(ByNext, 1), sized(ByNext, 3)], "max_size"), None, 6),
         (lambda: combined.CombinedLoader([sized(ByCursor, 1), sized(ByCursor, 3)], "max_size"), None, 9),
         (lambda: combined.CombinedLoader([sized(ByCursor, 1), sized(ByCursor, 3)], CYCLE), None, 9),
+        (beside(AtEnd, "min_size", 2), 5, 6),
+        (beside(Onward, CYCLE, 2), 5, 9),
     ],
     ids=[
         "limited",
@@ -365,6 +367,8 @@ def sized(kind: type[AtStart], count: int) -> Any:
         "own iterators",
         "cursors",
         "cursors together",
+        "beside a shorter one without a state",
+        "with one without a state",
     ],
 )
 def test_the_data_of_a_loader_ends_within_an_epoch(
