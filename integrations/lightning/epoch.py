@@ -227,6 +227,17 @@ def is_at(loader: Any, state: Any) -> bool:
     return _same(_state(loader), state, _unsteady(loader))
 
 
+def misplaced(loaders: Sequence[Any], states: Sequence[Any], declared: Collection[int]) -> Iterator[tuple[int, Any]]:
+    """Generate the number and the state of each loader that is elsewhere than at its state of these.
+
+    Loaders of torchdata whose states are not ``declared`` to be those of all processes are left out: their states also
+    tell what workers have begun to load.
+    """
+    for index, (loader, state) in enumerate(zip(_stateful(loaders), states, strict=True)):
+        if (index in declared or not is_torchdata_loader(loader)) and not is_at(loader, state):
+            yield index, _state(loader)
+
+
 def _repeated(loader: Any, starts: Sequence[Any], end: Any) -> Iterator[Any] | None:
     """Let a loader draw its last batch again, or come to its end again, and return the iterator that is there.
 

@@ -377,7 +377,7 @@ class Position:
                 self._restore_random(restarts[drawn])
 
         epoch.skip_batches(fetcher, saved["consumed"], before_batch)
-        check_same_place(saved, epoch.loader_states(parts))
+        check_same_place(saved, parts)
 
     def _set_up_epoch(self) -> None:
         module = self._trainer.lightning_module
@@ -536,12 +536,13 @@ def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def check_same_place(saved: dict[str, Any], states: Sequence[Any]) -> None:
-    """Raise StateError where the batches drawn again took a loader of all processes to another place."""
-    for index in saved.get("replicated", ()):
-        if not same_state(states[index], saved["loaders"][index]):
+def check_same_place(saved: dict[str, Any], loaders: Sequence[Any]) -> None:
+    """Raise StateError where the batches drawn again took a loader with a state to another place."""
+    declared = saved.get("replicated", ())
+    for index, state in epoch.misplaced(loaders, saved["loaders"], declared):
+        if index in declared or "rescaled" not in saved:
             raise StateError(
-                f"the {saved['consumed']} batches of the epoch, drawn again, end at {states[index]!r:.80} for the data "
+                f"the {saved['consumed']} batches of the epoch, drawn again, end at {state!r:.80} for the data "
                 f"loader of loaders/{index}, which was at {saved['loaders'][index]!r:.80}. If another number of "
                 "processes continues, change the batch sizes of the loaders beside it, so that all processes together "
                 "take as many samples as before. If it begins again within an epoch, as others last longer, use "

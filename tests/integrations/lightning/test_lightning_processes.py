@@ -321,9 +321,24 @@ def test_a_position_of_all_processes_beside_counted_batches(
 def test_a_position_of_all_processes_that_is_not_found_again_is_refused() -> None:
     """A loader that ended first began again in the epoch before, so that its state is not where its iterator began."""
     saved = {"replicated": [1], "loaders": [{"place": 1}, {"place": 24}], "consumed": 1}
-    check_same_place(saved, [{"place": 7}, {"place": 24}])
-    with pytest.raises(hf.errors.StateError, match="the data loader of loaders/1, which was at"):
-        check_same_place(saved, [{"place": 1}, {"place": 36}])
+    check_same_place(saved, [At(1), At(24)])
+    check_same_place({**saved, "rescaled": 2}, [At(7), At(24)])
+    for loaders, number in (([At(1), At(36)], 1), ([At(7), At(24)], 0)):
+        with pytest.raises(hf.errors.StateError, match=f"the data loader of loaders/{number}, which was at"):
+            check_same_place(saved, loaders)
+
+
+class At:
+    """A loader that is at a place."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
 
 
 @pytest.mark.parametrize("shares", [None, [{"loaders": []}, {"loaders": []}]])
