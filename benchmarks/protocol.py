@@ -281,6 +281,7 @@ class SimulatedCoordinator(BoundedCoordinator):
     """
 
     def __init__(self, hub: Hub, process: SimulatedProcess, count: int, limit: float) -> None:
+        self.unbounded = self
         self.process_index = process.index
         self.process_count = count
         self._hub = hub

@@ -255,8 +255,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     thread = Helper(run, "holdfast-snapshot")
     try:
         thread.start()
-        thread.join()
-    except BaseException as error:  # the coroutine must learn of an interrupt, wherever in these calls it came
+    except BaseException as error:
         interrupted(error)
     thread.finish(interrupted)
     loop.close()

@@ -341,7 +341,7 @@ class RunMirror:
         self._ending.set()
         self._tell_watchers()
         thread = self._thread
-        if thread is not None and not thread.is_current():
+        if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
 
     def _end(self) -> None:

@@ -197,19 +197,6 @@ def run(directory: Path, program: str) -> subprocess.CompletedProcess[str]:
             """,
             id="checkpointer",
         ),
-        pytest.param(
-            """
-            manager = hf.CheckpointManager(directory)
-            manager.save(4, tree(4))
-            manager.wait_until_finished()
-            def train():
-                threading.main_thread().join()
-                os.pwrite = slow
-                manager.save(5, tree(5))
-            threading.Thread(target=train).start()
-            """,
-            id="thread that outlives the main one",
-        ),
     ],
 )
 def test_program_that_ends_without_close(tmp_path: Path, program: str) -> None:

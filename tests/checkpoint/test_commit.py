@@ -95,16 +95,16 @@ def test_an_interrupt_when_the_folders_begin_to_be_made(tmp_path: Path, monkeypa
     place = hf.storage.as_location(tmp_path / "ckpt")
     threads: list[Helper] = []
     making, removing = threading.Event(), threading.Event()
-    make, begin, join = LocalBackend.make_directory, Helper.start, Helper.join
+    make, join = LocalBackend.make_directory, Helper.join
 
     def start(thread: Helper) -> None:
         threads.append(thread)
-        begin(thread)
+        threading.Thread.start(thread)
         making.wait()
         raise KeyboardInterrupt
 
     def late(backend: LocalBackend, key: str, *, sync: bool) -> bool:
-        if any(thread.is_current() for thread in threads):
+        if threading.current_thread() in threads:
             making.set()
             removing.wait()
         return make(backend, key, sync=sync)

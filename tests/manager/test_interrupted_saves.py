@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.engine.storage import Helper
 
 TREE = {"weights": np.arange(300.0)}
 NEW = {"weights": -np.arange(300.0)}
@@ -24,20 +23,20 @@ class Interrupt:
     """Interrupts the start of the thread that saves, and waits for that thread in the end."""
 
     def __init__(self) -> None:
-        self.threads: list[Helper] = []
+        self.threads: list[threading.Thread] = []
         self.go = threading.Event()  # the writing of data waits for it
         self.go.set()
         self.writes = threading.Event()
         self.rest: list[Start] = []
 
-    def never(self, start: Start, thread: Helper) -> None:
+    def never(self, start: Start, thread: threading.Thread) -> None:
         """Before there is a thread."""
 
-    def later(self, start: Start, thread: Helper) -> None:
+    def later(self, start: Start, thread: threading.Thread) -> None:
         """The thread is there, and begins to run after the call has ended."""
         self.rest.append(start)
 
-    def writing(self, start: Start, thread: Helper) -> None:
+    def writing(self, start: Start, thread: threading.Thread) -> None:
         """The thread writes until the call has ended."""
         self.go.clear()
         self.writes.clear()
@@ -45,7 +44,7 @@ class Interrupt:
         assert self.writes.wait(30)
         self.rest.append(self.go.set)
 
-    def committed(self, start: Start, thread: Helper) -> None:
+    def committed(self, start: Start, thread: threading.Thread) -> None:
         """The thread has ended."""
         start()
         thread.join()
@@ -54,7 +53,7 @@ class Interrupt:
 @pytest.fixture
 def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Interrupt]]:
     found = Interrupt()
-    real, write = Helper.start, hf.storage.Location.write_data_files
+    real, write = threading.Thread.start, hf.storage.Location.write_data_files
 
     def write_data_files(self: hf.storage.Location, *args: Any, **options: Any) -> None:
         found.writes.set()
@@ -62,7 +61,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Inter
         write(self, *args, **options)
 
     def at(moment: str) -> Interrupt:
-        def start(thread: Helper) -> None:
+        def start(thread: threading.Thread) -> None:
             if thread.name != "holdfast-save" or found.threads:
                 real(thread)
                 return
@@ -70,13 +69,14 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Inter
             getattr(found, moment)(lambda: real(thread), thread)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(Helper, "start", start)
+        monkeypatch.setattr(threading.Thread, "start", start)
         return found
 
     monkeypatch.setattr(hf.storage.Location, "write_data_files", write_data_files)
     yield at
     for thread in found.threads:
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
 
 
 MOMENTS = {"never": False, "later": False, "writing": True, "committed": True}  # whether the step is saved
@@ -96,7 +96,8 @@ def test_an_interrupt_while_the_thread_starts(moment: str, replaces: bool, tmp_p
         for rest in found.rest:
             rest()
         for thread in found.threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
         manager.wait_until_finished()
         steps = [1, 2] if saved and not replaces else [1]
         assert manager.all_steps() == steps

@@ -22,7 +22,6 @@ import holdfast as hf
 from holdfast.cli.main import main
 from holdfast.engine.checkpoint.commit import PendingCheckpoint
 from holdfast.engine.format import decode_document, encode_document
-from holdfast.engine.storage import Helper
 
 
 def tree(step: int) -> dict[str, Any]:
@@ -635,12 +634,12 @@ def test_a_step_of_a_newer_version_is_an_error_not_a_fallback(tmp_path: Path) ->
 def test_a_step_for_which_there_is_no_thread_can_be_saved_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(helper: Helper) -> None:
+    def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with hf.CheckpointManager(tmp_path) as manager:
         with monkeypatch.context() as patch:
-            patch.setattr(Helper, "start", start)
+            patch.setattr(threading.Thread, "start", start)
             with pytest.raises(RuntimeError, match="new thread"):
                 manager.save(1, tree(1))
         with pytest.raises(hf.CheckpointNotFoundError):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from holdfast.engine.errors import DamagedCheckpointError, StorageError, StorageFullError
-from holdfast.engine.storage import DataFile, DataReader, Helper, Location, Segment, as_location
+from holdfast.engine.storage import DataFile, DataReader, Location, Segment, as_location
 from holdfast.engine.storage import local as local_storage
 
 if TYPE_CHECKING:
@@ -261,12 +261,12 @@ def test_an_interrupt_stops_everything(place: Location, error: BaseException) ->
 
 def test_an_interrupt_while_waiting_for_the_others(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupts = iter([KeyboardInterrupt()])
-    real_join = Helper.join
+    real_join = threading.Thread.join
 
-    def join(helper: Helper, timeout: float | None = None) -> None:
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
         for interrupt in interrupts:
             raise interrupt
-        real_join(helper, timeout)
+        real_join(thread, timeout)
 
     waiting = threading.Event()
     main = threading.current_thread()
@@ -276,18 +276,18 @@ def test_an_interrupt_while_waiting_for_the_others(place: Location, monkeypatch:
             waiting.wait(0.2)
         yield DATA[: 2 * MIB]
 
-    monkeypatch.setattr(Helper, "join", join)
+    monkeypatch.setattr(threading.Thread, "join", join)
     with pytest.raises(KeyboardInterrupt):
         place.write_data(8 * MIB, [Segment(at, 2 * MIB, parts) for at in range(0, 8 * MIB, 2 * MIB)])
     assert_nothing_left(place)
 
 
 def test_no_thread_can_be_started(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(helper: Helper) -> None:
+    def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Helper, "start", start)
+        patch.setattr(threading.Thread, "start", start)
         with pytest.raises(RuntimeError, match="can't start"):
             place.write_data(SIZE, segments())
     assert_nothing_left(place)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import functools
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -48,153 +45,6 @@ def test_work_that_is_started_runs_beside_and_tells_its_error_whenever_it_is_nee
     for _ in range(2):
         with pytest.raises(OSError, match="broken"):
             started.finish()
-
-
-def run_on_a_thread(work: Callable[[], object], name: str = "holdfast-test") -> None:
-    started = Started(work, name)
-    started.start()
-    started.finish()
-
-
-def test_a_thread_does_one_work_after_the_other_and_ends_when_there_is_none() -> None:
-    threads: list[threading.Thread] = []
-    names: list[str] = []
-
-    def work() -> None:
-        threads.append(threading.current_thread())
-        names.append(threads[-1].name)
-
-    run_on_a_thread(work, "holdfast-one")
-    run_on_a_thread(work, "holdfast-two")
-    assert threads[0] is threads[1]
-    assert names == ["holdfast-one", "holdfast-two"]
-    threads[0].join(60)
-    assert not threads[0].is_alive()
-    run_on_a_thread(work)
-    assert threads[2] is not threads[0]
-
-
-def test_a_thread_has_no_context_of_the_work_before() -> None:
-    variable = contextvars.ContextVar("variable", default="as in a new thread")
-    found: list[str] = []
-    run_on_a_thread(lambda: variable.set("changed"))
-    run_on_a_thread(lambda: found.append(variable.get()))
-    assert found == ["as in a new thread"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, threads have no priority of their own")
-def test_a_thread_whose_work_has_lowered_its_priority_is_not_used_at_a_higher_one() -> None:
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    found: list[int] = []
-    run_on_a_thread(lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19))
-    run_on_a_thread(lambda: found.append(os.getpriority(os.PRIO_PROCESS, 0)))
-    assert found == [own]
-
-
-def test_a_forked_process_has_threads_of_its_own() -> None:
-    program = """
-import os
-from holdfast.engine.storage import Helper, parallel_map
-parallel_map(str, range(2), 2)
-running = Helper(lambda: os.read(read, 1), "two")
-read, write = os.pipe()
-running.start()
-child = os.fork()
-if not child:
-    parallel_map(str, range(2), 2)
-    os._exit(running.is_alive())
-os.write(write, b"x")
-running.join()
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-    command = [sys.executable, "-W", "ignore", "-c", program]
-    assert subprocess.run(command, capture_output=True, timeout=60, check=True).stdout == b"0\n"
-
-
-def test_threads_without_work_end_before_a_fork() -> None:
-    """Python warns of a fork beside other threads."""
-    threads: list[threading.Thread] = []
-    run_on_a_thread(lambda: threads.append(threading.current_thread()))
-    child = os.fork()
-    if not child:
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert not threads[0].is_alive()
-
-
-def test_threads_without_work_do_not_keep_a_program_alive() -> None:
-    program = """
-from holdfast.engine.storage import Helper, parallel
-parallel._KEPT = 600
-for daemon in (False, True):
-    helper = Helper(print, "one", daemon=daemon)
-    helper.start()
-    helper.join()
-"""
-    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
-
-
-def test_an_interrupt_before_a_thread_has_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread does it later."""
-    done: list[str] = []
-
-    def interrupted(thread: threading.Thread) -> None:
-        raise KeyboardInterrupt
-
-    helper = Helper(lambda: done.append("late"), "holdfast-test")
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            helper.start()
-    assert not helper.is_alive()
-    helper.join()
-    helper.run()
-    assert done == []
-
-
-def test_an_interrupt_at_any_moment_of_a_wait_does_not_hide_that_the_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.engine.storage.parallel._LONGEST_WAIT", 0.005)
-    before = sys.gettrace()
-
-    def join_traced(helper: Helper, trace: Any) -> None:
-        sys.settrace(trace)
-        helper.join()
-
-    for moment in range(60):
-        go, events = threading.Semaphore(0), iter(range(moment))
-
-        def trace(*_: object, go: threading.Semaphore = go, events: Iterator[int] = events) -> Any:
-            if next(events, None) is None:
-                sys.settrace(before)
-                go.release()
-                raise KeyboardInterrupt
-            return trace
-
-        helper = Helper(go.acquire, "holdfast-test")
-        helper.start()
-        with pytest.raises(KeyboardInterrupt):
-            join_traced(helper, trace)
-        another = threading.Thread(target=helper.join, daemon=True)
-        another.start()
-        another.join(10)
-        assert not another.is_alive()
-        assert not helper.is_alive()
-
-
-def test_a_thread_does_not_wait_for_itself() -> None:
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            own.join()
-        except RuntimeError as error:
-            errors.append(error)
-
-    own = Helper(work, "holdfast-test")
-    own.start()
-    own.join()
-    assert not own.is_alive()
-    assert "wait for itself" in str(errors[0])
 
 
 def test_as_many_as_may() -> None:
@@ -269,14 +119,14 @@ def test_long_work_can_end_early() -> None:
 
 
 def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, started = Helper.start, iter([True, False])
+    start, started = threading.Thread.start, iter([True, False])
 
-    def refuse(helper: Helper) -> None:
+    def refuse(thread: threading.Thread) -> None:
         if not next(started):
             raise RuntimeError("can't start new thread")
-        start(helper)
+        start(thread)
 
-    monkeypatch.setattr(Helper, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="can't start"):
         parallel_map(str, range(100), 3)
 
@@ -329,6 +179,35 @@ def test_no_helpers_are_left_out_where_no_loop_runs_beside_the_call() -> None:
     assert parallel_map(lambda _: barrier.wait() >= 0, range(3), 3, beside=1) == [True] * 3
 
 
+def test_an_interrupt_at_any_moment_of_a_wait_does_not_hide_that_the_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.engine.storage.parallel._LONGEST_WAIT", 0.005)
+    before = sys.gettrace()
+
+    def join_traced(helper: Helper, trace: Any) -> None:
+        sys.settrace(trace)
+        helper.join()
+
+    for moment in range(60):
+        go, events = threading.Semaphore(0), iter(range(moment))
+
+        def trace(*_: object, go: threading.Semaphore = go, events: Iterator[int] = events) -> Any:
+            if next(events, None) is None:
+                sys.settrace(before)
+                go.release()
+                raise KeyboardInterrupt
+            return trace
+
+        helper = Helper(go.acquire, "holdfast-test")
+        helper.start()
+        with pytest.raises(KeyboardInterrupt):
+            join_traced(helper, trace)
+        another = threading.Thread(target=helper.join, daemon=True)
+        another.start()
+        another.join(10)
+        assert not another.is_alive()
+        assert not helper.is_alive()
+
+
 def test_finished_work_keeps_nothing_alive() -> None:
     class Thing:
         pass
@@ -340,23 +219,5 @@ def test_finished_work_keeps_nothing_alive() -> None:
         parallel_map(lambda thing: None, things, 2)
         things = []
         assert watched() is None
-    finally:
-        gc.enable()
-
-
-def test_work_that_is_done_keeps_nothing_alive_while_its_helper_is_kept() -> None:
-    class Thing:
-        pass
-
-    thing = Thing()
-    watched = weakref.ref(thing)
-    gc.disable()
-    try:
-        helper = Helper(functools.partial(id, thing), "holdfast-test")
-        helper.start()
-        helper.join()
-        del thing
-        assert watched() is None
-        assert not helper.is_alive()
     finally:
         gc.enable()
