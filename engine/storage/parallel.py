@@ -28,7 +28,7 @@ class Helper(threading.Thread):
     ``Thread.join`` of Python 3.11, when interrupted, takes a thread that is running for one that has ended.
     """
 
-    def __init__(self, work: Callable[[], None], name: str, *, daemon: bool = False) -> None:
+    def __init__(self, work: Callable[[], object], name: str, *, daemon: bool = False) -> None:
         super().__init__(target=work, name=name, daemon=daemon)
         self._process: int | None = None  # PID of the process in which it runs; it does not run in a forked child
         self._is_done = False
