@@ -139,8 +139,9 @@ _MESSAGE_LIMIT = 4000  # characters of an error that the other processes get
 _MOST_RETIRED = 64  # closed rendezvous that are remembered; another process that died never closed its own
 _MOST_KEYS = 4000  # keys that a process reports for deletion
 
-_lock = threading.Lock()  # protects the tables below
+_missed_lock = threading.Lock()  # of its own: the other one is held during requests to the store
 _missed: weakref.WeakKeyDictionary[Coordinator, _Misses] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()  # protects the tables below
 _counts: weakref.WeakKeyDictionary[Coordinator, dict[str, int]] = weakref.WeakKeyDictionary()
 _retired: weakref.WeakKeyDictionary[Coordinator, list[_Retired]] = weakref.WeakKeyDictionary()
 
@@ -291,16 +292,17 @@ class Rendezvous:
 
     def _patience(self, timeout: float) -> float:
         """Return the time for a wait: half of it after each wait in a row that has missed a process, down to a part."""
-        with _lock:
+        now = self.coordinator.monotonic()
+        with _missed_lock:
             misses = _missed.get(self.coordinator.unbounded)
             if misses is None:
                 return timeout
-            if self.coordinator.monotonic() > misses.until:
+            if now > misses.until:
                 misses.counts.clear()  # the program has gone on: a process that is only slow gets its time again
             return timeout / misses.share()
 
     def _has_met(self, processes: Iterable[int]) -> None:
-        with _lock:
+        with _missed_lock:
             if misses := _missed.get(self.coordinator.unbounded):
                 for process in processes:
                     del misses.counts[process]
@@ -426,9 +428,10 @@ class Rendezvous:
             raise PeerFailedError(message, 0) from error
 
     def _timeout(self, topic: str, timeout: float, missing: Sequence[int]) -> BarrierTimeoutError:
-        with _lock:
+        now = self.coordinator.monotonic()
+        with _missed_lock:
             misses = _missed.setdefault(self.coordinator.unbounded, _Misses())
-            misses.until = max(misses.until, self.coordinator.monotonic() + timeout * misses.share())
+            misses.until = max(misses.until, now + timeout * misses.share())
             misses.counts.update(missing)
         names = "process " if len(missing) == 1 else "processes "
         names += shortened(missing, 20)
