@@ -48,16 +48,16 @@ class Helper(threading.Thread):
         return super().is_alive() or (self._process == os.getpid() and not self._is_done)
 
     def join(self, timeout: float | None = None) -> None:
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        if threading.current_thread() is not self:
-            # Python notices a signal that arrives right before a wait only after it: no wait is long.
-            while not self._is_done and self.is_alive() and (remaining := end - time.monotonic()) > 0:
-                if self._under_way.acquire(timeout=min(_LONGEST_WAIT, remaining)):
-                    self._under_way.release()
-            if not self._is_done:
-                return
-        if self.is_alive():
+        if self.is_alive() and (threading.current_thread() is self or self._is_done_within(timeout)):
             super().join(timeout)
+
+    def _is_done_within(self, timeout: float | None) -> bool:
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        # Python notices a signal that arrives right before a wait only after it: no wait is long.
+        while not self._is_done and (remaining := end - time.monotonic()) > 0:
+            if self._under_way.acquire(timeout=min(_LONGEST_WAIT, remaining)):
+                self._under_way.release()
+        return self._is_done
 
     def finish(self, interrupted: Callable[[BaseException], None]) -> None:
         """Wait until the thread has ended; give ``interrupted`` each interrupt meanwhile."""
