@@ -34,7 +34,7 @@ from ..format import (
     metadata_keys,
 )
 from ..pytree import Box
-from ..storage import DataReader, Location, is_unreadable, parallel_map
+from ..storage import PAGE, DataReader, Location, is_unreadable, parallel_map
 from .assemble import Assembly
 from .digests import INDEX, MANIFEST, Bytes, FileCheck, is_missing, read_checked, required
 from .extents import ChunkTable, Extent, Places, plausible, read_chunks
@@ -239,12 +239,14 @@ class ArrayDatabase:
                 failed(chunks, row, what)
 
         # Other processes of this machine read whole arrays, too, and the disk reads them once. Processes that are not
-        # connected find each other while they read.
-        cached = (shares_machine() or None) if assembly.wants_everything else False
+        # connected find each other while they read. For a part of a page, direct I/O would read all of it each time.
+        shared = (shares_machine() or None) if assembly.wants_everything else False
+        wanted = np.bincount(found.file_ids, found.lengths)
         with contextlib.ExitStack() as stack:
             files: dict[str, DataReader] = {}
             for number in np.flatnonzero(np.bincount(found.file_ids)).tolist():
                 path = found.files[number]
+                cached = True if wanted[number] < PAGE else shared
                 try:
                     files[path] = stack.enter_context(self._open(path, cached=cached))
                 except DamagedCheckpointError as error:

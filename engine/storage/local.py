@@ -292,6 +292,7 @@ class LocalDataReader(DataReader):
 
     def __init__(self, path: str, *, cached: bool | None = False) -> None:
         self._path = path
+        self._is_cached = bool(cached)
         self._looks_out = False  # whether to look for other readers of this file
         self._descriptor = -1
         self._lock = threading.Lock()
@@ -317,7 +318,8 @@ class LocalDataReader(DataReader):
         needed = lead + length
         span = round_up(needed)
         memory = aligned_empty(span) if buffer is None else buffer.view(span)
-        found, refused = 0, False
+        found, end = (lead, needed) if self._is_cached else (0, span)
+        refused = False
         with os_errors(self._path, "read"):
             if self._looks_out and _lock_request(self._descriptor, _GET_LOCK, fcntl.F_WRLCK) != fcntl.F_UNLCK:
                 self._looks_out = False
@@ -325,7 +327,7 @@ class LocalDataReader(DataReader):
                 _read_ahead(self._descriptor)
             while found < needed:
                 try:
-                    count = _read_into(self._descriptor, memory[found:].data, first + found)
+                    count = _read_into(self._descriptor, memory[found:end].data, first + found)
                 except OSError as error:
                     if error.errno != errno.EINVAL or refused:
                         raise

@@ -115,6 +115,22 @@ def test_readers_that_see_each_other_read_through_the_page_cache(
         assert read(last) is True
 
 
+def test_a_cached_reader_reads_what_is_asked_for(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Direct I/O reads whole pages; through the page cache, a few bytes of each of a thousand files are a few bytes."""
+    place.write_data(SIZE, segments())
+    read: list[int] = []
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        read.append(count := real_preadv(descriptor, buffers, offset))
+        return count
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with place.open_data(cached=True) as reader:
+        for begin, length in ((0, 10), (MIB + 1, 1000), (SIZE - 3, 3)):
+            assert np.array_equal(reader.read(begin, length), DATA[begin : begin + length])
+    assert read == [10, 1000, 3]
+
+
 @pytest.mark.parametrize("creates", [False, True], ids=["refused", "refused-after-creating"])
 def test_direct_io_refused_at_open(place: Location, monkeypatch: pytest.MonkeyPatch, creates: bool) -> None:
     def opens(path: Any, flags: int, *rest: Any, **options: Any) -> int:
