@@ -7,7 +7,8 @@ from .buffers import PAGE as PAGE
 from .buffers import Buffer as Buffer
 from .buffers import aligned_empty as aligned_empty
 from .buffers import round_up as round_up
-from .in_memory import folder_in_memory as folder_in_memory
+from .folders import ScatteredFiles as ScatteredFiles
+from .folders import folder_in_memory as folder_in_memory
 from .kvstore import shared_context as shared_context
 from .kvstore import store_spec as store_spec
 from .local import TEMPORARY_PREFIX as TEMPORARY_PREFIX
@@ -27,7 +28,6 @@ from .parallel import REQUESTS as REQUESTS
 from .parallel import Helper as Helper
 from .parallel import Started as Started
 from .parallel import parallel_map as parallel_map
-from .scattered import ScatteredFiles as ScatteredFiles
 from .status import check_extent as check_extent
 from .status import is_unreadable as is_unreadable
 from .status import map_status as map_status
