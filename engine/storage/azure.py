@@ -16,7 +16,7 @@ import importlib.util
 import os
 import re
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +38,8 @@ from ..errors import (
 from . import object_store
 from .backend import Segment
 from .buffers import aligned_empty
-from .object_store import GARBLED, UNKNOWN_SIZE, ObjectStoreBackend, file_parts
-from .status import GarbledAnswerError, explain_failure, without_secrets
+from .object_store import GARBLED, UNKNOWN_SIZE, ObjectStoreBackend, failing_parts, file_parts
+from .status import GarbledAnswerError, check_header, explain_failure, without_secrets
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore
@@ -120,27 +120,20 @@ def azure_root(scheme: str, authority: str, path: str) -> tuple[str, str] | None
     return (f"abfs://{container}@{account}" if account else f"az://{container}"), path
 
 
-def _setting(wanted: str) -> str:
-    """Return an environment variable, whose name obstore reads in any case."""
-    return next((value for name, value in os.environ.items() if name.upper() == wanted), "")
-
-
 def open_azure(root: str) -> AzureBackend:
     """Return the backend of a container: the same object for the same settings."""
     if importlib.util.find_spec("obstore") is None:
         raise OptionError(f"{root} needs obstore: pip install 'holdfast[azure]'")
+    # obstore reads the names in any case.
     settings = {name: value for name, value in os.environ.items() if name.upper().startswith(("AZURE", "AZURITE"))}
-    return _open_azure(root, _setting("AZURE_STORAGE_ACCOUNT_NAME"), tuple(sorted(settings.items())))
+    return _open_azure(root, tuple(sorted(settings.items())))
 
 
 @functools.lru_cache(maxsize=64)
-def _open_azure(root: str, account: str, settings: tuple[tuple[str, str], ...]) -> AzureBackend:
-    for name, value in settings:  # obstore ends the process over some of them
-        if not (value.isascii() and value.isprintable()):
-            raise StoragePermissionError(
-                f"cannot reach {root}: the value of {name} holds a character that no header can have, perhaps a line "
-                "break at its end; set it again without"
-            )
+def _open_azure(root: str, settings: tuple[tuple[str, str], ...]) -> AzureBackend:
+    for name, value in settings:
+        check_header(root, name, value)
+    account = next((value for name, value in settings if name.upper() == "AZURE_STORAGE_ACCOUNT_NAME"), "")
     container, _, named = root.partition("://")[2].partition("@")
     named = named or f"{account}{_SERVICE}"
     place = (container, named, *((name, value) for name, value in settings if _PLACES.fullmatch(name.upper())))
@@ -249,22 +242,10 @@ class AzureBackend(ObjectStoreBackend):
             self._put(key, memory, size)
 
     def _put_blocks(self, key: str, size: int, segments: Sequence[Segment]) -> None:
-        failed: list[BaseException] = []
-
-        def copies() -> Iterator[bytes]:
-            try:
-                for part in file_parts(size, segments, sent=True):
-                    yield part.tobytes()  # several parts wait, and the memory of one may be used for the next
-            except BaseException as error:
-                failed.append(error)
-                raise
-
-        try:
-            self._put(key, copies(), size, use_multipart=True, chunk_size=BLOCK_BYTES, max_concurrency=_BLOCKS)
-        except HoldfastError:
-            if failed:
-                raise failed[0] from None
-            raise
+        # Several parts wait, and the memory of one may be used for the next.
+        copies = (part.tobytes() for part in file_parts(size, segments, sent=True))
+        with failing_parts(copies) as parts:
+            self._put(key, parts, size, use_multipart=True, chunk_size=BLOCK_BYTES, max_concurrency=_BLOCKS)
 
     def remove(self, key: str) -> None:
         try:

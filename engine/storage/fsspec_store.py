@@ -30,7 +30,7 @@ from ..errors import (
 )
 from .backend import Segment
 from .local import TEMPORARY_PREFIX
-from .object_store import UNKNOWN_SIZE, ObjectStoreBackend, file_parts
+from .object_store import UNKNOWN_SIZE, ObjectStoreBackend, failing_parts, file_parts
 from .status import OS_ERRORS, UnknownSchemeError, explain_failure, map_os_error, truncated, without_secrets
 
 _logger = logging.getLogger("holdfast")
@@ -340,33 +340,20 @@ class FsspecBackend(ObjectStoreBackend):
         self._do(key, "write", write, len(data))
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
-        failed: list[BaseException] = []
-
-        def parts() -> Iterator[Any]:
-            try:
-                yield from file_parts(size, segments, sent=True)
-            except BaseException as error:
-                failed.append(error)
-                raise
-
         def write(fs: Any, path: str) -> None:
             if not self._whole:
                 fs.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
             try:
                 with fs.open(path, "wb") as file:
-                    for part in parts():
+                    for part in parts:
                         file.write(part.data)
             except BaseException:
                 with contextlib.suppress(Exception):
                     fs.rm_file(path)
                 raise
 
-        try:
+        with failing_parts(file_parts(size, segments, sent=True)) as parts:
             self._do(key, "write", write, size)
-        except HoldfastError:
-            if failed:
-                raise failed[0] from None
-            raise
         found = self.object_size(key)
         if found is not None and found != size:
             self.remove(key)

@@ -30,6 +30,7 @@ from ..errors import (
 from . import object_store
 from .backend import FileIdentity, Segment
 from .object_store import BY_NAME, GARBLED, UNKNOWN_SIZE, ObjectStoreBackend, file_parts, time_limit
+from .status import check_header
 
 if TYPE_CHECKING:
     import numpy as np
@@ -135,10 +136,7 @@ class KvStoreBackend(ObjectStoreBackend):
         return bool(answer.state == "value")
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
-        """Return whether the service refuses to create an object that exists; each service is asked once.
-
-        ``key`` holds ``data``, which a service that ignores conditions writes again.
-        """
+        # Each service is asked once; one that ignores conditions writes the data again.
         service = self.spec.get("endpoint", "") if self.scheme == "s3" else ""
         if self.scheme == "s3" and service not in _conditional:
             if data is None:
@@ -235,10 +233,6 @@ class KvStoreBackend(ObjectStoreBackend):
     def read_into(
         self, key: str, offset: int, memory: Sequence[NDArray[np.uint8]], answered: Callable[[], None]
     ) -> bool:
-        """Fill memory with a range of an object; return False where only :meth:`read_range` can tell what is there.
-
-        ``answered`` is called when the service begins to answer, if it does.
-        """
         transfer = self._transfer()
         size = sum(part.size for part in memory)
         if transfer is None or not size:
@@ -250,13 +244,8 @@ class KvStoreBackend(ObjectStoreBackend):
         self.request(key, "write", lambda: self._store().write(key, content.pop()), len(content[0]))
 
     def _store(self) -> tensorstore.KvStore:
-        for name in _CREDENTIALS.get(self.scheme, ()):  # TensorStore 0.1.86 ends the process, and prints the header
-            value = os.environ.get(name, "")
-            if not (value.isascii() and value.isprintable()):
-                raise StoragePermissionError(
-                    f"cannot reach {self._root}: the value of {name} holds a character that no header can have, "
-                    "perhaps a line break at its end; set it again without"
-                )
+        for name in _CREDENTIALS.get(self.scheme, ()):  # TensorStore 0.1.86 prints the header
+            check_header(self._root, name, os.environ.get(name, ""))
         if self.scheme == "s3":
             from .aws_credentials import check_profile
 
@@ -301,7 +290,6 @@ class KvStoreBackend(ObjectStoreBackend):
         return sorted(name.decode("utf-8", "surrogateescape") for name in names)
 
     def _advice(self, kind: type[HoldfastError]) -> str:
-        """Return what may help against an error, in brackets, or ""."""
         if self.scheme == "memory":
             return ""
         if self.scheme == "s3":

@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Any, Protocol, Self
+from typing import IO, TYPE_CHECKING, Any, Protocol, Self, TypeVar
 from urllib.parse import quote
 
 from ..errors import (
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _logger = logging.getLogger("holdfast")
+
+T = TypeVar("T")
 
 RETRIES = 8  # attempts at one request; an unreachable service is given up after about two minutes of them
 # Seconds after which a request has failed even if a client would try again: a service may never answer.
@@ -472,6 +474,26 @@ def file_parts(size: int, segments: Sequence[Segment], sent: bool) -> Iterator[N
                 f"the segment at offset {segment.offset} should have {segment.size} bytes, "
                 f"but its parts have {position - segment.offset}"
             )
+
+
+@contextlib.contextmanager
+def failing_parts(parts: Iterator[T]) -> Iterator[Iterator[T]]:
+    """Give a block that sends parts an iterator of them; their own error is raised, not that of the upload it ended."""
+    failed: list[BaseException] = []
+
+    def watched() -> Iterator[T]:
+        try:
+            yield from parts
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    try:
+        yield watched()
+    except HoldfastError:
+        if failed:
+            raise failed[0] from None
+        raise
 
 
 # ---- files that programs open: read whole when they are opened, sent whole when they are closed

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import re
 from collections.abc import Iterator
+from typing import TypeVar
 
 from ..errors import (
     DamagedCheckpointError,
@@ -18,6 +19,8 @@ from ..errors import (
     StoragePermissionError,
     StorageUnavailableError,
 )
+
+E = TypeVar("E", bound=HoldfastError)
 
 OS_ERRORS: dict[int, type[StorageError]] = {
     errno.ENOENT: ObjectNotFoundError,
@@ -143,7 +146,7 @@ def unreadable_as_damage(place: object) -> Iterator[None]:
 
 def map_os_error(error: OSError, path: str, action: str) -> StorageError:
     kind = OS_ERRORS.get(error.errno or 0, StorageError)
-    mapped = kind(_message(kind, action, path, error.strerror or str(error)))
+    mapped = explain_failure(kind, action, path, error.strerror or str(error))
     mapped.errno = error.errno
     return mapped
 
@@ -163,19 +166,24 @@ def map_status(error: Exception, path: str, action: str) -> HoldfastError:
         kind = InvalidLocationError  # TensorStore omits the status name for arguments it cannot use.
     else:
         kind = StorageError
-    return kind(_message(kind, action, path, re.sub(_BODY, "", text)))
+    return explain_failure(kind, action, path, re.sub(_BODY, "", text))
 
 
-def explain_failure(kind: type[HoldfastError], action: str, path: str, reason: str) -> HoldfastError:
+def explain_failure(kind: type[E], action: str, path: str, reason: str) -> E:
     """Return an error as "cannot ``action`` ``path``: ``reason``", with advice and without secrets."""
-    return kind(_message(kind, action, path, reason))
-
-
-def _message(kind: type[HoldfastError], action: str, path: str, reason: str) -> str:
     advice = next((_ADVICE[one] for one in kind.__mro__ if one in _ADVICE), None)
     if "RequestTimeTooSkewed" in reason:
         advice = "set the clock of this machine, which differs from that of the service by more than minutes"
-    return without_secrets(f"cannot {action} {path}: {reason}") + (f"; {advice}" if advice else "")
+    return kind(without_secrets(f"cannot {action} {path}: {reason}") + (f"; {advice}" if advice else ""))
+
+
+def check_header(place: str, name: str, value: str) -> None:
+    """Raise StoragePermissionError if the value of a variable cannot go into a header; clients end the process then."""
+    if not (value.isascii() and value.isprintable()):
+        raise StoragePermissionError(
+            f"cannot reach {place}: the value of {name} holds a character that no header can have, perhaps a line "
+            "break at its end; set it again without"
+        )
 
 
 def without_secrets(text: str) -> str:

@@ -176,9 +176,6 @@ class Transfer:
             ValueError: ``parts`` raised it.
         """
 
-        def send(connection: http.client.HTTPConnection, check: Callable[[], None]) -> None:
-            _send(connection.sock, parts(True), check)
-
         def receive(response: http.client.HTTPResponse, check: Callable[[], None]) -> bool:
             check()
             body = response.read(_ANSWER)
@@ -186,10 +183,9 @@ class Transfer:
 
         method, target = self._put_target(key)
         headers = {"content-length": str(size)}
-        digest = lambda: self._digest(lambda: parts(False))  # noqa: E731
         has_ended = False
         for pause in (*again, 0.0):
-            found = self._attempt(method, target, headers, digest, send, receive, patience)
+            found = self._attempt(method, target, headers, parts, receive, patience)
             if found not in ("busy", "ended") or (has_ended and found == "ended"):
                 return found
             has_ended = found == "ended"
@@ -225,7 +221,7 @@ class Transfer:
             return response.isclosed() or not response.read(1)
 
         headers = {"range": f"bytes={offset}-{end - 1}"}
-        return self._attempt("GET", self._get_target(key), headers, str, None, receive, patience) == "done"
+        return self._attempt("GET", self._get_target(key), headers, None, receive, patience) == "done"
 
     def get_small(self, key: str, limit: int, patience: Patience) -> bytes | None:
         """Return all of an object; None if it is longer than ``limit`` bytes, or the service did not send it."""
@@ -244,7 +240,7 @@ class Transfer:
             return len(content) == length and _is_whole(response)
 
         headers = {"range": f"bytes=0-{limit - 1}"}
-        found = self._attempt("GET", self._get_target(key), headers, str, None, receive, patience, works=_ANSWERED)
+        found = self._attempt("GET", self._get_target(key), headers, None, receive, patience, works=_ANSWERED)
         return content if found == "done" else None
 
     def remove(self, names: Sequence[str], patience: Patience) -> bool:
@@ -253,10 +249,9 @@ class Transfer:
         if request is None:
             return False
         target, headers, body = request
-        parts = [np.frombuffer(body, np.uint8)]
 
-        def send(connection: http.client.HTTPConnection, check: Callable[[], None]) -> None:
-            _send(connection.sock, parts, check)
+        def parts(_: bool) -> Iterator[Part]:
+            yield np.frombuffer(body, np.uint8)
 
         def receive(response: http.client.HTTPResponse, check: Callable[[], None]) -> bool:
             check()
@@ -265,8 +260,7 @@ class Transfer:
                 self.removes = False
             return response.status == 200 and _is_whole(response) and self._is_removed(answer)
 
-        digest = lambda: self._digest(lambda: iter(parts))  # noqa: E731
-        return self._attempt("POST", target, headers, digest, send, receive, patience, works=_REFUSED) == "done"
+        return self._attempt("POST", target, headers, parts, receive, patience, works=_REFUSED) == "done"
 
     def copy(self, key: str, target: str, patience: Patience) -> bool:
         """Let the service copy an object to another name; return whether it has confirmed the copy."""
@@ -285,22 +279,21 @@ class Transfer:
         method, path, headers = self._copy_request(key, target)
         headers["content-length"] = "0"
         works = {*range(400, 500), 501}  # a service that refuses a copy still works
-        return self._attempt(method, path, headers, str, None, receive, patience, works) == "done"
+        return self._attempt(method, path, headers, None, receive, patience, works) == "done"
 
     def _attempt(
         self,
         method: str,
         target: str,
         headers: dict[str, str],
-        digest: Callable[[], str],
-        send: Callable[[http.client.HTTPConnection, Callable[[], None]], None] | None,
+        parts: Callable[[bool], Iterator[Part]] | None,  # of the body, as for :meth:`put`
         receive: Callable[[http.client.HTTPResponse, Callable[[], None]], bool],
         patience: Patience,
         works: Container[int] = _MISSING,
     ) -> Outcome:
         if time.monotonic() < self._paused:
             return "failed"
-        known = digest()
+        known = "" if parts is None else self._digest(lambda: parts(False))
         deadline = time.monotonic() + patience.timeout
 
         def check() -> None:
@@ -325,8 +318,8 @@ class Transfer:
                 for name, value in authorized.items():
                     connection.putheader(name, value)
                 connection.endheaders()
-                if send is not None:
-                    send(connection, check)
+                if parts is not None:
+                    _send(connection.sock, parts(True), check)
                 _wait(connection.sock, patience)
                 response = connection.getresponse()
                 status = response.status
