@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import PeerFailedError, StateError, itemized
+from ..errors import OptionError, PeerFailedError, StateError, itemized
 from .all_gather import Transport, transport_of
 from .coordinators import Coordinator, current_coordinator
 from .rendezvous import Rendezvous, next_rendezvous
@@ -81,11 +81,7 @@ class ProcessGroup:
 
     def compare(self, what: str, mine: Mapping[str, Any]) -> None:
         """Raise StateError on all processes if a value of one is not that of process 0, and name both."""
-        if self.alone:
-            return
-        with contextlib.closing(self._meet(what)) as rendezvous:
-            found = rendezvous.summarize("values", json.dumps(mine).encode(), self.timeout, _differences)
-        if differences := json.loads(found):
+        if differences := self._agreed(None if self.alone else self._meet(what), mine, _differences):
             text = (
                 f"{what} differ between the processes; give all of them the same, or let each work alone, with "
                 "coordinator=hf.processes.Alone()"
@@ -146,29 +142,50 @@ class ProcessGroup:
 
     def first(self, what: str, value: Any) -> tuple[int, Any] | None:
         """Return the first process whose value is not None, with the value, on all processes; None without any."""
-        rendezvous = self.rendezvous(what)
-        if rendezvous is None:
-            return None if value is None else (0, value)
-        with contextlib.closing(rendezvous):
-            found = json.loads(rendezvous.summarize("values", json.dumps(value).encode(), self.timeout, _first))
+        found = self.agree(what, value, _first)
         return None if found is None else (found[0], found[1])
 
+    def agree(self, what: str, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
+        """Return on all processes what process 0 makes of the values of all; its OptionError is raised on all.
 
-def _differences(values: Sequence[bytes]) -> bytes:
+        JSON can hold the values and the result.
+        """
+        return self._agreed(self.rendezvous(what), mine, work)
+
+    def _agreed(self, rendezvous: Rendezvous | None, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
+        if rendezvous is None:
+            return work([mine])
+
+        def summary(values: Sequence[bytes]) -> bytes:
+            try:
+                return json.dumps({"answer": work(list(map(json.loads, values)))}).encode()
+            except OptionError as error:
+                return json.dumps({"error": str(error)}).encode()
+            except BaseException as error:
+                rendezvous.fail(error)
+                raise
+
+        with contextlib.closing(rendezvous):
+            found = json.loads(rendezvous.summarize("values", json.dumps(mine).encode(), self.timeout, summary))
+        if "error" in found:
+            raise OptionError(found["error"])
+        return found["answer"]
+
+
+def _differences(values: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what differs from the values of process 0, as lines of text."""
-    first, *others = [json.loads(one) for one in values]
+    first, *others = values
     lines = [
         f"{name}: process 0 has {first.get(name)!r}, and process {process} has {theirs.get(name)!r}"
         for process, theirs in enumerate(others, 1)
         for name in first.keys() | theirs.keys()
         if first.get(name) != theirs.get(name)
     ]
-    return json.dumps(sorted(lines)[:_MOST_LINES]).encode()
+    return sorted(lines)[:_MOST_LINES]
 
 
-def _first(values: Sequence[bytes]) -> bytes:
-    decoded = enumerate(map(json.loads, values))
-    return json.dumps(next(([process, value] for process, value in decoded if value is not None), None)).encode()
+def _first(values: Sequence[Any]) -> tuple[int, Any] | None:
+    return next(((process, value) for process, value in enumerate(values) if value is not None), None)
 
 
 def run_on_primary(

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -133,7 +133,8 @@ _FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether anothe
 _LONGEST_WAIT = 1.0
 _WAIT_PER_PROCESS = 1e-3  # seconds; so all processes that wait look for failures 1,000 times a second at most
 _MOST_AT_ONCE = 256  # values to ask for in one request
-_GATHERED = 1.9  # timeouts to wait for process 0 where it waits itself; less than two in all
+# Timeouts to wait for process 0 where it waits itself: two in all, as the end of a wait may take its share of one.
+_GATHERED = 2 - 1 / _SHARE
 _SILENCE = 600.0  # seconds in which a store must answer, unless the caller says otherwise
 _MESSAGE_LIMIT = 4000  # characters of an error that the other processes get
 _MOST_RETIRED = 64  # closed rendezvous that are remembered; another process that died never closed its own
@@ -216,13 +217,9 @@ class Rendezvous:
                 raise ValueError(f"process 0 must give the value of {topic!r}")
             self._put(key, value)
             return value
-        timeout = self._patience(_GATHERED * timeout if gathered else timeout)
-        try:
-            value = self._get(key, 0, self._deadline(timeout))
-        except TimeoutError:
-            raise self._timeout(topic, timeout, [0]) from None
-        self._has_met(range(self.count) if gathered else [0])
-        return value
+        timeout, met = (_GATHERED * timeout, range(self.count)) if gathered else (timeout, range(1))
+        with self._waiting(topic, timeout, met, lambda: [0]) as deadline:
+            return self._complete(key, self._wait(key, deadline), 0, deadline)
 
     def gather(self, topic: str, value: bytes, timeout: float) -> list[bytes] | None:
         """Return the values of all processes on process 0, the only one that waits, and None on the others."""
@@ -242,14 +239,8 @@ class Rendezvous:
             made = summary([value, *self._collect("summarize", topic, timeout, discard=False)])
             self._put(together, made)
             return made
-        timeout = self._patience(timeout)
-        try:
-            made = self._get(together, 0, self._deadline(timeout))
-        except TimeoutError:
-            missing = self._missing("summarize", topic)
-            raise self._timeout(topic, timeout, missing or [0]) from None
-        self._has_met(range(self.count))
-        return made
+        with self._waiting(topic, timeout, range(self.count), lambda: self._missing("summarize", topic)) as deadline:
+            return self._complete(together, self._wait(together, deadline), 0, deadline)
 
     def barrier(self, topic: str, timeout: float) -> None:
         self.summarize(topic, b"", timeout, lambda _: b"")
@@ -290,25 +281,35 @@ class Rendezvous:
             self._closed = True
             _retire(self.coordinator, self._prefix, self._stored, self._deleted)
 
-    def _patience(self, timeout: float) -> float:
-        """Return the time for a wait: half of it after each wait in a row that has missed a process, down to a part."""
+    @contextlib.contextmanager
+    def _waiting(self, topic: str, timeout: float, met: range, missing: Callable[[], Sequence[int]]) -> Iterator[float]:
+        """Give a block that waits for processes its deadline, and note which were ``met``, or are ``missing`` then.
+
+        The time is half of ``timeout`` after each wait in a row that has missed a process, down to a part.
+        """
         now = self.coordinator.monotonic()
         with _missed_lock:
-            misses = _missed.get(self.coordinator.unbounded)
-            if misses is None:
-                return timeout
+            misses = _missed.setdefault(self.coordinator.unbounded, _Misses())
             if now > misses.until:
                 misses.counts.clear()  # the program has gone on: a process that is only slow gets its time again
-            return timeout / misses.share()
-
-    def _has_met(self, processes: Iterable[int]) -> None:
+            timeout /= misses.share()
+        try:
+            yield now + timeout
+        except TimeoutError:
+            absent = missing() or [0]
+            now = self.coordinator.monotonic()
+            with _missed_lock:
+                misses.until = max(misses.until, now + timeout * misses.share())
+                misses.counts.update(absent)
+            names = f"{'process' if len(absent) == 1 else 'processes'} {shortened(absent, 20)}"
+            message = (
+                f"{self.name}: {names} of {self.count} did not reach {topic!r} within {timeout:g} s; "
+                "check their logs, or raise the timeout if they are only slow"
+            )
+            raise BarrierTimeoutError(message, absent) from None
         with _missed_lock:
-            if misses := _missed.get(self.coordinator.unbounded):
-                for process in processes:
-                    del misses.counts[process]
-
-    def _deadline(self, timeout: float) -> float:
-        return self.coordinator.monotonic() + timeout
+            for process in [one for one in misses.counts if one in met]:
+                del misses.counts[process]
 
     def _key(self, operation: str, topic: str, process: int, *, again: bool = False) -> str:
         key = _process_key(f"{self._prefix}/{operation}/{quote(topic, safe='')}", process)
@@ -325,10 +326,6 @@ class Rendezvous:
             for one, part in reversed(list(zip(keys, parts, strict=True))):  # the first, which is awaited, comes last
                 self.coordinator.put(one, part)
         self._stored += keys
-
-    def _get(self, key: str, process: int, deadline: float) -> bytes:
-        """Wait for a value; raise TimeoutError at the deadline."""
-        return self._complete(key, self._wait(key, deadline), process, deadline)
 
     def _complete(self, key: str, first: bytes, process: int, deadline: float) -> bytes:
         """Return the value of which ``first`` is the first part."""
@@ -363,31 +360,29 @@ class Rendezvous:
 
     def _collect(self, operation: str, topic: str, timeout: float, *, discard: bool) -> list[bytes]:
         """Wait on process 0 for the values of all other processes."""
-        timeout = self._patience(timeout)
-        deadline = self._deadline(timeout)
         awaited = [self._key(operation, topic, process) for process in range(1, self.count)]
         values: list[bytes] = []
+
+        def missing() -> list[int]:
+            first = len(values) + 1
+            return self._missing(operation, topic, first) or [first]
+
         at_once = 1  # Each request that finds all its values is followed by one for twice as many.
-        while len(values) < len(awaited):
-            process = len(values) + 1
-            keys = awaited[len(values) : min(len(values) + at_once, _folder_end(process) - 1)]
-            read = len(self._stored)
-            try:
+        with self._waiting(topic, timeout, range(self.count), missing) as deadline:
+            while len(values) < len(awaited):
+                keys = awaited[len(values) : min(len(values) + at_once, _folder_end(len(values) + 1) - 1)]
+                read = len(self._stored)
                 with self._connected():
                     firsts = self.coordinator.try_get_all(keys)
                 at_once = 1 if firsts is None else min(2 * at_once, _MOST_AT_ONCE)
                 if firsts is None:
                     keys, firsts = keys[:1], [self._wait(keys[0], deadline)]
                 for key, first in zip(keys, firsts, strict=True):
-                    value = self._complete(key, first, process, deadline)
+                    value = self._complete(key, first, len(values) + 1, deadline)
                     values.append(value)
                     self._stored += part_keys(key, len(value))
-                    process += 1
-            except TimeoutError:
-                raise self._timeout(topic, timeout, self._missing(operation, topic, process) or [process]) from None
-            if discard:
-                self._delete(self._stored[read:])
-        self._has_met(range(self.count))
+                if discard:
+                    self._delete(self._stored[read:])
         return values
 
     def _delete(self, keys: Sequence[str]) -> None:
@@ -426,20 +421,6 @@ class Rendezvous:
                 f"server, must have ended or be stopped ({error}); check their logs"
             )
             raise PeerFailedError(message, 0) from error
-
-    def _timeout(self, topic: str, timeout: float, missing: Sequence[int]) -> BarrierTimeoutError:
-        now = self.coordinator.monotonic()
-        with _missed_lock:
-            misses = _missed.setdefault(self.coordinator.unbounded, _Misses())
-            misses.until = max(misses.until, now + timeout * misses.share())
-            misses.counts.update(missing)
-        names = "process " if len(missing) == 1 else "processes "
-        names += shortened(missing, 20)
-        message = (
-            f"{self.name}: {names} of {self.count} did not reach {topic!r} within {timeout:g} s; "
-            "check their logs, or raise the timeout if they are only slow"
-        )
-        return BarrierTimeoutError(message, missing)
 
 
 def missed_a_process(error: BaseException | None) -> bool:

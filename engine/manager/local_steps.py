@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -185,14 +185,12 @@ class LocalHosts:
         further: All that are whole and count, at the start.
         left: Those that are whole and do not count.
         branches: The history of which local steps counted at the start.
-        bytes_read: Bytes that this process has read from other hosts.
     """
 
     def __init__(self, options: Local, run: RunDirectory, processes: ProcessGroup) -> None:
         self.root = as_location(options.url, writes=True)
         self.peers: dict[int, Peer] = {}
         self.newest: WholeStep | None = None
-        self.bytes_read = 0
         self._options = options
         self._run = run
         self._processes = processes
@@ -225,7 +223,7 @@ class LocalHosts:
         local = self._options
         name = local.host or f"{socket.gethostname()}/{machine_identity()}"
         me = {"name": name, "domain": local.failure_domain or name, "url": self.root.url}
-        found = self._agree("hosts of local steps", me, self._meet)
+        found = self._processes.agree("hosts of local steps", me, self._meet)
         self._program = _Program(
             [_Host(**one) for one in found["hosts"]], found["run"], found["token"], found["attempt"]
         )
@@ -256,7 +254,7 @@ class LocalHosts:
             "held": {folder: one.to_json() for folder, one in held.items()},
             "problem": problem,
         }
-        answer = self._agree("local steps", mine, self._first_choice)
+        answer = self._processes.agree("local steps", mine, self._first_choice)
         self.sequence = answer["sequence"]
         self.branches = tuple(LocalBranch(*one) for one in answer["branches"])
         for number, address in enumerate(answer["addresses"]):
@@ -294,33 +292,6 @@ class LocalHosts:
         first = self._run.step_location(0).url
         place = hashlib.blake2b(first.encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
         return f"{identity.run}.{place}" if identity.run and _TOKEN.fullmatch(identity.run) else None
-
-    def _agree(self, what: str, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
-        """Return on all processes what process 0 makes of the values of all; its error is raised on all."""
-
-        def summary(values: Sequence[bytes]) -> bytes:
-            try:
-                return json.dumps({"answer": work([json.loads(one) for one in values])}).encode()
-            except OptionError as error:
-                return json.dumps({"error": str(error)}).encode()
-            except BaseException as error:
-                if rendezvous is not None:
-                    rendezvous.fail(error)
-                raise
-
-        rendezvous = self._processes.rendezvous(what)
-        encoded = json.dumps(mine).encode()
-        if rendezvous is None:
-            found = summary([encoded])
-        else:
-            try:
-                found = rendezvous.summarize("values", encoded, self._processes.timeout, summary)
-            finally:
-                rendezvous.close()
-        answer = json.loads(found)
-        if "error" in answer:
-            raise OptionError(answer["error"])
-        return answer["answer"]
 
     # ---- which step is whole
 
@@ -410,7 +381,7 @@ class LocalHosts:
 
     def take(self, step: int) -> WholeStep | None:
         """Return one of the ``further`` steps, if it is whole; all processes call it."""
-        return self._find(self._agree("local step", None, lambda _: self._choose(step)), step)
+        return self._find(self._processes.agree("local step", None, lambda _: self._choose(step)), step)
 
     def _find(self, whole: Mapping[str, Any] | None, number: int | None) -> WholeStep | None:
         """Verify a step, each file where it lies, and return it; choose again if it is damaged."""
@@ -421,9 +392,8 @@ class LocalHosts:
             verified = True
             for digested in (True, False):  # the index first, which has the checksums of the others
                 mine = self._damaged(step, digested) if self.leads else []
-                answer = self._agree(
-                    "verified local steps", {"damaged": mine}, partial(self._again, number, step.folder)
-                )
+                again = partial(self._again, number, step.folder)
+                answer = self._processes.agree("verified local steps", {"damaged": mine}, again)
                 if answer["damaged"]:
                     whole, verified = answer["whole"], False
                     break
@@ -492,12 +462,9 @@ class LocalHosts:
             if own is not None:
                 return (self._place(step.folder, own) / path).open_data()
             remote = [(self.peers[host], f"{self._program.run}/{where}/{step.folder}/{path}") for host, where in held]
-            return RemoteReader(path, sizes[path], remote, self._count)
+            return RemoteReader(path, sizes[path], remote)
 
         return Location(ScatteredFiles(f"the local step {step.step}", sizes, opened), "")
-
-    def _count(self, length: int) -> None:
-        self.bytes_read += length
 
     def make_folder(self, rendezvous: Rendezvous | None) -> Location | None:
         """Make the folder of the run on all hosts; raise StorageError on all processes if one cannot."""

@@ -215,7 +215,7 @@ class Peer:
                     raise DamagedCheckpointError(f"{self._name} sent {filled} bytes of {path}, not {len(memory)}")
                 filled += len(body)
 
-        self._do(work, again=True)
+        self._do(work)
         with self._lock:
             self.bytes_read += len(memory)
 
@@ -236,7 +236,7 @@ class Peer:
             head, _ = _receive(connection)
             _check(head, self._name)
 
-        self._do(work, again=True)
+        self._do(work)
 
     def close(self) -> None:
         with self._lock:
@@ -244,7 +244,7 @@ class Peer:
         for one in ended:
             one.close()
 
-    def _do(self, work: Callable[[socket.socket], None], *, again: bool) -> None:
+    def _do(self, work: Callable[[socket.socket], None]) -> None:
         """Do work on a connection; once more on a fresh one, if the one that was kept has been closed meanwhile."""
         with self._lock:
             kept = self._idle.pop() if self._idle else None
@@ -258,9 +258,9 @@ class Peer:
         except (OSError, EOFError) as error:
             if isinstance(error, StorageError):
                 raise
-            if kept is not None and again and not isinstance(error, TimeoutError):
+            if kept is not None and not isinstance(error, TimeoutError):
                 self.close()
-                self._do(work, again=False)
+                self._do(work)
                 return
             host, port = self._address
             raise StorageUnavailableError(
@@ -279,11 +279,10 @@ class Peer:
 class RemoteReader(DataReader):
     """A file on other hosts, read by ranges from the first of them that answers."""
 
-    def __init__(self, path: str, size: int, holders: Sequence[tuple[Peer, str]], count: Callable[[int], None]) -> None:
+    def __init__(self, path: str, size: int, holders: Sequence[tuple[Peer, str]]) -> None:
         self._path = path
         self._size = size
         self._holders = holders
-        self._count = count
 
     @property
     def size(self) -> int:
@@ -298,7 +297,6 @@ class RemoteReader(DataReader):
             except (StorageError, DamagedCheckpointError) as error:
                 errors.append(str(error))
                 continue
-            self._count(length)
             return memory
         raise DamagedCheckpointError(f"{self._path} of a local step: {'; '.join(errors)}", unreadable=True)
 
