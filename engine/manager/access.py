@@ -138,10 +138,10 @@ class RunAccess:
                 self.local.wait()
 
     @contextlib.contextmanager
-    def shared_reads(self, what: str) -> Iterator[SharedReads | None]:
+    def shared_reads(self) -> Iterator[SharedReads | None]:
         """Begin reads that all processes make together; None where each reads on its own."""
         transport = self.processes.transport() if self.options.load_and_broadcast is not False else None
-        rendezvous = None if transport is None else self.processes.rendezvous(f"{what}: shared reads")
+        rendezvous = None if transport is None else self.processes.rendezvous("restore: shared reads")
         if transport is None or rendezvous is None:
             yield None
             return

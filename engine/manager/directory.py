@@ -261,6 +261,11 @@ class RunDirectory:
             else:
                 self._put(step, with_late(record, self._late.of(f"{self._series}{step}")))
 
+    def see_hosts(self, **changes: Any) -> None:
+        """Change which local steps of the hosts are seen: attributes of :class:`HostSteps`."""
+        with self._lock:
+            self.hosts = replace(self.hosts, **changes)
+
     def condemn(self, step: int, damage: str, *, unreadable: bool) -> None:
         """Note that the data of a step is damaged: the step is not listed any more, and may be replaced."""
         with self._lock:

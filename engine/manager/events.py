@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..clock import Clock
-from ..exit_status import PREEMPTED
+from ..errors import PREEMPTED
 from ..observer import Observer
 from ..storage import Location, append_line, open_own
 

@@ -13,13 +13,14 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..checkpoint import BackgroundSave, ItemToSave, Save, leave_save
 from ..clock import Clock, seconds
 from ..distributed import ProcessGroup, Rendezvous, missed_a_process
 from ..errors import OwnershipError, PeerFailedError, StorageError
-from ..format import RECORD, CheckpointRecord
+from ..format import RECORD
 from ..storage import Buffer, Location, parallel_map
 from .decisions import EverySteps
 from .directory import RunDirectory
@@ -27,6 +28,9 @@ from .events import RunEvents, described
 from .local_steps import COPIES, OWN, LocalHosts, WholeStep, files_in, is_on_line, sequence_of
 from .options import CheckpointManagerOptions, Local, LocalStatus
 from .ownership import LocalBranch
+
+if TYPE_CHECKING:
+    from .saving import PendingSave
 
 _logger = logging.getLogger("holdfast")
 
@@ -67,6 +71,7 @@ class LocalTier:
         self._clock = clock
         self._events = events
         self._trigger = EverySteps(self._options.every)
+        self.reason = f"every {self._options.every} steps"
         self._previous: int | None = None  # the step after which the next local save is due
         self._reached: int | None = None  # the last step of the program that this has seen
         self._before: int | None = None  # the step before, unless the run has gone back since
@@ -86,16 +91,15 @@ class LocalTier:
         self._history = LocalHistory(0, ())
         self._continue_after(-1, ())
         self._noted = 0  # the number of the history that was noted last
-        self._seeing = threading.Lock()
         self._noting = threading.Lock()  # the saves of both places note it, and change which local steps are kept
-        self._see(further=self._hosts.further, left=self._hosts.left)
+        self._run.see_hosts(further=self._hosts.further, left=self._hosts.left)
         if self._hosts.newest is not None:
             self._read(self._hosts.newest)
 
     @property
     def bytes_from_peers(self) -> int:
         """Bytes that this process has read from other hosts."""
-        return self._hosts.bytes_read
+        return sum(peer.bytes_read for peer in self._hosts.peers.values())
 
     # ---- saving
 
@@ -150,7 +154,7 @@ class LocalTier:
 
     def take(self, step: int) -> bool:
         """Let the run read a step that the hosts have, if it is whole; all processes call it."""
-        self._see(further=self._run.hosts.further - {step})
+        self._run.see_hosts(further=self._run.hosts.further - {step})
         found = self._hosts.take(step)
         if found is not None:
             self._read(found)
@@ -162,23 +166,18 @@ class LocalTier:
         self._kept = dict(sorted(kept.items(), key=lambda one: one[1]))
         seen = self._run.hosts
         read = {**seen.read, found.step: self._hosts.opened(found)}
-        self._see(read=read, further=seen.further - {found.step})
+        self._run.see_hosts(read=read, further=seen.further - {found.step})
 
     def drop(self, step: int) -> None:
         """Read a local step, which is damaged, no more."""
-        self._see(read={one: found for one, found in self._run.hosts.read.items() if one != step})
-
-    def _see(self, **changes: Any) -> None:
-        """Change which local steps the directory sees; the threads of saves do it, too."""
-        with self._seeing:
-            self._run.hosts = replace(self._run.hosts, **changes)
+        self._run.see_hosts(read={one: found for one, found in self._run.hosts.read.items() if one != step})
 
     def directory_saves(self, step: int) -> tuple[LocalHistory, LocalHistory]:
         """Return the history to note before the commit of a save in the directory that begins, and that after it.
 
         Where the step is saved once more, the local step counts until the commit; then that of the directory does.
         """
-        self._see(read={one: found for one, found in self._run.hosts.read.items() if one < step})
+        self._run.see_hosts(read={one: found for one, found in self._run.hosts.read.items() if one < step})
         before, last = self._history, self._reached
         self._reach(step, again=True)
         return before if step == last else self._history, self._history
@@ -208,11 +207,11 @@ class LocalTier:
 
     def _keep(self, kept: dict[str, int]) -> None:
         self._kept = kept
-        self._see(saved=frozenset(kept.values()))
+        self._run.see_hosts(saved=frozenset(kept.values()))
 
     def _forget_found(self) -> None:
         """Read no local step of an earlier start any more."""
-        self._see(read={}, further=frozenset(), left=frozenset())
+        self._run.see_hosts(read={}, further=frozenset(), left=frozenset())
 
     def begin(self, step: int) -> Rendezvous | None:
         """Count a save that is due, before anything can fail, so that all processes count alike."""
@@ -250,17 +249,11 @@ class LocalTier:
         return f"{self._sequence:08d}.{step}.{self._hosts.attempt}"
 
     def save(
-        self,
-        step: int,
-        values: Mapping[str, ItemToSave],
-        metrics: Mapping[str, Any] | None,
-        facts: Mapping[str, Any] | None,
-        rendezvous: Rendezvous | None,
-        began: float,
+        self, pending: PendingSave, values: Mapping[str, ItemToSave], rendezvous: Rendezvous | None, began: float
     ) -> None:
         """Save a step; writing and copying happen in the background, if the items allow that."""
         assert self._space is not None
-        folder, history = self._folder(step), self._history
+        step, folder = pending.step, self._folder(pending.step)
         save = Save(
             self._space / OWN / folder,
             {name: replace(item, reuse=None) for name, item in values.items()},
@@ -271,10 +264,7 @@ class LocalTier:
             timeout=self._processes.timeout,
             shared=False,
         )
-
-        def complete(awaited: Any = None) -> None:
-            self._complete(save, folder, step, history, metrics, facts, rendezvous, awaited)
-
+        complete = partial(self._complete, save, pending, folder, self._history, rendezvous)
         try:
             if save.in_background:
                 self._background.start(complete, what=f"the local step {step}", step=step)
@@ -287,16 +277,13 @@ class LocalTier:
     def _complete(
         self,
         save: Save,
+        pending: PendingSave,
         folder: str,
-        step: int,
         history: LocalHistory,
-        metrics: Mapping[str, Any] | None,
-        facts: Mapping[str, Any] | None,
         rendezvous: Rendezvous | None,
-        awaited: Any,
+        awaited: threading.Event | None = None,
     ) -> None:
-        assert self._space is not None
-        timeout = self._processes.timeout
+        step, timeout = pending.step, self._processes.timeout
         try:
             with save.completing() as claimed:
                 if not claimed:
@@ -309,14 +296,7 @@ class LocalTier:
                     rendezvous.gather("copied", b"", timeout)
                 record = None
                 if items is not None:
-                    record = CheckpointRecord(
-                        items=items,
-                        time=self._clock.now(),
-                        step=step,
-                        reason=f"every {self._options.every} steps",
-                        metrics=metrics,
-                        custom_metadata=facts,
-                    )
+                    record = pending.record(items, self._clock.now())
                     content = record.encode()
                     self._check_owner()
                     self.note(history)

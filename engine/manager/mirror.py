@@ -46,6 +46,7 @@ FIRST_PAUSE = 1.0  # seconds until the first new attempt after an error; each la
 _LONGEST_PAUSE = 300.0
 DELETION_WAIT = 30.0  # seconds that a deletion waits for the mirror
 _NICE = 10
+_LOOK = 0.2  # seconds between two looks whether a copy still fits
 _MARGIN = 1.2  # factor by which a copy may take longer than the measured rate says
 
 
@@ -89,18 +90,13 @@ class _Copying:
         self._since: tuple[float, int] | None = None  # the time, and the bytes that had arrived then
         self._seconds, self._bytes = 0.0, 0
 
-    def measure(self) -> None:
-        """Begin to measure the rate."""
-        if self._since is None:
-            self._since = self._now(), self.progress.arrived
-
-    def pause(self) -> None:
-        """Stop measuring the rate."""
+    def measure(self, yes: bool) -> None:
+        """Begin to measure the rate, or stop."""
+        now = self._now(), self.progress.arrived
         if self._since is not None:
-            began, arrived = self._since
-            self._seconds += self._now() - began
-            self._bytes += self.progress.arrived - arrived
-            self._since = None
+            self._seconds += now[0] - self._since[0]
+            self._bytes += now[1] - self._since[1]
+        self._since = now if yes else None
 
     @property
     def rate(self) -> float | None:
@@ -165,7 +161,6 @@ class RunMirror:
         self._saving = False  # whether the run is saving on a disk
         self._due = False
         self._final = False  # whether the run ends, and its newest step is copied, due or not
-        self._settled = False  # whether the thread has nothing more to do then
         self._adopted: str | None = None  # the identity that this run takes from the mirror
         self._foreign = False  # whether the mirror belongs to another run
         self._refused: set[str] = set()  # fingerprints of steps that are damaged in the run's directory
@@ -318,28 +313,28 @@ class RunMirror:
     def finish(self, timeout: float, *, must_fit: bool = False) -> bool:
         """Copy the newest step, due or not; with ``must_fit``, give up at once if the time is too short."""
         if self._ending.is_set():
-            return self._is_complete()
+            return self._lacking() is None
         if self._thread is None:  # the manager has only read
             self._end()
-            return self._is_complete()
+            return self._lacking() is None
         deadline = time.monotonic() + timeout
         with self._wake:
             self._final = self._due = True
             self._changed()
-            while not self._settled and self._thread.is_alive():
-                left = deadline - time.monotonic()
-                needed = self._bytes_left() / self._rate * _MARGIN if must_fit and self._rate else 0.0
-                if left <= 0 or needed > left:
-                    break
-                self._wake.wait(min(left, 0.2))
+        while self._thread.is_alive():
+            left = deadline - time.monotonic()
+            needed = self._bytes_left() / self._rate * _MARGIN if must_fit and self._rate else 0.0
+            if left <= 0 or needed > left:
+                break
+            self._thread.join(min(left, _LOOK))
         self._end()
         self._tell()
-        return self._is_complete()
+        return self._lacking() is None
 
     def _stop(self, timeout: float) -> None:
         """Stop the thread, and wait for it for some seconds; after that, it commits nothing any more."""
         self._ending.set()
-        self._tell_watchers()
+        self._changed()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
@@ -350,16 +345,12 @@ class RunMirror:
         if self._far is not None:
             self._far.ownership.release()
 
-    def _is_complete(self) -> bool:
-        newest = self._newest()
-        return newest is None or self._has(newest[1])
-
     def _tell(self) -> None:
         """Log where the newest step is, if the mirror lacks it."""
-        newest = self._newest()
-        if newest is None or self._has(newest[1]):
+        lacking = self._lacking()
+        if lacking is None:
             return
-        step = newest[0]
+        step, record = lacking
         there = self.status().step
         place = self._run.step_location(step)
         _logger.warning(
@@ -371,7 +362,7 @@ class RunMirror:
             "there is no step" if there is None else f"the newest is step {there}",
             f" ({self._error})" if self._error else "",
             self._bytes_left(),
-            newest[1].nbytes,
+            record.nbytes,
             place,
             self.location / place.name,
         )
@@ -404,39 +395,27 @@ class RunMirror:
                 pause = min(_LONGEST_PAUSE, 2 * pause if pause else FIRST_PAUSE)
                 self._warn(error, "it is tried again")
                 if self._is_lost():
-                    self._settle()
                     return
             else:
                 pause = None
                 self._works_again()
             if final:
-                self._settle()
                 return
-            self._tell_watchers()
-
-    def _tell_watchers(self) -> None:
-        with self._wake:
             self._changed()
-
-    def _settle(self) -> None:
-        self._settled = True
-        self._tell_watchers()
 
     def _changed(self) -> None:
         """Wake all waiting threads; let the copy under way give way to a save, and end it if it is of no use."""
-        self._wake.notify_all()
-        copying = self._copying
-        if copying is None:
-            return
-        if self._saving:
-            copying.pause()
-        else:
-            copying.measure()
-        copying.throttle.give_way(self._saving and not self._final)
-        try:
-            self._check_copying(copying)
-        except (_Ended, _Superseded) as end:
-            copying.throttle.end(end)
+        with self._wake:
+            self._wake.notify_all()
+            copying = self._copying
+            if copying is None:
+                return
+            copying.measure(not self._saving)
+            copying.throttle.give_way(self._saving and not self._final)
+            try:
+                self._check_copying(copying)
+            except (_Ended, _Superseded) as end:
+                copying.throttle.end(end)
 
     def _check_copying(self, copying: _Copying) -> None:
         """Raise what ends a copy: the end of the run, or that it is to copy another step."""
@@ -462,12 +441,12 @@ class RunMirror:
             if step in doomed and not (step in far and self._is_here(step, far.record(step))):
                 far.delete(step)
         self._run.absolve(doomed)
-        self._tell_watchers()
+        self._changed()
 
     def _next(self, far: RunDirectory, final: bool) -> tuple[int, CheckpointRecord] | None:
         """Return the step to copy: the newest one, if it is due and not there."""
-        newest = self._newest()
-        if newest is None or newest[1].fingerprint in self._refused or self._has(newest[1]):
+        newest = self._lacking()
+        if newest is None or newest[1].fingerprint in self._refused:
             return None
         step, record = newest
         before = max((one for one in far.steps() if one < step), default=None)
@@ -514,7 +493,7 @@ class RunMirror:
         far.add(step, copied)
         far.last_saved = step
         took, sent = round(time.monotonic() - began, 6), copying.progress.sent
-        copying.pause()
+        copying.measure(False)
         self._rate = copying.rate or self._rate
         self._events.write("mirrored", step=step, mirror=str(self.location), bytes=sent, seconds=took)
         _logger.info("%s: copied step %d to the mirror", far.step_location(step), step)
@@ -607,29 +586,28 @@ class RunMirror:
         return None
 
     def _is_here(self, step: int, record: CheckpointRecord) -> bool:
-        known = self._run.known_record(step)
-        return known is not None and known.fingerprint == record.fingerprint
+        return _is_copy(self._run.known_record(step), record)
 
-    def _has(self, record: CheckpointRecord) -> bool:
-        """Whether the mirror has a checkpoint, as far as it is known."""
-        known = None if self._far is None or record.step is None else self._far.known_record(record.step)
-        return known is not None and known.fingerprint == record.fingerprint
+    def _lacking(self) -> tuple[int, CheckpointRecord] | None:
+        """Return the newest step of the run, unless the mirror has it, as far as it is known."""
+        newest = self._newest()
+        known = None if newest is None or self._far is None else self._far.known_record(newest[0])
+        return None if newest is None or _is_copy(known, newest[1]) else newest
 
     def _bytes_left(self) -> int:
-        newest = self._newest()
-        if newest is None or self._has(newest[1]):
+        lacking, copying = self._lacking(), self._copying
+        if lacking is None:
             return 0
-        copying = self._copying
-        if copying is not None and copying.step == newest[0] and copying.progress.total:
+        if copying is not None and copying.step == lacking[0] and copying.progress.total:
             return copying.progress.total - copying.progress.done
-        return newest[1].nbytes
+        return lacking[1].nbytes
 
     # ---- errors
 
     def _warn(self, error: Exception, then: str) -> None:
         """Log an error, those of one kind once until the mirror works again."""
         kind, self._error = type(error).__name__, str(error) or type(error).__name__
-        self._tell_watchers()
+        self._changed()
         if self._is_lost():
             then = "another run writes there, so that this one copies nothing more"
         if self._foreign:
@@ -653,6 +631,10 @@ class RunMirror:
             _logger.info("%s: the mirror works again", self.location)
         self._error = None
         self._warned.clear()
+
+
+def _is_copy(known: CheckpointRecord | None, record: CheckpointRecord) -> bool:
+    return known is not None and known.fingerprint == record.fingerprint
 
 
 _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()

@@ -90,7 +90,7 @@ class Resume:
             self._access.fetch_missing(step)
         # A program may restore a step on one process, so reads are shared only where its options ask for that.
         always = self._access.options.load_and_broadcast is True
-        with self._access.shared_reads("restore") if always else contextlib.nullcontext() as shared:
+        with self._access.shared_reads() if always else contextlib.nullcontext() as shared:
             try:
                 found = self._read(step, items, kwargs, shared)
             except BaseException as error:
@@ -272,7 +272,7 @@ class Resume:
     def _read_everywhere(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, _Damage | None]:
         """Read a step on all processes; return it, and the damage that any of them has found."""
         found = damage = broken = None
-        with self._access.shared_reads("restore") as shared:
+        with self._access.shared_reads() as shared:
             try:
                 found = self._read(step, items, kwargs, shared)
             except PeerFailedError as error:  # its reason follows: damage, or an error that ends all

@@ -41,7 +41,7 @@ class Saves:
         self._items = items
         self._decisions = decisions
         self._rollback = rollback
-        self._pending: _PendingSave | None = None  # the save that is under way
+        self._pending: PendingSave | None = None  # the save that is under way
         self._watch: MetricWatch | None = None  # None once the metric that ranks checkpoints has come
         if self._options.best_fn is not None and self._processes.is_primary:
             self._watch = MetricWatch(self._options.best_fn, str(self._run.location))
@@ -126,9 +126,7 @@ class Saves:
                 history = None if local is None else local.directory_saves(step)
                 self._run.ownership.check(at_once=True)
                 self._run.make_room(step, replaces=replaces)
-                facts = check_json("custom_metadata", custom_metadata)
-                numbers = None if metrics is None else plain_metrics(metrics)
-                pending = _PendingSave(step, reason or decision.reason, numbers, facts, history)
+                pending = PendingSave(step, reason or decision.reason, metrics, custom_metadata, history)
                 # A callback, which gives the reason, has called decide() before.
                 if reason is None or not isinstance(self._options.best_fn, str):
                     self.note_metrics(step, pending.metrics)
@@ -202,14 +200,13 @@ class Saves:
                 if not local.ready(step, rendezvous):
                     return True
                 left_out = self._items_left_out(step)
-                facts = check_json("custom_metadata", custom_metadata)
-                numbers = None if metrics is None else plain_metrics(metrics)
+                pending = PendingSave(step, local.reason, metrics, custom_metadata)
                 values = self._items.to_save(items, kwargs, left_out)
                 local.make_room(step)
             except BaseException as error:
                 leave_save(rendezvous, error)
                 raise
-            local.save(step, values, numbers, facts, rendezvous, began)
+            local.save(pending, values, rendezvous, began)
         return True
 
     def miss(self, error: BaseException) -> None:
@@ -222,7 +219,7 @@ class Saves:
         if local is not None and local.due(step):
             leave_save(local.begin(step), error)
 
-    def _complete(self, pending: _PendingSave, save: Save, awaited: threading.Event | None = None) -> None:
+    def _complete(self, pending: PendingSave, save: Save, awaited: threading.Event | None = None) -> None:
         """Write and commit a save, then delete what no rule keeps."""
         step = pending.step
         try:
@@ -267,7 +264,7 @@ class Saves:
                 step,
             ) from error
 
-    def _record(self, pending: _PendingSave, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
+    def _record(self, pending: PendingSave, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
         """Make the commit record right before the commit, after a last check of the ownership."""
         self._run.ownership.check()
         if self._access.local is not None and pending.history is not None:
@@ -275,16 +272,9 @@ class Saves:
         else:
             self._run.note_branches(NO_LOCAL_STEPS)
         self._observer.reached("commit", pending.step)
-        return CheckpointRecord(
-            items=items,
-            time=self._access.clock.now(),
-            step=pending.step,
-            reason=pending.reason,
-            metrics=pending.close(),
-            custom_metadata=pending.facts,
-        )
+        return pending.record(items, self._access.clock.now())
 
-    def _ended(self, pending: _PendingSave, *, failed: bool) -> None:
+    def _ended(self, pending: PendingSave, *, failed: bool) -> None:
         if self._access.mirror is not None:
             self._access.mirror.save_ended()
         self._decisions.save_ended(failed=failed)
@@ -333,22 +323,22 @@ class Saves:
         self._access.notify_mirror()
 
 
-class _PendingSave:
+class PendingSave:
     """The step that is being saved, and its metrics: more may come until the commit record is made."""
 
     def __init__(
         self,
         step: int,
         reason: str,
-        metrics: dict[str, Any] | None,
-        facts: dict[str, Any] | None,
-        history: tuple[LocalHistory, LocalHistory] | None,
+        metrics: Any,
+        custom_metadata: Mapping[str, Any] | None,
+        history: tuple[LocalHistory, LocalHistory] | None = None,
     ) -> None:
         self.step = step
         self.history = history  # of the local steps: before the commit, and after it
-        self.reason = reason
-        self.facts = facts
-        self.metrics = metrics
+        self._reason = reason
+        self._facts = check_json("custom_metadata", custom_metadata)
+        self.metrics = None if metrics is None else plain_metrics(metrics)
         self._lock = threading.Lock()
         self._open = True
 
@@ -364,3 +354,14 @@ class _PendingSave:
         with self._lock:
             self._open = False
             return self.metrics
+
+    def record(self, items: Mapping[str, ItemRecord], time: float) -> CheckpointRecord:
+        """Return the commit record of the step, with all metrics."""
+        return CheckpointRecord(
+            items=items,
+            time=time,
+            step=self.step,
+            reason=self._reason,
+            metrics=self.close(),
+            custom_metadata=self._facts,
+        )

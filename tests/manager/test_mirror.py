@@ -314,9 +314,9 @@ def test_the_measured_rate_is_that_of_a_copy_that_does_not_give_way() -> None:
     now = [0.0]
     copy = mirrors._Copying(1, None, None, now=lambda: now[0])  # type: ignore[arg-type]
     rates = []
-    for change, sent in ((copy.measure, 0), (copy.pause, 500), (copy.measure, 3), (copy.pause, 100), (copy.pause, 7)):
+    for measures, sent in ((True, 0), (False, 500), (True, 3), (False, 100), (False, 7)):
         copy.progress.arrived += sent
-        change()
+        copy.measure(measures)
         now[0] += 10
         rates.append(copy.rate)
     assert rates == [None, 50, 50, 30, 30]
