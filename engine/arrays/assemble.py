@@ -16,7 +16,7 @@ from ..errors import DamagedCheckpointError
 from ..format import ArrayMetadata, checksums_of, crc32c, decompress_exactly
 from ..pytree import Box, whole
 from ..storage import Buffer, aligned_empty
-from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Bytes, checksum_after
+from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Bytes, checksum_after, chunk_box
 from .extents import FOREIGN, ChunkTable
 
 # Bytes; a smaller array is copied out of the memory that was read, so that it does not keep all of it.
@@ -91,9 +91,8 @@ class ChunkDecoder:
 
     def chunk_box(self, number: int) -> Box:
         """Return the elements that a chunk holds, including those beyond the array's end."""
-        position = np.unravel_index(number, self.grid) if self.grid else ()
-        start = [int(index) * size for index, size in zip(position, self.chunk_shape, strict=True)]
-        return Box.at(start, self.chunk_shape)
+        ends = [count * size for count, size in zip(self.grid, self.chunk_shape, strict=True)]
+        return chunk_box(number, self.grid, self.chunk_shape, ends)
 
     def chunks_in(self, box: Box) -> list[int]:
         if not box.size:

@@ -23,7 +23,7 @@ from ..format import LEVELS, Stored, dtype_name, encode_array_metadata, key_orde
 from ..peer_names import explains_unknown_names
 from ..pytree import ArrayLeaf, Box, Part, ValueLeaf, format_path
 from ..storage import PAGE, round_up
-from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers
+from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers, chunk_box
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -171,10 +171,7 @@ class ArraySpec:
 
     def chunk_box(self, number: int) -> Box:
         """Return the elements of a chunk, without what lies beyond the array's end."""
-        index = np.unravel_index(number, self.grid) if self.grid else ()
-        start = [int(i) * size for i, size in zip(index, self.chunk_shape, strict=True)]
-        bounds = zip(start, self.chunk_shape, self.shape, strict=True)
-        return Box(tuple(start), tuple([min(low + size, limit) for low, size, limit in bounds]))
+        return chunk_box(number, self.grid, self.chunk_shape, self.shape)
 
 
 # ---- the arrays of a tree

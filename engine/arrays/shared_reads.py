@@ -25,7 +25,7 @@ from ..errors import BarrierTimeoutError, shortened
 from ..pytree import Box, Part, whole
 from ..storage import aligned_empty, round_up
 from .assignment import ArrayClass, ChunkAssignment, ReplicaGroups
-from .digests import Bytes, Integers
+from .digests import Bytes, Integers, chunk_box
 from .source import SavedLeaf, TreeSource
 
 T = TypeVar("T")
@@ -68,11 +68,7 @@ class WantedArray(NamedTuple):
 
     def chunk_box(self, number: int) -> Box:
         """Return the elements of a chunk."""
-        position = np.unravel_index(number, self.grid) if self.grid else ()
-        start = [int(index) * size for index, size in zip(position, self.chunks, strict=True)]
-        box = Box.at(start, self.chunks).common(whole(self.shape))
-        assert box is not None
-        return box
+        return chunk_box(number, self.grid, self.chunks, self.shape)
 
 
 class Piece(NamedTuple):

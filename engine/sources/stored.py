@@ -291,7 +291,25 @@ class Unreadable:
         self.what = what
 
 
-class StoredTree(TreeSource):
+class _OtherTree(TreeSource):
+    """A tree of another library, of which whole arrays and boxes of them are read in the same way."""
+
+    @abc.abstractmethod
+    def _read(self, wanted: Sequence[tuple[SavedLeaf, Box | None]]) -> list[NDArray[Any] | None]:
+        """Read arrays, or boxes of them."""
+
+    def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        return self._read([(leaf, None) for leaf in leaves])
+
+    def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
+        found = iter(self._read([(leaf, box) for leaf, wanted in zip(leaves, boxes, strict=True) for box in wanted]))
+        return [[array for _ in wanted if (array := next(found)) is not None] for wanted in boxes]
+
+    def for_template(self, names: Sequence[str]) -> TreeSource:
+        return renamed_for(self, names)
+
+
+class StoredTree(_OtherTree):
     """A tree whose leaves are arrays in files, plain values, and leaves that cannot be read."""
 
     def __init__(
@@ -333,14 +351,9 @@ class StoredTree(TreeSource):
     def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         if self.left_out and len(leaves) == len(self.leaves):
             _logger.warning("%s: left out, as they are not data: %s", self.location, ", ".join(self.left_out))
-        return self._read([(leaf, None) for leaf in leaves])
-
-    def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
-        found = iter(self._read([(leaf, box) for leaf, wanted in zip(leaves, boxes, strict=True) for box in wanted]))
-        return [[array for _ in wanted if (array := next(found)) is not None] for wanted in boxes]
+        return super().read_leaves(leaves)
 
     def _read(self, wanted: Sequence[tuple[SavedLeaf, Box | None]]) -> list[NDArray[Any] | None]:
-        """Read arrays, or boxes of them."""
         refuse_unreadable(self, [leaf for leaf, _ in wanted])
         arrays: list[NDArray[Any] | None] = [None] * len(wanted)
         parts: dict[int, Sequence[StoredPart]] = {}
@@ -403,9 +416,6 @@ class StoredTree(TreeSource):
     def bytes_read(self) -> int:
         return self._bytes_read
 
-    def for_template(self, names: Sequence[str]) -> TreeSource:
-        return renamed_for(self, names)
-
     def verify(self, advance: Callable[[int], None] = UNHEARD.advance) -> list[Problem]:
         return [*(() if self._check is None else self._check()), *super().verify(advance)]
 
@@ -428,7 +438,7 @@ class FetchedArray(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class FetchedTree(TreeSource):
+class FetchedTree(_OtherTree):
     """A tree whose arrays are read one by one, through :meth:`opened`."""
 
     def __init__(self, location: Location, arrays: Sequence[FetchedArray]) -> None:
@@ -446,19 +456,9 @@ class FetchedTree(TreeSource):
     def opened(self) -> AbstractContextManager[Callable[[str, Box | None], NDArray[Any]]]:
         """Open the file; yield what reads an array by its name, or a box of it, as far as the format can."""
 
-    def for_template(self, names: Sequence[str]) -> TreeSource:
-        return renamed_for(self, names)
-
-    def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
-        return list(self._fetch([(leaf, None) for leaf in leaves]))
-
-    def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
-        found = iter(self._fetch([(leaf, box) for leaf, wanted in zip(leaves, boxes, strict=True) for box in wanted]))
-        return [[next(found) for _ in wanted] for wanted in boxes]
-
-    def _fetch(self, wanted: Sequence[tuple[SavedLeaf, Box | None]]) -> list[NDArray[Any]]:
+    def _read(self, wanted: Sequence[tuple[SavedLeaf, Box | None]]) -> list[NDArray[Any] | None]:
         refuse_unreadable(self, [leaf for leaf, _ in wanted])
-        found: list[NDArray[Any]] = []
+        found: list[NDArray[Any] | None] = []
         with self.opened() as fetch:
             for leaf, box in wanted:
                 try:
