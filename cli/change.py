@@ -14,8 +14,7 @@ from typing import Any
 import click
 
 from ..engine.clock import format_size
-from ..engine.errors import CheckpointNotFoundError, OptionError, StorageError, shortened_steps
-from ..engine.exit_status import DONE, FAILED
+from ..engine.errors import DONE, FAILED, CheckpointNotFoundError, OptionError, StorageError, shortened_steps
 from ..engine.manager import (
     CheckpointManager,
     CheckpointManagerOptions,

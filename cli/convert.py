@@ -11,8 +11,7 @@ from typing import Any, get_args
 import click
 
 from ..engine.clock import format_size
-from ..engine.errors import CheckpointExistsError, OptionError, TreeMismatchError
-from ..engine.exit_status import DONE
+from ..engine.errors import DONE, CheckpointExistsError, OptionError, TreeMismatchError
 from ..engine.manager import copy_checkpoint
 from ..engine.sources import is_ours
 from ..integrations.formats.convert import Conversion, ExportFormat, export_checkpoint, import_checkpoint

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from ..engine.exit_status import DONE, FAILED, PREEMPTED
+from ..engine.errors import DONE, FAILED, PREEMPTED
 from .streams import say
 
 RECIPE = (

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..engine.clock import format_size
-from ..engine.errors import CheckpointNotFoundError, HoldfastError, OptionError, TreeMismatchError
-from ..engine.exit_status import BAD_USAGE, DONE, FAILED
+from ..engine.errors import (
+    BAD_USAGE,
+    DONE,
+    FAILED,
+    CheckpointNotFoundError,
+    HoldfastError,
+    OptionError,
+    TreeMismatchError,
+)
 from ..engine.inspection import LeafSummary, describe
 from ..engine.inspection import verify as verify_checkpoints
 from ..engine.pytree import PathFilter

@@ -11,8 +11,7 @@ from typing import Any
 import click
 
 from ..engine.clock import format_size, seconds
-from ..engine.errors import StorageError, shortened_steps
-from ..engine.exit_status import DONE
+from ..engine.errors import DONE, StorageError, shortened_steps
 from ..engine.listing import CheckpointSummary, list_checkpoints
 from ..engine.manager import finite, stored_identity
 from ..engine.sources import is_ours

@@ -13,8 +13,16 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from ..engine.errors import CheckpointExistsError, CheckpointNotFoundError, InvalidLocationError, OptionError
-from ..engine.exit_status import BAD_USAGE, DONE, FAILED, INTERRUPTED
+from ..engine.errors import (
+    BAD_USAGE,
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    InvalidLocationError,
+    OptionError,
+)
 from .streams import open_closed_streams, say
 
 _USAGE_ERRORS = (OptionError, CheckpointNotFoundError, CheckpointExistsError, InvalidLocationError)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..engine.errors import OptionError
-from ..engine.exit_status import DONE, FAILED, PREEMPTED
+from ..engine.errors import DONE, FAILED, PREEMPTED, OptionError
 from . import arguments
 from .report import print_json, print_table
 from .streams import configure_logging, say

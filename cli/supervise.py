@@ -25,8 +25,7 @@ from typing import Any, Literal
 import click
 
 from ..engine.clock import seconds
-from ..engine.errors import HoldfastError, OptionError
-from ..engine.exit_status import BAD_USAGE, FAILED, NO_PROGRESS, PREEMPTED
+from ..engine.errors import BAD_USAGE, FAILED, NO_PROGRESS, PREEMPTED, HoldfastError, OptionError
 from ..engine.manager import EVENTS, append_after_death
 from ..engine.steps import list_steps, newest_step
 from ..engine.storage import as_location

@@ -1,4 +1,4 @@
-"""Every error that holdfast raises on purpose.
+"""Every error that holdfast raises on purpose, and the exit statuses of programs.
 
 ::
 
@@ -214,3 +214,18 @@ def first_lines(lines: Sequence[str], most: int = 20) -> list[str]:
 def itemized(headline: str, lines: Sequence[str]) -> str:
     """Return a headline with the first of many lines below, indented."""
     return "\n  ".join([headline, *first_lines(lines)])
+
+
+# ---- exit statuses of the command, and of a program that was preempted
+
+DONE = 0
+FAILED = 1
+"""An error; for ``holdfast verify``: something is damaged."""
+BAD_USAGE = 2
+"""Arguments, a configuration, or a directory without checkpoints: running the same again will not help."""
+PREEMPTED = 75
+"""Preempted and saved: run the same command again (``EX_TEMPFAIL`` of ``sysexits.h``)."""
+NO_PROGRESS = 93
+"""``holdfast supervise``: restarts make no progress."""
+INTERRUPTED = 130
+"""Ctrl-C, as shells report it."""

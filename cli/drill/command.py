@@ -25,8 +25,7 @@ from typing import Any, Literal
 import click
 
 from ...engine.clock import format_size, seconds
-from ...engine.errors import HoldfastError, OptionError, shortened, shortened_steps
-from ...engine.exit_status import BAD_USAGE, DONE, FAILED, PREEMPTED
+from ...engine.errors import BAD_USAGE, DONE, FAILED, PREEMPTED, HoldfastError, OptionError, shortened, shortened_steps
 from ...engine.manager import read_events
 from ...engine.observer import DRILL, STRAYS
 from ...engine.sources import LeafDifference, compare_checkpoints, open_at

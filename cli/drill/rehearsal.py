@@ -20,8 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...engine.errors import StateError
-from ...engine.exit_status import PREEMPTED
+from ...engine.errors import PREEMPTED, StateError
 from ...engine.manager import CheckpointManagerOptions
 from ...engine.observer import Observer, Point, T
 from ...engine.storage import append_line

@@ -11,8 +11,7 @@ import click
 
 from ...engine import __version__
 from ...engine.clock import format_size
-from ...engine.errors import OptionError
-from ...engine.exit_status import DONE
+from ...engine.errors import DONE, OptionError
 from ...engine.storage import as_location
 from .. import arguments
 from ..progress import progress_of

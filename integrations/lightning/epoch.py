@@ -24,13 +24,11 @@ from ...engine.pytree import loaded
 from ...engine.stateful import (
     generators_of,
     is_replicated,
-    is_torchdata_loader,
-    position_of,
     restore_state,
-    set_position,
     state_of,
     warn_of_lost_draws,
 )
+from ...engine.streams import is_torchdata_loader, position_of, set_position
 from .wall import (
     begin_counting,
     draws_ahead,

@@ -23,8 +23,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ...engine.distributed import ProcessGroup
-from ...engine.errors import HoldfastError
-from ...engine.exit_status import PREEMPTED
+from ...engine.errors import PREEMPTED, HoldfastError
 from ..loop import PreemptionSignal
 from .wall import (
     LoopHooks,

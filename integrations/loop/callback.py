@@ -15,8 +15,7 @@ from typing import Any, Literal, Never, Protocol, Self, TypeVar, overload
 
 from ...engine.checkpoint import AsyncCheckpointer
 from ...engine.clock import Clock, Duration, seconds
-from ...engine.errors import OptionError, StateError
-from ...engine.exit_status import PREEMPTED
+from ...engine.errors import PREEMPTED, OptionError, StateError
 from ...engine.generators import GlobalGenerators
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
 from ...engine.manager import (

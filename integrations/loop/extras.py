@@ -16,18 +16,16 @@ from ...engine.handlers import DEFAULT_REGISTRY, fresh_types
 from ...engine.pytree import FreshTypes, flatten, is_nnx, is_torch_tensor
 from ...engine.stateful import (
     begins_epoch,
-    check_stream,
     drawing_sampler,
-    has_none_left,
     is_plain,
     is_replicated,
     is_stateful,
-    is_torchdata_loader,
     restore_loader,
     restore_state,
     state_of,
     warn_of_held_records,
 )
+from ...engine.streams import check_stream, has_none_left, is_torchdata_loader
 from .announce import announce
 from .objects import is_versioned
 from .states import LoopArguments, check_depth
