@@ -172,7 +172,7 @@ RECIPES = {
         ),
         Recipe(
             "self_play",
-            "two torch policies that learn a board game by playing against each other",
+            "two torch policies that learn a game of cards by playing against each other",
             schema.SelfPlay,
             "lightning",
             ("torch",),

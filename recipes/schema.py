@@ -380,18 +380,12 @@ class SelfPlayModel(Section):
 
 
 class SelfPlayGame(Section):
-    """Stones fall into columns; the player who first has enough of them in a line wins."""
+    """Each player has a hand of cards and plays one of them; the higher card wins."""
 
-    rows: Annotated[int, Field(gt=0, le=12)] = 4
-    """Stones that fit into a column."""
-    columns: Annotated[int, Field(gt=0, le=12)] = 5
-    """Columns of the board."""
-    connect: Annotated[int, Field(gt=1, le=12)] = 3
-    """Stones in a line that win."""
+    cards: Annotated[int, Field(gt=1, le=100)] = 5
+    """Cards in a hand."""
     batch_size: Annotated[int, Field(gt=1, le=10_000)] = 128
-    """Games that are played for an update; each policy begins half of them."""
-    explore: Fraction = 0.15
-    """The share of the moves that are random; they are not learnt from."""
+    """Games that are played for an update."""
 
 
 class SelfPlayOptimizer(Section):
@@ -434,9 +428,6 @@ class SelfPlay(Config):
 
     def conflicts(self) -> Iterator[tuple[KeyPath, str]]:
         yield from super().conflicts()
-        if self.game.connect > max(self.game.rows, self.game.columns):
-            text = f"expected a line that fits on {self.game.rows} x {self.game.columns}, found {self.game.connect}"
-            yield ("game", "connect"), text
         if self.swap.path is None and self.swap.at_step:
             yield ("swap", "at_step"), "expected a path as well: where the other policy comes from"
 

@@ -34,7 +34,7 @@ from holdfast.engine.checkpoint.save import Save
 from holdfast.integrations.lightning import CheckpointCallback as LightningCallback
 from holdfast.integrations.lightning import Preempted
 from holdfast.integrations.options import CallbackOptions
-from holdfast.recipes.self_play import Rules, Trainer
+from holdfast.recipes.self_play import Trainer
 
 pytestmark = [
     pytest.mark.usefixtures("fits_are_processes"),
@@ -167,7 +167,7 @@ class SelfPlayDriver(LoopDriver):
     callback = hf.CheckpointCallback
 
     def make(self, seed: int) -> Any:
-        return Trainer(Rules(), [4], games=2, seed=seed)
+        return Trainer(5, [4], games=2, seed=seed)
 
     def update(self, state: Any) -> Any:
         state.train_step()

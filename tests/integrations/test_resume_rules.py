@@ -11,7 +11,7 @@ import pytest
 import holdfast as hf
 from holdfast.recipes.configuration import load_configuration
 from holdfast.recipes.runner import run
-from holdfast.recipes.self_play import Rules, Trainer
+from holdfast.recipes.self_play import Trainer
 
 
 def recipe(directory: Path, resume: Any) -> None:
@@ -62,7 +62,7 @@ def test_a_recipe_begins_from_a_step(tmp_path: Path) -> None:
 
 
 def test_extras_beside_a_trainer(tmp_path: Path) -> None:
-    trainer, rng = Trainer(Rules(), [6], games=6), np.random.default_rng(3)
+    trainer, rng = Trainer(5, [6], games=6), np.random.default_rng(3)
     with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
         checkpoint.restore_or_initialize(trainer, rng=rng)
         trainer.train_step()
@@ -76,7 +76,7 @@ def test_extras_beside_a_trainer(tmp_path: Path) -> None:
 def test_a_trainer_that_has_gone_on_is_not_saved_under_an_older_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = Trainer(Rules(), [6], games=6)
+    trainer = Trainer(5, [6], games=6)
     with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
         for _ in range(2):
             trainer.train_step()
