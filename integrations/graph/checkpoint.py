@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
 
 from ...engine.arrays import Layout
-from ...engine.checkpoint import BackgroundSave, ItemToSave, Save
-from ...engine.clock import SystemClock
-from ...engine.distributed import ProcessGroup, current_coordinator
+from ...engine.checkpoint import AsyncCheckpointer, Checkpointer
+from ...engine.distributed import current_coordinator
 from ...engine.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -22,7 +19,7 @@ from ...engine.errors import (
     SaveFailedError,
     TreeMismatchError,
 )
-from ...engine.format import ITEM, RECORD, CheckpointRecord
+from ...engine.format import RECORD, CheckpointRecord, ItemRecord
 from ...engine.manager import Peek
 from ...engine.pytree import PathFilter, Patterns, collection_paused
 from ...engine.storage import Location, Place, as_location
@@ -152,11 +149,11 @@ class Checkpoint(Node):
 
     def wait_until_finished(self) -> None:
         """Wait for the save that is under way; raise SaveFailedError if it failed."""
-        self._saving().background.wait()
+        self._saving().wait_until_finished()
 
     def close(self) -> None:
         """Wait for the save that is under way; raise SaveFailedError if it failed."""
-        self._saving().background.wait()
+        self._saving().wait_until_finished()
 
     # ---- restoring
 
@@ -235,7 +232,7 @@ class Checkpoint(Node):
     # ---- internal
 
     def _open(self, path: Place) -> StoredGraph:
-        self._saving().background.join()
+        self._saving().join()
         try:
             with collection_paused():
                 return open_graph(locate(path))
@@ -349,18 +346,12 @@ def _following(prefix: Location, counter: int) -> int:
     return max([counter, *numbers_of(prefix.parent, prefix.name)]) + 1
 
 
-class _GraphSaver:
+class _GraphSaver(AsyncCheckpointer):
     """Saves graphs, numbered or not, at once or in the background."""
 
     def __init__(self) -> None:
-        self._handler = GraphCheckpointHandler()
-        self._clock = SystemClock()
-        self.background = BackgroundSave()
-
-    @functools.cached_property
-    def _processes(self) -> ProcessGroup:
-        # A program may restore a checkpoint before its processes are connected.
-        return ProcessGroup("checkpointer", None, _TIMEOUT)
+        super().__init__(GraphCheckpointHandler(), barrier_timeout_secs=_TIMEOUT)
+        self._number: int | None = None  # of the save that is under way
 
     def put(
         self,
@@ -373,17 +364,13 @@ class _GraphSaver:
         layout: Layout | None,
     ) -> str:
         kwargs = {} if layout is None else {"layout": layout}
-        self.background.join()
+        self.join()
+        self._number, self.background = number, background
         try:
-            save = Save(
-                location,
-                {ITEM: ItemToSave(self._handler, item, background, kwargs)},
-                overwrite=overwrite,
-                rendezvous=self._processes.rendezvous(location.url),
-                timeout=_TIMEOUT,
-            )
-            if not background:
-                self._complete(save, number)
+            if background:
+                self.save(location, item, force=overwrite, **kwargs)
+            else:
+                Checkpointer.save(self, location, item, force=overwrite, **kwargs)
         except CheckpointExistsError as error:
             if overwrite or not (location / RECORD).exists():
                 raise
@@ -391,30 +378,22 @@ class _GraphSaver:
             if number is not None:
                 what = "another program has saved under this number since; save again"
             raise CheckpointExistsError(f"{location}: a checkpoint is there already; {what}") from error
-        earlier = self.background.take_error()
-        if background:
-            try:
-                self.background.start(functools.partial(self._complete, save, number), what=str(location))
-            except BaseException as error:  # an interrupt, or the system has no more threads
-                save.give_up(error)
-                raise
-        if earlier is not None:
-            raise earlier
+        if not background:
+            self.check_for_errors()
         return str(location)
+
+    def join(self) -> None:
+        """Wait for the save that is under way; an error of it is kept."""
+        self._save.join()
 
     def next_number(self, prefix: Location, counter: int) -> int:
         """Return the next free number, the same on all processes."""
         number: int = self._processes.decide(f"number {prefix.url}", _following, prefix, counter)
         return number
 
-    def _complete(self, save: Save, number: int | None, awaited: threading.Event | None = None) -> None:
-        """Write and commit a save, unless it was given up before."""
-        with save.completing() as claimed:
-            if not claimed:
-                return
-            items = save.write(awaited)
-            record = None if items is None else CheckpointRecord(items=items, time=self._clock.now())
-            if record is not None and number is not None:
-                # Retention policies are for checkpoints of a manager; these stay until a user removes them.
-                record = replace(record, step=number, pinned=True, reason="saved by Checkpoint.save")
-            save.commit(record)
+    def _record(self, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
+        record = super()._record(items)
+        if self._number is None:
+            return record
+        # Retention policies are for checkpoints of a manager; these stay until a user removes them.
+        return replace(record, step=self._number, pinned=True, reason="saved by Checkpoint.save")
