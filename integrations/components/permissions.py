@@ -6,11 +6,11 @@ import fnmatch
 import importlib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from ...engine.errors import NotAllowedError, OptionError
-from ..graph import current_name
+from ..graph import current_name, derived_classes
 
 T = TypeVar("T")
 
@@ -157,8 +157,8 @@ class Permissions:
 
     def _loaded(self, path: str, made: bool) -> Any | None:
         """Return a loaded class that is harmless: one of components, or a layer or optimizer of torch."""
-        found = [] if self._base is None else [kind for kind in _subclasses(self._base) if import_path(kind) == path]
-        if found:
+        known = () if self._base is None else (self._base, *derived_classes(self._base))
+        if found := [kind for kind in known if import_path(kind) == path]:
             return found[-1]  # The newest one counts: a notebook may define a class again.
         module, name = path.split(":")
         for prefix, home, base in () if made else _FRAMEWORK_CLASSES:
@@ -167,19 +167,6 @@ class Permissions:
             if root is not None and isinstance(kind, type) and issubclass(kind, getattr(root, base)):
                 return kind
         return None
-
-
-def _subclasses(base: type) -> Iterator[type]:
-    yield base
-    seen = {base}
-    queue: list[type] = [base]
-    for kind in queue:
-        children: list[type] = type.__subclasses__(kind)
-        for child in children:
-            if child not in seen:
-                seen.add(child)
-                queue.append(child)
-                yield child
 
 
 def _imported(path: str, where: str) -> Any:

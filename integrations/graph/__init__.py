@@ -5,7 +5,7 @@ from __future__ import annotations
 from .checkpoint import Checkpoint, snapshot
 from .frameworks import OPTIMIZER_SLOTS, has_own_protocol, is_module, is_optimizer, keras_kind, nnx_children
 from .manager import CheckpointManager
-from .outside import is_actor_class
+from .outside import derived_classes, is_actor_class, is_kin
 from .reader import CheckpointReader, GraphView, checkpoints_iterator, latest_checkpoint, load_checkpoint
 from .restoration import PreparedRestore, Restoration, RestoreReport, RestoreStatus
 from .saved import current_name

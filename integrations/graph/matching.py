@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ...engine.pytree import is_python_value, is_torch_tensor, unescape_key
 from .frameworks import GROUPS, OPTIMIZER_SLOTS, OptimizerSlot, OptionSlot, group_options, is_optimizer
+from .outside import is_kin
 from .saved import SavedGraph
 from .slots import Assignment, PartSlot, Path, Place, Slot, format_node_path
 from .tracked import Node
@@ -379,15 +380,7 @@ class _LiveOptimizer:
         kind = type(optimizer)
         if not (saved.startswith(_TORCH) and kind.__module__.startswith(_TORCH)):
             return True  # the program may have moved or renamed its own class
-        kinds = [*kind.__mro__, *_derived(kind)]
-        if saved in {f"{one.__module__}.{one.__qualname__}" for one in kinds}:
+        if is_kin(kind, saved):
             return True
         options = self.saved_options.get(0, {})
         return bool(self.saved_options) and options.keys() == group_options(optimizer.param_groups[0]).keys()
-
-
-def _derived(kind: type) -> list[type]:
-    found: list[type] = kind.__subclasses__()
-    for one in found:
-        found += one.__subclasses__()
-    return found

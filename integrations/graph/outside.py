@@ -159,6 +159,20 @@ def class_name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
 
+def derived_classes(kind: type) -> list[type]:
+    """Return all classes that derive from one, those that derive directly first."""
+    found: list[type] = type.__subclasses__(kind)
+    for one in found:
+        further: list[type] = type.__subclasses__(one)
+        found += [derived for derived in further if derived not in found]
+    return found
+
+
+def is_kin(kind: type, name: str) -> bool:
+    """Whether a name is that of a class, of a base of it, or of a class that derives from it."""
+    return name in map(class_name_of, (*kind.__mro__, *derived_classes(kind)))
+
+
 # ---- wrappers around one module: DDP, ``torch.compile``, Fabric, activation checkpointing
 #
 # A graph has the module instead. So a path does not depend on how a program runs its module, and a module that was

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...engine.errors import TreeMismatchError, difference
-from ...engine.pytree import unwrapped_name
+from ...engine.pytree import class_name, unwrapped_name
 from ...engine.sources import Misfits
+from ..graph import is_kin
 from ..loop import Hyperparameters, StateAdapter
 from .strategies import is_sharded
 from .wall import LoopHooks, callbacks_of, checkpoint_connector, is_search_file, loaded_checkpoint
@@ -63,7 +64,7 @@ class Description(NamedTuple):
         return cls(
             [
                 _Optimizer(
-                    _class(one), [[names.get(id(value)) for value in group["params"]] for group in one.param_groups]
+                    class_name(one), [[names.get(id(value)) for value in group["params"]] for group in one.param_groups]
                 )
                 for one in trainer.strategy.optimizers
             ],
@@ -110,7 +111,7 @@ class Fitting:
         if self._hyperparameters is not None and self._is_resumed:
             shown = self._trainer.is_global_zero
             self._hyperparameters.settle((), self._optimizing(), counting, shown=shown)
-        self._schedulers = [_class(config.scheduler) for config in self._trainer.strategy.lr_scheduler_configs]
+        self._schedulers = [class_name(config.scheduler) for config in self._trainer.strategy.lr_scheduler_configs]
 
     def description(self) -> str:
         """Return the description of optimizers and schedulers; it is computed only when they have changed."""
@@ -285,7 +286,7 @@ class Fitting:
                 taken.append(fresh)
             elif not _related(scheduler, saved[index]):
                 more = ", whose count of steps it takes"
-                self.misfits.differs(place, _class(scheduler), saved[index], more)
+                self.misfits.differs(place, class_name(scheduler), saved[index], more)
                 counted = {name: states[index][name] for name in _COUNTERS if name in states[index] and name in fresh}
                 taken.append({**fresh, **counted})
             else:
@@ -313,7 +314,7 @@ class Fitting:
     def _check(self, what: str, live: Sequence[Any], saved: Sequence[str], options: Sequence[_Options] = ()) -> None:
         """Raise TreeMismatchError unless each object of the program matches one of the checkpoint."""
         lines = [
-            difference(f"{what} {index}", _class(one), kind)
+            difference(f"{what} {index}", class_name(one), kind)
             for index, (one, kind) in enumerate(zip(live, saved, strict=False))
             if not _related(one, kind, options[index] if options else None)
         ]
@@ -408,31 +409,18 @@ def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
     Its class is the same, a base or a derived one, or its groups have the same ``options``. Classes of the program may
     have been moved or renamed.
     """
-    kind = type(live)
-    of_torch = [name.startswith("torch.") for name in (_class(live), saved)]
+    of_torch = [name.startswith("torch.") for name in (class_name(live), saved)]
     if not saved or not any(of_torch):
         return True
-    kinds = [*kind.__mro__, *_derived(kind)]
-    if saved in {f"{one.__module__}.{one.__qualname__}" for one in kinds}:
+    if is_kin(type(live), saved):
         return True
     return all(of_torch) and options is not None and options[0].keys() == options[1].keys()
-
-
-def _derived(kind: type) -> list[type]:
-    found: list[type] = kind.__subclasses__()
-    for one in found:
-        found += one.__subclasses__()
-    return found
 
 
 def _first_options(live: Sequence[_State], saved: Sequence[_State]) -> tuple[_State, _State]:
     left_out = (*_NO_OPTIONS, "initial_lr")  # A schedule adds the last one.
     first, other = ({name: one[name] for name in one if name not in left_out} for one in (live[0], saved[0]))
     return first, other
-
-
-def _class(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _shape(shape: Sequence[int]) -> str:
