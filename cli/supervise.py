@@ -17,7 +17,7 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,7 @@ import click
 
 from ..engine.clock import seconds
 from ..engine.errors import BAD_USAGE, FAILED, NO_PROGRESS, PREEMPTED, HoldfastError, OptionError
-from ..engine.manager import EVENTS, append_after_death
+from ..engine.manager import EVENTS, append_after_death, slow_saves
 from ..engine.steps import list_steps, newest_step
 from ..engine.storage import as_location
 from . import arguments
@@ -331,8 +331,12 @@ def _start(
     except OSError as error:
         raise OptionError(f"cannot start {command[0]}: {error.strerror or error}") from error
     log("started", command=list(command), pid=program.pid, start=number)
-    record, saves = RunRecord(), SlowSaves(watch.grace, log)
-    forwarded = 0
+    record, forwarded = RunRecord(), 0
+
+    def note_slow_save(step: Any, took: float) -> None:
+        log("slow_save", step=step, total_seconds=took, grace_seconds=watch.grace)
+
+    note = slow_saves(watch.grace, note_slow_save)
 
     def look() -> bool:
         nonlocal forwarded
@@ -342,7 +346,7 @@ def _start(
         events = program.new_events()
         record.add(events)
         for event in events:
-            saves.note(event)
+            note(event)
         return watch.hang is not None and _overdue(program, watch) is not None
 
     returncode = program.wait(look)
@@ -402,22 +406,3 @@ def _progress(newest: dict[str, int]) -> bool | None:
             newest[place] = entry.step
             grown = True
     return True if grown else False if known else None
-
-
-class SlowSaves:
-    """Warns of saves that take longer than the grace; several in a row are reported once."""
-
-    def __init__(self, grace: float, log: Callable[..., None]) -> None:
-        self._grace = grace
-        self._log = log
-        self._slow = False
-
-    def note(self, event: Mapping[str, Any]) -> None:
-        """Check one event of the run."""
-        if event["event"] != "saved":
-            return
-        seconds = event.get("total_seconds")
-        slow = isinstance(seconds, int | float) and seconds > self._grace
-        if slow and not self._slow:
-            self._log("slow_save", step=event.get("step"), total_seconds=seconds, grace_seconds=self._grace)
-        self._slow = slow

@@ -13,6 +13,7 @@ from .events import guarded as guarded
 from .events import has_finished as has_finished
 from .events import read_events as read_events
 from .events import read_run_events as read_run_events
+from .events import slow_saves as slow_saves
 from .intervals import DAY as DAY
 from .intervals import Experience as Experience
 from .intervals import LearnedInterval as LearnedInterval

@@ -138,6 +138,27 @@ class RunEvents:
                 _logger.info("%s: %s cannot be written, and lacks events: %s", self._directory, EVENTS, error)
 
 
+def slow_saves(limit: float, report: Callable[[Any, float], object]) -> Callable[[Event], None]:
+    """Return a listener that reports the step and the seconds of a save that takes longer than a limit, in seconds.
+
+    Several such saves in a row are reported once.
+    """
+    was_slow = False
+
+    def listen(event: Event) -> None:
+        nonlocal was_slow
+        if event["event"] != "saved":
+            return
+        took = event.get("total_seconds")
+        if not isinstance(took, int | float) or took <= limit:
+            was_slow = False
+        elif not was_slow:
+            was_slow = True
+            report(event.get("step"), took)
+
+    return listen
+
+
 def guarded(listener: Callable[[T], object], name: str | None = None) -> Callable[[T], None]:
     """Return a listener whose errors are logged, the first one as a warning, and go no further."""
     warned = False

@@ -16,7 +16,7 @@ from ...engine.manager import BestFn, BestMode, Local, Mirror, described, refuse
 from ...engine.sources import Misfits, Weights, load_weights
 from ...engine.storage import Place
 from ..loop import (
-    OwnStop,
+    AgreedStop,
     PreemptionSignal,
     Stop,
     announce,
@@ -363,7 +363,9 @@ class CheckpointCallback(ResumingCallback):
         self._searches.begin(trainer)
         self._signals = Signals(trainer, self._preemption, self._store.processes)
         stop = self._stop(trainer.fit_loop.epoch_loop.val_loop)
-        if isinstance(stop, OwnStop):  # Several processes agree as soon as training has begun, after the first batch.
+        if not isinstance(
+            stop, AgreedStop
+        ):  # Several processes agree as soon as training has begun, after the first batch.
             self._evaluation = stop
         self._saver = FitSaver(
             trainer, self._store, self._options, self._preemption, stop, callback=self, published=self._published

@@ -36,7 +36,7 @@ from ...engine.observer import process_observer
 from ...engine.pytree import flatten
 from ...engine.steps import list_steps, newest_step, prefix_of, read_record, read_steadily, series_and_step, series_of
 from ...engine.storage import TEMPORARY_PREFIX, Location, Place, as_location
-from ..loop import WITHOUT_GRACE, GraceCheck, all_steps
+from ..loop import WITHOUT_GRACE, all_steps, grace_check
 from ..options import ProgramOptions, Resume
 from .strategies import SharedState, StateHandler
 from .trees import POSITION, from_tree, plain_weights, to_tree
@@ -123,7 +123,7 @@ class RunStore:
         self._arguments = options
         self._options = options.manager_options()
         self._series = series_of(options.step_prefix)
-        self._grace = None if options.grace_secs is None else GraceCheck(seconds(options.grace_secs))
+        self._grace = None if options.grace_secs is None else grace_check(seconds(options.grace_secs))
         self._saves = AsyncCheckpointer(StateHandler(compression=options.compression))
         self._own = AsyncCheckpointer(PerProcessCheckpointHandler(options.tree_handler()))
         self._manager: CheckpointManager | None = None

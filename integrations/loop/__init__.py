@@ -6,19 +6,17 @@ from .announce import announce
 from .callback import CheckpointCallback, StepOutcome
 from .initial import Hyperparameters
 from .objects import TensorVersions
-from .preemption import WITHOUT_GRACE, GraceCheck, PreemptionSignal
+from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour, warn_of_misfits
 from .states import LoopArguments, StateAdapter, unsaved_attributes, warn_of_changes
-from .stopping import AgreedStop, OwnStop, Stop, barrier_exit, stop_of
+from .stopping import AgreedStop, Stop, barrier_exit, stop_of
 
 __all__ = [
     "WITHOUT_GRACE",
     "AgreedStop",
     "CheckpointCallback",
-    "GraceCheck",
     "Hyperparameters",
     "LoopArguments",
-    "OwnStop",
     "PreemptionSignal",
     "StateAdapter",
     "StepOutcome",
@@ -28,6 +26,7 @@ __all__ = [
     "announce",
     "barrier_exit",
     "check_resume",
+    "grace_check",
     "resume_step",
     "stop_of",
     "unfinished_neighbour",

@@ -43,11 +43,11 @@ from .extras import (
 )
 from .initial import InitialState
 from .objects import adapter_for
-from .preemption import WITHOUT_GRACE, GraceCheck, PreemptionSignal
+from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, peek, restore, unfinished_neighbour, warn_of_misfits
 from .states import STATE, LoopArguments, StateAdapter, check_depth
 from .steps import StepSaver, check_metrics
-from .stopping import AgreedStop, OwnStop, Stop, barrier_exit, stop_of
+from .stopping import AgreedStop, Stop, barrier_exit, stop_of
 
 logger = logging.getLogger("holdfast")
 
@@ -279,12 +279,12 @@ class CheckpointCallback:
         )
         self._manager.events.has_callback = True
         if options.grace_secs is not None:
-            self._manager.events.add_listener(GraceCheck(seconds(options.grace_secs)))
+            self._manager.events.add_listener(grace_check(seconds(options.grace_secs)))
         self._adapter: StateAdapter = StateAdapter()  # It is replaced at the first state.
         self._saver = StepSaver(self._manager, self._adapter, self._options.replicated)
         self._is_adapted = False
         self._preemption = self._signal(options.preemption_signals())
-        self._stop: Stop = OwnStop(self._preemption)  # It is replaced when the run begins.
+        self._stop = Stop(self._preemption)  # It is replaced when the run begins.
         self._generators = GlobalGenerators() if options.global_generators else None
         self._names: frozenset[str] = frozenset()
         self._begun = False
@@ -466,7 +466,7 @@ class CheckpointCallback:
         try:
             try:
                 # Perhaps only one of several processes has received the signal after the last step.
-                preempted = self._preemption.received and isinstance(self._stop, OwnStop)
+                preempted = self._preemption.received and not isinstance(self._stop, AgreedStop)
                 if not self._saver.is_saved and (self._options.save_at_end or preempted):
                     self._saver.save_at_end()
             finally:
@@ -616,7 +616,7 @@ class CheckpointCallback:
         if self._closed:
             raise StateError(f"the callback for {self._manager.directory} is closed; make a new one")
         self._preemption.install()
-        if isinstance(self._stop, OwnStop):
+        if not isinstance(self._stop, AgreedStop):
             self._stop = stop_of(self._manager.processes, self._preemption)
             self._stop.begin()
         self._begun = True

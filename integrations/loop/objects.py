@@ -6,6 +6,7 @@ This module imports a framework only if the state has objects of it.
 from __future__ import annotations
 
 import logging
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -342,7 +343,7 @@ class TensorVersions:
         """Store the present versions."""
         parts = [part for _, part in located(state, _is_watched)]
         self._before = self._noted
-        if len(parts) != len(self._parts) or any(map(_differ, parts, self._parts)):
+        if len(parts) != len(self._parts) or any(map(operator.is_not, parts, self._parts)):
             known = self._begun | dict(zip(map(id, self._tensors), self._noted, strict=True))
             self._parts = parts  # They are searched once, not at every step.
             found = named_tensors(state)
@@ -425,10 +426,6 @@ def searched(state: Any) -> Iterator[tuple[str, Any]]:
             if id(value) not in seen:
                 seen.add(id(value))
                 yield name, value
-
-
-def _differ(one: Any, other: Any) -> bool:
-    return one is not other
 
 
 def _is_module(value: object) -> bool:

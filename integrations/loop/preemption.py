@@ -13,12 +13,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from types import FrameType, TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from ...engine.clock import Duration, seconds
+from ...engine.manager import Event, slow_saves
 from ...engine.pytree import loaded
 
 logger = logging.getLogger("holdfast")
@@ -184,27 +185,19 @@ class PreemptionSignal:
         self.restore()
 
 
-class GraceCheck:
-    """A listener of events that warns of saves that take longer than the time between signal and end."""
+def grace_check(grace: float) -> Callable[[Event], None]:
+    """Return a listener of events that warns of saves that take longer than the time between signal and end."""
 
-    def __init__(self, grace: float) -> None:
-        self._grace = grace
-        self._exceeded = False
+    def warn(step: Any, took: float) -> None:
+        logger.warning(
+            "saving step %s took %.1f s, longer than grace_secs=%g: after a preemption the process may be killed "
+            "before its last step is durable. Save more often, ask the scheduler for more time, or save less",
+            step,
+            took,
+            grace,
+        )
 
-    def __call__(self, event: Mapping[str, Any]) -> None:
-        """Check a save; several long ones in a row cause one warning."""
-        if event["event"] != "saved":
-            return
-        exceeded = event["total_seconds"] > self._grace
-        if exceeded and not self._exceeded:
-            logger.warning(
-                "saving step %s took %.1f s, longer than grace_secs=%g: after a preemption the process may be killed "
-                "before its last step is durable. Save more often, ask the scheduler for more time, or save less",
-                event["step"],
-                event["total_seconds"],
-                self._grace,
-            )
-        self._exceeded = exceeded
+    return slow_saves(grace, warn)
 
 
 class _JaxAgreement:
@@ -256,26 +249,19 @@ def _jax_is_distributed() -> bool:
 _INTERVAL = 1.0  # seconds between two checks whether the parent is alive
 
 
-class Watcher(Protocol):
-    """An object that handles signals, such as a callback."""
-
-    @property
-    def signals(self) -> Collection[int]: ...
-
-
-_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+_watchers: weakref.WeakSet[PreemptionSignal] = weakref.WeakSet()
 _started: weakref.WeakSet[multiprocessing.process.BaseProcess] = weakref.WeakSet()
 _original_start = multiprocessing.process.BaseProcess.start
 
 
-def protect_workers(watcher: Watcher) -> None:
+def protect_workers(watcher: PreemptionSignal) -> None:
     """Let processes that start after this call survive the signals that ``watcher`` handles."""
     _watchers.add(watcher)
     if multiprocessing.process.BaseProcess.start is _original_start:
         multiprocessing.process.BaseProcess.start = _start  # type: ignore[assignment, method-assign]
 
 
-def expose_workers(watcher: Watcher) -> None:
+def expose_workers(watcher: PreemptionSignal) -> None:
     """Stop protecting processes that start after this call."""
     _watchers.discard(watcher)
     if not _watchers and multiprocessing.process.BaseProcess.start is _start:

@@ -8,7 +8,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 from ...engine.distributed import ProcessGroup, Rendezvous
@@ -24,56 +24,31 @@ _PATIENCE = 60.0  # seconds to wait for the others, which are at most a batch aw
 _Progress = tuple[int, int]  # finished batches and epochs, and batches of a validation since then
 
 
-class Stop(Protocol):
-    """Decides at each point where a run can stop whether it must."""
+class Stop:
+    """Decides at each point where a run can stop whether it must: a single process at the next one after its signal.
 
-    def begin(self) -> None:
-        """Start when training begins."""
-        ...
-
-    def after_batch(self) -> bool:
-        """Return whether to stop, after a training batch or an epoch."""
-        ...
-
-    def in_validation(self) -> bool:
-        """Return whether to stop, after a batch of a validation."""
-        ...
-
-    def end(self, *, orderly: bool) -> None:
-        """End when training has ended; ``orderly`` is False after an exception, perhaps in this process only."""
-        ...
-
-
-def stop_of(
-    processes: ProcessGroup, preemption: PreemptionSignal, validation_batches: Callable[[], float] = lambda: 0.0
-) -> Stop:
-    """Return what decides where the run stops; ``validation_batches`` returns the length of a validation."""
-    group = None if preemption.is_agreed else processes.rendezvous("where to stop")
-    if group is None:
-        return OwnStop(preemption)
-    return AgreedStop(group, preemption, validation_batches, processes.timeout)
-
-
-class OwnStop:
-    """Stops a single process at the next point after its signal; JAX makes its processes agree on the point."""
+    JAX makes its processes agree on the point.
+    """
 
     def __init__(self, preemption: PreemptionSignal) -> None:
         self._preemption = preemption
 
     def begin(self) -> None:
-        pass
+        """Start when training begins."""
 
     def after_batch(self) -> bool:
+        """Return whether to stop, after a training batch or an epoch."""
         return self._preemption.reached()
 
     def in_validation(self) -> bool:
+        """Return whether to stop, after a batch of a validation."""
         return self._preemption.received
 
     def end(self, *, orderly: bool) -> None:
-        pass
+        """End when training has ended; ``orderly`` is False after an exception, perhaps in this process only."""
 
 
-class AgreedStop:
+class AgreedStop(Stop):
     """Stops all processes at the same point, although perhaps only one of them has received the signal.
 
     A thread of each process polls the store for a signal. If there is one, every process reports its progress, and all
@@ -88,9 +63,9 @@ class AgreedStop:
         validation_batches: Callable[[], float],
         timeout: float = _PATIENCE,
     ) -> None:
+        super().__init__(preemption)
         self._group = group
         self._patience = min(timeout, _PATIENCE)
-        self._preemption = preemption
         self._validation_batches = validation_batches
         self._alarm = f"{quote(group.name, safe='')}/preempted"
         self._lock = threading.Lock()
@@ -184,6 +159,16 @@ def _first_open(answers: list[Any]) -> list[int] | None:
     if len(validations) == 1 and validations != {float("inf")}:
         return [batches, validated + 1]
     return [batches + 1, 0]  # Otherwise some would stop in the middle of a validation, and others at its end.
+
+
+def stop_of(
+    processes: ProcessGroup, preemption: PreemptionSignal, validation_batches: Callable[[], float] = lambda: 0.0
+) -> Stop:
+    """Return what decides where the run stops; ``validation_batches`` returns the length of a validation."""
+    group = None if preemption.is_agreed else processes.rendezvous("where to stop")
+    if group is None:
+        return Stop(preemption)
+    return AgreedStop(group, preemption, validation_batches, processes.timeout)
 
 
 def barrier_exit(processes: ProcessGroup) -> None:

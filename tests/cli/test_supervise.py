@@ -16,7 +16,8 @@ import pytest
 from tests.cli.commands import error_of
 
 from holdfast.cli.main import main
-from holdfast.cli.supervise import Kind, RestartPolicy, RunRecord, SlowSaves, Start, kind_of
+from holdfast.cli.supervise import Kind, RestartPolicy, RunRecord, Start, kind_of
+from holdfast.engine.manager import slow_saves
 from holdfast.engine.sources import compare_checkpoints, open_at
 from holdfast.engine.storage import as_location
 
@@ -151,11 +152,11 @@ def test_the_step_before_the_first_start_is_that_of_the_first_event() -> None:
 
 
 def test_slow_saves_in_a_row_are_reported_once() -> None:
-    said: list[Any] = []
-    saves = SlowSaves(10.0, lambda name, **facts: said.append((name, facts["step"])))
+    found: list[Any] = []
+    note = slow_saves(10.0, lambda step, took: found.append((step, took)))
     for step, took in enumerate([1, 11, 12, 9, 13]):
-        saves.note({"event": "saved", "step": step, "total_seconds": took})
-    assert said == [("slow_save", 1), ("slow_save", 4)]
+        note({"event": "saved", "step": step, "total_seconds": took})
+    assert found == [(1, 11), (4, 13)]
 
 
 # ---- real programs

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.integrations.loop import GraceCheck, PreemptionSignal
+from holdfast.integrations.loop import PreemptionSignal, grace_check
 
 
 @pytest.fixture(autouse=True)
@@ -253,7 +253,7 @@ def test_workers_that_were_started_too_early_are_reported() -> None:
 
 
 def test_a_save_that_outlasts_the_grace_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    check = GraceCheck(30.0)
+    check = grace_check(30.0)
     for step, seconds in enumerate([29.0, 41.0, 42.0, 3.0, 31.5]):
         check({"event": "saved", "step": step, "total_seconds": seconds})
     assert [message.split(", longer")[0] for message in caplog.messages] == [
