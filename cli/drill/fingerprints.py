@@ -14,7 +14,6 @@ import inspect
 import itertools
 import operator
 import os
-import random
 import sys
 import sysconfig
 import time
@@ -27,7 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.pytree import loaded
+from ...engine.generators import as_tree, capture
+from ...engine.pytree import is_torch_tensor, loaded
+from ...engine.stateful import is_generator, state_of
 from .plan import Fact, Kind
 
 _Space = tuple[str, str, dict[str, Any]]  # (prefix of the names, place in the program, variables)
@@ -204,12 +205,8 @@ def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     """Return the kind of an object and a digest of its state; None for one without a state of its own."""
     if isinstance(thing, bool | int | float) or (isinstance(thing, str) and len(thing) <= _TEXT):
         return "value", repr(thing)
-    if isinstance(thing, random.Random):
-        return "generator", _digest(repr(thing.getstate()))
-    if isinstance(thing, np.random.Generator):
-        return "generator", _digest(_text(thing.bit_generator.state))
-    if isinstance(thing, np.random.RandomState):
-        return "generator", _digest(_text(thing.get_state(legacy=False)))
+    if is_generator(thing):
+        return "generator", _digest(_text(state_of(thing)))
     if isinstance(thing, np.number | np.bool_):
         return "value", repr(thing.item())
     if isinstance(thing, np.ndarray):
@@ -218,11 +215,8 @@ def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
         small = with_arrays and 0 < thing.nbytes <= _BYTES and thing.dtype != object
         return ("array", _digest(thing.tobytes())) if small else None
     torch, jax = loaded("torch"), loaded("jax")
-    if torch is not None:
-        if isinstance(thing, torch.Generator):
-            return "generator", _digest(thing.get_state().numpy().tobytes())
-        if isinstance(thing, torch.Tensor):
-            return _fact_of_torch(torch, thing) if with_arrays else None
+    if torch is not None and isinstance(thing, torch.Tensor):
+        return _fact_of_torch(torch, thing) if with_arrays else None
     if jax is not None and isinstance(thing, jax.Array):
         return _fact_of_jax(jax, thing, with_arrays=with_arrays)
     if type(thing).__name__ == "RngStream" and type(thing).__module__.startswith("flax."):
@@ -271,24 +265,24 @@ def is_position(kind: type) -> bool:
 _STATES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
+_GLOBAL = {"python": "the random module", "numpy": "numpy.random", "torch": "torch's default generator"}
+
+
 def _global_generators() -> Iterator[tuple[str, Fact]]:
     """Generate the generators that functions such as ``random.random()`` draw from."""
-    yield "the random module", Fact("generator", "random", "", _digest(repr(random.getstate())))
-    yield "numpy.random", Fact("generator", "numpy.random", "", _digest(_text(np.random.get_state(legacy=False))))
-    torch = loaded("torch")
-    if torch is None:
-        return
-    yield "torch's default generator", Fact("generator", "torch", "", _digest(torch.get_rng_state().numpy().tobytes()))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        bits = b"".join(state.cpu().numpy().tobytes() for state in torch.cuda.get_rng_state_all())
-        yield "torch's generators of CUDA", Fact("generator", "torch.cuda", "", _digest(bits))
+    for name, state in as_tree(capture()).items():
+        known = _GLOBAL.get(name, f"torch's generators of {name.upper()}")
+        yield known, Fact("generator", name, "", _digest(_text(state)))
 
 
 def _text(state: Any) -> str:
-    """Return the state of a generator of numpy as a text; that of an array as a whole would be shortened."""
+    """Return the state of a generator as a text; that of an array as a whole would be shortened."""
     if isinstance(state, dict):
         return repr({key: _text(value) for key, value in state.items()})
-    return state.tobytes().hex() if isinstance(state, np.ndarray) else repr(state)
+    if isinstance(state, list | tuple):
+        return repr([_text(value) for value in state])
+    is_array = isinstance(state, np.ndarray) or is_torch_tensor(state)
+    return np.asarray(state).tobytes().hex() if is_array else repr(state)
 
 
 def _digest(content: str | bytes) -> str:
