@@ -8,13 +8,14 @@ do not scale (``vector-effect``), and dots are lines without length and round en
 
 from __future__ import annotations
 
-import bisect
 import datetime
 import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from ...engine.clock import format_size
 from ...engine.inspection import LeafSummary
@@ -65,22 +66,11 @@ class TimeScale:
 
     def place(self, time: float) -> float:
         """Return the place of a time, from 0 to 1."""
-        return _between(time, self._times, self._places)
+        return float(np.interp(time, self._times, self._places))
 
     def time(self, place: float) -> float:
         """Return the time at a place."""
-        return _between(place, self._places, self._times)
-
-
-def _between(value: float, given: Sequence[float], wanted: Sequence[float]) -> float:
-    right = bisect.bisect_left(given, value)
-    if right <= 0:
-        return wanted[0]
-    if right >= len(given):
-        return wanted[-1]
-    low, high = given[right - 1], given[right]
-    share = (value - low) / (high - low) if high > low else 0.0
-    return wanted[right - 1] + share * (wanted[right] - wanted[right - 1])
+        return float(np.interp(place, self._places, self._times))
 
 
 def clock_text(time: float) -> str:

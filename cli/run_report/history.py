@@ -45,10 +45,8 @@ class Save:
     time: float  # the time at which it was durable
     step: int
     bytes: int  # written
-    shared: int
     blocked: float  # seconds
     total: float  # seconds
-    reason: str
 
 
 @dataclass(slots=True)
@@ -62,7 +60,6 @@ class Attempt:
     pid: int | None = None
     restored: int | None = None
     restore_seconds: float | None = None
-    skipped: list[tuple[int, str]] = field(default_factory=list)  # damaged steps that the restore skipped
     saves: list[Save] = field(default_factory=list)
     last: float = 0.0  # the time of the last event
     last_step: int | None = None  # the last step that the program is known to have reached
@@ -95,14 +92,6 @@ class Note:
     mark: str = ""  # the kind of its mark in the timeline, if it has one
 
 
-@dataclass(frozen=True, slots=True)
-class Redone:
-    """Work that was lost: steps that were trained, not saved, and trained again."""
-
-    steps: int
-    seconds: float
-
-
 @dataclass(slots=True)
 class History:
     """The life of a run."""
@@ -112,7 +101,8 @@ class History:
     metrics: dict[str, dict[int, float]] = field(default_factory=dict)  # by name and step
     failures: int = 0  # saves that failed
     fallbacks: int = 0  # restores that skipped damaged steps
-    redone: list[Redone] = field(default_factory=list)
+    redone_steps: int = 0  # steps that were trained, not saved, and trained again
+    redone_seconds: float = 0.0
 
     @property
     def saves(self) -> list[Save]:
@@ -186,10 +176,9 @@ def _take(history: History, attempt: Attempt, event: Mapping[str, Any], when: fl
             text = f"Process 0 has read {size} from other hosts."
             history.notes.append(Note(when, "info", f"Step {step} came from the hosts' local places", text))
     elif name == "saved" and step is not None:
-        numbers = [_number(event.get(key)) or 0.0 for key in ("bytes", "shared_bytes", "blocked_seconds")]
-        total = _number(event.get("total_seconds")) or 0.0
-        written, shared, blocked = numbers
-        attempt.saves.append(Save(when, step, int(written), int(shared), blocked, total, str(event.get("reason", ""))))
+        keys = ("bytes", "blocked_seconds", "total_seconds")
+        written, blocked, total = (_number(event.get(key)) or 0.0 for key in keys)
+        attempt.saves.append(Save(when, step, int(written), blocked, total))
         add_metrics(history, step, _mapping(event.get("metrics")))
     elif name == "metrics" and step is not None:
         add_metrics(history, step, _mapping(event.get("metrics")))
@@ -242,7 +231,6 @@ def _take_skipped(history: History, attempt: Attempt, skipped: Any, when: float)
     ]
     if not found:
         return
-    attempt.skipped += found
     history.fallbacks += 1
     steps = ", ".join(str(number) for number, _ in found)
     text = "; ".join(f"step {number}: {damage}" for number, damage in found)
@@ -274,7 +262,8 @@ def _end_all(history: History) -> None:
         if lost > 0:
             saved = [save.time for save in attempt.saves if save.step == after.restored]
             since = saved[-1] if saved else attempt.began
-            history.redone.append(Redone(lost, max(0.0, attempt.ended - since)))
+            history.redone_steps += lost
+            history.redone_seconds += max(0.0, attempt.ended - since)
 
 
 def _is_alive(attempt: Attempt) -> bool:

@@ -147,10 +147,9 @@ def _figures(run: RunFacts, now: float) -> Markup:
         found.append(("Ran", duration(ran), ""))
         share = f"{percent(history.blocked / ran)} of the time" if ran else ""
         found.append(("Waited for saves", duration(history.blocked), share))
-        steps, seconds = sum(one.steps for one in history.redone), sum(one.seconds for one in history.redone)
         if len(history.attempts) > 1:
-            text = f"{duration(seconds)} lost" if steps else "nothing lost"
-            found.append(("Trained again", count(steps, "step", "steps"), text))
+            text = f"{duration(history.redone_seconds)} lost" if history.redone_steps else "nothing lost"
+            found.append(("Trained again", count(history.redone_steps, "step", "steps"), text))
     if run.checkpoints:
         shared = sum(one.bytes for one in run.checkpoints) - run.disk_bytes
         text = f"{format_size(run.disk_bytes)} on disk{f', {format_size(shared)} shared' if shared else ''}"

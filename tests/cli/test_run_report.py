@@ -130,7 +130,7 @@ def test_what_was_lost_between_two_starts() -> None:
         + [saved(40, 12, "b"), event("preempted", 41, "b", step=12)]
         + [event("started", 50, "c"), event("restored", 51, "c", step=12), event("finished", 52, "c", step=12)]
     )
-    assert [(one.steps, one.seconds) for one in history.redone] == [(3, 6)]
+    assert (history.redone_steps, history.redone_seconds) == (3, 6)
     assert [(one.restored, one.restore_seconds, one.last_step) for one in history.attempts] == [
         (None, None, 11),
         (8, 0.25, 12),
