@@ -14,10 +14,8 @@
 ``run_report``  report, in a folder of its own
 ``program``     another program as a child process: started, watched, ended
 ``child``       inside of such a program: its heartbeat, and where a rehearsal begins
-``places``      the meaning of a directory argument: a run, a manager's directory, a step
 ``report``      the output of the commands: tables for people, JSON for programs
 ``progress``    how far a command is
-``log``         where log lines go
-``streams``     what is printed, and standard streams that are closed
+``streams``     what is printed, log lines, and standard streams that are closed
 ==============  ==========================================================================================
 """

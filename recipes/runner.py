@@ -17,7 +17,7 @@ from ..engine.observer import process_observer
 from ..engine.sources import open_checkpoint
 from ..engine.storage import Location, Place, as_location
 from ..integrations.loop import PreemptionSignal, all_steps, check_resume, resume_step
-from .configuration import Configuration, to_yaml
+from .configuration import Configuration
 from .problems import KeyPath, as_yaml, dotted
 from .registry import Outcome, RunContext
 
@@ -176,11 +176,8 @@ def _store_config(configuration: Configuration, run_dir: Path, checkpoints: str)
 def _write_config(configuration: Configuration, run_dir: Path) -> None:
     """Write a file that can be run, too."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    path = run_dir / CONFIG_FILE
-    partial = path.with_name(f".{CONFIG_FILE}.partial")
     header = f"# The whole configuration of this run, from {configuration.source} and the command's arguments.\n"
-    partial.write_text(header + to_yaml(configuration.resolved()), encoding="utf-8")
-    partial.replace(path)
+    as_location(run_dir / CONFIG_FILE).write_bytes(f"{header}{configuration.yaml()}".encode())
 
 
 def _report(outcome: Outcome, total: int, seconds: float, checkpoints: str) -> None:

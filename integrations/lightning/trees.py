@@ -232,34 +232,29 @@ logger = logging.getLogger("holdfast")
 _TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
 _LIBRARIES = ("numpy", "torch", "omegaconf", "builtins")  # libraries whose classes are saved by name
 
-_MAKE: dict[str, Callable[[Any], Any]] = {
-    "pathlib.Path": pathlib.Path,
-    "pathlib.PurePosixPath": pathlib.PurePosixPath,
-    "pathlib.PureWindowsPath": pathlib.PureWindowsPath,
-    "argparse.Namespace": lambda value: argparse.Namespace(**value),
-    "types.SimpleNamespace": lambda value: types.SimpleNamespace(**value),
-    "torch.Size": torch.Size,
-    "torch.device": torch.device,
-    "numpy.dtype": np.dtype,
+# By the name of the type that is saved: the type, what makes plain data of a value, and what makes the value of it.
+_KNOWN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "pathlib.Path": (pathlib.Path, str, pathlib.Path),
+    "pathlib.PurePosixPath": (pathlib.PurePosixPath, str, pathlib.PurePosixPath),
+    "pathlib.PureWindowsPath": (pathlib.PureWindowsPath, str, pathlib.PureWindowsPath),
+    "argparse.Namespace": (argparse.Namespace, vars, lambda one: argparse.Namespace(**one)),
+    "types.SimpleNamespace": (types.SimpleNamespace, vars, lambda one: types.SimpleNamespace(**one)),
+    "torch.Size": (torch.Size, list, torch.Size),
+    "torch.device": (torch.device, str, torch.device),
+    "numpy.dtype": (np.dtype, lambda one: one.str, np.dtype),
 }
 
 
 def as_plain(value: Any) -> tuple[Any, str] | None:
     """Return a value as plain data, which may contain further such values, and its type; None for unknown types."""
     kind = type(value)
-    if isinstance(value, pathlib.PurePath):
-        return str(value), "pathlib.Path" if isinstance(value, pathlib.Path) else f"pathlib.{kind.__name__}"
-    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
-        name = "argparse.Namespace" if isinstance(value, argparse.Namespace) else "types.SimpleNamespace"
-        return dict(vars(value)), name
-    if isinstance(value, torch.Size):
-        return list(value), "torch.Size"
-    if isinstance(value, torch.device):
-        return str(value), "torch.device"
+    if isinstance(value, np.dtype) and (value.hasobject or value.names):
+        return None
+    for name, (its_type, plain, _) in _KNOWN.items():
+        if isinstance(value, its_type):
+            return plain(value), name
     if isinstance(value, _TORCH_NAMES):
         return str(value), "torch"
-    if isinstance(value, np.dtype):
-        return None if value.hasobject or value.names else (value.str, "numpy.dtype")
     if isinstance(value, Enum):
         return (value.name, f"enum {_name(kind)}") if value.name in kind.__members__ else None
     if isinstance(value, type):
@@ -276,8 +271,8 @@ def as_plain(value: Any) -> tuple[Any, str] | None:
 def from_plain(plain: Any, kind: str) -> Any:
     """Return the value that :func:`as_plain` was given; the plain data if its class does not exist any more."""
     try:
-        if kind in _MAKE:
-            return _MAKE[kind](plain)
+        if kind in _KNOWN:
+            return _KNOWN[kind][2](plain)
         if kind == "torch":
             named: Any = getattr(torch, str(plain).removeprefix("torch."), plain)
             return named if isinstance(named, _TORCH_NAMES) else plain
