@@ -44,7 +44,7 @@ def test_never_with_a_checkpoint_even_a_damaged_one(damaged: Path) -> None:
 
 def test_a_recipe_begins_from_a_step(tmp_path: Path) -> None:
     def train(**checkpoint: Any) -> Any:
-        keys = {"save_interval_steps": 1, "best_fn": "loss", "best_mode": "max", **checkpoint}
+        keys = {"save_interval_steps": 1, "best_fn": "loss", "best_mode": "max", "max_to_keep": "null", **checkpoint}
         small = ["model.hidden=[4]", "game.batch_size=4", "train.steps=4", f"run_dir={tmp_path}"]
         return run(load_configuration("self_play", [*small, *(f"checkpoint.{key}={keys[key]}" for key in keys)]))
 
