@@ -92,11 +92,16 @@ def required(place: Location) -> Iterator[None]:
 
 
 def read_checked(place: Location, known: FileRecord | None, *, limit: int) -> bytes:
-    """Read a small file and compare it with the commit record."""
+    """Read a small file, which may lie in another one, and compare it with the commit record."""
     with required(place):
         if known is None:
             return place.read_bytes(limit=limit)
-        content = place.read_bytes(limit=min(limit, known.size), size=known.size)
+        if known.within is None:
+            content = place.read_bytes(limit=min(limit, known.size), size=known.size)
+        else:
+            begin, size = known.within
+            with place.parent.open_data(size=size, cached=True) as file:
+                content = file.read(begin, min(limit, known.size)).tobytes()
     found = crc32c(content)
     if len(content) != known.size or (known.crc32c is not None and found != known.crc32c):
         raise DamagedCheckpointError(
@@ -109,7 +114,10 @@ def read_checked(place: Location, known: FileRecord | None, *, limit: int) -> by
 def open_folder(
     place: Location, files: Mapping[str, FileRecord] | None
 ) -> tuple[Location, Mapping[str, FileRecord] | None]:
-    """Return a folder with the files that the commit record has for it; one that is a zip file is read whole, now."""
+    """Return a folder with the files that the commit record has for it; one that is a zip file is read whole, now.
+
+    Of a zip file that holds those of several processes, only the one for the place is read.
+    """
     known = None if files is None else files.get("")
     if known is None:
         return place, files

@@ -311,7 +311,8 @@ class Primary:
         self._timeout = timeout
         self._opened = False
         self._committed = False
-        self.process = ProcessInfo(0, 1 if rendezvous is None else rendezvous.count, self._pending.token)
+        count = 1 if rendezvous is None else rendezvous.count
+        self.process = ProcessInfo(0, count, self._pending.token, shared=shared)
 
     @property
     def replaces(self) -> bool:
@@ -409,7 +410,7 @@ class Worker:
 
     @property
     def process(self) -> ProcessInfo:
-        return ProcessInfo(self._rendezvous.index, self._rendezvous.count, self._token)
+        return ProcessInfo(self._rendezvous.index, self._rendezvous.count, self._token, shared=self._shared)
 
     def open(self, archives: Collection[str] = (), *, wait: bool = True) -> Mapping[str, Location]:
         if self._folders is None:

@@ -38,12 +38,14 @@ class ProcessInfo:
         token: Text that is unique to this save and the same on all processes: a part of the names of its files.
         awaited: Is set when the training loop beside which this process writes begins to wait for the save; None: no
             loop runs beside it.
+        shared: Whether all processes write to one place; if not, each host has one of its own.
     """
 
     index: int = 0
     count: int = 1
     token: str = ""
     awaited: threading.Event | None = None
+    shared: bool = True
 
 
 class Coordinator(Protocol):

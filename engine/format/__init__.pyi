@@ -1,4 +1,5 @@
 from .archive import ARCHIVE as ARCHIVE
+from .archive import ARCHIVE_FILES as ARCHIVE_FILES
 from .archive import ARCHIVE_LIMIT as ARCHIVE_LIMIT
 from .archive import decode_archive as decode_archive
 from .archive import encode_archive as encode_archive
@@ -55,6 +56,7 @@ from .record import encode_document as encode_document
 from .record import encode_metrics as encode_metrics
 from .record import own_item as own_item
 from .record import own_shares as own_shares
+from .record import pack_name as pack_name
 from .record import unsynced as unsynced
 from .zarr import ArrayMetadata as ArrayMetadata
 from .zarr import DType as DType

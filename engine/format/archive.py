@@ -57,6 +57,15 @@ def encode_archive(files: Mapping[str, bytes]) -> bytes:
     return b"".join([*parts, directory, end, _COMMENT])
 
 
+def places_in_archive(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return where the content of each file begins in the zip file of files of these sizes, in their order."""
+    places, end = {}, 0
+    for path, size in sizes.items():
+        places[path] = end + _FILE.size + len(path.encode())
+        end = places[path] + size
+    return places
+
+
 def decode_archive(data: bytes, *, source: str) -> dict[str, bytes]:
     """Return the files in a zip file that :func:`encode_archive` has made."""
     files: dict[str, bytes] = {}

@@ -13,18 +13,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import google_crc32c
 
 from ..errors import DamagedCheckpointError, FormatVersionError
-from .archive import ARCHIVE, is_inside
+from .archive import ARCHIVE, is_inside, places_in_archive
 
 FORMAT = "holdfast"
-VERSION = 2  # the newest version of the format that is read
-ARCHIVES_VERSION = 2  # of commit records whose items are zip files, which earlier versions do not read
+VERSION = 3  # the newest version of the format that is read
+_ARCHIVES_VERSION = 2  # of commit records whose items are zip files, which earlier versions do not read
+_PACKS_VERSION = 3  # of commit records in which the zip files of several processes are in one
 
 DOCUMENT_LIMIT = 128 << 20  # bytes of the largest document that is read or written
 
@@ -49,6 +50,7 @@ GRAPH = "graph.json"  # name of the file, beside a tree's own, with its objects 
 GRAPH_KIND = "graph"  # the kind of the document in it
 
 _KIND = "checkpoint"
+_PACK = re.compile(rf"(0|[1-9][0-9]*)-([1-9][0-9]*)\{ARCHIVE}")  # the names of zip files with those of processes
 
 
 def encode_document(kind: str, body: dict[str, Any], *, version: int = 1) -> bytes:
@@ -154,6 +156,10 @@ class FileRecord:
 
     size: int  # length in bytes
     crc32c: int | None = None  # digest of the whole file, or None where the file carries digests of its own
+    # Of a zip file that holds those of several processes: the length in bytes and the digest of each.
+    members: tuple[tuple[int, int], ...] = ()
+    # Of such a zip file inside another: where it begins, and the length of the other one in bytes. Not stored.
+    within: tuple[int, int] | None = None
     # Whether the save took it from an earlier step instead of writing it. Not stored: the other step may be gone later.
     shared: bool = field(default=False, compare=False)
     # Whether its content survives a power cut already; the commit syncs all others together. Not stored.
@@ -199,24 +205,34 @@ class ItemRecord:
         return "" in self.files
 
     @property
-    def has_archives(self) -> bool:
-        """Whether the folder is a zip file, or has one in the place of the folder of a process."""
+    def version(self) -> int:
+        """The oldest version of the format whose readers know all files of the item."""
+        if any(file.members for file in self.files.values()):
+            return _PACKS_VERSION
         own = self if self.kind == PROCESSES else own_item(self.files) if self.kind == TREES else None
-        return self.is_archive or (own is not None and any("/" not in path for path in own.files))
+        has_archives = self.is_archive or (own is not None and any("/" not in path for path in own.files))
+        return _ARCHIVES_VERSION if has_archives else 1
 
     def shares(self) -> list[ItemRecord]:
         """Return the tree of each process of an item of kind ``"processes"``, in the order of the processes."""
         found: dict[str, dict[str, FileRecord]] = {}
         for path, record in self.files.items():
             process, _, rest = path.partition("/")
-            found.setdefault(process, {})[rest] = record
-        names = [name if name in found else f"{name}{ARCHIVE}" for name in map(str, range(len(found)))]
-        if not found or found.keys() != set(names):
+            if not record.members:
+                found.setdefault(process, {})[rest] = record
+                continue
+            members = dict(zip(_packed(path), record.members, strict=True))
+            places = places_in_archive({name: size for name, (size, _) in members.items()})
+            for name, (size, digest) in members.items():
+                found[f"{path}/{name}"] = {"": FileRecord(size, digest, within=(places[name], record.size))}
+        names = {name.rpartition("/")[2].removesuffix(ARCHIVE): name for name in found}
+        processes = list(map(str, range(len(found))))
+        if not found or names.keys() != {*processes}:
             raise DamagedCheckpointError(
                 f"{self.folder}: expected folders 0, 1, 2, ... of processes, or {ARCHIVE} files of them, found "
                 f"{sorted(found)}"
             )
-        return [ItemRecord(f"{self.folder}/{name}", TREES, found[name]) for name in names]
+        return [ItemRecord(f"{self.folder}/{names[one]}", TREES, found[names[one]]) for one in processes]
 
     def components(self) -> dict[str, ItemRecord]:
         """Return the trees of an item of kind ``"components"`` by the component's path, ``""`` for the root.
@@ -317,8 +333,8 @@ class CheckpointRecord:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def encode(self) -> bytes:
-        archives = any(item.has_archives for item in self.items.values())
-        return encode_document(_KIND, self.to_document(), version=ARCHIVES_VERSION if archives else 1)
+        version = max((item.version for item in self.items.values()), default=1)
+        return encode_document(_KIND, self.to_document(), version=version)
 
     def to_document(self) -> dict[str, Any]:
         """Return the record as JSON, without the digest: what :meth:`from_document` takes."""
@@ -339,10 +355,7 @@ class CheckpointRecord:
             name: {
                 "folder": item.folder,
                 "kind": item.kind,
-                "files": {
-                    path: {"size": file.size} | ({} if file.crc32c is None else {"crc32c": f"{file.crc32c:08x}"})
-                    for path, file in item.files.items()
-                },
+                "files": {path: _file_document(file) for path, file in item.files.items()},
             }
             for name, item in self.items.items()
         }
@@ -383,12 +396,42 @@ class CheckpointRecord:
             raise DamagedCheckpointError(f"{source}: the commit record has unexpected content: {error!r}") from error
 
 
+def pack_name(first: int, last: int) -> str:
+    """Return the name of the zip file with the zip files of consecutive processes."""
+    return f"{first}-{last}{ARCHIVE}"
+
+
+def _packed(pack: str) -> Iterator[str]:
+    """Yield the names of the zip files in such a file; `_files` has checked its name."""
+    first, last = map(int, pack.removesuffix(ARCHIVE).rpartition("/")[2].split("-"))
+    return (f"{process}{ARCHIVE}" for process in range(first, last + 1))
+
+
+def _file_document(file: FileRecord) -> dict[str, Any]:
+    document: dict[str, Any] = {"size": file.size}
+    if file.crc32c is not None:
+        document["crc32c"] = f"{file.crc32c:08x}"
+    if file.members:
+        document["members"] = [[size, f"{digest:08x}"] for size, digest in file.members]
+    return document
+
+
+def _members(path: str, members: Any) -> tuple[tuple[int, int], ...]:
+    """Check the lengths and digests of the zip files in one; its name says of which processes they are."""
+    name = _PACK.fullmatch(path.rpartition("/")[2])
+    if not isinstance(members, list) or name is None or int(name[2]) - int(name[1]) + 1 != len(members):
+        raise ValueError(f"members {members!r:.80} of {path!r}")
+    return tuple((_size(size), int(digest, 16)) for size, digest in members)
+
+
 def _files(documents: Mapping[str, Any]) -> dict[str, FileRecord]:
     if "" in documents and (len(documents) > 1 or "crc32c" not in documents[""]):
         raise ValueError("an item that is a zip file has no other files, and needs a crc32c")
     return {
         path and _relative_path(path): FileRecord(
-            _size(file["size"]), int(file["crc32c"], 16) if "crc32c" in file else None
+            _size(file["size"]),
+            int(file["crc32c"], 16) if "crc32c" in file else None,
+            _members(path, file["members"]) if "members" in file else (),
         )
         for path, file in documents.items()
     }

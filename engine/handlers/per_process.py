@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..arrays import write_file
@@ -13,6 +13,7 @@ from ..distributed import Coordinator, ProcessInfo, current_coordinator
 from ..errors import OptionError, UnsupportedLeafError
 from ..format import (
     ARCHIVE,
+    ARCHIVE_FILES,
     GRAPH,
     GRAPH_KIND,
     OWN_FOLDER,
@@ -20,13 +21,17 @@ from ..format import (
     FileRecord,
     ItemRecord,
     crc32c,
+    encode_archive,
     encode_document,
+    pack_name,
 )
 from ..storage import Location
 from .base import Files, PreparedCheckpointHandler, PreparedItem, SizedItem, write_alone, write_archive
 from .pytree import PyTreeCheckpointHandler
 
 _logger = logging.getLogger("holdfast")
+
+SMALL_SHARE = 16 << 10  # bytes of the largest zip file of a process that process 0 writes; `Save` sends such fragments
 
 
 class PerProcessCheckpointHandler(PreparedCheckpointHandler):
@@ -83,7 +88,11 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
             shares = ItemRecord(directory.name, PROCESSES, files or {}).shares()
             coordinator = current_coordinator() if self._coordinator is None else self._coordinator
             if len(shares) != coordinator.process_count:
-                read = (self._handler.restore(directory / one.name, item, files=one.files, **kwargs) for one in shares)
+                folders = [directory.parent / one.folder for one in shares]
+                read = (
+                    self._handler.restore(folder, item, files=one.files, **kwargs)
+                    for folder, one in zip(folders, shares, strict=True)
+                )
                 return SavedShares(tuple(read))
         share = own_share(directory, files or {}, self._coordinator, process)
         return self._handler.restore(share.folder, item, files=share.files, **kwargs) if share.is_own else item
@@ -91,7 +100,7 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Describe every process's tree, in their order."""
         shares = ItemRecord(directory.name, self.kind, files or {}).shares()
-        return [self._handler.structure(directory / each.name, files=each.files) for each in shares]
+        return [self._handler.structure(directory.parent / each.folder, files=each.files) for each in shares]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +127,7 @@ def own_share(
     if process is not None:
         if not 0 <= process < len(shares):
             raise OptionError(f"process={process!r}: {directory} has trees of {len(shares)} processes, from 0")
-        return Share(directory / shares[process].name, shares[process].files)
+        return Share(directory.parent / shares[process].folder, shares[process].files)
     coordinator = current_coordinator() if coordinator is None else coordinator
     index, count = coordinator.process_index, coordinator.process_count
     is_own = index < len(shares)
@@ -127,11 +136,14 @@ def own_share(
         saved = "%s was saved by %d processes and is restored by %d: process %d %s"
         _logger.warning(saved, directory, len(shares), count, index, what)
     chosen = shares[index if is_own else 0]
-    return Share(directory / chosen.name, chosen.files, is_own)
+    return Share(directory.parent / chosen.folder, chosen.files, is_own)
 
 
 class ProcessShare:
-    """One process's tree, to be written into a folder of its own, or into a zip file if it is small."""
+    """One process's tree, to be written into a folder of its own, or into a zip file if it is small.
+
+    Where all processes save to one place, process 0 gets the smallest of these zip files, and puts them into one.
+    """
 
     def __init__(self, prepared: PreparedItem) -> None:
         self._prepared = prepared
@@ -143,6 +155,8 @@ class ProcessShare:
         if content is None:
             own.make_directory()
             files = write_alone(self._prepared, own, member.awaited)
+        elif member.shared and len(content) <= SMALL_SHARE:
+            return content
         else:
             archive.write_bytes(content, atomic=False)
             files = {"": FileRecord(len(content), crc32c(content))}
@@ -150,12 +164,26 @@ class ProcessShare:
         return json.dumps({path: [file.size, file.crc32c, file.shared] for path, file in files.items()}).encode()
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
-        shares: list[Mapping[str, Any]] = [json.loads(fragment) for fragment in fragments]
-        return {
-            f"{process}/{path}" if path else f"{process}{ARCHIVE}": FileRecord(*record)
-            for process, share in enumerate(shares)
-            for path, record in share.items()
-        }
+        files: dict[str, FileRecord] = {}
+        packs: list[dict[int, bytes]] = []  # the zip files of consecutive processes
+        for process, fragment in enumerate(fragments):
+            if not fragment.startswith(b"{"):
+                if not packs or process - 1 not in packs[-1] or len(packs[-1]) == ARCHIVE_FILES:
+                    packs.append({})
+                packs[-1][process] = fragment
+                continue
+            for path, (size, digest, shared) in json.loads(fragment).items():
+                file = FileRecord(size, digest, shared=shared)
+                files[f"{process}/{path}" if path else f"{process}{ARCHIVE}"] = file
+        for pack in packs:
+            named = {f"{process}{ARCHIVE}": content for process, content in pack.items()}
+            if len(named) == 1:
+                files |= {name: write_file(folder / name, content) for name, content in named.items()}
+            else:
+                name = pack_name(min(pack), max(pack))
+                written = write_file(folder / name, encode_archive(named))
+                files[name] = replace(written, members=tuple((len(one), crc32c(one)) for one in named.values()))
+        return files
 
 
 class PreparedGraph:
@@ -182,13 +210,14 @@ class PreparedGraph:
             return fragment
         place = folder / OWN_FOLDER
         place.make_directory()
-        return json.dumps([self._own.write(place, member).hex(), fragment.hex()]).encode()
+        own = self._own.write(place, member)
+        return b"%d\n%b%b" % (len(own), own, fragment)
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
         own: Files = {}
         if self._own is not None:
-            pairs = [[bytes.fromhex(part) for part in json.loads(fragment)] for fragment in fragments]
-            shares, fragments = zip(*pairs, strict=True)
-            files = self._own.merge(folder / OWN_FOLDER, shares)
+            heads = [fragment.partition(b"\n") for fragment in fragments]
+            files = self._own.merge(folder / OWN_FOLDER, [rest[: int(length)] for length, _, rest in heads])
+            fragments = [rest[int(length) :] for length, _, rest in heads]
             own = {f"{OWN_FOLDER}/{path}": known for path, known in files.items()}
         return {**self._tree.merge(folder, fragments), **own, **self._files}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..arrays import TreeReader, TreeSource, open_folder, read_checked
+from ..arrays import TreeReader, TreeSource, naming, open_folder, read_checked
 from ..clock import UNHEARD, Portion, Progress
 from ..errors import (
     CheckpointNotFoundError,
@@ -17,7 +17,6 @@ from ..errors import (
     OptionError,
 )
 from ..format import (
-    ARCHIVE,
     DOCUMENT_LIMIT,
     GRAPH,
     GRAPH_KIND,
@@ -62,7 +61,8 @@ class NativeCheckpoint(CheckpointSource):
     def __init__(self, location: Location) -> None:
         self.location = location
         self.record: CheckpointRecord = read_record(location)
-        self.parts = self.record.parts()  # an item with a share of each process is one part for each
+        with naming(location):
+            self.parts = self.record.parts()  # an item with a share of each process is one part for each
         self.items = {name: item.kind for name, item in self.parts.items()}
         self.step = self.record.step
         self.reason = self.record.reason
@@ -143,8 +143,8 @@ def trees_in(checkpoint: CheckpointSource, name: str) -> Iterator[tuple[str, Tre
     """Yield one tree of a checkpoint, and what each process has saved of its own objects beside it."""
     tree = checkpoint.tree(name)
     yield name, tree
-    for share in own_shares(checkpoint.files(name) or {}):
-        yield f"{name}/{share.folder.removesuffix(ARCHIVE)}", TreeReader(tree.location / share.folder, share.files)
+    for process, share in enumerate(own_shares(checkpoint.files(name) or {})):
+        yield f"{name}/{OWN_FOLDER}/{process}", TreeReader(tree.location / share.folder, share.files)
 
 
 def leaf_path(item: str, name: str) -> str:

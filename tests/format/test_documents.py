@@ -119,7 +119,7 @@ def _document(**changes: Any) -> bytes:
 
 
 def test_newer_versions_say_to_upgrade() -> None:
-    for data in (_document(version=3), _document(version=3, digest="sha256:00"), _document(version=4, digest=...)):
+    for data in (_document(version=4), _document(version=4, digest="sha256:00"), _document(version=5, digest=...)):
         with pytest.raises(FormatVersionError, match=r"run/tree\.json has format version \d.*upgrade"):
             decode_document(data, "tree", source="run/tree.json")
 

@@ -100,7 +100,7 @@ def test_what_each_process_has_is_seen_from_outside(tmp_path: Path) -> None:
         assert int(rng.integers(1 << 40)) == position
         assert found["state"]["w"].reshape(COUNT, -1)[index].tolist() == part
     assert {leaf.item for leaf in hf.describe(tmp_path)} >= {"state", "process/0", "process/1"}
-    tree = tmp_path / str(STEPS) / "process" / "1.zip"
+    tree = tmp_path / str(STEPS) / "process" / "0-1.zip"
     tree.write_bytes(tree.read_bytes()[:-2])
     report = hf.verify(tmp_path, STEPS)
-    assert [problem.file for problem in report.checkpoints[0].problems] == ["process/1.zip"]
+    assert [problem.file for problem in report.checkpoints[0].problems] == ["process/0-1.zip"]
