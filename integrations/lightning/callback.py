@@ -321,7 +321,7 @@ class CheckpointCallback(ResumingCallback):
         """Connect the trainer with its checkpoints, before any is loaded."""
         check_version(trainer)
         self._decides = was_given_no_path(trainer)
-        install(trainer.strategy, self._store)
+        install(trainer, self._store)
         if stage != "fit":
             redirect_resume(trainer, lambda path: None if is_left_alone(trainer, path) else path)
             self._signals = Signals(trainer, self._preemption, self._store.processes)

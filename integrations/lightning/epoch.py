@@ -11,14 +11,14 @@ import json
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...engine.errors import OptionError, StateError
+from ...engine.errors import OptionError, StateError, shortened
 from ...engine.generators import as_tree, capture, restore, same_state
 from ...engine.pytree import loaded
 from ...engine.stateful import (
@@ -142,6 +142,20 @@ def _differing(one: Any, other: Any, path: tuple[Any, ...] = ()) -> Iterator[tup
         yield path
 
 
+def _untouched(saved: Any, before: Any, now: Any) -> _Paths:
+    """Return the parts of a state that loading it did not bring back, and draws have not changed since.
+
+    Most often they do not belong to the place, such as a time in seconds or the number of a process. ``before`` is how
+    the state looked when ``saved`` had been loaded.
+    """
+    wanted, first, last = (_parts(state, frozenset()) for state in (saved, before, now))
+    return frozenset(
+        path
+        for path, part in last.items()
+        if path in wanted and path in first and same_state(first[path], part) and not same_state(wanted[path], part)
+    )
+
+
 def _parts(state: Any, unsteady: _Paths, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
     """Return what a state consists of by the keys that lead there, without unsteady parts."""
     if path in unsteady:
@@ -185,7 +199,7 @@ def end_loader_epoch(
                 continue
         if not starts:
             _load(loader, end)
-        elif _repeated(loader, starts, end) is None:
+        elif _repeated(loader, starts, end)[0] is None:
             # Such a loader does not continue where it is, but begins anew with the next iterator.
             _load(loader, end)
             next(iter(loader), None)
@@ -197,12 +211,13 @@ def repeat_batch(
     states: Sequence[Any],
     earlier: Sequence[Sequence[Any]],
     ended: Sequence[bool],
-) -> None:
+) -> list[_Paths]:
     """Bring the iterators of loaders to where they had drawn the last batch before the save, or had found no more.
 
     ``ended`` says which loaders have come to an end in this epoch, and do not begin again: their iterators are at the
-    end, unless one goes on after it.
+    end, unless one goes on after it. Return the parts of each state that do not tell where a loader is.
     """
+    asides: list[_Paths] = [frozenset() for _ in loaders]
     for index, (loader, state) in enumerate(zip(loaders, states, strict=True)):
         starts = earlier[index] if index < len(earlier) else ()
         has_ended = index < len(ended) and ended[index]
@@ -210,7 +225,7 @@ def repeat_batch(
             end_loader_epoch([loader], [state])
         if not starts or iter(loader) is loader:
             continue
-        iterator = _repeated(loader, starts, state)
+        iterator, asides[index] = _repeated(loader, starts, state)
         if iterator is None and has_ended:
             end_loader_epoch([loader], [state], [starts])
             continue
@@ -218,11 +233,12 @@ def repeat_batch(
             _load(loader, state)
             iterator = iter(loader)
         place_iterator(fetcher.combined_loader, index, iterator)
+    return asides
 
 
-def is_at(loader: Any, state: Any) -> bool:
-    """Return whether a loader has a state, apart from parts that change without a batch."""
-    return _same(_state(loader), state, _unsteady(loader))
+def is_at(loader: Any, state: Any, aside: _Paths = frozenset()) -> bool:
+    """Return whether a loader has a state, apart from parts that change without a batch, and those set ``aside``."""
+    return _same(_state(loader), state, _unsteady(loader) | aside)
 
 
 def misplaced(loaders: Sequence[Any], states: Sequence[Any], declared: Collection[int]) -> Iterator[tuple[int, Any]]:
@@ -236,25 +252,47 @@ def misplaced(loaders: Sequence[Any], states: Sequence[Any], declared: Collectio
             yield index, _state(loader)
 
 
-def _repeated(loader: Any, starts: Sequence[Any], end: Any) -> Iterator[Any] | None:
+def difference(one: Any, other: Any) -> str:
+    """Return where two states differ, for messages."""
+    return _listed(_differing(one, other))
+
+
+def _listed(paths: Iterable[tuple[Any, ...]]) -> str:
+    return shortened(sorted(".".join(map(str, path)) for path in paths))
+
+
+def _repeated(loader: Any, starts: Sequence[Any], end: Any) -> tuple[Iterator[Any] | None, _Paths]:
     """Let a loader draw its last batch again, or come to its end again, and return the iterator that is there.
 
     The state alone does not tell whether the next iterator begins anew or continues, nor whether an epoch has ended.
-    Return None if the loader does not come to the state ``end``, or if nothing tells whether it does.
+    The iterator is None if the loader does not come to the state ``end``, or if nothing tells whether it does. The
+    parts of the state that were not compared are returned, too.
     """
     drawn, found, unsteady = 0, None, _unsteady(loader)
     if unsteady and all(_same(start, end, unsteady) for start in starts):
-        return None
+        return None, unsteady
+    untouched: _Paths = frozenset()
     for start in starts:
         _load(loader, start)
+        # To look at a loader of torchdata begins its epoch.
+        before = None if is_torchdata_loader(loader) else _state(loader)
         for _ in range(2):  # The batch may have been the first of an iterator that was not the first.
             iterator = iter(loader)
             drawn += next(iterator, _NOTHING) is not _NOTHING
-            if _same(_state(loader), end, unsteady):
+            now = _state(loader)
+            untouched = frozenset() if _same(now, end, unsteady) else _untouched(start, before, now)
+            if _same(now, end, unsteady | untouched):
                 found = iterator
                 break
         if found is not None:
             break
+    outcome = "but its state then was not the saved one, so it may continue elsewhere than in a run without a stop"
+    if found is not None:
+        outcome = "so that it continues as in a run without a stop"
+        if untouched:
+            outcome += f", unless that depends on what loading its state has not brought back: {_listed(untouched)}"
+        if untouched and all(_same(start, end, unsteady | untouched) for start in starts):
+            found, outcome = None, "but its state does not change with a batch, so it may continue elsewhere"
     if drawn:
         logger.warning(
             "the training data loader %s gave its last batch again (batches drawn: %d), %s. Its state and its random "
@@ -263,11 +301,9 @@ def _repeated(loader: Any, starts: Sequence[Any], end: Any) -> Iterator[Any] | N
             "draws), as that is not drawn from at a resume",
             type(loader).__qualname__,
             drawn,
-            "so that it continues as in a run without a stop"
-            if found is not None
-            else "but its state then was not the saved one, so it may continue elsewhere than in a run without a stop",
+            outcome,
         )
-    return found
+    return found, unsteady | untouched
 
 
 def _length(loader: Any) -> int | None:

@@ -20,7 +20,7 @@ from ...engine.storage import Location, Place, as_location
 from .store import RunStore, Template, is_checkpoint, read_checkpoint
 from .strategies import ShardedState, can_save, is_sharded
 from .trees import POSITION
-from .wall import LoopHooks, checkpoint_connector, is_search_file, made_from, package_of
+from .wall import LoopHooks, checkpoint_connector, dump_checkpoint, is_search_file, made_from, package_of
 
 _PACKAGES = {
     "lightning.pytorch.callbacks": "lightning.fabric.plugins.io.checkpoint_io",
@@ -186,8 +186,9 @@ def _torch_io() -> Any:
     raise ImportError("Lightning is not installed")
 
 
-def install(strategy: Any, store: RunStore) -> None:
-    """Put a plugin that saves with the engine in front of a strategy's checkpoint plugin, once."""
+def install(trainer: Any, store: RunStore) -> None:
+    """Put a plugin that saves with the engine in front of the checkpoint plugin of a trainer's strategy, once."""
+    strategy = trainer.strategy
     plugin = strategy.checkpoint_io
     while isinstance(plugin, EngineCheckpointIO):
         if plugin.store is store:
@@ -196,21 +197,26 @@ def install(strategy: Any, store: RunStore) -> None:
     plugin = strategy.checkpoint_io = EngineCheckpointIO(store, strategy)
     hooks = LoopHooks()  # stay as long as the plugin
     if can_save(strategy) and (strategy.world_size > 1 or is_sharded(strategy)):
-        hooks.place(strategy, "save_checkpoint", partial(_save_together, plugin))
+        hooks.place(trainer, "save_checkpoint", partial(_save_together, store, trainer))
         if is_sharded(strategy):
             hooks.place(strategy, "load_checkpoint", partial(_load_in_place, plugin, strategy))
 
 
 def _save_together(
-    plugin: EngineCheckpointIO,
+    store: RunStore,
+    trainer: Any,
     original: Callable[..., None],
-    checkpoint: dict[str, Any],
     filepath: Any,
+    weights_only: bool | None = None,
     storage_options: Any = None,
 ) -> None:
     """Let all processes save what the engine saves: Lightning would ask the plugin on one of them, or on none."""
-    save = original if plugin.store.step_of(filepath) is None else plugin.save_checkpoint
-    save(checkpoint, filepath, storage_options=storage_options)
+    if (step := store.step_of(filepath)) is None:
+        original(filepath, weights_only, storage_options)
+        return
+    with trainer.profiler.profile("save_checkpoint"):
+        store.save(step, partial(dump_checkpoint, trainer, weights_only=bool(weights_only)), trainer.strategy)
+        trainer.strategy.barrier("CheckpointCallback")
 
 
 def _load_in_place(

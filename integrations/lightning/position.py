@@ -81,8 +81,8 @@ class Position:
         self._may_end_within = False  # whether the data of a loader may end within an epoch, as it has another length
         self._ended_before: list[bool] = []  # which loaders had ended in the epoch before that batch
         self._ended: list[Any] | None = None  # states of loaders at the end of an epoch, which a resume has left
-        # the batches fetched at a resume, and the states of loaders then and earlier
-        self._waiting: tuple[int, list[Any], list[Any]] = -1, [], []
+        # the batches fetched at a resume, the states of loaders then and earlier, and the parts that do not matter
+        self._waiting: tuple[int, list[Any], list[Any], list[Any]] = -1, [], [], []
         self._has_warned = False
         self._has_too_many_draws = False
         self._drawing: Drawing | None = None  # where the dataset may draw random numbers in this process
@@ -351,8 +351,8 @@ class Position:
             epoch.begin_within(fetcher, ahead, ended)
             if ahead is not None or self._may_end_within:
                 stay = ended if stays_ended(fetcher.combined_loader) else []
-                epoch.repeat_batch(fetcher, parts, states, earlier, stay)
-                self._waiting = saved["fetched"], states, earlier
+                asides = epoch.repeat_batch(fetcher, parts, states, earlier, stay)
+                self._waiting = saved["fetched"], states, earlier, asides
             if draws:
                 draw_ahead(fetcher)
             return
@@ -469,11 +469,11 @@ class Position:
 
     def _end_resumed_epoch(self, fetcher: Any) -> None:
         """End the epoch of loaders that have not drawn since a resume, as the batch drawn ahead was the last one."""
-        (fetched, states, earlier), self._waiting = self._waiting, (-1, [], [])
+        (fetched, states, earlier, asides), self._waiting = self._waiting, (-1, [], [], [])
         if fetcher.fetched == fetched:
             random = self._random()
             for index, (loader, state) in enumerate(zip(self._loaders(), states, strict=True)):
-                if epoch.is_at(loader, state):
+                if epoch.is_at(loader, state, asides[index]):
                     epoch.end_loader_epoch([loader], [state], earlier[index : index + 1])
             self._restore_random(random)
 
@@ -518,8 +518,9 @@ def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | N
             raise StateError(
                 f"the data loader of loaders/{index} declares that its state is the same in all processes "
                 f"(replicated_state), and {len(states)} processes saved different ones: {states[0]!r:.80} and "
-                f"{other!r:.80}; resume from a step before they differed, or as {len(states)} processes without the "
-                "declaration"
+                f"{other!r:.80} (different: {epoch.difference(states[0], other)}); leave out of the state what differs "
+                f"without a batch, such as a time; resume from a step before they differed, or as {len(states)} "
+                "processes without the declaration"
             )
     return bool(replicated) and len(replicated) == len(saved["loaders"]) and not saved.keys() & {"epoch", "ahead"}
 
@@ -543,7 +544,9 @@ def check_same_place(saved: dict[str, Any], loaders: Sequence[Any]) -> None:
         if index in declared or "rescaled" not in saved:
             raise StateError(
                 f"the {saved['consumed']} batches of the epoch, drawn again, end at {state!r:.80} for the data "
-                f"loader of loaders/{index}, which was at {saved['loaders'][index]!r:.80}. If another number of "
+                f"loader of loaders/{index}, which was at {saved['loaders'][index]!r:.80} "
+                f"(different: {epoch.difference(state, saved['loaders'][index])}). Leave out of its state what differs "
+                "without a batch, such as a time, and let load_state_dict bring back the rest. If another number of "
                 "processes continues, change the batch sizes of the loaders beside it, so that all processes together "
                 "take as many samples as before. If it begins again within an epoch, as others last longer, use "
                 "loaders that all have a state, or resume from a step at the end of an epoch"

@@ -326,9 +326,9 @@ def loaded_checkpoint(trainer: Any) -> dict[str, Any]:
     return found
 
 
-def dump_checkpoint(trainer: Any) -> dict[str, Any]:
+def dump_checkpoint(trainer: Any, *, weights_only: bool = False) -> dict[str, Any]:
     """Return Lightning's dictionary of a run as it is now."""
-    found: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    found: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=weights_only)
     return found
 
 

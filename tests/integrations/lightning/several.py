@@ -83,11 +83,16 @@ class Model(program.Model):
 
 
 class Failing(program.Model):
-    """Has no state to save on one process at one step."""
+    """Has no state to save on one process at one step, at which it saves itself if it has a directory."""
 
-    def __init__(self, rank: int, step: int) -> None:
+    def __init__(self, rank: int, step: int, directory: str | None = None) -> None:
         super().__init__()
-        self.fails_at = rank, step
+        self.fails_at, self.directory = (rank, step), directory
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        if self.directory is not None and self.trainer.global_step == self.fails_at[1]:
+            self.trainer.save_checkpoint(f"{self.directory}/{self.trainer.global_step}")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.fails_at == (self.trainer.global_rank, self.trainer.global_step):
@@ -206,7 +211,7 @@ def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict
         checkpoint = {**checkpoint, "reshard": resharded}
     model = OfArrays() if loader == "elastic" else Sharded() if sharded else Model() if noted else program.Model()
     if (fails_at := options.pop("fails_at", None)) is not None:
-        model = Failing(*fails_at)
+        model = Failing(*fails_at, directory=directory if options.pop("saves_itself", False) else None)
     if loader.startswith(("of all", "elastic")):
         averages.append(Seen(Path(directory).with_name(f"seen-{count}-{index}")))
     callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **checkpoint})

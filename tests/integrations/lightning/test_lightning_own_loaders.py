@@ -137,6 +137,39 @@ class UnsteadyAtEnd(Unsteady, AtEnd):
     pass
 
 
+class Dated:
+    """Has a state with a time in whole seconds: it is the same at two looks, and another one after a resume."""
+
+    now = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        state: Any = super()
+        return {**state.state_dict(), "saved": {"at": Dated.now}}
+
+
+class DatedAtStart(Dated, AtStart):
+    pass
+
+
+class DatedOnward(Dated, Onward):
+    pass
+
+
+class DatedAtEnd(Dated, AtEnd):
+    pass
+
+
+class CountsLoads(AtStart):
+    loads = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {**super().state_dict(), "loads": self.loads}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        self.loads = state["loads"] + 1
+
+
 class SizedAtStart(AtStart):
     def __len__(self) -> int:
         return SIZE
@@ -159,6 +192,10 @@ class Declared(AtStart):
     replicated_state = True
 
 
+class DatedDeclared(Dated, Declared):
+    pass
+
+
 def beside(own: Callable[[], Any], mode: str, size: int = SIZE) -> Callable[[], Any]:
     """Return loaders of which the second has neither a state nor a length."""
     return lambda: combined.CombinedLoader([own(), torch.utils.data.DataLoader(Unsized(size), batch_size=1)], mode)
@@ -177,6 +214,7 @@ class Net(lightning.LightningModule):  # type: ignore[misc]
     def training_step(self, batch: Any, index: int) -> Any:
         if len(self.seen) == self.end:
             raise KilledError
+        Dated.now += 1
         parts = batch if isinstance(batch, list | tuple) else [batch]
         self.seen.append([part if part is None else float(part) for part in parts])
         return self.layer(next(part for part in parts if part is not None).view(-1, 1)).sum()
@@ -189,6 +227,7 @@ def run(loaders: Any, directory: Path, end: int = -1, limit: int | None = None) 
     """Run up to the given number of steps, or all; return the batches."""
     from holdfast.integrations.lightning import CheckpointCallback
 
+    Dated.now += 1
     callback = CheckpointCallback(str(directory), save_interval_steps=1)
     trainer = lightning.Trainer(
         max_epochs=EPOCHS,
@@ -210,9 +249,10 @@ def run(loaders: Any, directory: Path, end: int = -1, limit: int | None = None) 
 @pytest.mark.parametrize(
     "loaders",
     [AtStart, SizedAtStart, AtEnd, Onward, beside(AtStart, "min_size"), beside(AtStart, "max_size"),
-     beside(SizedAtStart, "min_size"), beside(Onward, "max_size"), UnsteadyAtStart, UnsteadyOnward],
+     beside(SizedAtStart, "min_size"), beside(Onward, "max_size"), UnsteadyAtStart, UnsteadyOnward, DatedAtStart,
+     DatedOnward, CountsLoads],
     ids=["start", "sized start", "end", "onward", "start beside", "start padded", "sized beside", "onward beside",
-         "unsteady start", "unsteady onward"],
+         "unsteady start", "unsteady onward", "dated start", "dated onward", "counts loads"],
 )  # fmt: skip
 def test_no_batch_is_lost_or_repeated(loaders: Callable[[], Any], tmp_path: Path) -> None:
     whole = run(loaders(), tmp_path / "whole")
@@ -326,7 +366,8 @@ def test_loaders_of_torchdata_of_different_lengths(mode: str, tmp_path: Path) ->
     [(CYCLE, AtStart, False), (CYCLE, AtStart, True), (CYCLE, Onward, True), ("max_size", AtStart, True),
      ("max_size", AtEnd, False), ("max_size", AtEnd, True), ("max_size", Onward, False),
      ("max_size", SizedAtEnd, False), ("min_size", AtStart, True), ("min_size", AtEnd, False),
-     ("max_size", UnsteadyAtEnd, False), ("max_size", UnsteadyOnward, False), (CYCLE, UnsteadyOnward, False)],
+     ("max_size", UnsteadyAtEnd, False), ("max_size", UnsteadyOnward, False), (CYCLE, UnsteadyOnward, False),
+     ("max_size", DatedAtEnd, False), ("max_size", DatedOnward, False), (CYCLE, DatedAtStart, True)],
 )  # fmt: skip
 def test_loaders_of_different_lengths(mode: str, kind: type[AtStart], is_declared: bool, tmp_path: Path) -> None:
     """An epoch lasts until each has ended, or one of them, also where that is with the first batch after a resume."""
@@ -461,22 +502,53 @@ def test_batches_that_a_resume_draws_are_counted(
     assert all("FromQueue" in one and "(batches drawn: 1)" in one and "__iter__ returns self" in one for one in told)
 
 
-class CountsLoads(AtStart):
-    loads = 0
+class CountsDraws(AtStart):
+    draws = 0
 
     def state_dict(self) -> dict[str, int]:
-        return {**super().state_dict(), "loads": self.loads}
+        return {**super().state_dict(), "draws": self.draws}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        super().load_state_dict(state)
-        self.loads = state["loads"] + 1
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            self.draws += 1
+            yield batch
 
 
-def test_a_resume_that_does_not_find_the_saved_state_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run(CountsLoads(), tmp_path, 2)
-    run(CountsLoads(), tmp_path, 1)
-    (told,) = [one.getMessage() for one in caplog.records if "gave its last batch again" in one.getMessage()]
-    assert "its state then was not the saved one, so it may continue elsewhere" in told
+class OfEpochs(Dated, Onward):
+    """Has no place within its epoch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": super().state_dict()["epoch"], "saved": {"at": Dated.now}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({**state, "place": 0})
+
+
+@pytest.mark.parametrize(
+    ("loader", "why"),
+    [
+        (CountsDraws, "but its state then was not the saved one, so it may continue elsewhere"),
+        (OfEpochs, "but its state does not change with a batch, so it may continue elsewhere"),
+        (DatedAtStart, "unless that depends on what loading its state has not brought back: saved.at"),
+        (CountsLoads, "unless that depends on what loading its state has not brought back: loads"),
+    ],
+)
+def test_a_resume_that_does_not_find_the_saved_state_says_so(
+    loader: Any, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(loader(), tmp_path, 2)
+    run(loader(), tmp_path, 1)
+    told = [one.getMessage() for one in caplog.records if "gave its last batch again" in one.getMessage()]
+    assert told
+    assert all(why in one for one in told)
+
+
+def test_a_place_that_is_not_found_again_is_told_with_what_differs(tmp_path: Path) -> None:
+    from holdfast.engine.errors import StateError
+
+    run(beside(DatedDeclared, CYCLE)(), tmp_path, 2)
+    with pytest.raises(StateError, match=r"\(different: saved\.at\)\. Leave out of its state what differs without"):
+        run(beside(DatedDeclared, CYCLE)(), tmp_path, 1)
 
 
 def test_a_finished_run_is_not_refused(tmp_path: Path) -> None:

@@ -181,6 +181,9 @@ def test_a_run_resumes_from_local_steps_without_one_host(
         pytest.param(0, 3, "directory", id="process 0", marks=SWEEP),
         pytest.param(1, 2, "directory", id="when a validation begins"),
         pytest.param(1, 4, "local places", id="at a local save", marks=SWEEP),
+        pytest.param(1, 3, "program", id="at a save of the program"),
+        pytest.param(0, 3, "program", id="process 0 at one of the program", marks=SWEEP),
+        pytest.param(-1, 3, "program", id="no process"),
     ],
 )
 def test_a_process_without_a_state_to_save_stops_the_save_of_the_others_at_once(
@@ -189,7 +192,13 @@ def test_a_process_without_a_state_to_save_stops_the_save_of_the_others_at_once(
     options: dict[str, Any] = {"checkpoint": {"barrier_timeout_secs": 600}}
     if where == "local places":
         options = {"memory": str(tmp_path / "memory"), "checkpoint": NEVER}
+    if where == "program":
+        options = {"saves_itself": True, "checkpoint": {**NEVER, "barrier_timeout_secs": 600}}
     ended = run_together(tmp_path / "run", 3, fails_at=[who, step], **options)
+    if who < 0:
+        assert [status for status, _, _ in ended] == [0] * 3, ended[0][2]
+        assert [saved.step for saved in hf.list_checkpoints(tmp_path / "run")] == [3]
+        return
     assert [status for status, _, _ in ended] == [1] * 3
     for index, (_, _, said) in enumerate(ended):
         expected = "ValueError: no state today" if index == who else f"process {who} failed: ValueError: no state today"
