@@ -23,8 +23,8 @@ from .report import age, metrics_text, print_json, print_table, step_names
 from .streams import configure_logging, say
 
 _PLACES = {
-    "mirror": "the run has a mirror, which `holdfast ls {}` lists",
-    "local": "its hosts keep local steps in {}",
+    "mirror": "steps of the run were also copied to a mirror, which `holdfast ls {}` lists",
+    "local": "the last start with local steps keeps them on its hosts, in {}",
     "mirror_of": "this is the mirror of {}",
 }
 

@@ -152,6 +152,7 @@ class RunMirror:
         self._bandwidth = None if limit is None else bytes_per_second(limit, name="max_bandwidth")
         self._far: RunDirectory | None = None
         self._acquired = False
+        self._changes = False  # whether this run changes the mirror, or is about to: then only its thread reads it
         self._looking = threading.RLock()  # a listing of another thread must not undo what was deleted since it began
         self._thread: Helper | None = None
         self.process = os.getpid()
@@ -515,7 +516,7 @@ class RunMirror:
         with self._looking:
             if self._far is None:
                 self._far = RunDirectory(self.location, self._options, self._clock, self._hand_over)
-            elif not self._acquired:
+            elif not self._changes:
                 self._far.reload()
             return self._far
 
@@ -565,10 +566,15 @@ class RunMirror:
             far = self._look()
             if not self._acquired:
                 self._check_same_run(far)
-                newest = self._newest()
-                belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
+                self._changes = True
+        if not self._acquired:  # this may take long, and others only look
+            newest = self._newest()
+            belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
+            try:
                 far.acquire(self._run.stored_metadata(), belongs, spare=None if newest is None else newest[1])
                 self._acquired = True
+            finally:
+                self._changes = self._acquired
         far.ownership.check()
         return far
 

@@ -6,8 +6,9 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..arrays import SharedReads
@@ -105,25 +106,65 @@ class Resume:
     def restore_latest(self, items: Any, kwargs: Mapping[str, Any]) -> Restored | None:
         """Read the newest step that is whole for all processes; damaged ones are passed over with a warning."""
         began = time.perf_counter()
+        found, skipped = self._newest_whole(None, partial(self._read_everywhere, items=items, kwargs=kwargs))
+        for damaged, one in skipped:
+            _logger.warning("%s: step %d is damaged and passed over: %s", self._directory, damaged, one.what)
+        if found is None and skipped:
+            raise NoWholeCheckpointError(
+                itemized(
+                    f"{self._directory}: every checkpoint is damaged. Look with `holdfast verify`; "
+                    "to start over, use another directory",
+                    [f"step {step}: {one.what}" for step, one in skipped],
+                )
+            )
+        if found is None:
+            return None
+        step, values = found
+        if skipped:
+            _logger.warning("%s: going back to step %d, the newest whole checkpoint", self._directory, step)
+        for damaged, one in skipped:
+            self._run.condemn(damaged, one.what, unreadable=one.unreadable)
+        self.resumes_from(step, skipped={damaged: one.what for damaged, one in skipped}, began=began)
+        return Restored(step, values, tuple((damaged, one.what) for damaged, one in skipped))
+
+    def peek(self, items: Collection[str], step: int | None) -> tuple[int, Any] | None:
+        """Return the step that a restore would take, and these items of it."""
+        if step is not None and self._access.may_be_elsewhere(step):
+            self._access.fetch_missing(step)
+        read = partial(self._read_everywhere, items=dict.fromkeys(items), kwargs={})
+        found, damaged = self._newest_whole(step, read if items else lambda _: ({}, None))
+        if found is None and damaged:
+            lines = [f"step {number}: {one.what}" for number, one in damaged]
+            raise NoWholeCheckpointError(itemized(f"{self._directory}: nothing can be read:", lines))
+        return found
+
+    def _newest_whole(
+        self, named: int | None, read: Callable[[int], tuple[Any, _Damage | None]]
+    ) -> tuple[tuple[int, Any] | None, list[tuple[int, _Damage]]]:
+        """Read the newest step that is whole for all processes, or the named one; return also those passed over."""
         skipped: list[tuple[int, _Damage]] = []
         missing: set[int] = set()
-        steps = self._newest_first()
+        steps = self._newest_first(named)
         while steps:
             step, is_here = steps.pop(0)
             if not is_here and not self._access.fetch(step):
                 continue
-            found, damage = self._read_everywhere(step, items, kwargs)
+            found, damage = read(step)
             if damage is not None and self._passed_over(step, damage):
                 skipped.clear()
-                steps = self._newest_first()
+                steps = self._newest_first(named)
                 continue
             if damage is not None and not damage.deleted and is_here and self._access.fetch(step, overwrite=True):
                 self._stands_in(step, damage.what, unreadable=damage.unreadable)
-                found, damage = self._read_everywhere(step, items, kwargs)
+                found, damage = read(step)
                 if damage is not None and self._access.local is not None:
                     self._access.local.drop(step)
-            if damage is not None and damage.deleted:  # the run that writes here deleted it, and has newer steps
+            if damage is None:
+                return (step, found), skipped
+            if damage.deleted:  # the run that writes here deleted it, and has newer steps
                 if step in missing:
+                    if named is not None:
+                        self._run.stored_record(step)  # raises the error that tells which steps are there
                     raise CheckpointNotFoundError(
                         f"{self._directory}: process 0 sees step {step}, and process {damage.process} does not, also "
                         "when it looks again; all processes must see the same directory: is it a disk that they "
@@ -132,52 +173,10 @@ class Resume:
                 missing.add(step)
                 skipped.clear()
                 self._run.reload()
-                steps = self._newest_first()
+                steps = self._newest_first(named)
                 continue
-            if damage is not None:
-                _logger.warning("%s: step %d is damaged and passed over: %s", self._directory, step, damage.what)
-                skipped.append((step, damage))
-                continue
-            if skipped:
-                _logger.warning("%s: going back to step %d, the newest whole checkpoint", self._directory, step)
-            for damaged, one in skipped:
-                self._run.condemn(damaged, one.what, unreadable=one.unreadable)
-            self.resumes_from(step, skipped={damaged: one.what for damaged, one in skipped}, began=began)
-            return Restored(step, found, tuple((damaged, one.what) for damaged, one in skipped))
-        if skipped:
-            raise NoWholeCheckpointError(
-                itemized(
-                    f"{self._directory}: every checkpoint is damaged. Look with `holdfast verify`; "
-                    "to start over, use another directory",
-                    [f"step {step}: {one.what}" for step, one in skipped],
-                )
-            )
-        return None
-
-    def peek(self, items: Collection[str], step: int | None) -> tuple[int, Any] | None:
-        """Return the step that a restore would take, and these items of it."""
-        if step is None:
-            steps = self._newest_first()
-        else:
-            steps = [(step, True)]
-            if self._access.may_be_elsewhere(step):
-                self._access.fetch_missing(step)
-        damaged: list[str] = []
-        while steps:
-            number, is_here = steps.pop(0)
-            if not is_here and not self._access.fetch(number):
-                continue
-            found, damage = self._read_everywhere(number, dict.fromkeys(items), {}) if items else ({}, None)
-            if damage is None:
-                return number, found
-            if self._passed_over(number, damage) and step is None:
-                damaged.clear()
-                steps = self._newest_first()
-                continue
-            damaged.append(f"step {number}: {damage.what}")
-        if damaged:
-            raise NoWholeCheckpointError(itemized(f"{self._directory}: nothing can be read:", damaged))
-        return None
+            skipped.append((step, damage))
+        return None, skipped
 
     def resumes_from(
         self, step: int, *, skipped: Mapping[int, str] | None = None, began: float | None = None
@@ -243,7 +242,10 @@ class Resume:
         self._access.local.drop(step)
         return True
 
-    def _newest_first(self) -> list[tuple[int, bool]]:
+    def _newest_first(self, named: int | None) -> list[tuple[int, bool]]:
+        """Return the steps, and whether each is there without a fetch, or the named one alone."""
+        if named is not None:
+            return [(named, True)]
         steps: list[tuple[int, bool]] = self._processes.decide("steps", self._access.steps_of_both_places)
         return steps[::-1]
 

@@ -101,8 +101,9 @@ def test_ls_says_where_else_the_run_has_steps(capsys: pytest.CaptureFixture[str]
         manager.save(1, {"w": 1.0})
     *_, third, second, last = output_of(capsys, "ls", run).splitlines()
     assert third.endswith("ok")
-    assert second == f"the run has a mirror, which `holdfast ls {mirror}` lists"
-    assert last == f"its hosts keep local steps in {local}"
+    # A later start may have neither.
+    assert second == f"steps of the run were also copied to a mirror, which `holdfast ls {mirror}` lists"
+    assert last == f"the last start with local steps keeps them on its hosts, in {local}"
     assert output_of(capsys, "ls", mirror).splitlines()[-1] == f"this is the mirror of {run}"
     found = json.loads(output_of(capsys, "ls", run, "--json"))
     assert (found["mirror"], found["local"]) == (str(mirror), str(local))

@@ -640,6 +640,29 @@ def test_peek_sees_the_step_of_the_hosts(tmp_path: Path) -> None:
     assert hosts.run(work) == [(14, 14, [10])] * 2
 
 
+@pytest.mark.parametrize("resume", ["auto", 20])
+def test_peek_takes_the_copy_of_the_hosts_for_a_damaged_step_as_a_restore_does(tmp_path: Path, resume: Any) -> None:
+    local = hf.Local(tmp_path / "memory", every=2, copies=0)
+    with hf.CheckpointCallback(tmp_path / "run", save_interval_steps=10, local=local) as callback:
+        callback.restore_or_initialize(tree(0), phase=0)
+        for step in range(1, 22):
+            callback.on_step(step, tree(step), phase=step)
+        (tmp_path / "run" / "20" / "extras" / "tree.json").write_bytes(b"{")
+        callback.manager.wait_until_finished()
+        shutil.copytree(tmp_path / "memory", tmp_path / "kept", symlinks=True)
+    shutil.rmtree(tmp_path / "run" / "21")
+    shutil.rmtree(tmp_path / "memory", ignore_errors=True)
+    (tmp_path / "kept").rename(tmp_path / "memory")
+
+    with hf.CheckpointCallback(tmp_path / "run", local=local, resume=resume) as callback:
+        found = callback.peek()
+        assert found is not None
+        assert (found.step, found.extras["phase"]) == (20, 20)
+        state, step = callback.restore_or_initialize(tree(0), phase=0)
+        assert step == 20
+        assert equal(state, 20)
+
+
 def test_a_host_that_cannot_listen_stops_all(tmp_path: Path) -> None:
     def one(coordinator: Coordinator) -> str:
         address = "203.0.113.7" if coordinator.process_index else None

@@ -21,6 +21,7 @@ from holdfast.engine.checkpoint import save as saves
 from holdfast.engine.format import CheckpointRecord, decode_document, encode_document
 from holdfast.engine.manager import mirror as mirrors
 from holdfast.engine.manager import stored_identity
+from holdfast.engine.manager.directory import RunDirectory
 from holdfast.engine.storage import Location, as_location
 
 Files = Callable[[str], StoredFiles]
@@ -173,6 +174,25 @@ def test_a_damaged_step_is_taken_from_the_mirror(
     assert (restored.step, restored.items["w"][0]) == (2, 2)
     assert "step 2 was damaged, and is that of the mirror now" in caplog.text
     assert hf.verify(tmp_path / "run").ok
+
+
+def test_a_look_at_a_damaged_step_takes_it_from_the_mirror_as_a_restore_does(tmp_path: Path, place: str) -> None:
+    run = tmp_path / "run"
+    with hf.CheckpointCallback(run, save_interval_steps=1, mirror=place) as callback:
+        callback.restore_or_initialize(tree(0), phase=0)
+        for step in (1, 2):
+            callback.on_step(step, tree(step), phase=step)
+            arrives(callback.manager, step)
+    resumes: list[Any] = ["auto", 2]
+    for resume in resumes:
+        (file,) = (run / "2").glob("extras*/tree.json")
+        file.write_bytes(b"{}")
+        with hf.CheckpointCallback(run, mirror=place, resume=resume) as callback:
+            found = callback.peek()
+            assert found is not None
+            assert (found.step, found.extras["phase"]) == (2, 2)
+            with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint of step 7; there are 1, 2"):
+                callback.manager.peek(["extras"], step=7)
 
 
 def test_a_damaged_step_of_the_mirror_is_passed_over(
@@ -418,6 +438,29 @@ def test_a_listing_that_is_older_than_a_deletion_does_not_bring_the_step_back(
     with run:
         assert not run.fetch(3)
         arrives(run, 1)
+
+
+def test_others_see_the_mirror_while_its_remains_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with manager(tmp_path / "run", tmp_path / "mirror") as run:
+        run.save(1, tree(1))
+        arrives(run, 1)
+    sweeps, seen = threading.Event(), threading.Event()
+    acquire = RunDirectory.acquire
+
+    def acquires(self: RunDirectory, *args: Any, **kwargs: Any) -> None:
+        if self.location.url == str(tmp_path / "mirror"):
+            sweeps.set()
+            assert seen.wait(60)
+        acquire(self, *args, **kwargs)
+
+    monkeypatch.setattr(RunDirectory, "acquire", acquires)
+    with manager(tmp_path / "run", tmp_path / "mirror") as run:
+        run.save(2, tree(2))
+        assert sweeps.wait(60)
+        assert run.restore(1)["step"] == 1
+        assert not run.fetch(5), "the mirror is looked at"
+        seen.set()
+        arrives(run, 2)
 
 
 def test_the_mirror_of_another_run_is_refused(tmp_path: Path, place: str) -> None:
