@@ -12,7 +12,7 @@ from ..engine.clock import Clock, Duration, seconds
 from ..engine.errors import InvalidLocationError, OptionError
 from ..engine.handlers import PyTreeCheckpointHandler
 from ..engine.manager import CheckpointManagerOptions, CheckpointOptions, has_triggers, limits
-from ..engine.storage import Place, as_location
+from ..engine.storage import Place, as_location, hidden_address
 
 Resume = Literal["auto", "must", "never", "best"] | int
 Partial = Literal["initialize"] | None
@@ -52,7 +52,7 @@ class CallbackOptions(CheckpointOptions):
             try:
                 as_location(self.init_from)
             except InvalidLocationError as error:
-                raise InvalidLocationError(f"init_from={self.init_from!r}: {error}") from error
+                raise InvalidLocationError(f"init_from={hidden_address(str(self.init_from))!r}: {error}") from error
         words: tuple[str, ...] = get_args(get_args(Resume)[0])
         if type(self.resume) is int and self.resume < 0:
             raise OptionError(f"resume={self.resume} must not be negative")

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from ..clock import Duration, Rate, bytes_per_second, seconds
 from ..errors import InvalidLocationError, OptionError, UnknownArgumentError
 from ..peer_names import explains_unknown_names, instead_of
-from ..storage import Place, as_location, without_secrets
+from ..storage import Place, as_location, hidden_address
 from .decisions import EverySeconds, EverySteps, OnBest, Trigger
 from .intervals import LearnedInterval, save_interval
 from .metrics import metric_name
@@ -107,7 +107,7 @@ class Mirror:
         try:
             as_location(self.url)
         except InvalidLocationError as error:
-            raise OptionError(f"mirror={without_secrets(repr(self.url))}: {error}") from error
+            raise OptionError(f"mirror={hidden_address(str(self.url))!r}: {error}") from error
         for one in fields(self):
             _check_limits(one, getattr(self, one.name))
         if self.max_bandwidth is not None:
@@ -152,7 +152,7 @@ class Local:
         try:
             place = as_location(self.url)
         except InvalidLocationError as error:
-            raise OptionError(f"Local({without_secrets(repr(self.url))}): {error}") from error
+            raise OptionError(f"Local({hidden_address(str(self.url))!r}): {error}") from error
         if not place.is_local:
             raise OptionError(
                 f"Local({self.url!r}): this is not a path of a host; local steps lie in its memory or on its disk, "

@@ -29,6 +29,7 @@ from .parallel import Helper as Helper
 from .parallel import Started as Started
 from .parallel import parallel_map as parallel_map
 from .status import check_extent as check_extent
+from .status import hidden_address as hidden_address
 from .status import is_unreadable as is_unreadable
 from .status import map_status as map_status
 from .status import os_errors as os_errors

@@ -39,7 +39,7 @@ from . import object_store
 from .backend import Segment
 from .buffers import aligned_empty
 from .object_store import GARBLED, UNKNOWN_SIZE, ObjectStoreBackend, failing_parts, file_parts
-from .status import GarbledAnswerError, check_header, explain_failure, without_secrets
+from .status import GarbledAnswerError, check_header, explain_failure, hidden_address
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore
@@ -99,7 +99,7 @@ def azure_root(scheme: str, authority: str, path: str) -> tuple[str, str] | None
     Raises:
         InvalidLocationError: It names no container, or no account.
     """
-    shown = without_secrets(f"{scheme}://{authority}/{path}")
+    shown = hidden_address(f"{scheme}://{authority}/{path}")
     if scheme == "https":
         if not _HTTPS.fullmatch(authority):
             return None

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 from ..errors import (
     HoldfastError,
@@ -31,7 +32,7 @@ from ..errors import (
 from .backend import Segment
 from .local import TEMPORARY_PREFIX
 from .object_store import UNKNOWN_SIZE, ObjectStoreBackend, failing_parts, file_parts
-from .status import OS_ERRORS, UnknownSchemeError, explain_failure, map_os_error, truncated, without_secrets
+from .status import OS_ERRORS, UnknownSchemeError, explain_failure, hidden_address, map_os_error, truncated
 
 _logger = logging.getLogger("holdfast")
 
@@ -54,7 +55,8 @@ _NOT_DURABLE = "what was written may be lost if the machines that keep it lose p
 _NOT_REPLACED = "a crash while a checkpoint is replaced may leave neither the old nor the new one"
 _NOT_ATOMIC = "a crash may leave half of a commit record, and readers may see one"
 
-_SECRET = re.compile(r"pass|pwd|secret|key|token|cred|sas|connection_string", re.IGNORECASE)  # options with secrets
+# Options with secrets.
+_SECRET = re.compile(r"pass|pwd|secret|key|token|cred|^auth$|authorization|sas|connection_string", re.IGNORECASE)
 
 _ADDRESS = re.compile(r"\\x00address \d+")  # of a class, in the text that describes a file system
 
@@ -158,7 +160,7 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
     inner = str(wrapped._strip_protocol(path))
     key = "/".join(part for part in inner.split("/") if part)
     if any(part in (".", "..") for part in key.split("/")):
-        raise InvalidLocationError(f"{without_secrets(path)!r} holds '.' or '..', which is not resolved there")
+        raise InvalidLocationError(f"{hidden_address(path)!r} holds '.' or '..', which is not resolved there")
     prefix = "/" if inner.startswith("/") else ""
     with _given_lock:
         name, whole = _names_of(filesystem, prefix)
@@ -466,7 +468,7 @@ class FsspecBackend(ObjectStoreBackend):
         return (Exception,)  # every library below has its own
 
     def explained(self, error: Exception, key: str, action: str) -> HoldfastError:
-        text = self._hidden(" ".join(str(error).split()))
+        text = " ".join(self._hidden(str(error)).split())
         is_builtin = type(error).__module__ == "builtins"
         if isinstance(error, OSError) and (error.errno in OS_ERRORS or (is_builtin and error.errno is not None)):
             mapped = map_os_error(error, self.url(key), action)
@@ -485,8 +487,9 @@ class FsspecBackend(ObjectStoreBackend):
         options = getattr(self.given, "storage_options", None) or {}
         if self._connected is not None:
             options = {**options, **(getattr(self._connected[1], "storage_options", None) or {})}
-        for secret in _secrets(options):
-            text = text.replace(secret, "***")
+        for secret in sorted(_secrets(options), key=len, reverse=True):  # one may be a part of another
+            for form in (secret, quote(secret, safe=""), quote_plus(secret), repr(secret)[1:-1]):
+                text = text.replace(form, "***")
         return text
 
 
@@ -527,9 +530,18 @@ def _says_gone(error: Exception) -> bool:
     return any(_MISSING.search(kind.__name__) for kind in type(error).__mro__)
 
 
-def _secrets(options: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            yield from _secrets(value)
-        elif isinstance(value, str) and value and _SECRET.search(str(name)):
+def _secrets(value: Any, *, is_secret: bool = False) -> Iterator[str]:
+    """Generate the secrets among options: all below a name of secrets, and the users and passwords in addresses."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _secrets(inner, is_secret=is_secret or _SECRET.search(str(name)) is not None)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _secrets(inner, is_secret=is_secret)
+    elif isinstance(value, bytes):
+        yield from _secrets(value.decode(errors="replace"), is_secret=is_secret)
+    elif isinstance(value, str) and value.strip():
+        if is_secret:
             yield value
+        elif (password := re.search(r"://[^/:@]*:(.+)@", value, re.DOTALL)) is not None:
+            yield password[1]

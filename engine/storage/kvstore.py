@@ -13,7 +13,6 @@ import itertools
 import json
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from ..errors import (
 from . import object_store
 from .backend import FileIdentity, Segment
 from .object_store import BY_NAME, GARBLED, UNKNOWN_SIZE, ObjectStoreBackend, file_parts, time_limit
-from .status import check_header
+from .status import check_header, hidden_address
 
 if TYPE_CHECKING:
     import numpy as np
@@ -296,13 +295,13 @@ class KvStoreBackend(ObjectStoreBackend):
             from .aws_credentials import described_credentials, described_endpoint
 
             endpoint, region = self.spec.get("endpoint"), self.spec.get("aws_region")
-            asked = f"asked {_without_user(endpoint)}, {described_endpoint('s3')}" if endpoint else "asked Amazon"
+            asked = f"asked {hidden_address(endpoint)}, {described_endpoint('s3')}" if endpoint else "asked Amazon"
             asked += f", region {region}" if region else ", no AWS_REGION set"
             source = described_credentials()
         else:
             url = os.environ.get("TENSORSTORE_GCS_HTTP_URL")
             asked = (
-                f"asked {_without_user(url)}, the value of TENSORSTORE_GCS_HTTP_URL"
+                f"asked {hidden_address(url)}, the value of TENSORSTORE_GCS_HTTP_URL"
                 if url
                 else "asked storage.googleapis.com"
             )
@@ -315,8 +314,3 @@ class KvStoreBackend(ObjectStoreBackend):
         if issubclass(kind, ObjectNotFoundError):
             return f" ({asked}; is there a bucket {self.bucket!r}? Create it first)"
         return f" ({asked})" if issubclass(kind, StorageUnavailableError) else ""
-
-
-def _without_user(url: str) -> str:
-    """Return a URL for an error, without the name and password that it may have."""
-    return re.sub(r"//[^/]*@", "//", url)

@@ -23,7 +23,7 @@ from .buffers import PAGE
 from .local import LocalBackend
 from .object_store import ObjectStoreBackend, open_object
 from .parallel import REQUESTS, UPLOADS, parallel_map
-from .status import UnknownSchemeError, without_secrets
+from .status import UnknownSchemeError, hidden_address
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._-]*)://(.*)", re.DOTALL)  # fsspec has schemes with underscores
 _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+._-]*::.*://", re.DOTALL)
@@ -86,20 +86,21 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
             "in hf.save(path, tree)"
         ) from None
     if not isinstance(text, str) or not text or "\0" in text:
-        raise InvalidLocationError(f"{place!r} is not a location: expected {_KNOWN}")
+        shown = hidden_address(text) if isinstance(text, str) else text
+        raise InvalidLocationError(f"{shown!r} is not a location: expected {_KNOWN}")
     match = _SCHEME.match(text)
     if match is None:
         if _CHAIN.match(text):
             raise InvalidLocationError(
-                f"{without_secrets(text)!r} chains file systems of fsspec, which an address cannot name here; pass the "
+                f"{hidden_address(text)!r} chains file systems of fsspec, which an address cannot name here; pass the "
                 "file system: as_location(path, filesystem=...)"
             )
         if _COLLAPSED.match(text):
             raise InvalidLocationError(
-                f"{without_secrets(text)!r} looks like a URL that lost a slash; pathlib removes it, so pass URLs as str"
+                f"{hidden_address(text)!r} looks like a URL that lost a slash; pathlib removes it, so pass URLs as str"
             )
         return Location(_local, os.path.abspath(os.path.expanduser(text)))
-    scheme, rest, shown = match.group(1).lower(), match.group(2), without_secrets(text)
+    scheme, rest, shown = match.group(1).lower(), match.group(2), hidden_address(text)
     for mark in "?#|":
         if mark in rest:
             raise InvalidLocationError(f"{shown!r} holds {mark!r}; write %{ord(mark):02X} if it belongs to the name")
@@ -135,6 +136,8 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
 
     try:
         authority, _, path = ("", "", path) if "+" in scheme else path.partition("/")
+        if "@" in path and re.search(r"^[^\[]*:(?!\d*$)", authority):  # a password that holds slashes, and no port
+            authority, path = f"{authority}/{path}", ""
         return Location(open_fsspec(scheme, authority, shown), _object_key(shown, path))
     except UnknownSchemeError as error:
         raise InvalidLocationError(f"{error}: expected {_KNOWN}") from None

@@ -101,8 +101,9 @@ _SERVICE_CODES: tuple[tuple[str, type[HoldfastError]], ...] = (
 """Messages of object stores, as regular expressions, that mean something else than the status of TensorStore says."""
 
 _ADDRESS = r"[A-Za-z][A-Za-z0-9+.-]*:/+[^\s'\"]+"
-# A password may hold slashes, as keys of AWS do; a colon before digits and a slash is that of a port.
-_USER = r"(:/+)(?:[^/\s'\"]*|(?<!///)[^/:\[\s'\"]*:(?!\d+/)[^\s'\"]*)@"
+# A password may hold anything, such as slashes in keys of AWS, and spaces; a colon before a number is that of a port.
+_PASSWORD = r"(:/+)(?<!///)[^/:\[\s'\"]*:(?!\d+(?:[/\s'\",;:)\]]|$))(?=\S)(?:(?!:/)[^\n])*@"
+_USER = r"(:/+)[^/\s'\"]*@"
 _QUERY = r"((?<=[?&])[\w.%-]+=)[^&\s'\"]+"
 
 # TensorStore adds these, which repeat the message itself.
@@ -195,10 +196,28 @@ def without_secrets(text: str) -> str:
     's3://***@bucket and http://localhost:9000/a@b'
     """
 
-    def hidden(address: re.Match[str]) -> str:
-        return re.sub(_QUERY, r"\1***", re.sub(_USER, r"\1***@", address[0]))
+    if ":/" not in text:
+        return text
+    text = re.sub(_USER, r"\1***@", re.sub(_PASSWORD, r"\1***@", text))
+    return re.sub(_ADDRESS, lambda address: re.sub(_QUERY, r"\1***", address[0]), text)
 
-    return re.sub(_ADDRESS, hidden, text) if ":/" in text else text
+
+def hidden_address(address: str) -> str:
+    """Return the text of one address for messages, as :func:`without_secrets` does, whatever characters it holds.
+
+    >>> hidden_address("s3://a user:it's 50% / #1@bucket/x")
+    's3://***@bucket/x'
+    """
+    found = re.match(r"[^/]*:/+", address)
+    if found is None:
+        return address
+    start, rest = found[0], address[found.end() :]
+    authority, _, path = rest.partition("/")
+    has_port = re.search(r":\d+$", authority) is not None and not start.startswith(("s3", "gs", "gcs"))
+    until = rest if ":" in authority and "@" in path and not has_port else authority
+    if "@" in until:
+        rest = f"***@{rest[until.rindex('@') + 1 :]}"
+    return start + re.sub(r"((?<=[?&])[\w.%-]+=)[^&]+", r"\1***", rest)
 
 
 def check_extent(path: str, size: int, offset: int, length: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 import unicodedata
 from pathlib import Path
 
@@ -97,6 +98,24 @@ def test_what_is_plain_stays() -> None:
         "s3://bucket/x?X-Amz-Signature=secret&b=secret",
         "http://host/x?token=secret",
         "gs://secret@bucket",
+        "s3://key:sec ret/secret@bucket/x",
+        "s3://key:it's secret@bucket/x",
+        's3://key:"secret"@bucket/x',
+        "s3://key:sec@ret/secret@bucket/x",
+        "s3://key:1234/secret@bucket/x",
+        "s3://key:50%/secret#secret?secret@bucket/x",
+        "s3://key%3Asecret%40secret%2Fsecret@bucket/x",
+        "gs://sec ret secret@bucket/x",
+        "s3:/key:of secret@bucket/x",
+        "sftp://key:secret@host/x",
+        "sftp://key:se cret/secret@host/x",
+        "sftp://key:9secret/secret@host/x",
+        "az://key:secret/secret@box/x",
+        "https://account.blob.core.windows.net/box?sig=of%20secret&sp=r secret",
+        "simplecache::s3://key:a secret@bucket/x",
+        "wasb://key:a secret@host/x",
+        "file://key:a secret@host/x",
+        "s3://key:a\0 secret@bucket",
     ],
 )
 def test_passwords_in_addresses_are_not_repeated(address: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,12 +123,43 @@ def test_passwords_in_addresses_are_not_repeated(address: str, capsys: pytest.Ca
         hf.load(address)
     assert "secret" not in str(caught.value)
     assert "***" in str(caught.value)
+    for make in (
+        lambda: hf.CheckpointManagerOptions(mirror=address),
+        lambda: hf.Local(address, every=2),
+        lambda: hf.CheckpointCallback("/nowhere/else", init_from=address),
+    ):
+        with pytest.raises((hf.errors.OptionError, hf.errors.InvalidLocationError)) as refused:
+            make()
+        assert "secret" not in "".join(traceback.format_exception(refused.value))
     for words in (["ls", address], ["cp", address, "/nowhere/else"], ["ls", "--json", address]):
         assert main(words) == 2
         said = capsys.readouterr()
         assert "secret" not in said.out + said.err
 
 
-def test_passwords_of_endpoints_are_not_repeated() -> None:
-    error = ValueError("UNAVAILABLE: cannot reach https://key:secret@proxy:3128/?token=secret")
-    assert "secret" not in str(map_status(error, "s3://bucket/x", "read"))
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://key:secret@proxy:3128/?token=secret",
+        "https://key:a secret/secret@proxy:3128",
+        "https://key:it's@secret secret@proxy:3128/x",
+    ],
+)
+def test_passwords_of_endpoints_are_not_repeated(address: str) -> None:
+    said = str(map_status(ValueError(f"UNAVAILABLE: cannot reach {address}: refused"), "s3://bucket/x", "read"))
+    assert "secret" not in said
+    assert "proxy:3128" in said
+    assert said.endswith("refused; check the connection and try again")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://localhost:9000/a@b",
+        "cannot list s3://bucket: denied for me@corp, ask http://localhost:9000, or mail a@b",
+        "from http://[::1]:9000/x to s3://bucket/a:b@c",
+        "file:///a:b c@d",
+    ],
+)
+def test_what_is_no_password_stays(text: str) -> None:
+    assert visible(text) == text

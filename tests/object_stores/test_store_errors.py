@@ -313,9 +313,8 @@ def test_an_address_with_a_password(
     caplog.set_level(logging.DEBUG)
     store.server.fail("", answer=store.server.error(503, "SlowDown"), times=1000)
     monkeypatch.setenv(variable, store.server.url.replace("//", "//user:of-nobody@"))
-    with pytest.raises(
-        hf.errors.StorageUnavailableError, match=f"asked {store.server.url}, the value of {variable}"
-    ) as caught:
+    shown = re.escape(store.server.url.replace("//", "//***@"))
+    with pytest.raises(hf.errors.StorageUnavailableError, match=f"asked {shown}, the value of {variable}") as caught:
         hf.load(f"{store.url}/ckpt")
     assert "nobody" not in "".join(traceback.format_exception(caught.value))
     assert "nobody" not in caplog.text

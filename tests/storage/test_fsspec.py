@@ -341,6 +341,27 @@ def test_errors_without_secrets(error: Exception, kind: type[Exception], caplog:
     assert CANARY not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"password": f"two  spaces {CANARY}"}, "two  spaces canary"),
+        ({"client_kwargs": {"headers": {"Authorization": f"Bearer {CANARY}"}}}, "Bearer canary"),
+        ({"auth": ("user", f"it's {CANARY}")}, repr(f"it's {CANARY}")),
+        ({"key": f"a/b+{CANARY}"}, "https://host/?k=a%2Fb%2Bcanary"),
+        ({"endpoint_url": f"https://user:in an address {CANARY}@host"}, "in an address canary"),
+        ({"connection_string": f"AccountName=a;AccountKey={CANARY}=="}, "AccountName=a;AccountKey=canary=="),
+        ({"sas_token": f"{CANARY}\nlines".encode()}, f"{CANARY}\nlines"),
+        ({"proxies": [f"http://user:{CANARY} of@proxy"]}, "canary of"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_secrets_of_any_form_among_the_options(options: dict[str, Any], said: str) -> None:
+    place = as_location("/run", filesystem=Fails(RuntimeError(f"refused: {said}"), **options))
+    with pytest.raises(hf.errors.StorageError, match="refused: ") as caught:
+        place.entries()
+    assert CANARY not in "".join(traceback.format_exception(caught.value))
+
+
 class LibraryError(OSError):
     """As libraries below derive theirs, such as smbprotocol's ``SMBOSError``."""
 
