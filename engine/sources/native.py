@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import methodcaller
@@ -159,7 +160,11 @@ def leaf_path(item: str, name: str) -> str:
 
 
 def read_checkpoint(location: Location, read: Callable[[CheckpointSource], T], step: int | None = None) -> T:
-    """Open the checkpoint that a path stands for and read it; where a run replaces or deletes it meanwhile, again."""
+    """Open the checkpoint that a path stands for and read it; where a run replaces or deletes it meanwhile, again.
+
+    So it is where a link on the way leads elsewhere meanwhile: files of other libraries do not tell that they belong
+    together.
+    """
 
     def look() -> CheckpointSource:
         if step is None:
@@ -167,7 +172,11 @@ def read_checkpoint(location: Location, read: Callable[[CheckpointSource], T], s
                 return NativeCheckpoint(location)
         return open_checkpoint(location.snapshot(), step)
 
-    return read_again(location, look, read, methodcaller("has_changed"))
+    while True:
+        place = location.is_local and os.path.realpath(location)
+        found = read_again(location, look, read, methodcaller("has_changed"))
+        if place == (location.is_local and os.path.realpath(location)):
+            return found
 
 
 def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSource:

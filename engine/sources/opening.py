@@ -161,7 +161,8 @@ def _files_of(tree: TreeSource) -> str:
     top, files = os.fspath(tree.location), tree.files_read
     below = (os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names)
     paths = [*below] or [top] if files is None else map(os.fspath, files)
-    return str([(path, *_size_and_time(path)) for path in sorted(paths)])
+    link = os.readlink(top) if os.path.islink(top) else ""
+    return str([link, *((path, *_size_and_time(path)) for path in sorted(paths))])
 
 
 def _size_and_time(path: str) -> tuple[int, int]:

@@ -17,7 +17,7 @@ import torch
 import holdfast as hf
 from holdfast.engine.arrays import TreeSource, load_tree
 from holdfast.engine.sources import NativeCheckpoint
-from holdfast.engine.storage import as_location
+from holdfast.engine.storage import Location, as_location
 from holdfast.integrations.formats import safetensors as format_module
 from holdfast.integrations.formats.safetensors import export_safetensors
 
@@ -152,6 +152,29 @@ def folder(path: Path) -> Path:
     weight_map = {"b": "model-00002-of-00002.safetensors", "a.x": "model-00001-of-00002.safetensors"}
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return path
+
+
+@pytest.mark.parametrize("moment", range(1, 5))
+def test_a_link_that_leads_elsewhere_while_it_is_read(
+    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All files are those of one checkpoint."""
+    folder(tmp_path / "old")
+    safetensors.numpy.save_file({"b": np.full(3, 7)}, folder(tmp_path / "new") / "model-00002-of-00002.safetensors")
+    safetensors.numpy.save_file({"a.x": np.full(2, 7)}, tmp_path / "new" / "model-00001-of-00002.safetensors")
+    link, open_data, opens = tmp_path / "latest", Location.open_data, []
+    link.symlink_to("old")
+
+    def opened_data(place: Location, **options: Any) -> Any:
+        opens.append(place.name)
+        if len(opens) == moment:
+            link.unlink()
+            link.symlink_to("new")
+        return open_data(place, **options)
+
+    monkeypatch.setattr(Location, "open_data", opened_data)
+    found = hf.load(link)
+    assert (found["a"]["x"].tolist(), found["b"].tolist()) == ([7, 7], [7, 7, 7])
 
 
 def test_a_folder_with_an_index(tmp_path: Path) -> None:
