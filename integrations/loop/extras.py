@@ -27,7 +27,7 @@ from ...engine.stateful import (
 )
 from ...engine.streams import check_stream, has_none_left, is_torchdata_loader
 from .announce import announce
-from .objects import is_versioned
+from .objects import is_versioned, searched
 from .states import LoopArguments, check_depth
 from .trees import from_tree, is_stream, to_tree
 
@@ -86,9 +86,14 @@ def fresh_extras(extras: Mapping[str, Any]) -> FreshTypes | None:
     return fresh_types(templates, list(templates)) if templates else None
 
 
-def restore_extras(step: int, state: Any, extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore the extras, and return by name the object if it was changed in place, otherwise the restored value."""
-    values = {name: saved[name] for name in extras}
+def restore_extras(
+    step: int, state: Any, extras: Mapping[str, Any], saved: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Restore the extras, and return by name the object if it was changed in place, otherwise the restored value.
+
+    The loaders that begin a new epoch are returned, too, by name with the number of batches of one.
+    """
+    values, begun = {name: saved[name] for name in extras}, {}
     for name, extra in sorted(extras.items(), key=lambda item: not begins_epoch(item[1])):
         if is_nnx(extra):
             values[name] = from_tree(extra, saved[name])
@@ -101,6 +106,8 @@ def restore_extras(step: int, state: Any, extras: Mapping[str, Any], saved: Mapp
                 uncounted = [counter for counter, epochs in counters.items() if (epochs + 1) * batches == step]
                 if uncounted:
                     restore_loader(extra, saved[name], begins=False)
+                else:
+                    begun[name] = batches
                 _tell_of_ended_epoch(name, uncounted, [*counters])
         elif is_stateful(extra) or is_plain(extra):
             values[name] = restore_state(extra, saved[name])
@@ -108,7 +115,24 @@ def restore_extras(step: int, state: Any, extras: Mapping[str, Any], saved: Mapp
                 text = "%s= had come to the end of an epoch: the next loop over it yields nothing, unless %s"
                 shown = current_coordinator().process_index == 0
                 announce(text, name, "set_epoch has begun a later one", shown=shown)
-    return values
+    return values, begun
+
+
+def warn_of_schedules(step: int, restored: Mapping[str, Any], begun: Mapping[str, int]) -> None:
+    """Warn of schedules of torch that lack the last epoch of a loader, as they are stepped after the loop over it."""
+    for path, schedule in searched(restored) if begun else ():
+        counted = getattr(schedule, "last_epoch", None)
+        for name, batches in begun.items():
+            if type(counted) is int and (counted + 1) * batches == step:
+                logger.warning(
+                    "%s has counted %d epochs, and %s= had given the last batch of %d: step such a schedule before "
+                    "on_step of the last batch, as code that follows the loop over the batches does not run after a "
+                    "resume, or it stays one epoch behind",
+                    path,
+                    counted,
+                    name,
+                    counted + 1,
+                )
 
 
 def _epoch_counters(state: Any, extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, float]:

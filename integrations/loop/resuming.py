@@ -34,7 +34,16 @@ from ...engine.steps import list_steps, newest_step, series_of
 from ...engine.storage import Location, as_location
 from ..options import Resume
 from .announce import announce
-from .extras import CHECKSUMS, GLOBAL_GENERATORS, GRADIENTS, check_names, is_own, restore_extras, templates_of
+from .extras import (
+    CHECKSUMS,
+    GLOBAL_GENERATORS,
+    GRADIENTS,
+    check_names,
+    is_own,
+    restore_extras,
+    templates_of,
+    warn_of_schedules,
+)
 from .initial import Hyperparameters, InitialState
 from .objects import set_gradients
 from .states import STATE, LoopArguments, StateAdapter
@@ -170,13 +179,15 @@ def restore(
         raise
     if restored is None:
         return None
-    step, values = restored.step, {}
+    step = restored.step
+    values: dict[str, Any] = {}
+    begun: dict[str, int] = {}
     saved: dict[str, Any] = {}
     if has_extras:
         saved, fresh = _saved_extras(manager, restored, extras, options)
         if GLOBAL_GENERATORS not in fresh:
             extras = _without_unsaved_generators(extras, saved, step)
-        values = _restore_extras(manager, adapter, step, template, extras, saved, fresh)
+        values, begun = _restore_extras(manager, adapter, step, template, extras, saved, fresh)
     state = adapter.from_tree(template, restored.items[STATE])
     if gradients := saved.get(GRADIENTS):
         _restore_gradients(state, values, gradients)
@@ -189,6 +200,7 @@ def restore(
     if chosen is not None:
         note_resume(manager, chosen)  # This warns of the later steps.
     warn_of_misfits(adapter.misfits, f"step {step}", STATE)
+    warn_of_schedules(step, {STATE: state, **values}, begun)
     return Resumed(step, state, values)
 
 
@@ -318,7 +330,7 @@ def _restore_extras(
     extras: Mapping[str, Any],
     saved: dict[str, Any],
     fresh: Collection[str],
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, int]]:
     """Restore the extras: those with templates are read again with these, the others as they were saved."""
     kept = {name: extras[name] for name in fresh}
     if adapter.misfits is not None:
@@ -334,4 +346,5 @@ def _restore_extras(
             step, {"extras": templates}, restore_kwargs={"extras": {"select": patterns, "as_saved": True}}
         )
         saved = {**saved, **typed["extras"]}
-    return {**restore_extras(step, template, extras, saved), **kept}
+    values, begun = restore_extras(step, template, extras, saved)
+    return {**values, **kept}, begun

@@ -400,6 +400,43 @@ def test_a_counter_of_epochs_of_the_program(
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("place", ["state", "extra"])
+@pytest.mark.parametrize("is_stepped_after", [False, True])
+def test_a_schedule_that_lacks_the_last_epoch_is_told(
+    place: str, is_stepped_after: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for stop in (4, 6):
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        extras: dict[str, Any] = {}
+        (state if place == "state" else extras)["schedule"] = schedule
+        loader = stateful_loader()
+        caplog.clear()
+        with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
+            _, step = checkpoint.restore_or_initialize(state, data=loader, **extras)
+            told = [one.getMessage() for one in caplog.records if "stays one epoch behind" in one.getMessage()]
+            assert len(told) == (is_stepped_after and step > 0)
+            assert all(f"schedule has counted {step // 4 - 1} epochs, and data= had given" in one for one in told)
+            for _ in range(step // 4, 3):
+                for batch in loader:
+                    optimizer.zero_grad()
+                    model(batch.view(-1, 1).float()).sum().backward()
+                    optimizer.step()
+                    step += 1
+                    if step % 4 == 0 and not is_stepped_after:
+                        schedule.step()
+                    checkpoint.on_step(step, state, data=loader, **extras)
+                    if step == stop:
+                        break
+                if step == stop:
+                    break
+                if is_stepped_after:
+                    schedule.step()
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize(("state", "extras"), [({"w": 0}, {"epoch": 0}), ({"w": 0, "epoch": 0}, {})], ids=str)
 def test_a_counter_that_cannot_be_compared_with_the_steps_is_told(
     state: Any, extras: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
