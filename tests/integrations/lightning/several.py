@@ -211,7 +211,8 @@ def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict
         checkpoint = {**checkpoint, "reshard": resharded}
     model = OfArrays() if loader == "elastic" else Sharded() if sharded else Model() if noted else program.Model()
     if (fails_at := options.pop("fails_at", None)) is not None:
-        model = Failing(*fails_at, directory=directory if options.pop("saves_itself", False) else None)
+        rank, step = fails_at
+        model = Failing(rank, step, directory if options.pop("saves_itself", False) else None)
     if loader.startswith(("of all", "elastic")):
         averages.append(Seen(Path(directory).with_name(f"seen-{count}-{index}")))
     callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **checkpoint})
