@@ -54,10 +54,6 @@ class ChunkDecoder:
         # Whether the array is handled together with other small ones.
         self.small = sole and not self.compressed and self.data_bytes <= _SMALL
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
     def why_not(self, length: int) -> str:
         """Return why a stored chunk cannot have this length in bytes; "" if it can."""
         if length == self.stored_bytes or (self.compressed and CHECKSUM_BYTES < length < self.stored_bytes):
@@ -185,9 +181,9 @@ class Assembly:
         decoder, boxes = self.decoders[array], self.output_boxes(array)
         if not self.keep or decoder.data_bytes < COPY:
             return ()
-        if len(boxes) == 1 and self._is_chunk(decoder, chunk, boxes[0]):
-            return boxes
         part = decoder.chunk_box(chunk)
+        if [one.box for one in boxes] == [part]:
+            return boxes
         found: list[OutputBox] = []
         used = reached = 0
         for wanted in sorted(boxes, key=lambda one: one.box.start):
@@ -266,7 +262,7 @@ class Assembly:
                 arrays, outputs = self._arrays, self._outputs
                 for array, value in zip(owners[good].tolist(), made, strict=self.keep):
                     arrays[outputs[array]] = value
-                others = sorted([*(np.flatnonzero(~mask) + rows.start).tolist(), *some[~good].tolist()])
+                others = sorted([*(np.flatnonzero(~mask) + rows.start).tolist(), *np.delete(some, good).tolist()])
         for row in others:
             start = int(chunks.offsets[row]) - base
             array, chunk = int(chunks.arrays[row]), int(chunks.numbers[row])
@@ -292,10 +288,6 @@ class Assembly:
         if buffer is None:
             buffer = self._threads.buffer = Buffer()
         return buffer.view(nbytes)
-
-    def _is_chunk(self, decoder: ChunkDecoder, chunk: int, wanted: OutputBox) -> bool:
-        """Return whether a wanted box is exactly this chunk."""
-        return decoder.chunk_shape == wanted.box.shape and decoder.chunk_box(chunk) == wanted.box
 
     def _array(self, array: int, wanted: OutputBox) -> NDArray[Any]:
         found = self._arrays[wanted.output]
@@ -332,41 +324,39 @@ def _small_arrays(
     indexed: NDArray[np.int64],
     *,
     keep: bool,
-) -> tuple[NDArray[np.bool_], list[NDArray[Any]]]:
+) -> tuple[NDArray[np.int64], list[NDArray[Any]]]:
     """Verify chunks that are whole small arrays, and copy them out; ``kinds`` has the number of each one's decoder.
 
-    Returns which are as expected, and their arrays; the others need further checks. The work for each of ten thousand
-    arrays must cost next to nothing, so numpy handles all of them at once.
+    Returns the positions of those that are as expected, and their arrays; the others need further checks. The work for
+    each of ten thousand arrays must cost next to nothing, so numpy handles all of them at once.
     """
     sizes = np.array([decoder.data_bytes for decoder in decoders], np.int64)[kinds]
     stops = starts + sizes
-    expected = data[stops[:, None] + np.arange(CHECKSUM_BYTES)].view("<u4")[:, 0]
-    spans = zip((starts - starts[0]).tolist(), (stops - starts[0]).tolist(), strict=True)
-    content = data[starts[0] : stops[-1]]
-    if content.size <= 2 * sizes.sum():  # Parts of bytes take half the time of parts of an array.
-        copied = content.tobytes()
-        parts = [copied[start:stop] for start, stop in spans]
-    else:  # Large arrays lie between the small ones.
-        parts = [content[start:stop].tobytes() for start, stop in spans]
-    found = np.array(checksums_of(parts), np.uint32)
+    expected = _at(data, stops, np.dtype("<u4"))
+    found = np.empty(len(kinds), np.uint32)
+    order = np.argsort(sizes, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(sizes[order])) + 1):
+        found[rows] = checksums_of(_at(data, starts[rows], np.dtype((np.void, int(sizes[rows[0]])))).tolist())
     verified = (found == expected) & ((indexed == found) | (indexed == -1))
     if not keep:
-        return verified, []
-    good = verified & ((starts - starts[0]) % CHUNK_ALIGNMENT == 0)
-    rows = np.flatnonzero(good)
-    first, last, kinds = starts[rows], stops[rows], kinds[rows]
+        return np.flatnonzero(verified), []
+    good = np.flatnonzero(verified & ((starts - starts[0]) % CHUNK_ALIGNMENT == 0))
+    if not len(good):
+        return good, []
+    first, last = starts[good], stops[good]
     size = _BLOCK if sizes.sum() < _LARGE_BLOCK else _LARGE_BLOCK
     apart = (first[1:] - last[:-1] > _WASTE) | ((first[1:] - first[:1]) // size != (first[:-1] - first[:1]) // size)
+    bounds = [0, *(np.flatnonzero(apart) + 1).tolist(), len(good)]
+    spans = [(int(first[low]), int(last[high - 1])) for low, high in pairwise(bounds)]
+    # Arrays of one kind that lie at equal distances in a block are rows of one that has another axis.
+    blocks = np.concatenate([[0], np.cumsum(apart)])
+    good = good[np.argsort(blocks * len(decoders) + kinds[good], kind="stable")]
+    first, kinds = starts[good], kinds[good]
     steps = np.diff(first)
-    # Arrays of one kind that lie at equal distances are rows of one that has another axis.
-    ends_run = apart | (kinds[1:] != kinds[:-1])
+    ends_run = (blocks[1:] != blocks[:-1]) | (kinds[1:] != kinds[:-1])
     ends_run[1:] |= (steps[1:] != steps[:-1]) & ~ends_run[:-1]
     made: list[NDArray[Any]] = []
-    for low, high in pairwise([0, *(np.flatnonzero(apart) + 1).tolist(), len(rows)]):
-        if low == high:
-            continue
-        origin = int(first[low])
-        end = int(last[high - 1])
+    for (low, high), (origin, end) in zip(pairwise(bounds), spans, strict=True):
         block = aligned_empty(end - origin) if end - origin > _BLOCK else np.empty(end - origin, np.uint8)
         block[:] = data[origin:end]
         for start, stop in pairwise([low, *(np.flatnonzero(ends_run[low : high - 1]) + low + 1).tolist(), high]):
@@ -378,6 +368,11 @@ def _small_arrays(
                 places = (first[start:stop] - origin).tolist()
                 made.extend(np.ndarray(decoder.shape, decoder.dtype, block, place) for place in places)
     return good, made
+
+
+def _at(data: Bytes, places: NDArray[np.int64], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return the elements that lie at some places, as a copy."""
+    return np.ndarray(data.size - dtype.itemsize + 1, dtype, data, strides=(1,))[places]
 
 
 def _fresh_memory(nbytes: int) -> Bytes:

@@ -9,6 +9,8 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import compress
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -307,14 +309,13 @@ class ArrayDatabase:
 
 def _lone_chunks(entries: Entries, names: Sequence[str], assembly: Assembly) -> tuple[NDArray[np.int64], list[int]]:
     """Find the only chunks of arrays, in data files and of the right size: thousands in a few steps."""
-    decoders = assembly.decoders
     lone = assembly.column(lambda decoder: decoder.lone, bool) & assembly.are_whole
     if "" in names:  # the keys of the root have no name before them
         lone[names.index("")] = False
     arrays = np.flatnonzero(lone)
     table = np.zeros((len(arrays), 4), np.int64)
-    encoded = encode_names(names)
-    table[:, 0] = entries.find([encoded[array] + decoders[array].key for array in arrays.tolist()])
+    keys = map(add, encode_names(names), assembly.column(lambda decoder: decoder.key, object))
+    table[:, 0] = entries.find(list(compress(keys, lone.tolist())))
     table[:, 1] = arrays
     table[:, 3] = assembly.column(lambda decoder: decoder.adopted and assembly.keep, bool)[arrays]
     sizes = assembly.column(lambda decoder: decoder.stored_bytes)[arrays]

@@ -308,7 +308,7 @@ def _values(
 ) -> list[Any]:
     """Read leaves, and make of each what its template asks for; of sharded arrays, read only the parts needed."""
     arrays, parts = read_parts(source, leaves, targets, shared)
-    saved, names = [leaf.saved for leaf in leaves], [leaf.name for leaf in leaves]
+    names, saved = [name for name, _ in leaves], [saved for _, saved in leaves]
     with naming(source.location):
         return materialize(targets, saved, arrays, names, parts)
 

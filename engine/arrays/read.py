@@ -84,8 +84,11 @@ class TreeReader(TreeSource):
             self.leaves = self._leaves(names, details, self._database.metadata(names))
         self._began = stored.get("fresh")
 
+    def external(self) -> dict[str, int]:
+        return {} if self._all_as_stored else super().external()
+
     def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
-        values, problems = self._database.read_arrays(*_arrays_of(leaves))
+        values, problems = self._database.read_arrays(*self._arrays_of(leaves))
         self._refuse(problems)
         if self._all_as_stored:
             return values
@@ -100,7 +103,7 @@ class TreeReader(TreeSource):
         ]
 
     def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
-        names, arrays = _arrays_of(leaves)
+        names, arrays = self._arrays_of(leaves)
         pairs = [(leaf, wanted) for leaf, wanted in zip(leaves, boxes, strict=True) if leaf.saved.stored is not None]
         stored = [
             [_stored_box(box, len(array.shape), leaf.saved) for box in wanted]
@@ -157,7 +160,7 @@ class TreeReader(TreeSource):
         problems += [
             Problem(TREE, format_path(leaf.name), what) for leaf in self.leaves if (what := _value_problem(leaf))
         ]
-        found = self._database.verify(*_arrays_of(self.leaves), advance)
+        found = self._database.verify(*self._arrays_of(self.leaves), advance)
         return problems + [problem._replace(leaf=format_path(problem.leaf)) for problem in found]
 
     def _check(self, path: str, known: FileRecord) -> str:
@@ -195,7 +198,9 @@ class TreeReader(TreeSource):
         self, names: Sequence[str], details: Sequence[Details], arrays: Sequence[ArrayMetadata | None]
     ) -> list[SavedLeaf]:
         # Most leaves share both documents, which stay alive meanwhile. Those of an aggregate differ in shape and dtype.
-        kinds: Sequence[Any] = names if self._aggregated else list(zip(map(id, details), map(id, arrays), strict=True))
+        kinds: Sequence[Any] = names if self._aggregated else list(map(id, arrays))
+        if not self._aggregated and len(set(map(id, details))) > 1:
+            kinds = list(zip(map(id, details), kinds, strict=True))
         first = dict(zip(reversed(kinds), reversed(range(len(kinds))), strict=True))
         known = {kind: self._saved(names[n], details[n], arrays[n]) for kind, n in reversed(first.items())}
         self._all_as_stored = all(
@@ -204,6 +209,13 @@ class TreeReader(TreeSource):
         # As `SavedLeaf._make` does it, without a frame for each leaf.
         make = partial(tuple.__new__, SavedLeaf)
         return list(map(make, zip(names, map(known.__getitem__, kinds), strict=True)))
+
+    def _arrays_of(self, leaves: Sequence[SavedLeaf]) -> tuple[list[str], list[ArrayMetadata]]:
+        """Return the names of those leaves that are arrays of the database, and their metadata."""
+        if not self._all_as_stored:
+            leaves = [leaf for leaf in leaves if isinstance(leaf.saved.stored, ArrayMetadata)]
+        stored: list[Any] = [saved.stored for _, saved in leaves]
+        return [name for name, _ in leaves], stored
 
     def _saved(self, name: str, details: Details, metadata: ArrayMetadata | None) -> Saved:
         aggregated = self._aggregated.get(name)
@@ -225,12 +237,6 @@ class TreeReader(TreeSource):
                 f"which does not hold elements of {dtype}"
             )
         return Saved(details, dtype, shape, metadata)
-
-
-def _arrays_of(leaves: Sequence[SavedLeaf]) -> tuple[list[str], list[ArrayMetadata]]:
-    """Return the names of those leaves that are arrays of the database, and their metadata."""
-    arrays = [(name, saved.stored) for name, saved in leaves if isinstance(saved.stored, ArrayMetadata)]
-    return [name for name, _ in arrays], [metadata for _, metadata in arrays]
 
 
 def _value_problem(leaf: SavedLeaf) -> str:

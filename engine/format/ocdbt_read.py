@@ -40,6 +40,7 @@ PATH_LIMIT = 65535  # bytes of the longest path of a data file
 _MEMORY_LIMIT = 1 << 30  # bytes that the nodes and entries of a database may take, unless the caller says otherwise
 _BODY_LIMIT = 256 << 20  # bytes of the largest body that is decoded; TensorStore's default node size is 8 MiB
 _FRAME_LIMIT = _BODY_LIMIT + 64
+_SEARCHED = 8  # one of so many keys is searched for; of more, a dictionary of all keys finds them sooner
 _FILES_LIMIT = 1 << 17  # files in one table
 _TABLE_LIMIT = 4 << 20  # bytes of their paths together
 
@@ -83,26 +84,18 @@ class Entries:
 
     def find(self, wanted: list[bytes]) -> list[int]:
         """Return the position of each key, or -1. Keys at equal distances, as most have, are found without a search."""
-        keys, count = self.keys, len(self.keys)
-        found = []
+        keys = self.keys
         if len(wanted) > 1:
             first = bisect_left(keys, wanted[0])
             step = bisect_left(keys, wanted[1]) - first
             stop = first + len(wanted) * step
             if step > 0 and keys[first:stop:step] == wanted:
                 return list(range(first, stop, step))
-        last, distance = -1, 1
-        for key in wanted:
-            position = last + distance
-            if not (0 <= position < count and keys[position] == key):
-                position = bisect_left(keys, key)
-                if position == count or keys[position] != key:
-                    found.append(-1)
-                    continue
-                distance = position - last
-            found.append(position)
-            last = position
-        return found
+        if len(wanted) * _SEARCHED > len(keys):
+            numbers = dict(zip(keys, range(len(keys)), strict=True))
+            return [numbers.get(key, -1) for key in wanted]
+        places = [(key, bisect_left(keys, key)) for key in wanted]
+        return [place if keys[place : place + 1] == [key] else -1 for key, place in places]
 
 
 class Root(NamedTuple):
@@ -374,7 +367,7 @@ class Database:
         suffix_lengths = cursor.varints(count, KEY_LIMIT)
         common = cursor.varints(count, KEY_LIMIT) if height else None
         keys = decode_keys(cursor, prefix_lengths, suffix_lengths, node.prefix, self._left)
-        self._spend(sum(map(len, keys)), cursor.source)
+        self._spend(len(b"".join(keys)), cursor.source)
         if keys[0] < node.first or (node.end is not None and keys[-1] >= node.end):
             cursor.fail("its keys lie outside the range that its parent gives")
         if common is None:

@@ -236,13 +236,16 @@ def metadata_key(name: str) -> bytes:
 
 
 def metadata_keys(names: Sequence[str]) -> list[bytes]:
-    return [name + b"/zarr.json" if name else b"zarr.json" for name in encode_names(names)]
+    keys = encode_names(names, "/zarr.json")
+    if "" in names:
+        keys[names.index("")] = b"zarr.json"
+    return keys
 
 
-def encode_names(names: Sequence[str]) -> list[bytes]:
-    """Return the names of arrays, with which their keys begin, as bytes: thousands in one step."""
-    encoded = "\n".join(names).encode().split(b"\n")
-    return encoded if len(encoded) == len(names) else [name.encode() for name in names]
+def encode_names(names: Sequence[str], end: str = "") -> list[bytes]:
+    """Return the names of arrays, each with the same end, as bytes: thousands in one step."""
+    encoded = (f"{end}\n".join(names) + end).encode().split(b"\n")
+    return encoded if len(encoded) == len(names) else [f"{name}{end}".encode() for name in names]
 
 
 def chunk_keys(name: str, grid: tuple[int, ...]) -> list[bytes]:

@@ -236,11 +236,11 @@ def materialize(
     """
     results: list[Any] = list(arrays)
     # The many leaves of a tree have few descriptions.
-    as_read = {key for key, leaf in dict(zip(map(id, saved), saved, strict=True)).items() if _is_as_read(leaf)}
+    others = {key for key, leaf in dict(zip(map(id, saved), saved, strict=True)).items() if not _is_as_read(leaf)}
     rest = [
         index
-        for index, (template, key, array) in enumerate(zip(templates, map(id, saved), arrays, strict=True))
-        if template is not None or array is None or key not in as_read
+        for index, (template, array) in enumerate(zip(templates, arrays, strict=True))
+        if template is not None or array is None or (others and id(saved[index]) in others)
     ]
     for_jax: list[tuple[int, LeafTemplate]] = []
     spread: list[tuple[int, LeafTemplate]] = []
