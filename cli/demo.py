@@ -39,29 +39,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _demonstrate(directory: str) -> int:
     stopped, whole = (os.path.join(directory, name) for name in ("preempted", "uninterrupted"))
-    command = [*RECIPE, f"run_dir={stopped}"]
-
-    _say("A training run. Half-way, the machine is taken away: SIGTERM.")
-    status = _holdfast(command, preempt=True)
-    if status != PREEMPTED:
-        return _fail(f"expected exit status {PREEMPTED} (preempted and saved), found {status}")
-    _say(f"Exit status {status}: preempted and saved, run me again. The same command again:")
-    status = _holdfast(command)
-    if status != DONE:
-        return _fail(f"expected exit status {DONE}, found {status}")
-
-    _say("For comparison, the same run without an interruption:")
-    if _holdfast([*RECIPE, f"run_dir={whole}"]) != DONE:
-        return _fail("the run failed")
-    _say("Do both end with the same bits?")
-    if _holdfast(["diff", stopped, whole]) != DONE:
-        return _fail("the two runs differ")
-
-    _say("Is everything on the disk whole? Every byte is read and checked:")
-    if _holdfast(["verify", stopped]) != DONE:
-        return _fail("a checkpoint is damaged")
-    _say("And what was kept, and why?")
-    return _holdfast(["ls", stopped])
+    run = [*RECIPE, f"run_dir={stopped}"]
+    steps = [  # what is shown, the command, and its exit status
+        ("A training run. Half-way, the machine is taken away: SIGTERM.", run, PREEMPTED),
+        (f"Exit status {PREEMPTED}: preempted and saved, run me again. The same command again:", run, DONE),
+        ("For comparison, the same run without an interruption:", [*RECIPE, f"run_dir={whole}"], DONE),
+        ("Do both end with the same bits?", ["diff", stopped, whole], DONE),
+        ("Is everything on the disk whole? Every byte is read and checked:", ["verify", stopped], DONE),
+        ("And what was kept, and why?", ["ls", stopped], DONE),
+    ]
+    for text, command, expected in steps:
+        say(f"\n{text}", flush=True)
+        status = _holdfast(command, preempt=expected == PREEMPTED)
+        if status != expected:
+            command_line = shlex.join(["holdfast", *command])
+            say(f"demo: {command_line}: expected exit status {expected}, found {status}", file=sys.stderr)
+            return FAILED
+    return DONE
 
 
 def _holdfast(arguments: Sequence[str], *, preempt: bool = False) -> int:
@@ -84,15 +78,6 @@ def _holdfast(arguments: Sequence[str], *, preempt: bool = False) -> int:
                 process.send_signal(signal.SIGTERM)
                 preempt = False
     return process.returncode
-
-
-def _say(text: str) -> None:
-    say(f"\n{text}", flush=True)
-
-
-def _fail(text: str) -> int:
-    say(f"demo: {text}", file=sys.stderr)
-    return FAILED
 
 
 if __name__ == "__main__":
