@@ -152,15 +152,11 @@ class Program:
             while self._signals.received:
                 number = self._signals.received.pop(0)
                 self.forwarded.append(number)
-                self.send(number)
+                self._process.send_signal(number)  # The command may pass it on to its children.
             if look() or (until is not None and time.monotonic() >= until):
                 return self._process.poll()
             self._signals.sleep(_TICK if until is None else min(_TICK, until - time.monotonic()))
         return status
-
-    def send(self, number: int) -> None:
-        """Send a signal to the command itself, which may pass it on to its children."""
-        self._process.send_signal(number)
 
     def last_sign(self) -> tuple[float, int]:
         """Return the time of the last sign of progress (monotonic clock), and the step; -1 for none."""
@@ -187,7 +183,7 @@ class Program:
             if status is not None:
                 return status
         if not asked:  # On SIGABRT, faulthandler prints the stacks and ends the process.
-            self.send(signal.SIGABRT)
+            self._process.send_signal(signal.SIGABRT)
             self.wait(lambda: False, 1.0)
         return self.end(grace)
 
@@ -196,7 +192,7 @@ class Program:
         status = self._process.poll()
         if status is not None:
             return status
-        self.send(signal.SIGTERM)
+        self._process.send_signal(signal.SIGTERM)
         status = self.wait(lambda: False, grace)
         if status is None:
             for pid in _descendants(self.pid):

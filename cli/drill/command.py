@@ -476,7 +476,8 @@ class _Drill:
         for step, url, folder in sorted(pairs):
             if found and step > found[0].step and not all_steps:
                 break
-            self._check_signals()
+            if self._signals.received:
+                raise _StoppedError(self._signals.received[0])
             status = os.stat(folder)
             key = (f"{folder} {with_name}", step, f"{status.st_ino}/{status.st_ctime_ns}")
             if key in self._compared:
@@ -515,10 +516,6 @@ class _Drill:
                 f"the interrupted run needs {format_size(used)}, and {self._folder} has {format_size(free)} left; "
                 "name a place on a larger disk with --keep, or take fewer --steps"
             )
-
-    def _check_signals(self) -> None:
-        if self._signals.received:
-            raise _StoppedError(self._signals.received[0])
 
     def _tail(self, log: str, lines: int = _TAIL) -> str:
         """Return the last lines that the program has printed, for the end of a message."""

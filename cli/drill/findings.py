@@ -416,7 +416,7 @@ def print_report(report: Report) -> None:
     say(f"drill of {shlex.join(report.command)}: steps {shortened_steps(report.steps)}, seed {report.seed}\n")
     print_table(
         ["START", "BEGAN", "INTERRUPTED BY", "STATUS"],
-        [_row(number, one) for number, one in enumerate(report.starts, 1)],
+        [[str(number), one["began"], one["ended"], str(one["status"])] for number, one in enumerate(report.starts, 1)],
     )
     say()
     if report.differences:
@@ -448,10 +448,6 @@ def _wrapped(text: str) -> str:
     start = "\n" * (len(text) - len(text.lstrip("\n")))
     lines = textwrap.wrap(first, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return start + "\n".join([*lines, *others])
-
-
-def _row(number: int, start: Mapping[str, Any]) -> list[str]:
-    return [str(number), start["began"], start["ended"], str(start["status"])]
 
 
 def _print_differences(report: Report) -> None:

@@ -30,6 +30,7 @@ from .wall import (
     cluster_environment,
     handler_before_lightnings,
     is_lightnings_handler,
+    kinds_of,
     release_children,
     signal_connector,
 )
@@ -125,7 +126,7 @@ _OURS = "holdfast_requeues"  # The attribute of an environment that notes that t
 def take_over_requeue(trainer: Any) -> signal.Signals | None:
     """Take the requeue signal from Lightning; return it, or None if the job is not to be requeued."""
     environment = cluster_environment(trainer)
-    if "SLURMEnvironment" not in {kind.__name__ for kind in type(environment).__mro__}:
+    if "SLURMEnvironment" not in kinds_of(environment):
         return None
     if environment.auto_requeue:
         environment.auto_requeue = False

@@ -24,7 +24,7 @@ from ...engine.format import FileRecord
 from ...engine.handlers import PyTreeCheckpointHandler
 from ...engine.pytree import flatten, unwrapped_name
 from ...engine.storage import Location
-from .wall import averages_models, broadcasts_buffers, gathers_in_one_process
+from .wall import averages_models, broadcasts_buffers, gathers_in_one_process, kinds_of
 
 _SAVE_BY_THEMSELVES = {"FSDPStrategy", "DeepSpeedStrategy"}
 _OWN_PROCESSES = {"XLAStrategy"}  # It is derived from DDPStrategy, but torch.distributed does not connect it.
@@ -61,7 +61,7 @@ def check_strategy(trainer: Any) -> None:
 
 def can_save(strategy: Any) -> bool:
     """Return whether the callback supports the way in which a strategy divides its state among processes."""
-    kinds = _kinds(strategy)
+    kinds = kinds_of(strategy)
     if kinds & _SAVE_BY_THEMSELVES:
         return False
     return strategy.world_size == 1 or bool(kinds & {"DDPStrategy", _SHARDED} and not kinds & _OWN_PROCESSES)
@@ -69,7 +69,7 @@ def can_save(strategy: Any) -> bool:
 
 def is_sharded(strategy: Any) -> bool:
     """Return whether parameters are DTensors, which the strategy itself saves and loads."""
-    return _SHARDED in _kinds(strategy)
+    return _SHARDED in kinds_of(strategy)
 
 
 def keeps_own_buffers(strategy: Any) -> bool:
@@ -87,10 +87,6 @@ def replicas(strategy: Any) -> int:
     if strategy.world_size == 1:
         return 1
     return int(strategy.distributed_sampler_kwargs["num_replicas"])
-
-
-def _kinds(strategy: Any) -> set[str]:
-    return {kind.__name__ for kind in type(strategy).__mro__}
 
 
 # ---- saving together

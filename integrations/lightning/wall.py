@@ -100,7 +100,7 @@ def missing_names(trainer: Any) -> list[str]:
             owner = getattr(owner, part, None)
         missing += [".".join(filter(None, ("trainer", place, name))) for name in names if not _has(owner, name)]
     for one in (trainer.strategy, *trainer.callbacks):
-        kinds = {kind.__name__ for kind in type(one).__mro__} & NAMES_OF_CLASSES.keys()
+        kinds = kinds_of(one) & NAMES_OF_CLASSES.keys()
         missing += [f"{kind}.{name}" for kind in kinds for name in NAMES_OF_CLASSES[kind] if not _has(one, name)]
     for path, names in NAMES_IN_MODULES.items():
         module = importlib.import_module(f"{_package(trainer)}.{path}")
@@ -271,9 +271,14 @@ FIRST_ITERATOR = "_load_combined_loader_states"  # the method of the fit loop th
 BEFORE_FETCH, AFTER_FETCH = "_on_before_fetch", "_on_after_fetch"  # methods of the loop over an epoch
 
 
+def kinds_of(thing: Any) -> set[str]:
+    """Return the names of the class of an object and of its bases."""
+    return {kind.__name__ for kind in type(thing).__mro__}
+
+
 def callbacks_of(trainer: Any, *names: str) -> list[Any]:
     """Return the callbacks of a trainer whose class, or a base of it, has one of the names."""
-    return [one for one in trainer.callbacks if any(kind.__name__ in names for kind in type(one).__mro__)]
+    return [one for one in trainer.callbacks if not kinds_of(one).isdisjoint(names)]
 
 
 def silent_parts(trainer: Any) -> list[tuple[str, Any]]:

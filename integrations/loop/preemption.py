@@ -44,6 +44,9 @@ class PreemptionSignal:
     :meth:`restore`, such as the workers of data loaders, survive it, as the save may need them, and end with this
     process. Those of a bare ``os.fork`` end at the signal.
 
+    Attributes:
+        signals: The signals that announce a preemption.
+
     >>> preemption = PreemptionSignal()
     >>> preemption.request()
     >>> preemption.received
@@ -51,18 +54,13 @@ class PreemptionSignal:
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> None:
-        self._signals = tuple(signals)
+        self.signals = tuple(signals)
         self._received: int | None = None
         self._since = 0.0  # when the signal arrived, on the monotonic clock
         self._statuses: dict[int, int] = {}
         self._process: int | None = None
         self._previous: dict[int, Handler] = {}
         protect_workers(self)
-
-    @property
-    def signals(self) -> tuple[signal.Signals, ...]:
-        """The signals that announce a preemption."""
-        return self._signals
 
     @property
     def received(self) -> bool:
@@ -103,8 +101,8 @@ class PreemptionSignal:
     def add(self, number: signal.Signals, status: int) -> None:
         """Add a signal with an exit status of its own; to be called before :meth:`install`."""
         self._statuses[number] = status
-        if number not in self._signals:
-            self._signals = (*self._signals, number)
+        if number not in self.signals:
+            self.signals = (*self.signals, number)
 
     def reached(self) -> bool:
         """Return whether to save and stop now, the same on every process of a ``jax.distributed`` run.
@@ -137,7 +135,7 @@ class PreemptionSignal:
             )
             return False
         self._process = os.getpid()
-        for number in self._signals:
+        for number in self.signals:
             self._previous[number] = signal.signal(number, self._handle)
         return True
 
@@ -157,7 +155,7 @@ class PreemptionSignal:
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
     def _names(self) -> str:
-        return " or ".join(one.name for one in self._signals)
+        return " or ".join(one.name for one in self.signals)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous.get(number)
