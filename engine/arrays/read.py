@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from ..clock import UNHEARD
 from ..errors import DamagedCheckpointError, FormatVersionError, HoldfastError
 from ..format import (
+    DOCUMENT_LIMIT,
+    GRAPH,
+    GRAPH_KIND,
     ArrayMetadata,
     FileRecord,
     decode_document,
@@ -133,6 +136,12 @@ class TreeReader(TreeSource):
         from ..pytree import recorded_types  # not above: few reads need templates
 
         return recorded_types(self._began, {leaf.name: leaf.saved for leaf in self.leaves}, self.location / TREE)
+
+    def graph_document(self) -> Any:
+        if GRAPH not in self.files:
+            return None
+        content = self._database.read_file(GRAPH, DOCUMENT_LIMIT)
+        return decode_document(content, GRAPH_KIND, source=str(self.location / GRAPH))
 
     @property
     def bytes_read(self) -> int:

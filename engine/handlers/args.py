@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from ..pytree import (
     expand,
     format_path,
     key_segments,
+    leaf_names,
     loaded,
     number_kind,
     report_problems,
@@ -172,7 +173,7 @@ def _broadcast(
     given: Any, node: TreeDef | None, kind: type[T], argument: str, name: str, found: list[T | None]
 ) -> None:
     if given is None or isinstance(given, kind):
-        found.extend(given for _ in _leaves(node))
+        found += [given] * len(leaf_names(node))
         return
     contents = expand(given)
     if contents is None:
@@ -192,14 +193,6 @@ def _broadcast(
         raise OptionError(f"{argument}: the tree has no {format_path(prefix + unknown[0])}")
     for segment, child in zip(segments, node.children, strict=True):
         _broadcast(values.get(segment), child, kind, argument, prefix + segment, found)
-
-
-def _leaves(node: TreeDef | None) -> Iterator[None]:
-    if node is None:
-        yield None
-        return
-    for child in node.children:
-        yield from _leaves(child)
 
 
 def number_dtype(given: Any) -> np.dtype[Any]:

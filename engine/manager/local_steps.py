@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -105,10 +105,6 @@ class WholeStep:
         assert self.record.step is not None
         return self.record.step
 
-    def hosts(self) -> set[int]:
-        """Return the hosts that have any of it."""
-        return {host for places in self.holders.values() for host, _ in places}
-
 
 def files_of(record: CheckpointRecord) -> Iterator[tuple[str, FileRecord]]:
     """Generate the files of a checkpoint by their path in its folder."""
@@ -166,7 +162,7 @@ class _Program:
     """What process 0 tells all processes at the beginning."""
 
     hosts: Sequence[_Host]
-    run: str | None  # the token of the run whose local steps count; None without any yet
+    run: str | None  # the folder of the run whose local steps count; None while the directory of the run is new
     token: str
     attempt: str  # text that no other start of the program has
 
@@ -175,6 +171,7 @@ class LocalHosts:
     """The hosts of a program, what they have of the local steps of its run, and how a step is read from them.
 
     Attributes:
+        program: What process 0 has told all processes.
         root: The local folder of this host.
         host: The number of this host.
         leads: Whether this process is the first of its host, which serves and copies for it.
@@ -198,25 +195,12 @@ class LocalHosts:
         self._server: PeerServer | None = None
         self.branches: tuple[LocalBranch, ...] = ()
         self._agreed_steps: list[dict[str, HeldStep]] = []  # of process 0
-        self._program: _Program
+        self.program: _Program
         try:
             self._open()
         except BaseException:
             self.disconnect()
             raise
-
-    @property
-    def names(self) -> list[str]:
-        return [host.name for host in self._program.hosts]
-
-    @property
-    def attempt(self) -> str:
-        return self._program.attempt
-
-    @property
-    def run(self) -> str | None:
-        """The name of the folder of the run; None while the directory of the run is new."""
-        return self._program.run
 
     def _open(self) -> None:
         """Find the hosts, and the newest step that is whole across them."""
@@ -224,10 +208,10 @@ class LocalHosts:
         name = local.host or f"{socket.gethostname()}/{machine_identity()}"
         me = {"name": name, "domain": local.failure_domain or name, "url": self.root.url}
         found = self._processes.agree("hosts of local steps", me, self._meet)
-        self._program = _Program(
+        self.program = _Program(
             [_Host(**one) for one in found["hosts"]], found["run"], found["token"], found["attempt"]
         )
-        hosts = self._program.hosts
+        hosts = self.program.hosts
         self.host = next(number for number, host in enumerate(hosts) if host.name == name)
         self.leads = hosts[self.host].leader == self._processes.index
         self.copies = neighbours([host.domain for host in hosts], local.copies)[self.host]
@@ -240,10 +224,10 @@ class LocalHosts:
         held: dict[str, HeldStep] = {}
         problem = None
         try:
-            self._check_places(self._program.run)
+            self._check_places(self.program.run)
             if self.leads and len(hosts) > 1:
                 address = local.address or own_address(primary_host())
-                self._server = PeerServer(os.fspath(self.root), self._program.token, address, timeout=self._patience)
+                self._server = PeerServer(os.fspath(self.root), self.program.token, address, timeout=self._patience)
             if self.leads:
                 held = self._held()
                 self._tell_of_other_places(held)
@@ -261,7 +245,7 @@ class LocalHosts:
             if address is not None and number != self.host:
                 host, port = address
                 self.peers[number] = Peer(
-                    f"host {hosts[number].name}", (host, port), self._program.token, timeout=self._patience
+                    f"host {hosts[number].name}", (host, port), self.program.token, timeout=self._patience
                 )
         self.further, self.left = frozenset(answer["steps"]), frozenset(answer["left"])
         self.newest = self._find(answer["whole"], None)
@@ -303,11 +287,11 @@ class LocalHosts:
 
     def _held(self) -> dict[str, HeldStep]:
         """Return what this host has of the steps of the run, by folder."""
-        if self._program.run is None:
+        if self.program.run is None:
             return {}
         found: dict[str, HeldStep] = {}
         for where in (COPIES, OWN):
-            for place in folders_in(self.root / self._program.run / where):
+            for place in folders_in(self.root / self.program.run / where):
                 before = found.get(place.name, HeldStep({}))
                 files = {path: (where, size) for path, size in files_in(place)}
                 record = (record_of(place) if RECORD in files else None) or before.record
@@ -316,9 +300,9 @@ class LocalHosts:
 
     def _tell_of_other_places(self, held: Mapping[str, HeldStep]) -> None:
         """Warn of local steps that this run would have under the path that its directory had before."""
-        if held or self._program.run is None:
+        if held or self.program.run is None:
             return
-        begin = self._program.run.partition(".")[0] + "."
+        begin = self.program.run.partition(".")[0] + "."
         others = [entry.name for entry in self.root.entries() if entry.name.startswith(begin)]
         others = [
             name for name in others if folders_in(self.root / name / OWN) or folders_in(self.root / name / COPIES)
@@ -335,7 +319,7 @@ class LocalHosts:
 
     def _first_choice(self, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the address of each host and the newest whole step; on process 0."""
-        leaders = [processes[host.leader] for host in self._program.hosts]
+        leaders = [processes[host.leader] for host in self.program.hosts]
         if problems := [leader["problem"] for leader in leaders if leader["problem"]]:
             raise OptionError(f"local steps: {problems[0]}")
         self._agreed_steps = [
@@ -370,7 +354,7 @@ class LocalHosts:
     def _again(self, step: int | None, folder: str, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Choose again, without what the hosts have found damaged in a folder; on process 0."""
         any_damage = False
-        for steps, host in zip(self._agreed_steps, self._program.hosts, strict=True):
+        for steps, host in zip(self._agreed_steps, self.program.hosts, strict=True):
             damaged = set(processes[host.leader]["damaged"])
             any_damage |= bool(damaged)
             if folder in steps:
@@ -435,7 +419,8 @@ class LocalHosts:
 
     def opened(self, step: WholeStep) -> tuple[Location, CheckpointRecord]:
         """Return the place from which a step is read, and its commit record."""
-        missing = [host.name for number, host in enumerate(self._program.hosts) if number not in step.hosts()]
+        having = {host for places in step.holders.values() for host, _ in places}
+        missing = [host.name for number, host in enumerate(self.program.hosts) if number not in having]
         if self._processes.is_primary:
             _logger.info(
                 "%s: step %d (%s) is whole in the local places of the hosts%s",
@@ -449,8 +434,8 @@ class LocalHosts:
     # ---- reading
 
     def _place(self, folder: str, where: str) -> Location:
-        assert self._program.run is not None
-        return self.root / self._program.run / where / folder
+        assert self.program.run is not None
+        return self.root / self.program.run / where / folder
 
     def _location_of(self, step: WholeStep) -> Location:
         """Return the folder of a step as one place, wherever its files are."""
@@ -461,7 +446,7 @@ class LocalHosts:
             own = next((where for host, where in held if host == self.host), None)
             if own is not None:
                 return (self._place(step.folder, own) / path).open_data()
-            remote = [(self.peers[host], f"{self._program.run}/{where}/{step.folder}/{path}") for host, where in held]
+            remote = [(self.peers[host], f"{self.program.run}/{where}/{step.folder}/{path}") for host, where in held]
             return RemoteReader(path, sizes[path], remote)
 
         return Location(ScatteredFiles(f"the local step {step.step}", sizes, opened), "")
@@ -477,7 +462,7 @@ class LocalHosts:
         if name is None:  # the file that identifies the run is damaged
             problem = f"{self._run.location}: the identity of the run is not known"
         else:
-            self._program = replace(self._program, run=name)
+            self.program = replace(self.program, run=name)
             space = self.root / name
             try:
                 with contextlib.suppress(OSError):  # what follows then tells why
@@ -493,6 +478,10 @@ class LocalHosts:
         if found:
             raise StorageError(found.decode())
         return space
+
+    def send(self, number: int, path: str, size: int, pieces: Callable[[], Iterable[memoryview]]) -> None:
+        """Send a file to another host, for a path in the folder of the run."""
+        self.peers[number].write(f"{self.program.run}/{path}", size, pieces)
 
     def disconnect(self) -> None:
         for peer in self.peers.values():

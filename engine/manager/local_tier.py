@@ -129,15 +129,14 @@ class LocalTier:
         if last is None or step > last:
             self._before = last
             return
-        if step < last:
+        is_same = step == last
+        if is_same and restored is not None and self._before is not None and restored[0] < self._before:
+            restored = None  # a look: a program that continues from there comes to the step before first
+        if is_same and restored is None and not again:
+            return
+        if not is_same:
             self._before = None
-            if self._previous is not None:
-                self._previous = min(self._previous, step - 1)
-        else:
-            if restored is not None and self._before is not None and restored[0] < self._before:
-                restored = None  # a look: a program that continues from there comes to the step before first
-            if restored is None and not again:
-                return
+            self._previous = None if self._previous is None else min(self._previous, step - 1)
         if restored is not None:
             number, is_local = restored
             # A step of the directory is whole, so that no local step before it is needed any more.
@@ -147,7 +146,7 @@ class LocalTier:
 
     def _continue_after(self, step: int, before: tuple[LocalBranch, ...]) -> None:
         """Begin a branch after a step to which the branches before it lead."""
-        branch = LocalBranch(self._hosts.attempt, self._sequence, step)
+        branch = LocalBranch(self._hosts.program.attempt, self._sequence, step)
         branches = (*(one for one in before if one.after < step), branch)[-_BRANCHES:]
         self._history = LocalHistory(self._history.number + 1, branches)
         self._newest = step
@@ -246,7 +245,7 @@ class LocalTier:
                 _logger.debug("%s: local steps that do not count are not removed: %s", self._space, error)
 
     def _folder(self, step: int) -> str:
-        return f"{self._sequence:08d}.{step}.{self._hosts.attempt}"
+        return f"{self._sequence:08d}.{step}.{self._hosts.program.attempt}"
 
     def save(
         self, pending: PendingSave, values: Mapping[str, ItemToSave], rendezvous: Rendezvous | None, began: float
@@ -301,7 +300,8 @@ class LocalTier:
                     self._check_owner()
                     self.note(history)
                     for number in self._hosts.copies:
-                        self._send(number, f"{COPIES}/{folder}/{RECORD}", content)
+                        path = f"{COPIES}/{folder}/{RECORD}"
+                        self._hosts.send(number, path, len(content), lambda: [memoryview(content)])
                 _, report = save.commit(record)
             with self._noting:
                 before = list(_on_line(self._kept, history).items())
@@ -364,9 +364,6 @@ class LocalTier:
         parallel_map(send, work, _SENDERS, name="holdfast-copies")
         return sum(size for _, _, size in work)
 
-    def _send(self, number: int, path: str, content: bytes) -> None:
-        self._hosts.peers[number].write(f"{self._hosts.run}/{path}", len(content), lambda: [memoryview(content)])
-
     def _send_file(self, number: int, path: str, source: Location, size: int) -> None:
         def pieces() -> Iterator[memoryview]:
             buffer = Buffer()
@@ -374,7 +371,7 @@ class LocalTier:
                 for start in range(0, size, _PIECE):
                     yield file.read(start, min(_PIECE, size - start), buffer).data
 
-        self._hosts.peers[number].write(f"{self._hosts.run}/{path}", size, pieces)
+        self._hosts.send(number, path, size, pieces)
 
     def _remove_uncounted(self, newest: str) -> None:
         """Remove the local steps on this host that do not count any more.
@@ -391,7 +388,7 @@ class LocalTier:
 
     def status(self) -> LocalStatus:
         """Return what this run has in the local places."""
-        names = self._hosts.names
+        names = [host.name for host in self._hosts.program.hosts]
         return LocalStatus(
             path=self._hosts.root.url,
             step=max(self._kept.values(), default=None),

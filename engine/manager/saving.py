@@ -77,11 +77,12 @@ class Saves:
         """Return the items that a save at a step leaves out; process 0 knows."""
         if not self._options.item_intervals:
             return []
-        found: list[str] = self._processes.decide(f"items of step {step}", self._items_not_due, step)
-        return found
 
-    def _items_not_due(self, step: int) -> list[str]:
-        return [name for name in self._options.item_intervals if not self.item_due(name, step)]
+        def not_due() -> list[str]:
+            return [name for name in self._options.item_intervals if not self.item_due(name, step)]
+
+        found: list[str] = self._processes.decide(f"items of step {step}", not_due)
+        return found
 
     def _earlier(self) -> Sequence[StepInfo]:
         """Return the steps that a new best must beat, the one that is being saved among them."""

@@ -20,7 +20,6 @@ from .files import read_optional as read_optional
 from .files import replacing as replacing
 from .files import total_bytes as total_bytes
 from .native import NativeCheckpoint as NativeCheckpoint
-from .native import NativeTree as NativeTree
 from .native import described_steps as described_steps
 from .native import leaf_path as leaf_path
 from .native import open_at as open_at

@@ -34,7 +34,7 @@ from ..errors import (
     shortened_steps,
 )
 from ..format import ARCHIVE, RECORD, CheckpointRecord, is_our_archive
-from ..steps import StepEntry, has_record, list_steps, newest_step, step_folders, stored_metadata
+from ..steps import StepEntry, has_record, list_steps, newest_step, prefix_of, step_folders, stored_metadata
 from ..storage import Location
 
 if TYPE_CHECKING:
@@ -215,9 +215,9 @@ def _is_of_a_run(record: CheckpointRecord) -> bool:
 
 
 def _prefix_option(series: str) -> str:
-    if not series:
+    prefix = prefix_of(series)
+    if prefix is None:
         return "no step_prefix"
-    prefix = series.removesuffix("_") if series.endswith("_") else series
     graph = f" (a graph manager: checkpoint_name={prefix[:-1]!r})" if prefix == series else ""
     return f"step_prefix={prefix!r}{graph}"
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..arrays import TreeReader, TreeSource, naming, open_folder, read_checked
+from ..arrays import TreeReader, TreeSource, naming, open_folder
 from ..clock import UNHEARD, Portion, Progress
 from ..errors import (
     CheckpointNotFoundError,
@@ -18,14 +18,10 @@ from ..errors import (
     OptionError,
 )
 from ..format import (
-    DOCUMENT_LIMIT,
-    GRAPH,
-    GRAPH_KIND,
     OWN_FOLDER,
     CheckpointRecord,
     FileRecord,
     ItemRecord,
-    decode_document,
     own_shares,
 )
 from ..pytree import Patterns, format_path, unescape_key
@@ -38,20 +34,6 @@ if TYPE_CHECKING:
     from ..handlers import Files
 
 T = TypeVar("T")
-
-
-class NativeTree(TreeReader):
-    """A tree that holdfast wrote, with the document of its objects where it was saved as a graph."""
-
-    def __init__(self, location: Location, files: Files | None = None, select: Patterns | None = None) -> None:
-        super().__init__(location, files, select=select)
-
-    def graph_document(self) -> Any:
-        known = self.files.get(GRAPH)
-        if known is None:
-            return None
-        place = self.location / GRAPH
-        return decode_document(read_checked(place, known, limit=DOCUMENT_LIMIT), GRAPH_KIND, source=str(place))
 
 
 class NativeCheckpoint(CheckpointSource):
@@ -104,7 +86,7 @@ class NativeCheckpoint(CheckpointSource):
         return self.selected_tree(item, None)
 
     def selected_tree(self, item: str, select: Patterns | None) -> TreeSource:
-        return NativeTree(*self._open(item), select)
+        return TreeReader(*self._open(item), select=select)
 
     def value(self, item: str) -> Any:
         if self.parts[item].kind != JSON:

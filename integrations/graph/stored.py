@@ -31,7 +31,7 @@ from ...engine.pytree import (
     unflatten,
     with_request,
 )
-from ...engine.sources import CheckpointSource, NativeTree, read_checkpoint
+from ...engine.sources import CheckpointSource, read_checkpoint
 from ...engine.storage import Location
 from .frameworks import OPTIMIZER_SLOTS, is_module, is_uninitialized
 from .saved import OWN_STATES, SavedGraph
@@ -188,7 +188,7 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
         **kwargs: Any,
     ) -> Any:
         """Open a graph; with a template, read the values that the template takes, and change nothing."""
-        tree = NativeTree(directory, files)
+        tree = TreeReader(directory, files)
         stored = StoredGraph(tree, directory.parent, tree.files, shared)
         template: GraphTemplate | None = item
         return stored if template is None else template.prepare(stored)
