@@ -35,7 +35,7 @@ from ...engine.pytree import (
 from ...engine.sources import Misfits
 from .frameworks import OptimizerSlot, OptionSlot, TensorSlot, divided_like, is_single_leaf, new_optimizer_tensor
 from .saved import SavedGraph, Transform
-from .slots import Assignment, Path, StateSlot, format_node_path, storage_name
+from .slots import Assignment, Path, Place, StateSlot, format_node_path, storage_name
 from .stored import PER_PROCESS, StoredGraph, keys_by_segment
 from .tracked import TrackedDict, TrackedList
 
@@ -196,8 +196,9 @@ class ValueReader:
         found = [self._problem(*each) for each in zip(leaves, targets, saved, strict=True)]
         problems = [(one, line) for one, line in zip(leaves, found, strict=True) if line is not None]
         problems += [
-            (one, difference(format_node_path(one.path), "one array", "a tree of values"))
-            for one in filter(_is_one_array, trees)
+            (one, difference(format_node_path(one.path), _described(one.slot.get()), "the state of an object"))
+            for one in trees
+            if one.covers is None and _holds_no_object(one.slot)
         ]
         if problems and misfits is None:
             raise TreeMismatchError(
@@ -275,9 +276,16 @@ class ValueReader:
         return difference(format_node_path(one.path), f"shape {list(shape)}", list(leaf.shape), "its parameter")
 
 
-def _is_one_array(one: Assignment) -> bool:
-    """Return whether the program has an array in the place of a tree of values."""
-    return one.covers is None and not isinstance(one.slot, StateSlot) and is_torch_tensor(one.slot.get())
+def _holds_no_object(slot: Any) -> bool:
+    """Return whether the program has an array or a plain value where it must make the object of a saved state."""
+    if isinstance(slot, StateSlot):
+        return False
+    live = slot.get()
+    return is_torch_tensor(live) or (isinstance(slot, Place) and is_python_value(live))
+
+
+def _described(live: Any) -> str:
+    return "one array" if is_torch_tensor(live) else f"{live!r:.80}"
 
 
 def _is_empty(live: Any) -> bool:

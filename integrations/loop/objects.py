@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 from ...engine.distributed import current_coordinator
 from ...engine.errors import shortened
 from ...engine.handlers import DEFAULT_REGISTRY, AsyncCheckpointHandler
-from ...engine.pytree import expand, is_jax_abstract, is_jax_array, is_nnx, is_python_value, is_torch_tensor, loaded
+from ...engine.pytree import (
+    expand,
+    is_environment,
+    is_jax_abstract,
+    is_jax_array,
+    is_nnx,
+    is_python_value,
+    is_torch_tensor,
+    loaded,
+)
 from ...engine.sources import Misfits, find_checkpoint, load_weights
 from ...engine.storage import Place, as_location
 from ..options import CallbackOptions
@@ -426,6 +435,17 @@ def searched(state: Any) -> Iterator[tuple[str, Any]]:
             if id(value) not in seen:
                 seen.add(id(value))
                 yield name, value
+
+
+def environments(state: Any) -> list[str]:
+    """Return the paths of objects with ``step`` and ``reset``, as those of gymnasium have, in the form of leaves."""
+    found: list[str] = []
+    for name, value in searched(state):
+        path = name.strip(".").replace(".", "/")
+        is_inside = any(path.startswith(f"{one}/" if one else "") for one in found)
+        if not is_inside and is_environment(value):
+            found.append(path)
+    return found
 
 
 def _is_module(value: object) -> bool:

@@ -549,3 +549,85 @@ def test_containers_of_arrays_are_as_long_as_they_were(component: bool, tmp_path
     with hf.CheckpointCallback(tmp_path) as checkpoint:
         after, _ = checkpoint.restore_or_initialize(make())
     assert repr(vars(replay_of(after))) == repr(vars(replay))
+
+
+class Environment:
+    """Has the methods of an environment of gymnasium, and makes its generators when they are first needed."""
+
+    def __init__(self) -> None:
+        self.spaces: list[Any] = []
+        self._np_random: np.random.Generator | None = None
+        self.place = 0.0
+
+    def reset(self, seed: int) -> None:
+        self._np_random = np.random.default_rng(seed)
+
+    def step(self) -> float:
+        assert self._np_random is not None
+        self.place += self._np_random.normal()
+        return self.place
+
+
+class Agent:
+    def __init__(self) -> None:
+        self.parts = [Environment()]
+
+
+def trained(program: Program) -> None:
+    environment = program["agent"].parts[0] if "agent" in program else program["env"]
+    environment.reset(seed=1)
+    environment.step()
+
+
+def test_an_environment_that_was_reset_continues_where_it_was(tmp_path: Path) -> None:
+    def make() -> Program:
+        program: Program = {"model": torch.nn.Linear(1, 1), "env": Environment()}
+        program["env"].reset(seed=7)
+        return program
+
+    before, after = resumed(tmp_path, make, trained)
+    assert [after["env"].step() for _ in range(3)] == [before["env"].step() for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda: {"model": torch.nn.Linear(1, 1), "env": Environment()}, "env"),
+        (lambda: {"model": torch.nn.Linear(1, 1), "agent": Agent()}, "agent/parts/0"),
+    ],
+    ids=["env", "agent"],
+)
+def test_an_environment_that_was_not_reset_is_refused_with_what_to_do(
+    make: Callable[[], Program], path: str, tmp_path: Path
+) -> None:
+    """Its generator is not replaced by the state of one."""
+    with pytest.raises(
+        hf.TreeMismatchError, match=f"{path}/_np_random: expected None .*, found the state of"
+    ) as caught:
+        resumed(tmp_path, make, trained)
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"{path} is an environment, which makes attributes when it is used first: call its reset(")
+
+
+def test_a_changed_model_beside_an_environment_is_told_as_such(tmp_path: Path) -> None:
+    sizes = iter([1, 2])
+
+    def make() -> Program:
+        return {"model": torch.nn.Linear(next(sizes), 1), "env": Environment()}
+
+    with pytest.raises(hf.TreeMismatchError, match="model/weight: expected") as caught:
+        resumed(tmp_path, make, trained)
+    assert [note.split(" ", 1)[0] for note in caught.value.__notes__] == ["env", "A"]
+
+
+@pytest.mark.parametrize("where", ["state", "extra"])
+def test_an_environment_beside_arrays_is_refused_with_what_to_do(where: str, tmp_path: Path) -> None:
+    state: Program = {"w": np.zeros(3)}
+    extras: Program = {}
+    (state if where == "state" else extras)["env"] = Environment()
+    message = r"env: is an environment \(.*\.Environment\); leave it out, and begin an episode after a resume with a"
+    with (
+        hf.CheckpointCallback(tmp_path) as checkpoint,
+        pytest.raises(hf.errors.UnsupportedLeafError, match=message),
+    ):
+        checkpoint.restore_or_initialize(state, **extras)
