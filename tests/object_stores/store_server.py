@@ -7,9 +7,10 @@ answer is lost on its way, the store has done what it was asked, as a real one m
 from __future__ import annotations
 
 import contextlib
-import http.server
+import http
 import re
 import socket
+import socketserver
 import struct
 import threading
 import time
@@ -130,7 +131,8 @@ class StoreServer:
         class Handler(_Handler):
             server_store = store
 
-        class Server(http.server.ThreadingHTTPServer):
+        class Server(socketserver.ThreadingTCPServer):
+            allow_reuse_address = True
             daemon_threads = True
             request_queue_size = 128
 
@@ -139,7 +141,8 @@ class StoreServer:
 
         self._server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -147,8 +150,15 @@ class StoreServer:
 
     def __exit__(self, *exception: object) -> None:
         self._closing.set()
-        self._server.shutdown()
+        self._has_ended = True
+        socket.create_connection(self._server.server_address[:2]).close()  # the thread waits for one
+        self._thread.join()
         self._server.server_close()
+
+    def _serve(self) -> None:
+        """Waits for connections without waking up between them, as a server lasts as long as all tests."""
+        while not self._has_ended:
+            self._server.handle_request()
 
     def reset(self) -> None:
         """Forgets requests and faults, and releases those that wait for an answer; objects stay."""
@@ -249,46 +259,45 @@ class StoreServer:
         return None
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(socketserver.StreamRequestHandler):
+    """One connection. The parser of headers in the standard library is that of mail, and takes longer than the rest."""
+
     server_store: StoreServer
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name is the base class's
-        pass
-
-    def handle_one_request(self) -> None:
+    def handle(self) -> None:
         with contextlib.suppress(ConnectionError):
-            super().handle_one_request()
+            while (line := self.rfile.readline()) and self._answer(line):
+                pass
 
-    def _any(self) -> None:
-        length = int(self.headers.get("content-length") or 0)
+    def _answer(self, line: bytes) -> bool:
+        """Answers one request; returns whether another one may follow."""
+        method, target, _ = line.decode("latin-1").split()
+        fields = iter(lambda: self.rfile.readline().decode("latin-1").strip(), "")
+        headers = {name.lower(): value.strip() for name, _, value in (one.partition(":") for one in fields)}
+        if headers.get("expect", "").lower() == "100-continue":
+            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        length = int(headers.get("content-length") or 0)
         body = self.rfile.read(length)
         if len(body) < length:  # the client has gone; a request that is not whole is not carried out
-            self.close_connection = True
-            return
-        path, _, query = self.path.partition("?")
-        headers = {name.lower(): value for name, value in self.headers.items()}
-        request = Request(self.command, path, dict(parse_qsl(query, keep_blank_values=True)), headers, body)
+            return False
+        path, _, query = target.partition("?")
+        request = Request(method, path, dict(parse_qsl(query, keep_blank_values=True)), headers, body)
         answer, how = self.server_store.handle(request)
         if how == "never":
             self.server_store.wait_for_nothing()
-            self.close_connection = True
-            return
-        content = answer.body if self.command != "HEAD" else b""
+            return False
+        content = answer.body if method != "HEAD" else b""
         lines = {"Content-Length": str(len(answer.body)), **answer.headers}
         head = [f"HTTP/1.1 {answer.status} {http.HTTPStatus(answer.status).phrase}"]
         head += [f"{name}: {value}" for name, value in lines.items()]
         message = "\r\n".join([*head, "", ""]).encode("latin-1") + content
         if how != "whole":
             message = message[: len(message) - max(1, len(content) // 2)]
-            self.close_connection = True
         self.wfile.write(message)
-        self.wfile.flush()
         if how == "reset":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
-
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _any  # noqa: N815 - the names are the base class's
+        return how == "whole" and headers.get("connection", "").lower() != "close"
 
 
 def ranged(content: bytes, header: str | None) -> tuple[int, bytes, dict[str, str]] | None:
