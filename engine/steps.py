@@ -176,7 +176,7 @@ def read_record(location: Location) -> CheckpointRecord:
 
 def attempts_at(location: Location) -> int:
     """Return how often to read damaged data before it counts as damaged: a network may garble an answer once."""
-    return 1 if location.is_local else 3
+    return 3 if location.is_remote else 1
 
 
 def has_record(location: Location) -> bool:
