@@ -338,10 +338,10 @@ def _small_arrays(
     for rows in np.split(order, np.flatnonzero(np.diff(sizes[order])) + 1):
         found[rows] = checksums_of(_at(data, starts[rows], np.dtype((np.void, int(sizes[rows[0]])))).tolist())
     verified = (found == expected) & ((indexed == found) | (indexed == -1))
-    if not keep:
-        return np.flatnonzero(verified), []
-    good = np.flatnonzero(verified & ((starts - starts[0]) % CHUNK_ALIGNMENT == 0))
-    if not len(good):
+    if keep:
+        verified &= (starts - starts[0]) % CHUNK_ALIGNMENT == 0
+    good = np.flatnonzero(verified)
+    if not keep or not len(good):
         return good, []
     first, last = starts[good], stops[good]
     size = _BLOCK if sizes.sum() < _LARGE_BLOCK else _LARGE_BLOCK

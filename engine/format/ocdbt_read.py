@@ -566,10 +566,6 @@ def decode_keys(
     key = prefix
     spans = zip(shared, (ends - suffix_lengths).tolist(), ends.tolist(), strict=True)
     keys = [key := key[:size] + data[start:end] for size, start, end in spans]
-    if not is_increasing(keys):
+    if not all(map(lt, keys, islice(keys, 1, None))):
         cursor.fail("its keys are not strictly increasing")
     return keys
-
-
-def is_increasing(keys: list[bytes]) -> bool:
-    return all(map(lt, keys, islice(keys, 1, None)))

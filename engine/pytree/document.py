@@ -25,6 +25,7 @@ from .names import Patterns, escape_key, unescape_key, unescape_keys
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple}
 _MAPPINGS = {"dict", "ordered_dict", "default_dict", "counter", "mapping", "namedtuple", "dataclass", "node"}
 _LENGTH = re.compile("[0-9]{1,18}")  # the largest length of a deque
+_Keys = dict[tuple[str, ...], tuple[list[Key], list[str]]]  # keys and names by the stored keys, which many layers share
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +67,9 @@ def to_document(structure: TreeDef | None, leaf_documents: Sequence[dict[str, An
         number = entries[identity] = equal.setdefault(repr(document), len(facts))
         if number == len(facts):
             facts.append(document)
-    leaves = list(map(entries.__getitem__, identities))
-    if len(facts) * 2 > len(leaf_documents):
+    if not facts or len(facts) * 2 > len(leaf_documents):
         return {"tree": tree, "leaves": list(leaf_documents)}
-    return {"tree": tree, "leaves": leaves, "facts": facts} if facts else {"tree": tree, "leaves": leaves}
+    return {"tree": tree, "leaves": list(map(entries.__getitem__, identities)), "facts": facts}
 
 
 def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]], TreeDocument]:
@@ -85,7 +85,7 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
         if not isinstance(leaf, dict) or not isinstance(leaf.get("kind"), str):
             raise DamagedCheckpointError(f"leaf {leaves.index(leaf)} of the tree's document has no kind")
     names: list[str] = []
-    structure = _decode_node(document["tree"], "", names, 0)
+    structure = _decode_node(document["tree"], "", names, {}, 0)
     if len(names) != len(leaves):
         raise DamagedCheckpointError(f"the tree's document has {len(leaves)} leaves, its containers hold {len(names)}")
     return names, leaves, TreeDocument(structure)
@@ -238,49 +238,51 @@ def _encode_node(node: TreeDef) -> dict[str, Any]:
     return document
 
 
-def _decode_node(document: Any, name: str, names: list[str], depth: int) -> TreeDef | None:
+def _decode_node(document: Any, name: str, names: list[str], known: _Keys, depth: int) -> TreeDef | None:
     if document is None:
         names.append(name)
         return None
-    where = f"container {name!r} of the tree's document"
     if depth > MAX_DEPTH:
-        raise DamagedCheckpointError(f"{where} is nested deeper than {MAX_DEPTH} levels")
+        raise _damaged(name, f"is nested deeper than {MAX_DEPTH} levels")
     if not isinstance(document, dict) or not isinstance(document.get("children"), list):
-        raise DamagedCheckpointError(f"{where} has no list of children")
+        raise _damaged(name, "has no list of children")
     kind, children, label = document.get("type"), document["children"], document.get("class")
     if not isinstance(kind, str) or (kind not in _SEQUENCES and kind not in _MAPPINGS and kind != "deque"):
-        raise DamagedCheckpointError(f"{where} is of the unknown type {kind!r:.80}")
+        raise _damaged(name, f"is of the unknown type {kind!r:.80}")
     if label is not None and not isinstance(label, str):
-        raise DamagedCheckpointError(f"{where} has a class that is not text")
+        raise _damaged(name, "has a class that is not text")
     if kind == "deque" and label is not None and not (_LENGTH.fullmatch(label) and int(label) >= len(children)):
-        raise DamagedCheckpointError(f"{where} has {len(children)} children, and at most {label!r:.80}")
+        raise _damaged(name, f"has {len(children)} children, and at most {label!r:.80}")
     keys: list[Key] | None = None
     if kind not in _MAPPINGS:
         segments = [str(index) for index in range(len(children))]
     else:
-        keys, segments = _decode_keys(document.get("keys"), where)
+        keys, segments = _decode_keys(document.get("keys"), name, known)
         if len(keys) != len(children):
-            raise DamagedCheckpointError(f"{where} has {len(keys)} keys and {len(children)} children")
+            raise _damaged(name, f"has {len(keys)} keys and {len(children)} children")
     below = [f"{name}.{segment}" for segment in segments] if name else segments
     if children.count(None) == len(children):  # as in most containers
         names += below
         return _plain_node(kind, keys, children, label)
-    nodes = [_decode_node(child, path, names, depth + 1) for path, child in zip(below, children, strict=True)]
+    nodes = [_decode_node(child, path, names, known, depth + 1) for path, child in zip(below, children, strict=True)]
     return _plain_node(kind, keys, nodes, label)
 
 
-def _decode_keys(stored: Any, where: str) -> tuple[list[Key], list[str]]:
+def _decode_keys(stored: Any, name: str, known: _Keys) -> tuple[list[Key], list[str]]:
     if not isinstance(stored, list):
-        raise DamagedCheckpointError(f"{where} has no list of keys")
+        raise _damaged(name, "has no list of keys")
+    texts = tuple([item for item in stored if isinstance(item, str)])
+    are_texts = len(texts) == len(stored)
+    if are_texts and texts in known:
+        return known[texts]
     keys: list[Key] = []
     segments: list[str] = []
-    texts = [item for item in stored if isinstance(item, str)]
     try:
         unescaped = iter(unescape_keys(texts))
     except ValueError as error:
-        raise DamagedCheckpointError(f"{where}: {error}") from error
-    if len(texts) == len(stored):
-        keys, segments, stored = list(unescaped), texts, ()
+        raise _damaged(name, f"has a key that no save writes: {error}") from error
+    if are_texts:
+        keys, segments, stored = list(unescaped), list(texts), ()
     for item in stored:
         if isinstance(item, str):
             keys.append(next(unescaped))
@@ -292,13 +294,19 @@ def _decode_keys(stored: Any, where: str) -> tuple[list[Key], list[str]]:
             try:
                 keys.append(plain_key(_decode_tuple(item)))
             except ValueError as error:
-                raise DamagedCheckpointError(f"{where} has the key {item!r:.80}: {error}") from error
+                raise _damaged(name, f"has the key {item!r:.80}: {error}") from error
             segments.append(escape_key(repr(keys[-1])))
         else:
-            raise DamagedCheckpointError(f"{where} has the key {item!r:.80}; keys are str, int or lists of them")
+            raise _damaged(name, f"has the key {item!r:.80}; keys are str, int or lists of them")
     if len(set(segments)) != len(segments) or (keys != segments and len(set(keys)) != len(keys)):
-        raise DamagedCheckpointError(f"{where} has two keys that are the same")
+        raise _damaged(name, "has two keys that are the same")
+    if are_texts:
+        known[texts] = keys, segments
     return keys, segments
+
+
+def _damaged(name: str, what: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"container {name!r} of the tree's document {what}")
 
 
 def _encode_key(key: Key) -> Any:

@@ -237,7 +237,7 @@ class _Container:
         self.type = _EXACT.get(node.kind) if node.label is None else None
         self.kind, self.label, self.keys = node.kind, node.label, node.keys
         # 1, True and np.int64(1) are equal.
-        self.type_of = _types_in if node.keys is not None and any(map(_is_tuple, node.keys)) else type
+        self.type_of = _types_in if node.keys is not None and any(isinstance(key, tuple) for key in node.keys) else type
         self.types = None if node.keys is None else list(map(self.type_of, node.keys))
         self.size = len(node.children)
         children = [None if child is None else _Container(child) for child in node.children]
@@ -269,10 +269,6 @@ class _Container:
             elif not known.collect(child, leaves, objects):
                 return False
         return True
-
-
-def _is_tuple(key: object) -> bool:
-    return isinstance(key, tuple)
 
 
 def _types_in(key: object) -> object:

@@ -209,3 +209,25 @@ def test_small_arrays_of_every_rank(axes: int, tmp_path: Path) -> None:
     hf.save(tmp_path / "model", tree)
     loaded = hf.load(tmp_path / "model")
     assert all(np.array_equal(loaded[name], tree[name]) for name in tree)
+
+
+def test_small_arrays_of_several_kinds_in_turns(tmp_path: Path) -> None:
+    tree = {
+        f"block{number}": {
+            "weight": np.full((3, 5), number, np.float32),
+            "steps": np.array(number),
+            "bias": np.arange(number, number + 7, dtype=np.int16),
+            "rest": np.full(number % 11 + 1, number, np.uint8),
+        }
+        for number in range(200)
+    }
+    hf.save(tmp_path / "model", tree)
+    loaded = hf.load(tmp_path / "model")
+    for block, arrays in tree.items():
+        for name, array in arrays.items():
+            found = loaded[block][name]
+            assert (found.dtype, found.shape) == (array.dtype, array.shape)
+            assert found.flags.c_contiguous
+            assert found.flags.aligned
+            assert np.array_equal(found, array)
+            found[...] = 0  # no two of them share memory

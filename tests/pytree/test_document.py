@@ -235,3 +235,15 @@ def test_looking_leaves_up_and_reading_all_agree(tree: Any, patterns: list[str])
     assert some == [names[number] for number in numbers]
     assert details == [leaves[number] for number in numbers]
     assert kept.build(numbers) == containers.select(flags).build(numbers)
+
+
+def test_containers_with_equal_keys_are_apart_and_keep_the_types_of_the_keys() -> None:
+    tree = [{1: 0}, {True: 0}, {"1": 0}, {"a": 0, "b": 0}, {"a": 0, "b": 0}, {"a": 0, 1: 0}]
+    flat = flatten(tree)
+    document = json.loads(json.dumps(to_document(flat.structure, [{"kind": "int"}] * len(flat.names))))
+    names, _, containers = from_document(document)
+    built = containers.build([0] * len(names))
+    assert names == flat.names
+    assert [[(type(key), key) for key in one] for one in built] == [[(type(key), key) for key in one] for one in tree]
+    del built[3]["a"]
+    assert built[4] == {"a": 0, "b": 0} == containers.build([0] * len(names))[3]
