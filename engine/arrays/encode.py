@@ -23,7 +23,8 @@ from ..storage import CORES, Segment, parallel_map, round_up
 from .digests import CHECKSUM_BYTES, Bytes, Integers, checksum_after
 from .plan import ArraySpec, Layout, PlannedSegment, batches
 
-_STEP = 1 << 20  # a piece this large is still in the second-level cache when it is copied after its checksum was taken
+_STEP = 1 << 20  # bytes of small chunks that are joined
+_PIECE = 256 << 10  # a piece this large is still in the second-level cache after it was copied
 _SMALL = 64 << 10  # chunks up to this size are joined before they are handed on
 _FILE_BYTES = 128 << 20  # content of one data file of compressed chunks, before compression
 _FILES = 2  # number of such files that are compressed or written, and thus in memory, at a time
@@ -106,18 +107,20 @@ def _small_chunks(arrays: Integers, numbers: Integers, sources: Sources) -> list
 def _large_chunk(source: Source, chunk: tuple[int, int], digests: Digests | None) -> Generator[Bytes, None, int]:
     """Generate the bytes of a chunk, and return its checksum; note its digest, if that is wanted."""
     data, full = chunk_bytes(source, chunk[1]), source.spec.chunk_nbytes
+    data.flags.writeable = False  # spares the checksum a view of each piece
     digest = ContentDigest() if digests is not None and chunk in digests else None
     checksum = 0
-    for start in range(0, len(data), _STEP):
-        part = data[start : start + _STEP]
+    for start in range(0, len(data), _PIECE):
+        part = data[start : start + _PIECE]
+        yield part
+        # A checksum alone waits for memory; whoever has copied the piece has brought it into the cache.
         checksum = extend(checksum, part)
         if digest is not None:
             digest.update(part)
-        yield part
     if digests is not None and digest is not None:
         digests[chunk] = digest.digest()
-    for start in range(len(data), full, _STEP):
-        part = np.zeros(min(_STEP, full - start), np.uint8)
+    for start in range(len(data), full, _PIECE):
+        part = np.zeros(min(_PIECE, full - start), np.uint8)
         checksum = extend(checksum, part)
         yield part
     return checksum

@@ -149,7 +149,6 @@ class WrittenSteps:
         """Note that the save is committed: later ones may share its files."""
         if self._pending is not None:
             self._steps.pop(self._step, None)
-            self._pending.folder = self._pending.folder.before_changes(None)
             self._steps[self._step] = self._pending
             self._pending = None
             if len(self._steps) > _REMEMBERED:

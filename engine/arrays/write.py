@@ -163,8 +163,7 @@ class TreeWriter:
         if isinstance(self._tree.leaves, Snapshot):
             self._tree.leaves.complete()
         data = location / "d"
-        make_data = partial(data.make_directory, sync=False)  # the commit syncs the folder around it
-        location = location.before_changes(make_data)
+        data.make_directory(sync=False)  # the commit syncs the folder around it
         sync = member.count > 1
         token = short_token(member.token or os.urandom(16).hex())
         chunks = self._chunks_of(member)
@@ -217,7 +216,6 @@ class TreeWriter:
             tables.append(shares)
             sizes += [file.size for file in linked]
         table = np.concatenate(tables)
-        make_data()  # where no data file was written
         if sync:
             data.sync_directory()
         if self.when_written is not None:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import os
@@ -61,7 +60,6 @@ from ..storage import (
     FileLock,
     Location,
     SaveLock,
-    Started,
     as_location,
     locked_elsewhere,
 )
@@ -213,7 +211,6 @@ class PendingCheckpoint:
         self._stale: list[str] = []  # folders that the old checkpoint had replaced, and a power failure brought back
         self._marker_size: int | None = None
         self._begun = False
-        self._beginning: Started | None = None  # the rest of the beginning, beside the computation of the caller
         self._claimed = False
         self._marked = False
         self._unmarked = False  # whether this save needs no marker
@@ -227,11 +224,10 @@ class PendingCheckpoint:
         """Whether there is a checkpoint that the commit replaces."""
         return self._old_record is not None
 
-    def begin(self, archives: Collection[str] = (), *, wait: bool = True) -> None:
+    def begin(self, archives: Collection[str] = ()) -> None:
         """Make the folders, and mark the directory so that a crash leaves nothing unexplained; done once.
 
-        The items in ``archives`` become zip files, which need no folders. Without ``wait``, the marker becomes durable
-        and the folders are made while the caller computes: their first change through a location waits for that.
+        The items in ``archives`` become zip files, which need no folders.
         """
         if self._begun:
             return
@@ -246,7 +242,8 @@ class PendingCheckpoint:
                 return
         self.location.parent.make_directory()
         self.location.make_directory(sync=False)  # the commit makes its name durable
-        if self.location.is_local and not self.continues:
+        is_new = self.location.is_local and not self.continues
+        if is_new:
             self._lock.make()
             self._check_unchanged()
         self._claimed = True
@@ -258,28 +255,20 @@ class PendingCheckpoint:
         self._marker_size = len(marker)
         # Of a new checkpoint, its presence says enough after a power cut: everything beside it is removed.
         sync = self._old_record is not None or self._copies is not None
-        (self.location / PARTIAL).write_bytes(marker, atomic=False, sync=sync)
+        if is_new:
+            self._lock.write(marker, sync=sync)
+        else:
+            (self.location / PARTIAL).write_bytes(marker, atomic=False, sync=sync)
         self._marked = True
         self._conditional = self.location.is_remote and (self.location / PARTIAL).honours_conditions(marker)
-        folders = [folder for item, folder in self.folders.items() if item not in archives]
-        make_folders = functools.partial(self._make_folders, folders)
-        if wait or not self.location.is_local:
-            make_folders()
-            return
-        self._beginning = Started(make_folders, "holdfast-begin")
-        self._beginning.start()
-        ready = self._beginning.finish
-        self.folders = {item: folder.before_changes(ready) for item, folder in self.folders.items()}
-
-    def _make_folders(self, folders: Iterable[Location]) -> None:
-        """Make the folders of items, once the marker is durable."""
         self.location.sync_directory()  # the marker is durable before anything else
         if self._old is not None and self.location.is_local and not self.continues:
             # The last save removed these and then its marker: a power failure may bring back folders alone.
             self._stale = [folder for folder in self._old.replaced if _lies_in(self.location, folder)]
             _remove_folders(self._parts, self._stale, self._old)
-        for folder in folders:
-            folder.make_directory(sync=False)
+        for item, folder in self.folders.items():
+            if item not in archives:
+                folder.make_directory(sync=False)
 
     def _left_by_copy(self, items: list[str], names: set[str]) -> list[str]:
         """Return the folders of an interrupted copy of the same checkpoint, in the order of the items; or nothing."""
@@ -340,8 +329,6 @@ class PendingCheckpoint:
 
     def commit(self, record: CheckpointRecord) -> None:
         """Make the items durable, and then the checkpoint exist."""
-        if self._beginning is not None:
-            self._beginning.finish()
         if not (self._owned or self._unmarked) and not self._is_claimed():
             raise self._lock.conflict()
         if self._old is not None:
@@ -470,8 +457,6 @@ class PendingCheckpoint:
         A storage error becomes a StorageConflictError if another save has taken the path over.
         """
         try:
-            if self._beginning is not None:
-                self._beginning.wait()
             ours = self._remove(late=isinstance(error, StorageUnavailableError) and not self.location.is_local)
         finally:
             self._lock.release()

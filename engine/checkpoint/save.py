@@ -31,7 +31,6 @@ from ..handlers import (
     Files,
     PreparedCheckpointHandler,
     PreparedItem,
-    SizedItem,
     finish,
     run_coroutine,
     write_archive,
@@ -190,8 +189,7 @@ class Save:
         ``awaited`` is set when the training loop, which runs beside this call, begins to wait for the save.
         """
         archives = self._archives(awaited)
-        computes = all(isinstance(item, SizedItem) for item in self._items.values())
-        folders = self._role.open(archives, wait=not computes)
+        folders = self._role.open(archives)
         process = replace(self._role.process, awaited=awaited)
         own = {}
         for name, item in self._items.items():
@@ -318,12 +316,9 @@ class Primary:
     def replaces(self) -> bool:
         return self._pending.replaces
 
-    def open(self, archives: Collection[str] = (), *, wait: bool = True) -> Mapping[str, Location]:
-        """Return the folder of every item, made ready; the names of those that are zip files are given first.
-
-        Without ``wait``, the folders are ready at the first change through their locations.
-        """
-        self._pending.begin(archives, wait=wait or self._rendezvous is not None)
+    def open(self, archives: Collection[str] = ()) -> Mapping[str, Location]:
+        """Return the folder of every item, made ready; the names of those that are zip files are given first."""
+        self._pending.begin(archives)
         if self._rendezvous is not None and not self._opened:
             self._opened = True
             folders = {name: folder.name for name, folder in self._pending.folders.items()}
@@ -412,7 +407,7 @@ class Worker:
     def process(self) -> ProcessInfo:
         return ProcessInfo(self._rendezvous.index, self._rendezvous.count, self._token, shared=self._shared)
 
-    def open(self, archives: Collection[str] = (), *, wait: bool = True) -> Mapping[str, Location]:
+    def open(self, archives: Collection[str] = ()) -> Mapping[str, Location]:
         if self._folders is None:
             plan = json.loads(self._rendezvous.broadcast("plan", None, self._timeout))
             if self._shared and plan["path"] != self._location.url:

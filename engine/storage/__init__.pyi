@@ -26,7 +26,6 @@ from .lock import locked_elsewhere as locked_elsewhere
 from .parallel import CORES as CORES
 from .parallel import REQUESTS as REQUESTS
 from .parallel import Helper as Helper
-from .parallel import Started as Started
 from .parallel import parallel_map as parallel_map
 from .status import check_extent as check_extent
 from .status import hidden_address as hidden_address

@@ -14,10 +14,10 @@ import os
 import stat
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from ..errors import DamagedCheckpointError
 from .backend import DataReader, Entry, FileIdentity, Segment
@@ -26,8 +26,6 @@ from .parallel import CORES, parallel_map
 from .status import check_extent, os_errors, truncated
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import numpy as np
     from numpy.typing import NDArray
 
@@ -46,7 +44,8 @@ _LOCK = "hhqqi4x"  # struct flock of fcntl(2) where files have 64-bit offsets
 _SET_LOCK: int = getattr(fcntl, "F_OFD_SETLK", -1)  # Linux; elsewhere no reader sees another
 _GET_LOCK: int = getattr(fcntl, "F_OFD_GETLK", -1)
 
-_SYNCS = 6  # files and directories that are synced at a time: those of a small checkpoint take two turns
+_SYNCS = 6  # files and directories that are synced at a time, at most
+_FEW = 32  # so many for each thread
 
 _AWAY = "move it away"  # advice where something else lies in the place of one of our files
 _FICLONE = 0x40049409  # the request of ioctl_ficlone(2)
@@ -124,6 +123,8 @@ class LocalBackend:
                     rest = memoryview(data)
                     while rest:
                         rest = rest[file.write(rest) :]
+                    if before or not sync:
+                        _begin_writeback(descriptor)
                     if before:
                         sync_all([*before, target])
                     if sync and (not before or _FULL_SYNC is not None):
@@ -135,7 +136,7 @@ class LocalBackend:
                     os.unlink(target)
                 raise
         if atomic:
-            _sync_directory(parent, drive=True)
+            _sync_path(parent, drive=True)
 
     def make_directory(self, key: str, *, sync: bool) -> bool:
         missing = []
@@ -159,12 +160,12 @@ class LocalBackend:
         return is_new
 
     def sync_directory(self, key: str) -> None:
-        _sync_directory(key)
+        _sync_path(key)
 
     def rename(self, key: str, target: str) -> None:
         with os_errors(key, f"rename to {os.path.basename(target)!r}"):
             os.rename(key, target)
-        _sync_directory(os.path.dirname(target), drive=True)
+        _sync_path(os.path.dirname(target), drive=True)
 
     def remove(self, key: str) -> None:
         with os_errors(key, "remove"), contextlib.suppress(FileNotFoundError):
@@ -198,16 +199,12 @@ class LocalBackend:
         awaited: threading.Event | None,
         *,
         sync: bool = True,
-        ready: Callable[[], object] | None = None,
     ) -> None:
-        """Write a data file; with ``ready``, which is called before it is made, its first block is computed before."""
         stop = threading.Event()
-        with os_errors(key, "write"), _NewFile(key, size, ready) as file:
-            if ready is None:
-                file.descriptor()  # a full disk is noticed before anything is computed
+        with os_errors(key, "write"), _new_file(key, size) as descriptor:
             filled = [segment for segment in segments if segment.size]
             parallel_map(
-                partial(_write_segment, file, stop),
+                partial(_write_segment, descriptor, stop),
                 filled,
                 THREADS,
                 beside=THREADS_BESIDE,
@@ -215,11 +212,12 @@ class LocalBackend:
                 name="holdfast-write",
                 stop=stop,
             )
-            descriptor = file.descriptor()
             if size % PAGE:
                 os.ftruncate(descriptor, size)
             if sync:
                 os.fsync(descriptor)
+            else:
+                _begin_writeback(descriptor)
 
     def open_data(self, key: str, size: int | None, *, cached: bool | None) -> DataReader:
         return LocalDataReader(key, cached=cached)
@@ -383,33 +381,31 @@ def _sync(descriptor: int, *, drive: bool = False) -> None:
 
 
 def sync_all(paths: Sequence[str]) -> None:
-    """Make files, and the names in directories, durable at the same time: a file system does much of it in one go."""
-    parallel_map(_sync_path, paths, _SYNCS, name="holdfast-sync")
+    """Make files, and the names in directories, durable."""
+    # The first sync commits what the file system knows of all of them: only many are worth threads.
+    parallel_map(_sync_path, paths, min(_SYNCS, 1 + len(paths) // _FEW), name="holdfast-sync")
 
 
-def _sync_path(path: str) -> None:
-    if os.path.isdir(path):
-        _sync_directory(path)
-        return
+def _sync_path(path: str, *, drive: bool = False) -> None:
+    """Make the content of a file, or the names in a directory, durable."""
     with os_errors(path, "sync"):
         descriptor = _open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _sync_directory(path: str, *, drive: bool = False) -> None:
-    with os_errors(path, "sync the directory"):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             _sync(descriptor, drive=drive)
         except OSError as error:
             # Some network file systems have no fsync for directories: their servers sync them anyway.
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            refused = error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+            if not (refused and stat.S_ISDIR(os.fstat(descriptor).st_mode)):
                 raise
         finally:
             os.close(descriptor)
+
+
+def _begin_writeback(descriptor: int) -> None:
+    """Have the system begin to write a file to the disk, where it can: the sync at the end finds it written."""
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def append_line(path: str | os.PathLike[str], text: str) -> None:
@@ -443,52 +439,28 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
     return descriptor
 
 
-class _NewFile:
-    """A data file that is made when it is first written to; an error in the block removes it."""
-
-    def __init__(self, path: str, size: int, ready: Callable[[], object] | None) -> None:
-        self._path = path
-        self._size = size
-        self._ready = ready
-        self._making = threading.Lock()
-        self._descriptor = -1
-
-    def descriptor(self) -> int:
-        """Return the descriptor of the file, for any of several threads; the first one makes the file."""
-        with self._making:
-            if self._descriptor < 0:
-                if self._ready is not None:
-                    self._ready()
-                # Readers of an earlier file of this name keep the file that they have opened.
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self._path)
-                self._descriptor = _open_direct(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-                _allocate(self._descriptor, round_up(self._size))
-            return self._descriptor
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._descriptor < 0:
-            return
-        failed = True
+@contextlib.contextmanager
+def _new_file(path: str, size: int) -> Iterator[int]:
+    """Make a data file, and give its descriptor; an error in the block removes it."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # readers of an earlier file of this name keep the file that they have opened
+    descriptor = _open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
         try:
-            os.close(self._descriptor)
-            failed = error is not None
+            _allocate(descriptor, round_up(size))  # a full disk is noticed before anything is computed
+            yield descriptor
         finally:
-            if failed:
-                with contextlib.suppress(OSError):
-                    os.unlink(self._path)
+            os.close(descriptor)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
 
 
-def _write_segment(file: _NewFile, stop: threading.Event, segment: Segment) -> None:
+def _write_segment(descriptor: int, stop: threading.Event, segment: Segment) -> None:
     position = segment.offset
     with _blocks.block() as block:
         for data in _filled_blocks(segment, block.data, stop):
-            descriptor = file.descriptor()
             written, refused = 0, False
             while written < len(data):
                 try:

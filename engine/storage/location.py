@@ -11,7 +11,7 @@ import os
 import pathlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 from urllib.parse import unquote
 
@@ -171,15 +171,13 @@ class Location:
     ``as_location(place, writes=True)`` has not returned.
     """
 
-    __slots__ = ("_backend", "_key", "_ready")
+    __slots__ = ("_backend", "_key")
     _backend: Backend
     _key: str
-    _ready: Callable[[], object] | None
 
-    def __init__(self, backend: Backend, key: str, ready: Callable[[], object] | None = None) -> None:
+    def __init__(self, backend: Backend, key: str) -> None:
         object.__setattr__(self, "_backend", backend)
         object.__setattr__(self, "_key", key)
-        object.__setattr__(self, "_ready", ready)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"locations are immutable: cannot set {name!r}")
@@ -187,21 +185,7 @@ class Location:
     def _writing(self) -> Backend:
         """Return the backend, to change something here."""
         check_write(self.url)
-        if self._ready is not None:
-            self._ready()
         return self._backend
-
-    def before_changes(self, ready: Callable[[], object] | None) -> Location:
-        """Return this location for a writer that computes before it writes.
-
-        Args:
-            ready: Is called before each change here or below, which waits for it, and fails if it raises an error. A
-                bulk data file calls it when its first block is computed. None: nothing is called.
-
-        Returns:
-            The same location.
-        """
-        return Location(self._backend, self._key, ready)
 
     def _object_store(self) -> ObjectStoreBackend:
         backend = self._writing()
@@ -222,8 +206,8 @@ class Location:
     def parent(self) -> Location:
         """The directory around this; the parent of a root is itself."""
         if self.is_local:
-            return Location(self._backend, os.path.dirname(self._key), self._ready)
-        return Location(self._backend, self._key.rpartition("/")[0], self._ready)
+            return Location(self._backend, os.path.dirname(self._key))
+        return Location(self._backend, self._key.rpartition("/")[0])
 
     def overlaps(self, other: Location) -> bool:
         """Whether one of two locations lies within the other, or they are the same."""
@@ -260,8 +244,8 @@ class Location:
         if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
             raise InvalidLocationError(f"{name!r} is not a name that can lie inside {self.url}")
         if not self._key or self._key.endswith("/"):
-            return Location(self._backend, self._key + name, self._ready)
-        return Location(self._backend, f"{self._key}/{name}", self._ready)
+            return Location(self._backend, self._key + name)
+        return Location(self._backend, f"{self._key}/{name}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Location) and self._backend == other._backend and self._key == other._key
@@ -569,8 +553,7 @@ class Location:
         check_write(self.url)
         for file in files:
             _check_segments(file.size, file.segments)
-            key = (self / file.name)._key
-            backend.write_data(key, file.size, file.segments, awaited, sync=sync, ready=self._ready)
+            backend.write_data((self / file.name)._key, file.size, file.segments, awaited, sync=sync)
 
     def open_data(self, *, size: int | None = None, cached: bool | None = False) -> DataReader:
         """Open a bulk data file for reading; use it as a context manager, or close it.

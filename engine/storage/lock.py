@@ -87,6 +87,14 @@ class FileLock:
             self._close()
             self._close = None
 
+    def write(self, content: bytes, *, sync: bool) -> None:
+        """Fill the empty file that is locked, durably if ``sync``."""
+        assert self.descriptor is not None
+        with os_errors(self._place.url, "write"):
+            os.pwrite(self.descriptor, content, 0)
+            if sync:
+                os.fsync(self.descriptor)
+
     def content(self, size: int | None = None) -> dict[str, Any]:
         """Return the JSON document in the file; an empty dictionary where it is missing or damaged."""
         try:

@@ -68,41 +68,6 @@ class Helper(threading.Thread):
                 interrupted(error)
 
 
-class Started:
-    """Work on a thread of its own, from :meth:`start` on; :meth:`finish` waits for it.
-
-    An interrupt of :meth:`start` may come when the work has begun, so the caller keeps the object before.
-    """
-
-    def __init__(self, work: Callable[[], object], name: str) -> None:
-        self._work = work
-        self._error: BaseException | None = None
-        self._thread = Helper(self._run, name, daemon=True)
-
-    def start(self) -> None:
-        """Begin the work, in this thread where none can start."""
-        try:
-            self._thread.start()
-        except RuntimeError:  # The system has no more threads, or the interpreter ends.
-            self._run()
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException as error:  # raised by `finish`
-            self._error = error
-
-    def wait(self) -> None:
-        """Wait until it has ended."""
-        self._thread.join()
-
-    def finish(self) -> None:
-        """Wait until it is done; raise its error. Any number of threads may call this, any number of times."""
-        self.wait()
-        if self._error is not None:
-            raise self._error
-
-
 def parallel_map(
     work: Callable[[T], R],
     items: Sequence[T],

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import re
 from collections.abc import Iterator
+from types import TracebackType
 from typing import TypeVar
 
 from ..errors import (
@@ -116,15 +117,23 @@ _ADVICE: dict[type[HoldfastError], str] = {
 }
 
 
-@contextlib.contextmanager
-def os_errors(path: str, action: str) -> Iterator[None]:
+class os_errors:  # noqa: N801 - used like a function; each small file needs several, and generators take three times as long
     """Raise holdfast's errors in place of the operating system's, as "cannot ``action`` ``path``: ..."."""
-    try:
-        yield
-    except HoldfastError:
-        raise
-    except OSError as error:
-        raise map_os_error(error, path, action) from error
+
+    __slots__ = ("_action", "_path")
+
+    def __init__(self, path: str, action: str) -> None:
+        self._path = path
+        self._action = action
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, OSError) and not isinstance(error, HoldfastError):
+            raise map_os_error(error, self._path, self._action) from error
 
 
 def is_unreadable(error: object) -> bool:

@@ -9,7 +9,6 @@ import itertools
 import os
 import subprocess
 import sys
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +24,6 @@ from holdfast.engine.steps import read_record
 from holdfast.engine.storage import SaveLock
 from holdfast.engine.storage.kvstore import KvStoreBackend
 from holdfast.engine.storage.local import LocalBackend
-from holdfast.engine.storage.parallel import Helper
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -88,42 +86,6 @@ def test_abort(place: hf.storage.Location) -> None:
     write(pending, "one")
     pending.abort()
     assert names(place) == []
-
-
-def test_an_interrupt_when_the_folders_begin_to_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although they are made by another thread: the save removes them when they are there."""
-    place = hf.storage.as_location(tmp_path / "ckpt")
-    threads: list[Helper] = []
-    making, removing = threading.Event(), threading.Event()
-    make, join = LocalBackend.make_directory, Helper.join
-
-    def start(thread: Helper) -> None:
-        threads.append(thread)
-        threading.Thread.start(thread)
-        making.wait()
-        raise KeyboardInterrupt
-
-    def late(backend: LocalBackend, key: str, *, sync: bool) -> bool:
-        if threading.current_thread() in threads:
-            making.set()
-            removing.wait()
-        return make(backend, key, sync=sync)
-
-    def joined(thread: Helper, timeout: float | None = None) -> None:
-        removing.set()
-        join(thread, timeout)
-
-    monkeypatch.setattr(LocalBackend, "make_directory", late)
-    monkeypatch.setattr(Helper, "start", start)
-    monkeypatch.setattr(Helper, "join", joined)
-    pending = PendingCheckpoint(place, ["item"], overwrite=False)
-    with pytest.raises(KeyboardInterrupt):
-        pending.begin(wait=False)
-    pending.abort()
-    for thread in threads:
-        thread.join()
-    assert threads
-    assert not place.exists()
 
 
 def test_replace(place: hf.storage.Location) -> None:

@@ -12,7 +12,6 @@ import json
 import os
 import random
 import re
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from tests.checkpoint.disk import Crash, Disk
 from tests.checkpoint.kinds import KINDS
 
 import holdfast as hf
-from holdfast.engine.arrays import encode, reuse, write
+from holdfast.engine.arrays import reuse
 
 
 def tree(step: int, edition: int = 0) -> dict[str, Any]:
@@ -77,23 +76,6 @@ def test_nothing_is_synced_without_need(disk: Disk) -> None:
     once = [".", "new/.holdfast-*", "new/state", "new/state/d", "new/state/d/*.0.0"]
     once += ["new/state/d/index", "new/state/manifest.ocdbt", "new/state/tree.json"]
     assert sorted(synced) == sorted([*once, "new", "new", "new"])
-
-
-def test_data_is_computed_while_the_marker_becomes_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    computed, real, compute = threading.Event(), os.fsync, encode.segment_parts
-
-    def fsync(descriptor: int) -> None:
-        assert computed.wait(10)
-        real(descriptor)
-
-    def parts(*arguments: Any) -> Iterator[Any]:
-        yield from compute(*arguments)
-        computed.set()
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(write, "segment_parts", parts)
-    hf.save(tmp_path / "one", tree(7))
-    assert hf.verify(tmp_path / "one").ok
 
 
 def test_done_means_synced(disk: Disk) -> None:

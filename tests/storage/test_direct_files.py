@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from holdfast.engine.errors import DamagedCheckpointError, StorageError, StorageFullError
-from holdfast.engine.storage import DataFile, DataReader, Location, Segment, as_location
+from holdfast.engine.storage import DataReader, Location, Segment, as_location
 from holdfast.engine.storage import local as local_storage
 
 if TYPE_CHECKING:
@@ -198,25 +198,6 @@ def test_a_full_disk_is_noticed_before_anything_is_computed(place: Location, mon
     with pytest.raises(StorageFullError, match=r"data: No space left.*free some space"):
         place.write_data(4096, [Segment(0, 4096, parts)])
     assert_nothing_left(place)
-
-
-@pytest.mark.parametrize("fails", [False, True], ids=["ready", "not ready"])
-def test_data_is_computed_before_a_file_that_is_not_ready_yet(place: Location, fails: bool) -> None:
-    calls: list[str] = []
-
-    def ready() -> None:
-        calls.append(f"ready: {os.listdir(place.parent)}")
-        if fails:
-            raise StorageFullError("no space")
-
-    def parts() -> Iterator[NDArray[np.uint8]]:
-        calls.append("computed")
-        yield DATA[:5000]
-
-    with pytest.raises(StorageFullError) if fails else contextlib.nullcontext():
-        place.parent.before_changes(ready).write_data_files([DataFile("data", 5000, [Segment(0, 5000, parts)])])
-    assert calls == ["computed", "ready: []"]
-    assert os.listdir(place.parent) == ([] if fails else ["data"])
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP], ids=errno.errorcode.get)

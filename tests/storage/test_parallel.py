@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine.storage import Helper, Started, parallel_map
+from holdfast.engine.storage import Helper, parallel_map
 
 
 @pytest.fixture(autouse=True)
@@ -29,22 +29,6 @@ def _no_thread_is_left() -> Iterator[None]:
 def test_results_come_in_order(max_concurrency: int) -> None:
     assert parallel_map(lambda number: number * number, range(50), max_concurrency) == [n * n for n in range(50)]
     assert parallel_map(str, [], max_concurrency) == []
-
-
-def test_work_that_is_started_runs_beside_and_tells_its_error_whenever_it_is_needed() -> None:
-    go = threading.Event()
-
-    def work() -> None:
-        assert go.wait(10)
-        raise OSError("broken")
-
-    started = Started(work, "holdfast-test")
-    started.start()
-    go.set()
-    started.wait()
-    for _ in range(2):
-        with pytest.raises(OSError, match="broken"):
-            started.finish()
 
 
 def test_as_many_as_may() -> None:
