@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from .errors import DamagedCheckpointError
 from .pytree import is_torch_tensor, loaded
-from .stateful import encode_state
 
 DRAWN, IDLE = "drawn", "idle"
 """The parts of a saved state: generators that a step has drawn from, and those that no step has drawn from.
@@ -158,10 +157,6 @@ class GlobalGenerators:
             DRAWN: {name: state for name, state in tree.items() if name in drawn},
             IDLE: {name: state for name, state in tree.items() if name not in drawn},
         }
-
-    def tree_of(self, states: Mapping[str, Any]) -> Any:
-        """Return what a checkpoint holds of states that :func:`capture` has returned."""
-        return encode_state(self.state_of(states))
 
     def set_state(self, state: Any) -> None:
         """Note saved states for :meth:`begin`."""

@@ -31,6 +31,7 @@ import numpy as np
 
 from .errors import DamagedCheckpointError, OptionError, StateError
 from .format import is_inside
+from .generators import as_tree, capture, restore, same_state
 from .pytree import STRIDES, expand, is_jax_array, is_key, is_torch_tensor, loaded, tensor_of, with_strides
 from .streams import is_torchdata_loader, position_of, set_position
 
@@ -300,10 +301,15 @@ def _restore_files(thing: Any, state: Any) -> None:
 
 _FABRIC_EPOCH = "_num_iter_calls"  # loaders of Lightning's Fabric tell their sampler the epoch by this attribute
 _DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # samplers of torch
+_TAKEN = "taken"  # the epoch, and how many of its batches were taken
+_BEGUN = "generators"  # their states by name when the epoch began, or at its end
 
 
 class LoaderPosition(Iterator[Any]):
     """The batches of a loader, epoch after epoch, from one of them on; see :func:`skip_to`.
+
+    A resume draws the earlier batches of the epoch again, from the states that random generators had when it began: a
+    loader may draw its order from them, and the seeds of its workers.
 
     Attributes:
         position: The number of batches that were taken, over all epochs.
@@ -327,6 +333,9 @@ class LoaderPosition(Iterator[Any]):
             _check_batch_size(loader, global_batch_size)
         self._batches: Iterator[Any] | None = None
         self._epoch = self._taken = 0  # the epoch, and how many of its batches were taken
+        self._begun: dict[str, Any] = {}  # states of generators when the epoch began
+        self._drawn: list[str] = []  # its own, and those of the global ones that have changed by its first batch
+        self._restored: Mapping[str, Any] = {}
         self.position = position
 
     def __next__(self) -> Any:
@@ -341,15 +350,19 @@ class LoaderPosition(Iterator[Any]):
         """Whether the position is one of all processes: the number of global samples before it."""
         return self._global_batch_size is not None
 
-    def get_state(self) -> dict[str, int]:
-        """Return the position: in batches, or with ``global_batch_size`` as an epoch and the samples taken of it."""
+    def get_state(self) -> dict[str, Any]:
+        """Return the position: in batches, or with ``global_batch_size`` as an epoch and the samples taken of it.
+
+        With batches, it holds the states of generators from which the loader draws.
+        """
         if self._global_batch_size is None:
-            return {"position": self.position}
+            return {"position": self.position, **self._generators()}
         epoch, batches = divmod(self.position, self._length()) if self._length() else (0, self.position)
         return {"epoch": epoch, "samples": batches * self._global_batch_size}
 
-    def set_state(self, state: Mapping[str, int]) -> None:
+    def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from another position; the loader begins with the next batch."""
+        self._restored = state
         if "samples" in state:
             self.position = self._position_of(_position(state["epoch"]), _position(state["samples"]))
         else:
@@ -386,11 +399,32 @@ class LoaderPosition(Iterator[Any]):
     def _length(self) -> int:
         return len(self._loader) if hasattr(type(self._loader), "__len__") else 0
 
+    def _generators(self) -> dict[str, Any]:
+        """Return the part of the state that tells from which generators the next iterator is to begin."""
+        if self._batches is None or not self._drawn:
+            return {name: self._restored[name] for name in (_TAKEN, _BEGUN) if name in self._restored}
+        # The next epoch begins from what the loader's own generators are then, and from what global ones are.
+        states = _states_of_own(self._loader) if self._taken == self._length() else self._begun
+        kept = {name: states[name] for name in self._drawn if name in states}
+        return {_TAKEN: [self._epoch, self._taken], _BEGUN: kept}
+
     def _go_to(self, position: int) -> None:
-        length = self._length()
-        self._begin(position // length if length else 0)
-        for _ in range(position % length if length else position):
+        """Draw the batches of the epoch before a position again; then, global generators are as they were before."""
+        length, states = self._length(), self._restored.get(_BEGUN, {})
+        epoch, taken = divmod(position, length) if length else self._restored.get(_TAKEN, (0, position))
+        self._restored = {}
+        workers = getattr(self._loader, "num_workers", 0)
+        if workers and ((taken and not states) or (epoch and self._loader.persistent_workers)):
+            _warn_of_new_workers(self._loader)
+        own = generators_of(self._loader, np.random.RandomState)
+        for name in states.keys() & own.keys():
+            restore_state(own[name], states[name])
+        before = as_tree(capture()) if states and taken else {}
+        restore({name: states[name] for name in states.keys() & before.keys()})
+        self._begin(epoch)
+        for _ in range(taken):
             self._draw()
+        restore(before)
 
     def _begin(self, epoch: int) -> None:
         for part in (
@@ -402,11 +436,15 @@ class LoaderPosition(Iterator[Any]):
                 set_epoch(epoch)
         if _FABRIC_EPOCH in getattr(self._loader, "__dict__", ()):
             setattr(self._loader, _FABRIC_EPOCH, epoch)
+        self._begun, self._drawn = as_tree(capture()) | _states_of_own(self._loader), []
         self._epoch, self._taken, self._batches = epoch, 0, iter(self._loader)
 
     def _draw(self) -> Any:
         assert self._batches is not None
         for batch in self._batches:
+            if not self._taken:
+                now = as_tree(capture())
+                self._drawn = [name for name, one in self._begun.items() if not same_state(one, now.get(name))]
             self._taken += 1
             return batch
         if not self._taken:
@@ -419,8 +457,10 @@ def skip_to(loader: Iterable[Any], n: int = 0, *, global_batch_size: int | None 
     """Return the batches of a plain loader from one of them on, as an iterator whose position can be saved.
 
     The loader starts again in each epoch, without end. It must give the same batches each time, or depend on the epoch
-    alone: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called. Where
-    the loader has a length, whole epochs are skipped at once; the other batches are drawn again and dropped.
+    alone: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called. Without
+    ``global_batch_size``, it may also draw its order, or the seeds of its workers, from random generators as an epoch
+    begins: from the global ones of Python, numpy and torch, or those in its attributes or its sampler's or dataset's.
+    Where the loader has a length, whole epochs are skipped at once; the other batches are drawn again and dropped.
 
     Args:
         loader: What ``for batch in loader`` goes through: a ``DataLoader``, a list, an object with ``__iter__``.
@@ -481,10 +521,13 @@ def drawing_sampler(loader: Any) -> str | None:
     return None
 
 
-def generators_of(loader: object) -> dict[str, Any]:
-    """Return the generators that a loader or one of its parts holds, each once, by a name such as ``sampler.rng``."""
+def generators_of(loader: object, *further: type) -> dict[str, Any]:
+    """Return the generators that a loader or one of its parts holds, each once, by a name such as ``sampler.rng``.
+
+    Those of ``further`` classes are included.
+    """
     torch: Any = loaded("torch")
-    kinds = (np.random.Generator, random.Random, *(() if torch is None else (torch.Generator,)))
+    kinds = (np.random.Generator, random.Random, *further, *(() if torch is None else (torch.Generator,)))
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = {
         "loader": loader,
@@ -499,6 +542,10 @@ def generators_of(loader: object) -> dict[str, Any]:
             if isinstance(value, kinds):
                 found.setdefault(id(value), (f"{part}.{name}", value))
     return dict(found.values())
+
+
+def _states_of_own(loader: object) -> dict[str, Any]:
+    return {name: decode_state(state_of(one)) for name, one in generators_of(loader, np.random.RandomState).items()}
 
 
 def _samplers(loader: Any) -> list[Any]:
@@ -558,12 +605,7 @@ def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
     """Warn of random numbers that will differ when a loader of torchdata continues in the middle of an epoch."""
     ended = state.get("_iterator_finished") or _yielded(state) in (0, _length(loader))
     if loader.num_workers and (not ended or loader.persistent_workers):
-        _logger.warning(
-            "a %s continues with new worker processes, whose random generators cannot be saved: each sample comes when "
-            "it would have come, but where the dataset draws random numbers in the workers, as augmentation does, it "
-            "draws others",
-            type(loader).__qualname__,
-        )
+        _warn_of_new_workers(loader)
     for sampler in () if ended else _samplers(loader):
         kinds = {kind.__name__ for kind in type(sampler).__mro__}
         in_torchdata = type(sampler).__module__.startswith("torchdata.")
@@ -575,6 +617,15 @@ def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
                 type(loader).__qualname__,
             )
             return
+
+
+def _warn_of_new_workers(loader: Any) -> None:
+    _logger.warning(
+        "a %s continues with new worker processes, whose random generators cannot be saved: each sample comes when "
+        "it would have come, but where the dataset draws random numbers in the workers, as augmentation does, it "
+        "draws others",
+        type(loader).__qualname__,
+    )
 
 
 def warn_of_held_records(name: str, thing: object) -> None:

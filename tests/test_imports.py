@@ -27,9 +27,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {  # of modules and folders: ea
     "engine": (
         SHARED,
         PURE,
-        ("streams",),
-        ("stateful", "steps"),
-        ("generators",),
+        ("streams", "generators", "steps"),
+        ("stateful",),
         ("arrays",),
         ("handlers",),
         ("sources",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_a_run_goes_on_at_the_next_batch(tmp_path: Path, name: str) -> None:
         _, start = checkpoint.restore_or_initialize(state, data=again)
         assert (start, again.position) == (5, 5)
         assert taken(again, 4) == whole[5:]
-        assert again.get_state() == {"position": 9}
+        assert again.position == 9
     other = hf.skip_to(LOADERS[name](), 2)
     taken(other, 1)
     graph.Checkpoint(data=other).restore(path).assert_consumed()
@@ -184,6 +185,108 @@ def test_a_loader_without_a_state_before_its_first_batch(tmp_path: Path) -> None
                 checkpoint.on_step(step, state, data=loader)
                 if step == start + 2:
                     break
+
+
+class Augmented(torch.utils.data.Dataset[Any]):
+    """Twelve numbers with noise from the generator of the process that makes them."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return index + torch.rand(1)
+
+
+class Shuffles:
+    """A loader of the program's own, which shuffles as each epoch begins; with a length or without one."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[Any]:
+        order = list(range(8))
+        self.generator.shuffle(order)
+        yield from order
+
+
+class Sized(Shuffles):
+    def __len__(self) -> int:
+        return 8
+
+
+class Permuted(torch.utils.data.Sampler[int]):
+    """A sampler of the program's own."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(12).tolist()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Sized(np.random),
+        lambda: Shuffles(random),
+        lambda: Sized(np.random.default_rng(3)),
+        lambda: Sized(np.random.RandomState(3)),
+        lambda: Sized(random.Random(3)),
+        lambda: DataLoader(Augmented(), batch_size=3, sampler=Permuted()),
+        lambda: DataLoader(Augmented(), batch_size=2, num_workers=2, multiprocessing_context="fork"),
+        lambda: DataLoader(Augmented(), batch_size=2, num_workers=1, generator=torch.Generator().manual_seed(5)),
+    ],
+    ids=["numpy's", "Python's", "Generator", "RandomState", "Random", "sampler", "workers", "generator of workers"],
+)
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_loader_that_draws_its_order_or_its_workers_seeds_from_generators(
+    make: Callable[[], Any], tmp_path: Path
+) -> None:
+    def train(directory: Path, until: int) -> list[str]:
+        seed = 0 if not directory.exists() else 99  # A resumed process has other numbers.
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        batches, seen = hf.skip_to(make()), []
+        with hf.CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
+            state, start = checkpoint.restore_or_initialize({"w": 0}, data=batches)
+            for step in range(start, until):
+                seen.append(f"{next(batches)} {torch.rand(1).item()} {random.random()} {np.random.rand()}")
+                checkpoint.on_step(step + 1, state, data=batches)
+        return seen
+
+    steps = 20
+    whole = train(tmp_path / "whole", steps)
+    for stop in (3, 6, 8, 13):
+        directory = tmp_path / str(stop)
+        found = train(directory, stop) + train(directory, stop + 1) + train(directory, steps)
+        assert found == whole, stop
+
+
+@pytest.mark.parametrize(
+    ("options", "position", "global_batch_size", "warns"),
+    [
+        ({"num_workers": 1}, 4, 2, True),  # One state of all processes has no generator of one of them.
+        ({"num_workers": 1}, 6, 2, False),
+        ({"num_workers": 0}, 4, 2, False),
+        ({"num_workers": 1, "persistent_workers": True}, 4, None, False),
+        ({"num_workers": 1, "persistent_workers": True}, 8, None, True),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_warning_tells_where_workers_draw_other_numbers(
+    options: dict[str, Any], position: int, global_batch_size: int | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def batches() -> Any:
+        context = "fork" if options["num_workers"] else None
+        loader: Any = DataLoader(Augmented(), batch_size=2, multiprocessing_context=context, **options)
+        return hf.skip_to(loader, global_batch_size=global_batch_size)
+
+    first, again = batches(), batches()
+    taken(first, position)
+    again.set_state(first.get_state())
+    next(again)
+    assert ("continues with new worker processes" in caplog.text) is warns
 
 
 def test_whole_epochs_are_skipped_at_once() -> None:
