@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -237,13 +237,25 @@ class TorchCoordinator:
     A wait of the store blocks its connection, and prints warnings when it times out. So it gets a thread and a
     connection of its own, and continues for the next `get` of its key. Only a value ends it: `give_up` stores one that
     all processes take for none.
+
+    torchrun keeps its store, with all that is in it, when it starts the processes again. There, process 0 draws a name
+    for all keys of this start, and tells it to each process that asks: under a key that no earlier process has used.
+
+    Args:
+        store: The store.
+        index: The index of this process.
+        count: The number of processes.
+        is_current: Given where the store outlives the processes: whether they are still those of the program.
     """
 
-    def __init__(self, store: Any, index: int, count: int) -> None:
+    def __init__(self, store: Any, index: int, count: int, is_current: Callable[[], bool] | None = None) -> None:
         self.process_index = index
         self.process_count = count
         self._shared: Any = store
         self._own: Any = None
+        self._is_current = is_current
+        self._start = os.urandom(8).hex()
+        self._telling: threading.Thread | None = None
         self._is_polled = _is_polled(store)
         self._waits: dict[str, Future[bytes]] = {}  # by key
         self._idle: list[Any] = []  # connections of waits that have ended
@@ -254,9 +266,30 @@ class TorchCoordinator:
         """A connection that the process group does not block; made at the first call, which has a deadline."""
         shared = self._shared  # no lock: it would be held while a frozen process 0 does not answer
         if shared is not None:
-            self._own = _prefixed("holdfast", shared)
+            own = _prefixed("holdfast", shared)
+            self._own = own if self._is_current is None else self._of_this_start(own, self._is_current)
             self._shared = None  # a reference would keep process 0 serving it when the process group is gone
         return self._own
+
+    def _of_this_start(self, store: Any, is_current: Callable[[], bool]) -> Any:
+        """Return the part of a store that earlier processes cannot have written to."""
+        start = self._start
+        if self.process_index == 0:
+            others = set(range(1, self.process_count))
+            arguments = (_prefixed("starts", store), start, others, is_current)
+            self._telling = threading.Thread(target=_tell_start, args=arguments, name="holdfast-start", daemon=True)
+            self._telling.start()
+        else:
+            starts = _prefixed("starts", store)
+            starts.append(_ASKED, f"{start} ")
+            pauses = _growing_pauses()
+            while not starts.check([start]):
+                if _ends.is_set():
+                    raise ConnectionError("torch.distributed's store: this process ends before process 0 has begun")
+                time.sleep(next(pauses))
+            start = starts.get(start).decode()
+            starts.append(f"{_ANSWERED}{start}", f"{self.process_index} ")
+        return sys.modules["torch.distributed"].PrefixStore(start, store)
 
     def new_store(self, name: str) -> Any:
         """Return another connection to the store, of which all keys begin with a name."""
@@ -331,6 +364,8 @@ class TorchCoordinator:
         with contextlib.suppress(ConnectionError):
             for key in list(self._waits):
                 self.give_up(key)
+        if self._telling is not None:  # Another process may need the name for what this one has stored.
+            self._telling.join(_SECONDS_TO_END)
 
     def try_get(self, key: str) -> bytes | None:
         with _in_store():
@@ -352,6 +387,34 @@ class TorchCoordinator:
     def delete(self, key: str) -> None:
         with _in_store():
             self._store.delete_key(key)
+
+
+_ASKED, _ANSWERED = "asked", "answered/"  # keys of lists: the keys for answers, and the processes that have one
+
+
+def _tell_start(starts: Any, start: str, others: set[int], is_current: Callable[[], bool]) -> None:
+    """Tell the name of this start to all processes that ask for it, until all others have it."""
+    told: set[bytes] = set()
+    pauses = _growing_pauses()
+    with contextlib.suppress(ConnectionError):  # The store, or this process, ends.
+        while others and is_current():
+            with _in_store():
+                asked = set(starts.get(_ASKED).split()) if starts.check([_ASKED]) else set()
+                for key in asked - told:
+                    starts.set(key.decode(), start)
+                answered = f"{_ANSWERED}{start}"
+                if starts.check([answered]):
+                    others = others - {int(index) for index in starts.get(answered).split()}
+            if asked != told:
+                told, pauses = asked, _growing_pauses()
+            time.sleep(next(pauses))
+
+
+def _growing_pauses() -> Iterator[float]:
+    pause = _SHORTEST_PAUSE
+    while True:
+        yield pause
+        pause = min(1.2 * pause, _LONGEST_PAUSE)
 
 
 _made: weakref.WeakSet[TorchCoordinator] = weakref.WeakSet()
@@ -476,14 +539,20 @@ class _TorchProgram:
         group = distributed.group.WORLD
         if self._group is None or self._group() is not group:
             # No lock is needed: a second one, made by another thread meanwhile, would reach the same store.
-            self._made = _connect(distributed) if distributed.get_world_size() > 1 else None
             self._group = weakref.ref(group)
+            self._made = _connect(distributed, self._group) if distributed.get_world_size() > 1 else None
         return self._made
 
 
-def _connect(distributed: Any) -> TorchCoordinator:
+def _connect(distributed: Any, group: Callable[[], Any]) -> TorchCoordinator:
     store = distributed.distributed_c10d._get_default_store()
-    return TorchCoordinator(store, int(distributed.get_rank()), int(distributed.get_world_size()))
+    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and store.has_extended_api()
+    return TorchCoordinator(
+        store,
+        int(distributed.get_rank()),
+        int(distributed.get_world_size()),
+        (lambda: distributed.is_initialized() and distributed.group.WORLD is group()) if is_kept else None,
+    )
 
 
 _ALONE = Alone()

@@ -233,3 +233,33 @@ assert not distributed.PrefixStore("holdfast", store).check(["step"])
 """
     done = run(WAITS + program)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_an_earlier_start_has_left_in_the_store_of_torchrun_is_not_seen() -> None:
+    """torchrun keeps its store when it starts the processes again after one has died."""
+    store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    alive = [True, True]
+
+    def process(start: int, index: int) -> TorchCoordinator:
+        return TorchCoordinator(store.clone(), index, 3, lambda: alive[start])
+
+    def resume(process: TorchCoordinator, step: bytes | None = None) -> bytes:
+        return next_rendezvous(process, "resume").broadcast("step", step, PATIENCE)  # None closes it: all die.
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = process(0, 0), process(0, 1)  # The third has died before.
+        answer = threads.submit(resume, second)
+        assert [resume(first, b"120"), answer.result(PATIENCE)] == [b"120"] * 2
+        alive[0] = False
+        wait_for_end("holdfast-start")
+        again = [process(1, index) for index in range(3)]
+        answers = [threads.submit(resume, one) for one in again[1:]]  # before process 0
+        assert [resume(again[0], b"80"), *(one.result(PATIENCE) for one in answers)] == [b"80"] * 3
+    wait_for_end("holdfast-start")
+
+
+def wait_for_end(name: str) -> None:
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
