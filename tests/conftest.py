@@ -130,7 +130,7 @@ def group_of(module: str) -> str:
     return marked[1] if marked else "processes" if STARTED.search(text) else module
 
 
-PROGRAMS = re.compile(r"^(import subprocess|from tests\.documents\.starts import)", re.MULTILINE)
+PROGRAMS = re.compile(r"^(import subprocess|from tests\.starts import)", re.MULTILINE)
 
 
 @functools.cache

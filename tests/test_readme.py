@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -13,29 +12,23 @@ from pathlib import Path
 import pytest
 from tests.cli.commands import output_of
 from tests.documents.examples import Examples
-from tests.documents.starts import Start, start
+from tests.starts import backend_of, run
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def run(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, cwd=folder, env=os.environ, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.xdist_group("programs")
 @pytest.mark.examples("README.md", "python 1", "python 2", "python 3")
 def test_the_programs_run_twice(examples: Examples, tmp_path: Path) -> None:
-    programs = dict(examples.items())
-    for name, program in programs.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train.py").write_text(program, encoding="utf-8")
-    twice: list[Start] = [(tmp_path / name, [], "", 0, 0) for name in programs for _ in range(2)]
-    start(*twice)
-    for name in programs:
-        assert any((tmp_path / name / "runs").rglob("checkpoint.json"))
+    for name, program in examples.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "train.py").write_text(program, encoding="utf-8")
+        for _ in range(2):
+            done = run("-W", "ignore", "train.py", cwd=folder, backend=backend_of(program))
+            assert done.returncode == 0, done.stderr
+        assert any((folder / "runs").rglob("checkpoint.json"))
 
 
 @pytest.mark.examples("README.md", "console 2", "console 3")
@@ -69,7 +62,9 @@ def test_the_targets_for_contributors(examples: Examples) -> None:
 
 
 def test_the_source_distribution_has_what_the_readme_names(tmp_path: Path) -> None:
-    run([sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path)], ROOT)
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     [archive] = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as members:
         names = {name.partition("/")[2] for name in members.getnames()}

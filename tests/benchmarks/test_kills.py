@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from benchmarks import kills_cases, kills_connected
+from tests.starts import run
 
 import holdfast as hf
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+pytestmark = pytest.mark.xdist_group("programs")
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,8 +48,8 @@ def test_killed_at_random_instants(tmp_path: Path, kills: int) -> None:
 def kills_of_two_processes(directory: Path, *arguments: str) -> str:
     """Run the command for programs of two processes of torch; return what it prints."""
     pytest.importorskip("torch")
-    command = [sys.executable, "-m", "benchmarks.kills", "--processes", "2", "--directory", str(directory), *arguments]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    command = ["-m", "benchmarks.kills", "--processes", "2", "--directory", directory, *arguments]
+    finished = run(*command, backend="torch")
     assert finished.returncode == 0, f"{finished.stdout}\n{finished.stderr}"
     return finished.stdout
 

@@ -7,22 +7,17 @@ from pathlib import Path
 
 import pytest
 from benchmarks.sweep import summary
-from tests.documents.starts import start
+from tests.starts import run
 from tests.sweep.cases import Case, first_difference, judge
 
 PERSISTENT = "lightning/persistent/default"
 LIVE_ACROSS_EPOCHS = "the workers of a data loader live across epochs"
 
 
-PROGRAM = "import sys; from benchmarks.sweep import main; sys.exit(main(sys.argv[1:]))"
-
-
 @pytest.mark.xdist_group("programs")
 @pytest.mark.needs("flax", "0.11")  # whose optimizers take the module
 def test_a_few_cases(tmp_path: Path) -> None:
-    folder, report = tmp_path / "sweep", tmp_path / "cases.json"
-    folder.mkdir()
-    (folder / "train.py").write_text(PROGRAM)
+    report = tmp_path / "cases.json"
     only = [
         f"{PERSISTENT}/error after",
         "lightning/stateful and plain/validation across epochs/error after step 8",
@@ -38,15 +33,13 @@ def test_a_few_cases(tmp_path: Path) -> None:
     arguments = ["--processes", "1", "--json", str(report)]
     for text in only:
         arguments += ["--only", text]
-    start((folder, arguments, "", 0, 0))
+    done = run("-W", "ignore", "-m", "benchmarks.sweep", *arguments, backend="torch")
+    assert done.returncode == 0, done.stdout + done.stderr
     cases = {case["name"]: case for case in json.loads(report.read_text())}
     assert {case["verdict"] for case in cases.values()} == {"equal"}
     assert {name for text in only for name in cases if name.startswith(text)} == cases.keys()
     assert len(cases) == 14  # the first of them stands for four
-    assert (
-        "14 of 14 cases equal bit for bit, 0 refused with a message, 0 not equal"
-        in (tmp_path / "sweep.log").read_text()
-    )
+    assert "14 of 14 cases equal bit for bit, 0 refused with a message, 0 not equal" in done.stdout
     # Only where the workers have lived through an epoch before, their random generators are lost.
     warned = {
         int(name.rpartition(" ")[2]): any(LIVE_ACROSS_EPOCHS in warning for warning in case["warnings"])

@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 from tests.cli.commands import error_of
+from tests.starts import run
 
 from holdfast.cli.drill.findings import Causes, Report, StepDifference, Trace, kind_of_state
 from holdfast.cli.drill.interruptions import KINDS, DrillOptions, Interruption, choose, places_to_save
 from holdfast.cli.drill.plan import Fact
+
+pytestmark = pytest.mark.xdist_group("programs")
 
 PROGRAM = [sys.executable, "-W", "error", str(Path(__file__).with_name("programs.py"))]
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -147,15 +150,8 @@ def test_what_the_next_step_depends_on_is_named_first(changes: dict[str, int], n
 def drill(folder: Path, *arguments: object, status: int = 0) -> dict[str, Any]:
     """Drills a program in a folder; returns the report, with what was said on standard error as ``said``."""
     (folder / "tmp").mkdir(exist_ok=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast.cli.main", "drill", "--json", *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "TMPDIR": str(folder / "tmp")},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    command = ["-m", "holdfast.cli.main", "drill", "--json", *arguments]
+    done = run(*command, cwd=folder, env={**os.environ, "TMPDIR": str(folder / "tmp")})
     assert done.returncode == status, done.stdout + done.stderr
     assert list((folder / "tmp").glob("holdfast*")) == [], "a temporary directory is left"
     return {**(json.loads(done.stdout) if done.stdout else {}), "said": done.stderr}

@@ -5,18 +5,19 @@ from __future__ import annotations
 import io
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.numpy
+from tests import starts
 from tests.cli.commands import output_of
 from tests.clocks import FakeClock
 
 import holdfast as hf
 from holdfast.cli.progress import Meter
+
+pytestmark = pytest.mark.xdist_group("programs")
 
 MEGABYTE = 1_000_000
 
@@ -178,8 +179,7 @@ sys.exit(main(sys.argv[2:]))
 
 def interrupt(after: int, *arguments: object, said: str = "") -> None:
     """Run the command until so many bytes are done, and press Ctrl-C."""
-    command = [sys.executable, "-c", INTERRUPTED, str(after), *map(str, arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    ended = starts.run("-c", INTERRUPTED, after, *arguments)
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGINT, "", f"{said}holdfast: interrupted\n")
 
 

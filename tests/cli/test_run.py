@@ -4,18 +4,17 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.lightning_advice import ADVICE
+from tests.starts import Program
 
 import holdfast as hf
 from holdfast.cli.main import main
 
-pytestmark = ADVICE
+pytestmark = [*ADVICE, pytest.mark.xdist_group("programs")]
 
 SMALL = [
     "model.hidden=[8]",
@@ -35,17 +34,16 @@ class Command:
 
     def __init__(self, directory: Path, *arguments: str) -> None:
         self.lines: list[str] = []
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast.cli.main", "run", *arguments],
-            cwd=directory,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self._errors = directory / "errors"
+        self._errors.write_text("")
+        read, write = os.pipe()
+        command = ["-m", "holdfast.cli.main", "run", *arguments]
+        self._program = Program(*command, backend="jax", cwd=directory, stdout=write, stderr=str(self._errors))
+        os.close(write)
+        self._output = os.fdopen(read)
 
     def _read(self) -> Iterator[str]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in self._output:
             text = line.split(" ", 1)[1].rstrip("\n")  # without the time of day
             self.lines.append(text)
             yield text
@@ -55,17 +53,16 @@ class Command:
         for line in self._read():
             found = re.match(r"step (\d+) of", line)
             if found and int(found[1]) >= step:
-                self._process.send_signal(number)
+                self._program.send_signal(number)
                 return
         raise AssertionError(f"step {step} was not reported: {self.lines}")
 
     def end(self) -> tuple[int, str]:
         """Waits for the end, and returns the exit status and what was written to standard error."""
-        for _ in self._read():
-            pass
-        assert self._process.stderr is not None
-        with self._process:
-            return self._process.wait(60), self._process.stderr.read()
+        with self._output:
+            for _ in self._read():
+                pass
+        return self._program.wait(), self._errors.read_text()
 
 
 def saved_steps(lines: list[str]) -> list[int]:

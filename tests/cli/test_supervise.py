@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 from tests.cli.commands import error_of
+from tests.starts import run
 
 from holdfast.cli.main import main
 from holdfast.cli.supervise import Kind, RestartPolicy, RunRecord, Start, kind_of
 from holdfast.engine.manager import slow_saves
 from holdfast.engine.sources import compare_checkpoints, open_at
 from holdfast.engine.storage import as_location
+
+pytestmark = pytest.mark.xdist_group("programs")
 
 PROGRAM = [sys.executable, "-W", "error", str(Path(__file__).with_name("programs.py"))]
 SUPERVISE = [sys.executable, "-m", "holdfast.cli.main", "supervise", "--pause", "10ms"]
@@ -164,7 +167,7 @@ def test_slow_saves_in_a_row_are_reported_once() -> None:
 
 def supervise(*arguments: object, status: int = 0) -> list[dict[str, Any]]:
     """Supervises a program to its end; returns the events."""
-    done = subprocess.run([*SUPERVISE, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False)
+    done = run(*SUPERVISE[1:], *arguments)
     assert done.returncode == status, done.stderr
     found = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
     return [*found, {"event": "output", "text": done.stderr}]

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.documents.examples import LANGUAGES, blocks_of
+from tests.starts import backend_of, run
 
 from holdfast.cli.main import main
 
@@ -74,22 +75,38 @@ def make_shims(folder: Path) -> Path:
 
 
 def _run(command: str, folder: Path, shims: Path) -> str:
-    if command.startswith("holdfast ") and not re.search(r"[|;&<>]", command):
+    if re.search(r"[;&<>]|(?<!\|)\|(?!\|)", command) or not command.startswith(("holdfast ", "python ")):
+        return _shown(_in_a_shell(command, shims), folder)
+    command, _, otherwise = command.partition(" || ")
+    name, *arguments = shlex.split(command, comments=True)
+    if name == "holdfast":
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            main(shlex.split(command, comments=True)[1:])
+            status = main(arguments)
         text = printed.getvalue()
     else:
-        done = subprocess.run(
-            ["bash", "-c", command],
-            env={**os.environ, "PATH": f"{shims}{os.pathsep}{os.environ['PATH']}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        text = "".join(line for line in done.stdout.splitlines(True) if not line.startswith("bash: "))
+        backend = backend_of(Path(arguments[0]).read_text(encoding="utf-8"))
+        done = run("-W", "ignore", *arguments, backend=backend, merged=True)
+        status, text = done.returncode, done.stdout
+    if status and otherwise:
+        text += _in_a_shell(f"(exit {status if status > 0 else 128 - status}) || {otherwise}", shims)
+    return _shown(text, folder)
+
+
+def _in_a_shell(command: str, shims: Path) -> str:
+    done = subprocess.run(
+        ["bash", "-c", command],
+        env={**os.environ, "PATH": f"{shims}{os.pathsep}{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    return "".join(line for line in done.stdout.splitlines(True) if not line.startswith("bash: "))
+
+
+def _shown(text: str, folder: Path) -> str:
     return text.replace(str(folder.resolve()), HOME)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.documents.examples import Examples
+from tests.starts import run
 
 import holdfast as hf
 
@@ -26,18 +25,12 @@ def as_program(name: str, text: str) -> str:
     return "from holdfast.cli.main import main\n" + "".join(f"assert main({command}) == 0\n" for command in commands)
 
 
+@pytest.mark.xdist_group("programs")
 @pytest.mark.examples("docs/coming_from_orbax.md")
 def test_the_examples_run_one_after_the_other(examples: Examples, tmp_path: Path) -> None:
     (tmp_path / "examples.py").write_text("\n".join(as_program(name, text) for name, text in examples.items()))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "examples.py"],
-        cwd=tmp_path,
-        env=os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    flags = {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"}
+    done = run("-W", "ignore", "examples.py", backend="jax", cwd=tmp_path, env=os.environ | flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[0] == "[6, 8, 10]"
 

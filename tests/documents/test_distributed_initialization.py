@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.starts import Program
 
 PROGRAM = """
 import sys
@@ -28,20 +27,16 @@ with hf.CheckpointManager(directory, hf.AsyncCheckpointer(hf.PyTreeCheckpointHan
 """
 
 
+@pytest.mark.xdist_group("programs")
 @pytest.mark.parametrize("processes", [0, 1, 2], ids=["not initialized", "one process", "two processes"])
 def test_distributed_initialization(tmp_path: Path, processes: int) -> None:
     """One process needs no initialization, and works with it; of two, both save and both restore."""
     with socket.socket() as unused:
         unused.bind(("localhost", 0))
         address = f"localhost:{unused.getsockname()[1]}"
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), address, str(processes), str(process_id)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process_id in range(max(1, processes))
-    ]
-    errors = [process.communicate(timeout=120)[1] for process in running]
-    assert [process.returncode for process in running] == [0] * len(running), "\n".join(errors)
+    command = ["-c", PROGRAM, tmp_path / "run", address, processes]
+    errors = [tmp_path / f"{process_id}.errors" for process_id in range(max(1, processes))]
+    running = [Program(*command, process_id, backend="jax", stderr=str(path)) for process_id, path in enumerate(errors)]
+    statuses = [process.wait() for process in running]
+    assert statuses == [0] * len(running), "\n".join(path.read_text() for path in errors)
     assert (tmp_path / "run" / "1" / "checkpoint.json").exists()

@@ -8,6 +8,8 @@ import pytest
 from tests.documents.examples import LANGUAGES, blocks_of, declared, missing
 from tests.documents.pages import DOCS, run_page
 
+pytestmark = pytest.mark.xdist_group("programs")
+
 FOLDERS = ("trouble", "migrate")
 PAGES = [
     "index.md",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.cli.commands import output_of
 from tests.documents.examples import Examples
-from tests.documents.starts import start
+from tests.starts import Interrupt, run
 
 import holdfast as hf
 
@@ -28,6 +28,13 @@ def commands(examples: Examples) -> list[list[str]]:
     return [command.split()[2:] for command in examples.commands()]
 
 
+def start(directory: Path, arguments: list[str], status: int = 0, *, interrupt: Interrupt | None = None) -> str:
+    """Runs the program of a page, which a signal may interrupt; returns what it says."""
+    done = run("-W", "ignore", "train.py", *arguments, cwd=directory, backend="torch", interrupt=interrupt, merged=True)
+    assert done.returncode == status, done.stdout
+    return done.stdout
+
+
 @pytest.mark.xdist_group("programs")
 @pytest.mark.examples("docs/hydra.md")
 def test_a_hydra_multirun_is_interrupted_and_repeated(
@@ -35,14 +42,10 @@ def test_a_hydra_multirun_is_interrupted_and_repeated(
 ) -> None:
     alone, multirun = commands(examples)
     whole, interrupted = (project(examples, tmp_path / name, "conf/config.yaml") for name in ("whole", "interrupted"))
-    start(
-        (whole, multirun, "", 0, 0),
-        (interrupted, multirun, "SIGTERM", 300 + 130, 75),  # in the second job
-        (interrupted, multirun, "", 0, 0),
-        (whole, alone, "", 0, 0),
-    )
-    said = (tmp_path / "interrupted.log").read_text()
-    assert "preempted" in said
+    start(whole, multirun)
+    assert "preempted" in start(interrupted, multirun, 75, interrupt=("SIGTERM", 300 + 130))  # in the second job
+    said = start(interrupted, multirun)
+    start(whole, alone)
     assert f"resumed from step 300 in {interrupted}/runs/width=8/checkpoints" in said
     assert f"resumed from step 130 in {interrupted}/runs/width=32/checkpoints" in said
     for width in (8, 32):
@@ -61,13 +64,11 @@ def test_a_cli_program_is_killed_twice(examples: Examples, tmp_path: Path, capsy
     shorter, found = re.subn(r"  callbacks:\n(?:    .*\n)+", "", (without / "config.yaml").read_text())
     assert found == 1
     (without / "config.yaml").write_text(shorter)
-    start(
-        (whole, arguments, "", 0, 0),
-        (killed, arguments, "SIGKILL", 50, -signal.SIGKILL),
-        (killed, arguments, "SIGTERM", 30, 143),
-        (killed, arguments, "", 0, 0),
-        (without, appended, "", 0, 0),
-    )
+    start(whole, arguments)
+    start(killed, arguments, -signal.SIGKILL, interrupt=("SIGKILL", 50))
+    start(killed, arguments, 143, interrupt=("SIGTERM", 30))
+    start(killed, arguments)
+    start(without, appended)
 
     runs = [directory / "runs" / "line" / "checkpoints" for directory in (whole, killed, without)]
     assert [hf.list_checkpoints(run)[-1].step for run in runs] == [128] * 3

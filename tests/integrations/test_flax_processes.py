@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import starts
 
 import holdfast as hf
+
+pytestmark = pytest.mark.xdist_group("programs")
 
 EPOCH = 4
 TOTAL = 10
 
 # Momentum on a quadratic, with noise: state, data order and generator all matter for the result.
 NUMPY_LOOP = """
-import json, os, signal, sys
+import json, os, signal, sys, zlib
 import numpy as np
 from holdfast.integrations.flax import CheckpointCallback
 
@@ -56,7 +58,8 @@ with CheckpointCallback(directory, save_interval_steps=1, max_to_keep=2) as chec
             os.kill(os.getpid(), signal.SIGKILL)
         if outcome.should_stop:
             sys.exit(75)
-print(json.dumps([start, hash((state["w"].tobytes(), state["v"].tobytes(), data.drawn, noise.random()))]))
+bits = zlib.crc32(state["w"].tobytes() + state["v"].tobytes())
+print(json.dumps([start, bits, data.drawn, noise.random()]))
 """
 
 FLAX_LOOP = """
@@ -104,12 +107,7 @@ print(json.dumps([start, zlib.crc32(b"".join(leaves)), data.position, jax.random
 
 
 def run(program: str, directory: Path, stop: int = 0, name: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", program, str(directory), str(TOTAL), str(EPOCH), str(stop), name]
-    # A fixed seed makes the hash that the program prints comparable between processes; with other flags XLA makes
-    # kernels that round differently.
-    same = {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_"))}
-    environment = {"PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin", **same}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return starts.run("-c", program, directory, TOTAL, EPOCH, stop, name, backend=starts.backend_of(program))
 
 
 def finished(program: str, directory: Path) -> list[Any]:

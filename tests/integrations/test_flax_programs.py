@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,11 +22,12 @@ import pytest
 from flax import nnx
 from flax.training import dynamic_scale, train_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests import starts
 from tests.versions import nnx_list, nnx_update
 
 import holdfast as hf
 
-pytestmark = pytest.mark.usefixtures("default_sigterm")
+pytestmark = [pytest.mark.usefixtures("default_sigterm"), pytest.mark.xdist_group("programs")]
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, EVERY = 8, 3
@@ -297,9 +296,7 @@ def bits(tree: Any) -> dict[str, bytes]:
 def test_programs_that_are_killed_and_started_again_end_with_the_same_bits(tmp_path: Path, every: bool) -> None:
     for kill in (1, 4, 7) if every else (4,):  # before the first save, and after each save
         command = f"from {__name__} import train_until_killed; train_until_killed({str(tmp_path)!r}, {kill})"
-        died = subprocess.run(
-            [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
-        )
+        died = starts.run("-c", command, cwd=ROOT, backend="jax")
         assert died.returncode == -signal.SIGKILL, died.stderr
     for name, train in PROGRAMS.items():
         run = str(tmp_path / name)

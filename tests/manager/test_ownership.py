@@ -30,8 +30,6 @@ TREE = {"weights": np.arange(10)}
 
 OWNER = """
 import sys, time
-from tests.cli.commands import error_of
-
 import holdfast as hf
 manager = hf.CheckpointManager(sys.argv[1])
 manager.save(1, {"by": "the other process"})
@@ -42,8 +40,6 @@ time.sleep(60)
 
 FORKING_OWNER = """
 import os, sys, time
-from tests.cli.commands import error_of
-
 import holdfast as hf
 manager = hf.CheckpointManager(sys.argv[1])
 manager.save(1, {"by": "the other process"})

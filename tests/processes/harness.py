@@ -224,12 +224,12 @@ class Launcher:
         self._requests, self._answers = requests, answers
         atexit.register(self.close)
 
-    def run(self, request: dict[str, Any]) -> list[int]:
+    def run(self, request: dict[str, Any]) -> Any:
+        """Sends a request, and returns the answer: of processes to run, their statuses."""
         print(json.dumps(request), file=self._requests, flush=True)
         answer = self._answers.readline()
         assert answer, "the launcher of processes has ended"
-        statuses: list[int] = json.loads(answer)
-        return statuses
+        return json.loads(answer)
 
     def fork(self, module: str, *arguments: str) -> tuple[IO[str], IO[str]]:
         """Forks a process that calls the function ``serve`` of a module; returns its input and output."""
