@@ -151,7 +151,8 @@ class StoreServer:
     def __exit__(self, *exception: object) -> None:
         self._closing.set()
         self._has_ended = True
-        socket.create_connection(self._server.server_address[:2]).close()  # the thread waits for one
+        host, port = self._server.server_address[:2]
+        socket.create_connection((str(host), port)).close()  # the thread waits for one
         self._thread.join()
         self._server.server_close()
 

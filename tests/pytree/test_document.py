@@ -238,7 +238,7 @@ def test_looking_leaves_up_and_reading_all_agree(tree: Any, patterns: list[str])
 
 
 def test_containers_with_equal_keys_are_apart_and_keep_the_types_of_the_keys() -> None:
-    tree = [{1: 0}, {True: 0}, {"1": 0}, {"a": 0, "b": 0}, {"a": 0, "b": 0}, {"a": 0, 1: 0}]
+    tree: list[Any] = [{1: 0}, {True: 0}, {"1": 0}, {"a": 0, "b": 0}, {"a": 0, "b": 0}, {"a": 0, 1: 0}]
     flat = flatten(tree)
     document = json.loads(json.dumps(to_document(flat.structure, [{"kind": "int"}] * len(flat.names))))
     names, _, containers = from_document(document)
