@@ -22,17 +22,22 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tests.versions import older
+
 os.environ["JAX_PLATFORMS"] = os.environ.get("HOLDFAST_TESTS_JAX_PLATFORMS", "cpu")  # others only with `-m gpu`
-# XLA's optimizations cost more than the small programs of the tests take to run.
+# XLA's optimizations cost more than the small programs of the tests take to run, and so do its compiler of fusions and
+# compiling one program in many parts.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
 os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] += (
+    "" if older("jax", "0.10") else " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Hundreds of programs import holdfast: the first of them compiles its modules for all.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 from hypothesis import settings  # after the environment is set
-from tests.versions import older
 
 import holdfast.engine
 
