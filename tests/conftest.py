@@ -37,7 +37,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
-from _pytest.runner import runtestprotocol
 from hypothesis import settings  # after the environment is set
 
 import holdfast.engine
@@ -148,17 +147,6 @@ def rank_of(module: str) -> int:
     if group != module:
         return 1
     return 2 if PROGRAMS.search((ROOT / module).read_text(encoding="utf-8")) else 3
-
-
-if "PYTEST_XDIST_WORKER" in os.environ:
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-        """Sends one message for a test that passes, not five: writing and reading one takes longer than many a test."""
-        for report in runtestprotocol(item, log=False, nextitem=nextitem):
-            if report.when == "call" or not report.passed or report.duration > 0.1:
-                item.ihook.pytest_runtest_logreport(report=report)
-        return True
 
 
 @pytest.hookimpl(optionalhook=True)
