@@ -44,6 +44,7 @@ _SAMPLES = 256
 _SAMPLE_BYTES = 64  # size of a sample
 _SAMPLE_GAP = 4096  # bytes from one sample to the next, at least
 _THREADS = 4
+_SHARE = 16 << 20  # bytes that are worth a thread
 _PATIENCE = 2  # changes in a row that only digests show; then the chunk is compared less often
 _LONGEST_REST = 64  # saves
 _REMEMBERED = 64  # steps
@@ -380,6 +381,7 @@ def _digests_of(
         data: Bytes = chunk_bytes(sources[chunk[0]], chunk[1])
         return content_digest(data)
 
-    threads = min(_THREADS, os.cpu_count() or 1)
+    nbytes = sum(sources.specs[array].chunk_nbytes for array, _ in chunks)
+    threads = min(_THREADS, os.cpu_count() or 1, 1 + nbytes // _SHARE)
     found = parallel_map(digest, chunks, threads, beside=1, awaited=awaited, name="holdfast-digest")
     return dict(zip(chunks, found, strict=True))
