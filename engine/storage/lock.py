@@ -91,7 +91,9 @@ class FileLock:
         """Fill the empty file that is locked, durably if ``sync``."""
         assert self.descriptor is not None
         with os_errors(self._place.url, "write"):
-            os.pwrite(self.descriptor, content, 0)
+            written = 0
+            while written < len(content):  # a disk that becomes full takes a part, and refuses the rest
+                written += os.pwrite(self.descriptor, content[written:], written)
             if sync:
                 os.fsync(self.descriptor)
 

@@ -19,7 +19,7 @@ import pytest
 import holdfast as hf
 from holdfast.engine.checkpoint.commit import PendingCheckpoint, delete_checkpoint, sweep, write_record
 from holdfast.engine.format import encode_document
-from holdfast.engine.format.record import CheckpointRecord, FileRecord, ItemRecord
+from holdfast.engine.format.record import VERSION, CheckpointRecord, FileRecord, ItemRecord
 from holdfast.engine.steps import read_record
 from holdfast.engine.storage import SaveLock
 from holdfast.engine.storage.kvstore import KvStoreBackend
@@ -86,6 +86,24 @@ def test_abort(place: hf.storage.Location) -> None:
     write(pending, "one")
     pending.abort()
     assert names(place) == []
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["full", "goes on"])
+def test_a_disk_that_takes_a_part_of_the_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    real = os.pwrite
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        if not os.readlink(f"/proc/self/fd/{descriptor}").endswith("/checkpoint.partial"):
+            return real(descriptor, data, offset)
+        if fails and offset:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data[:9], offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    place = hf.storage.as_location(tmp_path / "ckpt")
+    with pytest.raises(hf.errors.StorageFullError) if fails else contextlib.nullcontext():
+        hf.save(place, {"step": 7})
+    assert hf.verify(place).ok if not fails else not place.exists()
 
 
 def test_replace(place: hf.storage.Location) -> None:
@@ -684,7 +702,7 @@ def test_a_damaged_checkpoint_can_be_replaced(place: hf.storage.Location) -> Non
 def test_a_newer_version_is_not_replaced(place: hf.storage.Location) -> None:
     commit(place, "one")
     record = CheckpointRecord.decode((place / "checkpoint.json").read_bytes(), source="")
-    (place / "checkpoint.json").write_bytes(encode_document("checkpoint", record.to_document(), version=3))
+    (place / "checkpoint.json").write_bytes(encode_document("checkpoint", record.to_document(), version=VERSION + 1))
     (place / "checkpoint.partial").write_bytes(b'{"folders": ["item"]}')
     with pytest.raises(hf.errors.FormatVersionError):
         PendingCheckpoint(place, ["item"], overwrite=True)
