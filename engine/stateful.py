@@ -110,6 +110,15 @@ def state_of(thing: object) -> Any:
     return thing
 
 
+def without_generators(thing: object, state: Any) -> Any:
+    """Return what :func:`state_of` returned of an object, without states of generators that differ between processes.
+
+    Each process draws other seeds for the workers of its loader.
+    """
+    is_position = isinstance(thing, LoaderPosition) and isinstance(state, dict)
+    return {name: part for name, part in state.items() if name != _BEGUN} if is_position else state
+
+
 def begins_epoch(thing: object) -> bool:
     """Return whether restoring an object begins an epoch: loaders draw from torch's global generator for that.
 
@@ -414,9 +423,9 @@ class LoaderPosition(Iterator[Any]):
         epoch, taken = divmod(position, length) if length else self._restored.get(_TAKEN, (0, position))
         self._restored = {}
         workers = getattr(self._loader, "num_workers", 0)
-        if workers and ((taken and not states) or (epoch and self._loader.persistent_workers)):
+        if workers and ((taken and not states) or (epoch and getattr(self._loader, "persistent_workers", False))):
             _warn_of_new_workers(self._loader)
-        own = generators_of(self._loader, np.random.RandomState)
+        own = _own_generators(self._loader)
         for name in states.keys() & own.keys():
             restore_state(own[name], states[name])
         before = as_tree(capture()) if states and taken else {}
@@ -457,9 +466,10 @@ def skip_to(loader: Iterable[Any], n: int = 0, *, global_batch_size: int | None 
     """Return the batches of a plain loader from one of them on, as an iterator whose position can be saved.
 
     The loader starts again in each epoch, without end. It must give the same batches each time, or depend on the epoch
-    alone: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called. Without
-    ``global_batch_size``, it may also draw its order, or the seeds of its workers, from random generators as an epoch
-    begins: from the global ones of Python, numpy and torch, or those in its attributes or its sampler's or dataset's.
+    alone: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called. Unless
+    its position is one of all processes (``global_batch_size``, or ``replicated`` of a callback), it may also draw its
+    order, or the seeds of its workers, from random generators as an epoch begins: from the global ones of Python, numpy
+    and torch, or those in its attributes or its sampler's or dataset's.
     Where the loader has a length, whole epochs are skipped at once; the other batches are drawn again and dropped.
 
     Args:
@@ -544,8 +554,17 @@ def generators_of(loader: object, *further: type) -> dict[str, Any]:
     return dict(found.values())
 
 
+def _own_generators(loader: object) -> dict[str, Any]:
+    """Return the generators of a loader without the global ones, which a loader may hold as well."""
+    torch: Any = loaded("torch")
+    shared = [getattr(random.random, "__self__", None), getattr(np.random.rand, "__self__", None)]
+    shared.append(None if torch is None else torch.default_generator)
+    found = generators_of(loader, np.random.RandomState)
+    return {name: one for name, one in found.items() if not any(one is known for known in shared)}
+
+
 def _states_of_own(loader: object) -> dict[str, Any]:
-    return {name: decode_state(state_of(one)) for name, one in generators_of(loader, np.random.RandomState).items()}
+    return {name: decode_state(state_of(one)) for name, one in _own_generators(loader).items()}
 
 
 def _samplers(loader: Any) -> list[Any]:

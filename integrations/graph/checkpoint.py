@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
@@ -351,7 +352,7 @@ class _GraphSaver(AsyncCheckpointer):
 
     def __init__(self) -> None:
         super().__init__(GraphCheckpointHandler(), barrier_timeout_secs=_TIMEOUT)
-        self._number: int | None = None  # of the save that is under way
+        self._number: int | None = None
 
     def put(
         self,
@@ -365,12 +366,13 @@ class _GraphSaver(AsyncCheckpointer):
     ) -> str:
         kwargs = {} if layout is None else {"layout": layout}
         self.join()
-        self._number, self.background = number, background
+        one = copy.copy(self)  # Another thread, or the handler of a signal, may save meanwhile.
+        one._number, one.background = number, background
         try:
             if background:
-                self.save(location, item, force=overwrite, **kwargs)
+                one.save(location, item, force=overwrite, **kwargs)
             else:
-                Checkpointer.save(self, location, item, force=overwrite, **kwargs)
+                Checkpointer.save(one, location, item, force=overwrite, **kwargs)
         except CheckpointExistsError as error:
             if overwrite or not (location / RECORD).exists():
                 raise

@@ -13,7 +13,7 @@ from ...engine.generators import GlobalGenerators, capture
 from ...engine.handlers import check_savable
 from ...engine.manager import CheckpointManager, part_of_save, plain_metrics
 from ...engine.pytree import FreshTypes
-from ...engine.stateful import encode_state, is_actor, state_of
+from ...engine.stateful import encode_state, is_actor, state_of, without_generators
 from .extras import (
     CHECKSUMS,
     GLOBAL_GENERATORS,
@@ -83,6 +83,7 @@ class LastStep:
         if not alone:
             kept = self._replicated
             own = {name: extras.pop(name) for name, extra in self._extras.items() if is_own(name, extra, kept)}
+            extras = {name: without_generators(self._extras.get(name), tree) for name, tree in extras.items()}
             sums = {name: checksum_of(tree) for name, tree in extras.items() if changes_in_place(self._extras[name])}
             if sums := {name: found for name, found in sums.items() if found is not None}:
                 extras[CHECKSUMS] = sums

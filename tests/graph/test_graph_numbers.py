@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 
 import holdfast as hf
 from holdfast import graph
+from holdfast.engine.checkpoint import Save
+from holdfast.engine.steps import read_record
 from holdfast.engine.storage import as_location
 
 
@@ -48,6 +51,27 @@ def test_write_numbers_nothing_and_leaves_the_counter_alone(place: str) -> None:
         with pytest.raises(hf.CheckpointExistsError, match=r"write\(path, overwrite=True\)"):
             checkpoint.write(f"{place}/x", background=background)
     checkpoint.write(f"{place}/x", overwrite=True)
+
+
+def test_a_handler_of_a_signal_may_save_while_the_program_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = graph.Checkpoint(w=np.arange(3.0))
+    write = Save.write
+
+    def interrupted(save: Save, *arguments: Any) -> Any:
+        monkeypatch.setattr(Save, "write", write)
+        signal.raise_signal(signal.SIGTERM)
+        return write(save, *arguments)
+
+    monkeypatch.setattr(Save, "write", interrupted)
+    before = signal.signal(signal.SIGTERM, lambda *_: checkpoint.write(tmp_path / "emergency"))
+    try:
+        checkpoint.save(tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    numbered, other = (read_record(as_location(tmp_path / name)) for name in ("run-1", "emergency"))
+    assert (numbered.step, numbered.pinned, other.step, other.pinned) == (1, True, None, False)
 
 
 def test_a_number_is_no_path() -> None:

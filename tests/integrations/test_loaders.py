@@ -289,6 +289,32 @@ def test_a_warning_tells_where_workers_draw_other_numbers(
     assert ("continues with new worker processes" in caplog.text) is warns
 
 
+def test_a_loader_may_hold_the_global_generator() -> None:
+    def batches() -> Any:
+        return hf.skip_to(DataLoader(Augmented(), batch_size=3, sampler=Permuted(), generator=torch.default_generator))
+
+    def drawn(batches: Any) -> list[str]:
+        return [f"{next(batches)} {torch.rand(1)}" for _ in range(5)]
+
+    first, again = batches(), batches()
+    taken(first, 6)
+    saved, generator = first.get_state(), torch.get_rng_state()
+    whole = drawn(first)
+    again.set_state(saved)
+    torch.set_rng_state(generator)
+    assert drawn(again) == whole
+
+
+def test_a_loader_of_another_library_may_have_workers() -> None:
+    class Loader(Sized):
+        num_workers = 2
+
+    first, again = hf.skip_to(Loader(random.Random(3))), hf.skip_to(Loader(random.Random(3)))
+    taken(first, 11)
+    again.set_state(first.get_state())
+    assert taken(again, 9) == taken(first, 9)
+
+
 def test_whole_epochs_are_skipped_at_once() -> None:
     loader = Epochs()
     next(hf.skip_to(loader, 4001))

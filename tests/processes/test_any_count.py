@@ -59,8 +59,16 @@ class Undeclared(OwnOrder):
     replicated_state = False
 
 
+def plain_batches(index: int, count: int) -> Any:
+    """Of which each process draws other seeds for its workers."""
+    torch.manual_seed(index)
+    sampler = DistributedSampler(range(SAMPLES), count, index, seed=7)  # type: ignore[arg-type, var-annotated]
+    return hf.skip_to(DataLoader(range(SAMPLES), batch_size=BATCH // count, sampler=sampler))  # type: ignore[arg-type]
+
+
 BATCHES: dict[str, Callable[[int, int], Any]] = {
     "DistributedSampler": torch_batches,
+    "replicated= of batches": plain_batches,
     "ElasticIterator": grain_batches,
     "attribute": OwnOrder,
     "replicated=": Undeclared,
@@ -70,7 +78,7 @@ BATCHES: dict[str, Callable[[int, int], Any]] = {
 def train(process: Process, directory: str, kind: str) -> tuple[int, list[list[int]], list[float]]:
     """Goes on for some steps; returns the first step, the samples of each and a random number of each."""
     batches, noise = BATCHES[kind](process.index, process.count), np.random.default_rng(0)
-    replicated = ("noise", "data") if kind == "replicated=" else ("noise",)
+    replicated = ("noise", "data") if kind.startswith("replicated=") else ("noise",)
     taken, drawn = [], []
     with hf.CheckpointCallback(directory, save_interval_steps=1, replicated=replicated) as checkpoint:
         state, start = checkpoint.restore_or_initialize({"w": torch.zeros(2)}, data=batches, noise=noise)
