@@ -406,7 +406,10 @@ class LoaderPosition(Iterator[Any]):
             self._go_to(self.position)
 
     def _length(self) -> int:
-        return len(self._loader) if hasattr(type(self._loader), "__len__") else 0
+        try:
+            return len(self._loader)
+        except TypeError:  # It has no length, or its dataset has none.
+            return 0
 
     def _generators(self) -> dict[str, Any]:
         """Return the part of the state that tells from which generators the next iterator is to begin."""

@@ -144,8 +144,8 @@ def leaf_path(item: str, name: str) -> str:
 def read_checkpoint(location: Location, read: Callable[[CheckpointSource], T], step: int | None = None) -> T:
     """Open the checkpoint that a path stands for and read it; where a run replaces or deletes it meanwhile, again.
 
-    So it is where a link on the way leads elsewhere meanwhile: files of other libraries do not tell that they belong
-    together.
+    It is read again, too, where a link on the way leads elsewhere meanwhile, as the files of other libraries do not
+    tell that they belong together.
     """
 
     def look() -> CheckpointSource:

@@ -363,10 +363,8 @@ class CheckpointCallback(ResumingCallback):
         self._searches.begin(trainer)
         self._signals = Signals(trainer, self._preemption, self._store.processes)
         stop = self._stop(trainer.fit_loop.epoch_loop.val_loop)
-        if not isinstance(
-            stop, AgreedStop
-        ):  # Several processes agree as soon as training has begun, after the first batch.
-            self._evaluation = stop
+        if not isinstance(stop, AgreedStop):
+            self._evaluation = stop  # Several processes agree as soon as training has begun, after the first batch.
         self._saver = FitSaver(
             trainer, self._store, self._options, self._preemption, stop, callback=self, published=self._published
         )

@@ -274,7 +274,7 @@ def _repeated(loader: Any, starts: Sequence[Any], end: Any) -> tuple[Iterator[An
     untouched: _Paths = frozenset()
     for start in starts:
         _load(loader, start)
-        # To look at a loader of torchdata begins its epoch.
+        # A request for the state of a loader of torchdata begins its epoch.
         before = None if is_torchdata_loader(loader) else _state(loader)
         for _ in range(2):  # The batch may have been the first of an iterator that was not the first.
             iterator = iter(loader)

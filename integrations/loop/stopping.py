@@ -25,9 +25,9 @@ _Progress = tuple[int, int]  # finished batches and epochs, and batches of a val
 
 
 class Stop:
-    """Decides at each point where a run can stop whether it must: a single process at the next one after its signal.
+    """Decides at each point where a run can stop whether it must.
 
-    JAX makes its processes agree on the point.
+    A single process stops at the first such point after its signal, and JAX makes its processes agree on one.
     """
 
     def __init__(self, preemption: PreemptionSignal) -> None:

@@ -289,6 +289,21 @@ def test_a_warning_tells_where_workers_draw_other_numbers(
     assert ("continues with new worker processes" in caplog.text) is warns
 
 
+class Streamed(torch.utils.data.IterableDataset[Any]):
+    """A dataset without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(6))
+
+
+def test_a_dataset_may_have_no_length() -> None:
+    first, again = (hf.skip_to(DataLoader(Streamed(), batch_size=2)) for _ in range(2))
+    batches = [next(first).tolist() for _ in range(5)]
+    assert batches == [[0, 1], [2, 3], [4, 5], [0, 1], [2, 3]]
+    again.set_state(first.get_state())
+    assert next(again).tolist() == [4, 5]
+
+
 def test_a_loader_may_hold_the_global_generator() -> None:
     def batches() -> Any:
         return hf.skip_to(DataLoader(Augmented(), batch_size=3, sampler=Permuted(), generator=torch.default_generator))
