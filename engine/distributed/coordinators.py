@@ -240,6 +240,8 @@ class TorchCoordinator:
 
     torchrun keeps its store, with all that is in it, when it starts the processes again. There, process 0 draws a name
     for all keys of this start, and tells it to each process that asks: under a key that no earlier process has used.
+    If it ends before all have asked, it leaves the name and the time for them. A process takes a name that was left
+    after it has begun: the processes of earlier starts have ended before.
 
     Args:
         store: The store.
@@ -256,6 +258,8 @@ class TorchCoordinator:
         self._is_current = is_current
         self._start = os.urandom(8).hex()
         self._telling: threading.Thread | None = None
+        self._leaves = threading.Event()  # whether this process ends
+        self._earlier = frozenset(_names)  # of earlier process groups of this process
         self._is_polled = _is_polled(store)
         self._waits: dict[str, Future[bytes]] = {}  # by key
         self._idle: list[Any] = []  # connections of waits that have ended
@@ -273,21 +277,27 @@ class TorchCoordinator:
 
     def _of_this_start(self, store: Any, is_current: Callable[[], bool]) -> Any:
         """Return the part of a store that earlier processes cannot have written to."""
-        start = self._start
+        start, starts = self._start, _prefixed("starts", store)
+        left = f"left/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
         if self.process_index == 0:
+            starts.set(left, f"{start} 0")  # Not deleted: a process that has seen it would wait for it.
             others = set(range(1, self.process_count))
-            arguments = (_prefixed("starts", store), start, others, is_current)
+            arguments = (starts, start, left, others, lambda: is_current() and not self._leaves.is_set(), self._leaves)
             self._telling = threading.Thread(target=_tell_start, args=arguments, name="holdfast-start", daemon=True)
             self._telling.start()
         else:
-            starts = _prefixed("starts", store)
             starts.append(_ASKED, f"{start} ")
             pauses = _growing_pauses()
             while not starts.check([start]):
+                if (found := _left_name(starts, left, self._earlier)) is not None:
+                    start = found
+                    break
                 if _ends.is_set():
                     raise ConnectionError("torch.distributed's store: this process ends before process 0 has begun")
                 time.sleep(next(pauses))
-            start = starts.get(start).decode()
+            else:
+                start = starts.get(start).decode()
+            _names.add(start)
             starts.append(f"{_ANSWERED}{start}", f"{self.process_index} ")
         return sys.modules["torch.distributed"].PrefixStore(start, store)
 
@@ -364,6 +374,7 @@ class TorchCoordinator:
         with contextlib.suppress(ConnectionError):
             for key in list(self._waits):
                 self.give_up(key)
+        self._leaves.set()
         if self._telling is not None:  # Another process may need the name for what this one has stored.
             self._telling.join(_SECONDS_TO_END)
 
@@ -392,12 +403,14 @@ class TorchCoordinator:
 _ASKED, _ANSWERED = "asked", "answered/"  # keys of lists: the keys for answers, and the processes that have one
 
 
-def _tell_start(starts: Any, start: str, others: set[int], is_current: Callable[[], bool]) -> None:
-    """Tell the name of this start to all processes that ask for it, until all others have it."""
+def _tell_start(
+    starts: Any, start: str, left: str, others: set[int], goes_on: Callable[[], bool], leaves: threading.Event
+) -> None:
+    """Tell the name of this start to all processes that ask for it, until all others have it, or leave it to them."""
     told: set[bytes] = set()
     pauses = _growing_pauses()
     with contextlib.suppress(ConnectionError):  # The store, or this process, ends.
-        while others and is_current():
+        while others and goes_on():
             with _in_store():
                 asked = set(starts.get(_ASKED).split()) if starts.check([_ASKED]) else set()
                 for key in asked - told:
@@ -407,7 +420,27 @@ def _tell_start(starts: Any, start: str, others: set[int], is_current: Callable[
                     others = others - {int(index) for index in starts.get(answered).split()}
             if asked != told:
                 told, pauses = asked, _growing_pauses()
-            time.sleep(next(pauses))
+            leaves.wait(next(pauses))
+        if others:
+            with _in_store():
+                starts.set(left, f"{start} {time.time()}")
+
+
+def _left_name(starts: Any, left: str, earlier: frozenset[str]) -> str | None:
+    """Return the name that process 0 of this start has left, if it has ended."""
+    if not starts.check([left]):
+        return None
+    start, ended = starts.get(left).decode().split()
+    return start if float(ended) > _process_began() and start not in earlier else None
+
+
+def _process_began() -> float:
+    """Return when this process began; where the system does not tell, when this module was imported."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return _imported
 
 
 def _growing_pauses() -> Iterator[float]:
@@ -420,6 +453,8 @@ def _growing_pauses() -> Iterator[float]:
 _made: weakref.WeakSet[TorchCoordinator] = weakref.WeakSet()
 _calling: set[int] = set()  # the threads that are in a store, by their identifiers
 _ends = threading.Event()  # whether this process calls no store any more
+_imported = time.time()
+_names: set[str] = set()  # those of starts that this process has been told
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import pytest
 
 import holdfast as hf
 from holdfast.engine.format import crc32c
+from holdfast.engine.format.record import VERSION
 
 Look = Callable[..., list[str]]
 
@@ -112,10 +113,10 @@ def test_newer_versions_are_told_apart_from_damage(place: str, stored: Any) -> N
     hf.save(place, TREE)
     record = json.loads(stored(place).read()[RECORD])
     del record["digest"]
-    record["version"] = 3
+    record["version"] = VERSION + 1
     digest = f"crc32c:{crc32c(json.dumps(record, separators=(',', ':')).encode()):08x}"
     stored(place).write(RECORD, json.dumps({**record, "digest": digest}).encode())
-    with pytest.raises(hf.errors.FormatVersionError, match=r"version 3.*upgrade holdfast"):
+    with pytest.raises(hf.errors.FormatVersionError, match=rf"version {VERSION + 1}.*upgrade holdfast"):
         hf.load(place)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine.distributed import next_rendezvous
+from holdfast.engine.distributed import coordinators, next_rendezvous
 from holdfast.engine.distributed.coordinators import TorchCoordinator
 from holdfast.engine.errors import BarrierTimeoutError, PeerFailedError
 
@@ -235,7 +236,7 @@ assert not distributed.PrefixStore("holdfast", store).check(["step"])
     assert done.returncode == 0, done.stderr
 
 
-def test_what_an_earlier_start_has_left_in_the_store_of_torchrun_is_not_seen() -> None:
+def test_what_an_earlier_start_has_left_in_the_store_of_torchrun_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun keeps its store when it starts the processes again after one has died."""
     store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     alive = [True, True]
@@ -252,10 +253,25 @@ def test_what_an_earlier_start_has_left_in_the_store_of_torchrun_is_not_seen() -
         assert [resume(first, b"120"), answer.result(PATIENCE)] == [b"120"] * 2
         alive[0] = False
         wait_for_end("holdfast-start")
+        began = time.time()
+        monkeypatch.setattr(coordinators, "_process_began", lambda: began)
         again = [process(1, index) for index in range(3)]
         answers = [threads.submit(resume, one) for one in again[1:]]  # before process 0
         assert [resume(again[0], b"80"), *(one.result(PATIENCE) for one in answers)] == [b"80"] * 3
     wait_for_end("holdfast-start")
+
+
+@pytest.mark.parametrize("ends", ["the process group", "the process"])
+def test_process_0_of_torchrun_ends_before_another_asks(ends: str) -> None:
+    store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    alive = [True]
+    first, second = [TorchCoordinator(store.clone(), index, 2, lambda: alive[0]) for index in range(2)]
+    assert next_rendezvous(first, "copy").broadcast("done", b"yes", PATIENCE) == b"yes"
+    if ends == "the process":
+        first.give_up_all()
+    alive[0] = False
+    wait_for_end("holdfast-start")
+    assert next_rendezvous(second, "copy").broadcast("done", None, PATIENCE) == b"yes"
 
 
 def wait_for_end(name: str) -> None:

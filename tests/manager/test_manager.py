@@ -22,6 +22,7 @@ import holdfast as hf
 from holdfast.cli.main import main
 from holdfast.engine.checkpoint.commit import PendingCheckpoint
 from holdfast.engine.format import decode_document, encode_document
+from holdfast.engine.format.record import VERSION
 
 
 def tree(step: int) -> dict[str, Any]:
@@ -624,7 +625,7 @@ def test_a_step_of_a_newer_version_is_an_error_not_a_fallback(tmp_path: Path) ->
             manager.save(step, tree(step))
     record = tmp_path / "2" / "checkpoint.json"
     body = decode_document(record.read_bytes(), "checkpoint", source=str(record))
-    record.write_bytes(encode_document("checkpoint", body, version=3))
+    record.write_bytes(encode_document("checkpoint", body, version=VERSION + 1))
     with hf.CheckpointManager(tmp_path, hf.PyTreeCheckpointer()) as manager:
         with pytest.raises(hf.errors.FormatVersionError, match="newer"):
             manager.restore_latest()
