@@ -71,18 +71,34 @@ def replicated_states(loaders: Sequence[object], names: Collection[str] = ()) ->
     return [index for index, loader in enumerate(stateful) if index in declared or is_replicated(loader)]
 
 
-def load_loader_states(loaders: Sequence[object], saved: Sequence[Any]) -> None:
-    """Restore the states that :func:`loader_states` returned in the loaders that carry a state."""
+def load_loader_states(
+    loaders: Sequence[object], saved: Sequence[Any], generators: Mapping[str, Any] | None = None
+) -> set[str]:
+    """Restore the states that :func:`loader_states` returned in the loaders that carry a state.
+
+    Args:
+        loaders: All loaders.
+        saved: The states.
+        generators: The states of the loaders' generators at the save, if they are to be restored, too.
+
+    Returns:
+        The names of the generators that loaders have set to other states than those, such as to the one from which an
+        iterator draws the order of the epoch again.
+    """
     stateful = _stateful(loaders)
     if len(stateful) != len(saved):
         raise StateError(
             f"the checkpoint holds the state of {len(saved)} training data loaders, but {len(stateful)} of this run's "
             "loaders have state_dict and load_state_dict: use the loaders that the checkpoint was saved with"
         )
+    restore_loader_generators(generators or {}, loaders)
+    before = loader_generators(loaders) if generators else {}
     for loader, state in zip(stateful, saved, strict=True):
         _load(loader, state)
         if is_torchdata_loader(loader):
             warn_of_lost_draws(loader, state)
+    after = loader_generators(loaders) if generators else {}
+    return {name for name, state in before.items() if name in after and not same_state(state, after[name])}
 
 
 class NotedStates:
@@ -176,7 +192,8 @@ def end_loader_epoch(
     saved: Sequence[Any],
     earlier: Sequence[Sequence[Any]] = (),
     length: float = math.inf,
-) -> None:
+    generators: Mapping[str, Any] | None = None,
+) -> set[str]:
     """Take the loaders that carry a state to the end of an epoch, from where they begin the next one or continue.
 
     Args:
@@ -184,8 +201,9 @@ def end_loader_epoch(
         saved: The states at the end of the epoch of those that carry one.
         earlier: What :class:`NotedStates` had before the last batch; steps of earlier versions do not have it.
         length: The number of batches of the epoch, where it was known before its end.
+        generators: As in :func:`load_loader_states`, like what is returned.
     """
-    load_loader_states(loaders, saved)
+    own = load_loader_states(loaders, saved, generators)
     for index, (loader, end) in enumerate(zip(_stateful(loaders), saved, strict=True)):
         # The first iterator applies the state, so it must not be that of the next epoch.
         iterator = iter(loader)
@@ -203,6 +221,7 @@ def end_loader_epoch(
             # Such a loader does not continue where it is, but begins anew with the next iterator.
             _load(loader, end)
             next(iter(loader), None)
+    return own
 
 
 def repeat_batch(

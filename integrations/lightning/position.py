@@ -77,6 +77,7 @@ class Position:
         self._is_new = False  # whether the saved position is that of another process, as more continue than have saved
         self._keeps_random = False  # whether this process keeps the global generators that the program has seeded
         self._skip_batch = False
+        self._set_by_loading: Collection[str] = ()  # names of generators that loaders have set from their states
         self._noted = epoch.NotedStates([])  # the states of loaders before the batch that was drawn last
         self._may_end_within = False  # whether the data of a loader may end within an epoch, as it has another length
         self._ended_before: list[bool] = []  # which loaders had ended in the epoch before that batch
@@ -316,7 +317,9 @@ class Position:
         set_reloaded_at_epoch(self._fit, saved["reloaded_at_epoch"])
         self._ended = saved["loaders"]
         self._noted = epoch.NotedStates(self._loaders(), saved.get("earlier", []))
-        epoch.end_loader_epoch(self._loaders(), self._ended, self._noted.earlier, self._fit.max_batches)
+        self._set_by_loading = epoch.end_loader_epoch(
+            self._loaders(), self._ended, self._noted.earlier, self._fit.max_batches, self._generators(saved)
+        )
         self._restore_random(saved["random"])
 
     def _go_to_end(self, saved: dict[str, Any]) -> None:
@@ -340,14 +343,16 @@ class Position:
             self._noted = epoch.NotedStates(parts, saved.get("earlier", []))
             # Loaders apply a state with the next batch; where none is left, the epoch must be ended.
             if saved["point"] == "validation" and has_done_all_batches(self._fit):
-                epoch.end_loader_epoch(parts, saved["loaders"], self._noted.earlier, self._fit.max_batches)
+                self._set_by_loading = epoch.end_loader_epoch(
+                    parts, saved["loaders"], self._noted.earlier, self._fit.max_batches, self._generators(saved)
+                )
                 fetcher.reset()
                 fetcher.done = True
                 return
             states, ahead, ended = saved["loaders"], saved.get("ahead"), saved.get("ended", [])
             draws = ahead is None and draws_ahead(fetcher)  # the batch after that of these states
             earlier = [noted[1:] for noted in self._noted.earlier] if draws else self._noted.earlier
-            epoch.load_loader_states(parts, states)
+            self._set_by_loading = epoch.load_loader_states(parts, states, self._generators(saved))
             epoch.begin_within(fetcher, ahead, ended)
             if ahead is not None or self._may_end_within:
                 stay = ended if stays_ended(fetcher.combined_loader) else []
@@ -496,10 +501,16 @@ class Position:
     def _random(self) -> dict[str, Any]:
         return epoch.capture_generators(self._loaders())
 
+    def _generators(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Return the states of the generators of loaders that this process restores."""
+        found: dict[str, Any] = {} if self._is_new else saved["random"].get("loaders", {})
+        return found
+
     def _restore_random(self, state: dict[str, Any]) -> None:
         if not self._keeps_random:
+            kept = {name: one for name, one in state.get("loaders", {}).items() if name not in self._set_by_loading}
             own = [] if self._is_new else self._loaders()
-            epoch.restore_generators(state, self._trainer.strategy.root_device, own)
+            epoch.restore_generators({**state, "loaders": kept}, self._trainer.strategy.root_device, own)
 
 
 def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 
 from holdfast.engine.generators import same_state
+from holdfast.engine.stateful import restore_state, state_of
 
 torch: Any = pytest.importorskip("torch")
 lightning: Any = pytest.importorskip("lightning")
@@ -309,6 +311,94 @@ class Shuffled(SizedAtStart):
         while self.place < SIZE:
             self.place += 1
             yield torch.tensor([float(order[self.place - 1])])
+
+
+class Drawing(Shuffled):
+    """Draws its order from a generator that a resume finds among its attributes, and restores."""
+
+    def __init__(self, random: Any) -> None:
+        SizedAtStart.__init__(self)
+        self.random = random
+        self.before = state_of(random)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        SizedAtStart.load_state_dict(self, state)
+        restore_state(self.random, state["random"])
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begin()
+        self.before = state_of(self.random)
+        order = self.permutation()
+        while self.place < SIZE:
+            self.place += 1
+            yield torch.tensor([float(order[self.place - 1])])
+
+    def permutation(self) -> Any:
+        own: Any = self.random
+        if isinstance(own, torch.Generator):
+            return torch.randperm(SIZE, generator=own)
+        return own.permutation(SIZE) if isinstance(own, np.random.Generator) else own.sample(range(SIZE), SIZE)
+
+
+class DrawingAlone(Drawing):
+    """Is its own iterator, and draws its order with the first batch of an epoch."""
+
+    order: Any = None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.order = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.order is None:
+            self.before = state_of(self.random)
+            self.order = self.permutation()
+        if self.place == SIZE:
+            self.place, self.order = 0, None
+            raise StopIteration
+        self.place += 1
+        return torch.tensor([float(self.order[self.place - 1])])
+
+
+class Sampled(Drawing):
+    """Its generator is that of its sampler."""
+
+    def __init__(self, random: Any) -> None:
+        super().__init__(random)
+        self.sampler = type("Sampler", (), {})()
+        self.sampler.random = random
+
+
+class Adds(SizedAtStart):
+    """Draws with each batch from a generator that its state does not hold."""
+
+    def __init__(self, random: Any) -> None:
+        super().__init__()
+        self.random = random
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.add, super().__iter__())
+
+    def add(self, batch: Any) -> Any:
+        if isinstance(self.random, torch.Generator):
+            return batch + torch.rand(1, generator=self.random)
+        return batch + self.random.random()
+
+
+@pytest.mark.parametrize("kind", [Drawing, DrawingAlone, Sampled, Adds])
+@pytest.mark.parametrize(
+    "generator", [lambda: np.random.default_rng(0), lambda: Random(0), lambda: torch.Generator().manual_seed(0)],
+    ids=["numpy", "python", "torch"],
+)  # fmt: skip
+def test_generators_of_a_loader_with_a_state(kind: Any, generator: Callable[[], Any], tmp_path: Path) -> None:
+    """What loading its state sets stays as it is, to draw the order again; other generators are restored."""
+    whole = run(kind(generator()), tmp_path / "whole")
+    for end in (1, 2, 3, 4):
+        parts = [run(kind(generator()), tmp_path / str(end), steps) for steps in (end, 1, -1)]
+        assert [batch for part in parts for batch in part] == whole
 
 
 class ByReference:
