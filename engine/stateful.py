@@ -33,7 +33,7 @@ from .errors import DamagedCheckpointError, OptionError, StateError
 from .format import is_inside
 from .generators import as_tree, capture, restore, same_state
 from .pytree import STRIDES, expand, is_jax_array, is_key, is_torch_tensor, loaded, tensor_of, with_strides
-from .streams import is_torchdata_loader, position_of, set_position
+from .streams import is_accelerate_loader, is_torchdata_loader, position_of, set_position
 
 _logger = logging.getLogger("holdfast")
 
@@ -337,6 +337,12 @@ class LoaderPosition(Iterator[Any]):
                 f"this {type(loader).__qualname__} draws its order from a random generator ({sampler}), so that its "
                 "batches would be others; use torchdata's StatefulDataLoader(shuffle=True), or a sampler whose order "
                 "depends on set_epoch alone"
+            )
+        if is_accelerate_loader(loader) and getattr(loader, "use_stateful_dataloader", False):
+            raise OptionError(
+                f"this {type(loader).__qualname__} of accelerate was made with use_stateful_dataloader=True, and "
+                "begins its first epoch before the first batch is requested, so that a resume would draw other random "
+                "numbers: leave use_stateful_dataloader out"
             )
         if global_batch_size is not None:
             _check_batch_size(loader, global_batch_size)

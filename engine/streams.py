@@ -25,6 +25,12 @@ def is_torchdata_loader(thing: object) -> bool:
     return _derives(kind, "StatefulDataLoader", "torchdata.")
 
 
+def is_accelerate_loader(thing: object) -> bool:
+    """Return whether an object is a loader that ``Accelerator.prepare`` has made, which passes for the one in it."""
+    kind: Any = type(thing)
+    return _derives(kind, "DataLoaderAdapter", "accelerate.")
+
+
 @functools.lru_cache(maxsize=256)  # Every step asks.
 def _derives(kind: Any, name: str, package: str) -> bool:
     """Return whether a class is one of a package, by its name, or derived from it."""

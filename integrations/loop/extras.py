@@ -25,7 +25,7 @@ from ...engine.stateful import (
     state_of,
     warn_of_held_records,
 )
-from ...engine.streams import check_stream, has_none_left, is_torchdata_loader
+from ...engine.streams import check_stream, has_none_left, is_accelerate_loader, is_torchdata_loader
 from .announce import announce
 from .objects import is_versioned, searched
 from .states import LoopArguments, check_depth
@@ -174,6 +174,15 @@ def check_extras(extras: Mapping[str, Any]) -> None:
     for name, extra in extras.items():
         warn_of_held_records(name, extra)
         check_stream(f"{name}=", extra)
+        if is_accelerate_loader(extra):
+            raise OptionError(
+                f"{name}= is a {type(extra).__qualname__} of accelerate, which cannot be resumed exactly: without "
+                "use_stateful_dataloader=True it has no state, and with it a resume draws once more from torch's "
+                "global generator, and begins the count of epochs and the order of shuffle=True anew. Leave "
+                f"use_stateful_dataloader out, pass {name}=hf.skip_to(loader), and loop over what that returns; to "
+                "shuffle, give prepare a StatefulDataLoader of torchdata with shuffle=True, or a loader with a sampler "
+                "whose order depends on set_epoch alone"
+            )
         if is_torchdata_loader(extra) and (sampler := drawing_sampler(extra)) is not None:
             raise OptionError(
                 f"{name}= is a {type(extra).__qualname__} whose order is drawn by a {sampler}, which has no state: "

@@ -675,3 +675,21 @@ def test_operations_of_grain_that_hold_records_are_named(
     assert (next(again) == next(data)) is not bool(operations)  # what is warned of is lost indeed
     said = {record.getMessage().partition(". ")[0] for record in caplog.records}
     assert said == ({"data= applies operations of the program to whole iterators: Pack"} if operations else set())
+
+
+@pytest.mark.parametrize("is_stateful", [False, True])
+def test_a_loader_of_accelerate_is_refused_before_the_first_step(is_stateful: bool, tmp_path: Path) -> None:
+    """It has the methods of a state, with which no resume is exact; skip_to needs one that has not begun its epoch."""
+    methods = {"state_dict": lambda _: {}, "load_state_dict": lambda _, state: None, "__iter__": lambda _: iter(DATA)}
+    base = type("DataLoaderAdapter", (), {"__module__": "accelerate.data_loader", **methods})
+    loader: Any = type("DataLoaderShard", (base,), {"use_stateful_dataloader": is_stateful})()
+    with (
+        hf.CheckpointCallback(str(tmp_path)) as checkpoint,
+        pytest.raises(hf.errors.OptionError, match=r"data= is a DataLoaderShard .* Leave use_stateful_dataloader out"),
+    ):
+        checkpoint.restore_or_initialize({"w": np.zeros(1)}, data=loader)
+    if is_stateful:
+        with pytest.raises(hf.errors.OptionError, match="begins its first epoch before the first batch is requested"):
+            hf.skip_to(loader)
+    else:
+        assert next(hf.skip_to(loader)) == DATA[0]
