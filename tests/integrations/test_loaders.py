@@ -238,7 +238,7 @@ class Permuted(torch.utils.data.Sampler[int]):
     ],
     ids=["numpy's", "Python's", "Generator", "RandomState", "Random", "sampler", "workers", "generator of workers"],
 )
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", r"ignore:os.fork\(\) was called:RuntimeWarning")
 def test_a_loader_that_draws_its_order_or_its_workers_seeds_from_generators(
     make: Callable[[], Any], tmp_path: Path
 ) -> None:
@@ -273,7 +273,7 @@ def test_a_loader_that_draws_its_order_or_its_workers_seeds_from_generators(
         ({"num_workers": 1, "persistent_workers": True}, 8, None, True),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", r"ignore:os.fork\(\) was called:RuntimeWarning")
 def test_a_warning_tells_where_workers_draw_other_numbers(
     options: dict[str, Any], position: int, global_batch_size: int | None, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
