@@ -106,9 +106,8 @@ class Resume:
     def restore_latest(self, items: Any, kwargs: Mapping[str, Any]) -> Restored | None:
         """Read the newest step that is whole for all processes; damaged ones are passed over with a warning."""
         began = time.perf_counter()
-        found, skipped = self._newest_whole(None, partial(self._read_everywhere, items=items, kwargs=kwargs))
-        for damaged, one in skipped:
-            _logger.warning("%s: step %d is damaged and passed over: %s", self._directory, damaged, one.what)
+        read = partial(self._read_everywhere, items=items, kwargs=kwargs)
+        found, skipped = self._newest_whole(None, read, warns=True)
         if found is None and skipped:
             raise NoWholeCheckpointError(
                 itemized(
@@ -139,7 +138,7 @@ class Resume:
         return found
 
     def _newest_whole(
-        self, named: int | None, read: Callable[[int], tuple[Any, _Damage | None]]
+        self, named: int | None, read: Callable[[int], tuple[Any, _Damage | None]], *, warns: bool = False
     ) -> tuple[tuple[int, Any] | None, list[tuple[int, _Damage]]]:
         """Read the newest step that is whole for all processes, or the named one; return also those passed over."""
         skipped: list[tuple[int, _Damage]] = []
@@ -175,6 +174,8 @@ class Resume:
                 self._run.reload()
                 steps = self._newest_first(named)
                 continue
+            if warns:  # at once, as the next step may end all with an error
+                _logger.warning("%s: step %d is damaged and passed over: %s", self._directory, step, damage.what)
             skipped.append((step, damage))
         return None, skipped
 

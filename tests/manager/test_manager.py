@@ -632,6 +632,19 @@ def test_a_step_of_a_newer_version_is_an_error_not_a_fallback(tmp_path: Path) ->
         assert manager.restore(1)["a"] == 1
 
 
+def test_a_damaged_step_is_named_although_the_step_before_does_not_fit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hf.CheckpointManager(tmp_path, hf.PyTreeCheckpointer()) as manager:
+        manager.save(1, {"old": 1})
+        manager.save(2, {"new": 2})
+    (tmp_path / "2/state/tree.json").write_bytes(b"{}")
+    manager = hf.CheckpointManager(tmp_path, hf.PyTreeCheckpointer())
+    with manager, pytest.raises(hf.errors.TreeMismatchError):
+        manager.restore_latest({"new": 0})
+    assert "step 2 is damaged and passed over" in caplog.text
+
+
 def test_a_step_for_which_there_is_no_thread_can_be_saved_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
