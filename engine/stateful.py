@@ -19,6 +19,7 @@ import dataclasses
 import inspect
 import io
 import logging
+import operator
 import random
 import sys
 from collections import deque
@@ -595,6 +596,7 @@ def restore_loader(loader: Any, state: Any, *, begins: bool = True) -> int | Non
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions had no generators
         own, generators = state[_OWN_STATE], state[_GENERATORS]
     decoded = decode_state(own)
+    set_by_parts = _set_by_parts(loader, generators)
     set_position(loader, decoded)
     loader.state_dict()  # this begins the epoch
     given, ended = 0 if decoded.get("_iterator_finished") else _yielded(decoded), None
@@ -607,9 +609,27 @@ def restore_loader(loader: Any, state: Any, *, begins: bool = True) -> int | Non
             loader.state_dict()
     warn_of_lost_draws(loader, decoded)
     for name, generator in generators_of(loader).items():
-        if name in generators:
+        if name in generators and name not in set_by_parts:
             restore_state(generator, generators[name])
     return ended
+
+
+def _set_by_parts(loader: Any, states: Mapping[str, Any]) -> set[str]:
+    """Return the names of the generators that a sampler or dataset sets from a state of its own, to draw again."""
+    parts = {"sampler", "batch_sampler", "batch_sampler.sampler"} | (set() if loader.num_workers else {"dataset"})
+    own, found = generators_of(loader), set()
+    for name in states.keys() & own.keys():
+        part, _, _ = name.rpartition(".")
+        if part not in parts or _methods(owner := operator.attrgetter(part)(loader)) != _METHODS[1]:
+            continue
+        before, state = state_of(own[name]), owner.state_dict()
+        restore_state(own[name], states[name])
+        saved = state_of(own[name])
+        owner.load_state_dict(state)
+        if not same_state(saved, state_of(own[name])):
+            found.add(name)
+        restore_state(own[name], before)
+    return found
 
 
 def _yielded(state: Mapping[str, Any]) -> int:

@@ -693,3 +693,52 @@ def test_a_loader_of_accelerate_is_refused_before_the_first_step(is_stateful: bo
             hf.skip_to(loader)
     else:
         assert next(hf.skip_to(loader)) == DATA[0]
+
+
+class DrawsAgain(torch.utils.data.Sampler[int]):
+    """Its state is that of its generator before the epoch, from which it draws its order again, and its place."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+        self.before: Any = self.random.bit_generator.state
+        self.place = self.start = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        self.before, self.place, self.start = self.random.bit_generator.state, self.start, 0
+        for index in self.random.permutation(6)[self.place :]:
+            self.place += 1
+            yield int(index)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"before": self.before, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.random.bit_generator.state, self.start = state["before"], state["place"]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("taken", [1, 2, 3, 4])
+def test_a_sampler_with_a_state_sets_its_generator(taken: int, tmp_path: Path) -> None:
+    """A resume leaves the generator alone that the sampler of a StatefulDataLoader has set, to draw its order again."""
+    kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def loader() -> Any:
+        return kind(torch.arange(6), batch_size=2, sampler=DrawsAgain())
+
+    def batches(data: Any) -> Iterator[list[int]]:
+        return (batch.tolist() for _ in range(3) for batch in data)
+
+    whole, data = list(batches(loader())), loader()
+    first, stop = [], batches(data)
+    with hf.CheckpointCallback(str(tmp_path), save_interval_steps=1) as checkpoint:
+        state, _ = checkpoint.restore_or_initialize({"w": np.zeros(1)}, data=data)
+        for step in range(taken):
+            first.append(next(stop))
+            checkpoint.on_step(step + 1, state, data=data)
+    again = loader()
+    with hf.CheckpointCallback(str(tmp_path), save_interval_steps=1) as checkpoint:
+        checkpoint.restore_or_initialize({"w": np.zeros(1)}, data=again)
+        assert (first + list(batches(again)))[:9] == whole
