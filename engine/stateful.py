@@ -541,13 +541,8 @@ def drawing_sampler(loader: Any) -> str | None:
     return None
 
 
-def generators_of(loader: object, *further: type) -> dict[str, Any]:
-    """Return the generators that a loader or one of its parts holds, each once, by a name such as ``sampler.rng``.
-
-    Those of ``further`` classes are included.
-    """
-    torch: Any = loaded("torch")
-    kinds = (np.random.Generator, random.Random, *further, *(() if torch is None else (torch.Generator,)))
+def generators_of(loader: object) -> dict[str, Any]:
+    """Return the generators that a loader or one of its parts holds, each once, by a name such as ``sampler.rng``."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = {
         "loader": loader,
@@ -559,7 +554,7 @@ def generators_of(loader: object, *further: type) -> dict[str, Any]:
     found: dict[int, tuple[str, Any]] = {}
     for part, owner in parts.items():
         for name, value in getattr(owner, "__dict__", {}).items():
-            if isinstance(value, kinds):
+            if is_generator(value):
                 found.setdefault(id(value), (f"{part}.{name}", value))
     return dict(found.values())
 
@@ -569,7 +564,7 @@ def _own_generators(loader: object) -> dict[str, Any]:
     torch: Any = loaded("torch")
     shared = [getattr(random.random, "__self__", None), getattr(np.random.rand, "__self__", None)]
     shared.append(None if torch is None else torch.default_generator)
-    found = generators_of(loader, np.random.RandomState)
+    found = generators_of(loader)
     return {name: one for name, one in found.items() if not any(one is known for known in shared)}
 
 

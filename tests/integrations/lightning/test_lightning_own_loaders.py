@@ -337,7 +337,7 @@ class Drawing(Shuffled):
         own: Any = self.random
         if isinstance(own, torch.Generator):
             return torch.randperm(SIZE, generator=own)
-        return own.permutation(SIZE) if isinstance(own, np.random.Generator) else own.sample(range(SIZE), SIZE)
+        return own.sample(range(SIZE), SIZE) if isinstance(own, Random) else own.permutation(SIZE)
 
 
 class DrawingAlone(Drawing):
@@ -390,8 +390,9 @@ class Adds(SizedAtStart):
 
 @pytest.mark.parametrize("kind", [Drawing, DrawingAlone, Sampled, Adds])
 @pytest.mark.parametrize(
-    "generator", [lambda: np.random.default_rng(0), lambda: Random(0), lambda: torch.Generator().manual_seed(0)],
-    ids=["numpy", "python", "torch"],
+    "generator", [lambda: np.random.default_rng(0), lambda: Random(0), lambda: torch.Generator().manual_seed(0),
+                  lambda: np.random.RandomState(0)],
+    ids=["numpy", "python", "torch", "numpy's old"],
 )  # fmt: skip
 def test_generators_of_a_loader_with_a_state(kind: Any, generator: Callable[[], Any], tmp_path: Path) -> None:
     """What loading its state sets stays as it is, to draw the order again; other generators are restored."""
