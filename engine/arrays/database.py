@@ -241,14 +241,15 @@ class ArrayDatabase:
                 failed(chunks, row, what)
 
         # Other processes of this machine read whole arrays, too, and the disk reads them once. Processes that are not
-        # connected find each other while they read. For a part of a page, direct I/O would read all of it each time.
+        # connected find each other while they read. For a part of a page, direct I/O would read all of it each time;
+        # a verification reads from the disk nevertheless.
         shared = (shares_machine() or None) if assembly.wants_everything else False
         wanted = np.bincount(found.file_ids, found.lengths)
         with contextlib.ExitStack() as stack:
             files: dict[str, DataReader] = {}
             for number in np.flatnonzero(np.bincount(found.file_ids)).tolist():
                 path = found.files[number]
-                cached = True if wanted[number] < PAGE else shared
+                cached = True if assembly.keep and wanted[number] < PAGE else shared
                 try:
                     files[path] = stack.enter_context(self._open(path, cached=cached))
                 except DamagedCheckpointError as error:

@@ -349,8 +349,11 @@ class _Worker:
             os.kill(os.getpid(), number)
         elif not self._follows:
             self._follows = True
+            # A signal that the new thread received would not interrupt what the main thread waits for.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
             # The interrupted code may hold a lock that threading would acquire.
             _thread.start_new_thread(self._end_with_parent, ())
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _end_with_parent(self) -> None:
         while os.getppid() == self._parent:

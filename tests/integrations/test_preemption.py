@@ -153,6 +153,12 @@ def ask(pipe):
     return pipe.recv()
 
 
+def receivers(pid, number):
+    threads = [open(f"/proc/{pid}/task/{one}/status").read() for one in os.listdir(f"/proc/{pid}/task")]
+    blocked = [int(facts.split("SigBlk:", 1)[1].split()[0], 16) for facts in threads]
+    return sum(not mask >> (number - 1) & 1 for mask in blocked)
+
+
 if __name__ == "__main__":
     from holdfast.integrations.loop import PreemptionSignal
 
@@ -166,6 +172,7 @@ if __name__ == "__main__":
             os.kill(worker.pid, signal.SIGUSR1)
             os.kill(worker.pid, signal.SIGTERM)
             assert ask(pipe) == 42, "it survives"
+            assert receivers(worker.pid, signal.SIGTERM) == 1, "another thread would not wake the main one"
         for worker, _ in workers[:2]:
             worker.terminate()
             worker.join()
