@@ -151,10 +151,10 @@ def rank_of(module: str) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """Asks for one worker more than there are processors: a quarter of the time, a test waits for others or a disk."""
+    """Asks for two workers more than there are processors: tests wait for others, for programs or for a disk."""
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
-    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16) + 1
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16) + 2
 
 
 @pytest.hookimpl(optionalhook=True)

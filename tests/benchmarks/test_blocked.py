@@ -52,11 +52,11 @@ def test_a_device(blocked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(devices, "SETTLED_ON", 1 << 20)
     noted = tmp_path / "lines"
     lines: list[str] = []
-    common = ["--device", "cpu", "--gigabytes", "0.001", "--gigabytes", "0.002", "--rounds", "2"]
+    common = ["--device", "cpu", "--gigabytes", "0.008", "--gigabytes", "0.016", "--rounds", "2"]
     common += ["--directory", str(tmp_path / "runs"), "--lines", str(noted)]
     blocked.main(common, lines.append)
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in lines[-2].splitlines()]
-    assert [row[:2] for row in rows[2:]] == [[name, size] for size in ("0.001", "0.002") for name in devices.CONTENDERS]
+    assert [row[:2] for row in rows[2:]] == [[name, size] for size in ("0.008", "0.016") for name in devices.CONTENDERS]
     assert {row[-1] for row in rows[2:]} == {"3"}
     for name in devices.OURS:
         assert lines[-1].count(name) == 2 * 3, "three goals for each size"
