@@ -255,9 +255,9 @@ def test_a_loader_that_draws_its_order_or_its_workers_seeds_from_generators(
                 checkpoint.on_step(step + 1, state, data=batches)
         return seen
 
-    steps = 20
+    steps = 15
     whole = train(tmp_path / "whole", steps)
-    for stop in (3, 6, 8, 13):
+    for stop in (3, 6, 13):
         directory = tmp_path / str(stop)
         found = train(directory, stop) + train(directory, stop + 1) + train(directory, steps)
         assert found == whole, stop
