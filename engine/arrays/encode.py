@@ -113,7 +113,7 @@ def _large_chunk(source: Source, chunk: tuple[int, int], digests: Digests | None
     for start in range(0, len(data), _PIECE):
         part = data[start : start + _PIECE]
         yield part
-        # A checksum alone waits for memory; whoever has copied the piece has brought it into the cache.
+        # The caller has copied the piece by now, which has brought it into the cache.
         checksum = extend(checksum, part)
         if digest is not None:
             digest.update(part)

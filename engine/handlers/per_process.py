@@ -85,22 +85,17 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
             **kwargs: As for trees.
         """
         if every:
-            shares = ItemRecord(directory.name, PROCESSES, files or {}).shares()
+            shares = _shares(directory, files)
             coordinator = current_coordinator() if self._coordinator is None else self._coordinator
             if len(shares) != coordinator.process_count:
-                folders = [directory.parent / one.folder for one in shares]
-                read = (
-                    self._handler.restore(folder, item, files=one.files, **kwargs)
-                    for folder, one in zip(folders, shares, strict=True)
-                )
+                read = (self._handler.restore(one.folder, item, files=one.files, **kwargs) for one in shares)
                 return SavedShares(tuple(read))
         share = own_share(directory, files or {}, self._coordinator, process)
         return self._handler.restore(share.folder, item, files=share.files, **kwargs) if share.is_own else item
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Describe every process's tree, in their order."""
-        shares = ItemRecord(directory.name, self.kind, files or {}).shares()
-        return [self._handler.structure(directory.parent / each.folder, files=each.files) for each in shares]
+        return [self._handler.structure(each.folder, files=each.files) for each in _shares(directory, files)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +114,21 @@ class Share:
     is_own: bool = True
 
 
+def _shares(directory: Location, files: Files | None) -> list[Share]:
+    """Return the trees of all processes, in their order."""
+    shares = ItemRecord(directory.name, PROCESSES, files or {}).shares()
+    return [Share(directory.parent / one.folder, one.files) for one in shares]
+
+
 def own_share(
     directory: Location, files: Files, coordinator: Coordinator | None = None, process: int | None = None
 ) -> Share:
     """Return the tree of this process, or of another requested one; warn if the numbers of processes differ."""
-    shares = ItemRecord(directory.name, PROCESSES, files).shares()
+    shares = _shares(directory, files)
     if process is not None:
         if not 0 <= process < len(shares):
             raise OptionError(f"process={process!r}: {directory} has trees of {len(shares)} processes, from 0")
-        return Share(directory.parent / shares[process].folder, shares[process].files)
+        return shares[process]
     coordinator = current_coordinator() if coordinator is None else coordinator
     index, count = coordinator.process_index, coordinator.process_count
     is_own = index < len(shares)
@@ -135,8 +136,7 @@ def own_share(
         what = "restores its own tree" if is_own else "has no tree there, and keeps its fresh state"
         saved = "%s was saved by %d processes and is restored by %d: process %d %s"
         _logger.warning(saved, directory, len(shares), count, index, what)
-    chosen = shares[index if is_own else 0]
-    return Share(directory.parent / chosen.folder, chosen.files, is_own)
+    return replace(shares[index if is_own else 0], is_own=is_own)
 
 
 class ProcessShare:

@@ -123,7 +123,7 @@ def test_damage_is_found_by_the_process_whose_share_it_is(tmp_path: Path) -> Non
         assert [one for process, one in enumerate(found) if process not in failed] == [
             one for process, one in enumerate(expected(counts)) if process not in failed
         ]
-        assert len(failed) <= 1, "the headers of the zip file are nobody's share"
+        assert len(failed) <= 1, "the headers of the zip file belong to no share"
         assert all(f"own/0-2.zip/{process}.zip" in str(found[process]) for process in failed)
         hit |= {*failed}
         problems = hf.verify(tmp_path / "run").checkpoints[0].problems
