@@ -240,18 +240,13 @@ class ArrayDatabase:
             if what:
                 failed(chunks, row, what)
 
-        # Other processes of this machine read whole arrays, too, and the disk reads them once. Processes that are not
-        # connected find each other while they read. For a part of a page, direct I/O would read all of it each time;
-        # a verification reads from the disk nevertheless.
-        shared = (shares_machine() or None) if assembly.wants_everything else False
         wanted = np.bincount(found.file_ids, found.lengths)
         with contextlib.ExitStack() as stack:
             files: dict[str, DataReader] = {}
             for number in np.flatnonzero(np.bincount(found.file_ids)).tolist():
                 path = found.files[number]
-                cached = True if assembly.keep and wanted[number] < PAGE else shared
                 try:
-                    files[path] = stack.enter_context(self._open(path, cached=cached))
+                    files[path] = stack.enter_context(self._open(path, cached=_is_cached(assembly, wanted[number])))
                 except DamagedCheckpointError as error:
                     for row in np.flatnonzero(found.file_ids == number).tolist():
                         failed(found, row, error)
@@ -306,6 +301,15 @@ class ArrayDatabase:
             kept=table[:, 3] != 0,
             checksums=entries.checksums[places],
         ).sorted()
+
+
+def _is_cached(assembly: Assembly, nbytes: float) -> bool | None:
+    """Return whether so many bytes of a file are read through the page cache; None if its other readers decide."""
+    if assembly.keep and nbytes < PAGE:
+        return True  # direct I/O would read all of the page each time; a verification reads from the disk nevertheless
+    # Other processes of this machine read whole arrays, too, and the disk reads them once. Processes that are not
+    # connected find each other while they read.
+    return (shares_machine() or None) if assembly.wants_everything else False
 
 
 def _lone_chunks(entries: Entries, names: Sequence[str], assembly: Assembly) -> tuple[NDArray[np.int64], list[int]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -221,7 +221,8 @@ class ItemRecord:
             if not record.members:
                 found.setdefault(process, {})[rest] = record
                 continue
-            members = dict(zip(_packed(path), record.members, strict=True))
+            packed = (f"{one}{ARCHIVE}" for one in _packed(path))
+            members = dict(zip(packed, record.members, strict=True))
             places = places_in_archive({name: size for name, (size, _) in members.items()})
             for name, (size, digest) in members.items():
                 found[f"{path}/{name}"] = {"": FileRecord(size, digest, within=(places[name], record.size))}
@@ -401,10 +402,10 @@ def pack_name(first: int, last: int) -> str:
     return f"{first}-{last}{ARCHIVE}"
 
 
-def _packed(pack: str) -> Iterator[str]:
-    """Yield the names of the zip files in such a file; `_files` has checked its name."""
-    first, last = map(int, pack.removesuffix(ARCHIVE).rpartition("/")[2].split("-"))
-    return (f"{process}{ARCHIVE}" for process in range(first, last + 1))
+def _packed(path: str) -> range:
+    """Return the processes whose zip files are in the one at a path; none where that is no name of such a file."""
+    name = _PACK.fullmatch(path.rpartition("/")[2])
+    return range(0) if name is None else range(int(name[1]), int(name[2]) + 1)
 
 
 def _file_document(file: FileRecord) -> dict[str, Any]:
@@ -417,9 +418,8 @@ def _file_document(file: FileRecord) -> dict[str, Any]:
 
 
 def _members(path: str, members: Any) -> tuple[tuple[int, int], ...]:
-    """Check the lengths and digests of the zip files in one; its name says of which processes they are."""
-    name = _PACK.fullmatch(path.rpartition("/")[2])
-    if not isinstance(members, list) or name is None or int(name[2]) - int(name[1]) + 1 != len(members):
+    """Check the lengths and digests of the zip files in one."""
+    if not isinstance(members, list) or not members or len(_packed(path)) != len(members):
         raise ValueError(f"members {members!r:.80} of {path!r}")
     return tuple((_size(size), int(digest, 16)) for size, digest in members)
 

@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import SharedReads
@@ -33,15 +32,7 @@ _FETCH = 86400.0  # seconds that the other processes wait while process 0 fetche
 
 
 class RunAccess:
-    """The directory and the mirror of a run, their ownership, and the objects that all saves share.
-
-    Attributes:
-        run: The directory.
-        mirror: The mirror; None without one, and for a manager that only reads.
-        local: The local steps of the hosts; None without them, and for a manager that only reads.
-        changing: The lock of the thread that begins a save, or takes ownership.
-        learned: The trigger that learns the interval between saves; None without one, and on processes other than 0.
-    """
+    """The directory and the mirror of a run, their ownership, and the objects that all saves share."""
 
     def __init__(
         self,
@@ -59,10 +50,10 @@ class RunAccess:
         self.background = BackgroundSave(seconds(options.save_timeout_secs))
         self.events = RunEvents(directory, clock, processes.index, observer)
         self.run = RunDirectory(directory, options, clock, self._drain, writes=processes.is_primary)
-        self.mirror: RunMirror | None = None
-        self.local: LocalTier | None = None
-        self.changing = threading.RLock()
-        self.learned: LearnedInterval | None = None
+        self.mirror: RunMirror | None = None  # None without one, and for a manager that only reads
+        self.local: LocalTier | None = None  # the local steps of the hosts; None as above
+        self.changing = threading.RLock()  # of the thread that begins a save, or takes ownership
+        self.learned: LearnedInterval | None = None  # on process 0, the trigger that learns the interval between saves
         self._metadata = None if metadata is None else dict(metadata)
         self._compared = False  # whether the processes have compared their options
         self._acquired = False
@@ -204,13 +195,13 @@ class RunAccess:
             self.local.forget()
 
     def fetch(self, step: int, *, overwrite: bool = False) -> bool:
-        """Copy a step from the mirror into the directory, or find it on the hosts; return whether it can be read now.
+        """Find a step on the hosts, or copy it from the mirror into the directory; return whether it can be read now.
 
-        A step that is damaged in the directory is replaced with that of the mirror, with ``overwrite``.
+        With ``overwrite``, for a step that is damaged there, the mirror goes first: its copy repairs the directory.
         """
-        mirror = partial(self._copy, overwrite=overwrite)
-        places = (mirror, self.take) if overwrite else (self.take, mirror)
-        return any(found(step) for found in places)
+        if overwrite:
+            return self._copy(step, overwrite=True) or self.take(step)
+        return self.take(step) or self._copy(step, overwrite=False)
 
     def _copy(self, step: int, *, overwrite: bool) -> bool:
         """Copy a step from the mirror into the directory; return whether it was there."""

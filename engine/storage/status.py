@@ -212,7 +212,7 @@ def without_secrets(text: str) -> str:
 
 
 def hidden_address(address: str) -> str:
-    """Return the text of one address for messages, as :func:`without_secrets` does, whatever characters it holds.
+    """Return the text of one address for messages, as :func:`without_secrets` does, also with unusual characters.
 
     >>> hidden_address("s3://a user:it's 50% / #1@bucket/x")
     's3://***@bucket/x'
