@@ -105,7 +105,6 @@ class CheckpointManager:
         self._run, self._background, self.events = self._access.run, self._access.background, self._access.events
         if mirrored is not None and not self.options.read_only:
             self._access.open_mirror(mirrored)
-        self._mirror = self._access.mirror
         if self.options.local is not None and writes:
             self._access.open_local()
         self.observer.joins(self.processes.index, self.processes.count)
