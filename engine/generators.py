@@ -1,4 +1,4 @@
-"""The global random generators of Python, numpy and torch, from which functions such as ``torch.randn`` draw.
+"""Random generators: the global ones of Python, numpy and torch, from which ``torch.randn`` draws, and single ones.
 
 Only libraries that the program has loaded are touched. jax has no global generators.
 """
@@ -74,14 +74,7 @@ def _unpacked(packed: Any) -> tuple[NDArray[np.uint32], int, bool, float]:
 
 
 def restore(states: Mapping[str, Any]) -> list[str]:
-    """Set the generators that the program has loaded to states from :func:`as_tree`.
-
-    Returns:
-        The names of generators of devices that this process does not have.
-
-    Raises:
-        DamagedCheckpointError: A state is not that of a generator.
-    """
+    """Set the generators to states from :func:`as_tree`; return the names of those that this process does not have."""
     try:
         return _restore(states)
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
@@ -219,3 +212,39 @@ def is_idle(item: str, leaf: str) -> bool:
     (True, False)
     """
     return item.partition("/")[0] in ("extras", "process") and leaf.startswith(f"global_generators.{IDLE}.")
+
+
+# ---- single generators, of the program or of a loader
+
+
+def is_generator(thing: object) -> bool:
+    """Return whether an object is a generator of random numbers."""
+    torch: Any = loaded("torch")
+    kinds = (random.Random, np.random.Generator, np.random.RandomState)
+    return isinstance(thing, kinds) or (torch is not None and isinstance(thing, torch.Generator))
+
+
+def generator_state(generator: Any) -> Any:
+    """Return a snapshot of the state of a generator."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        version, words, gauss = generator.getstate()
+        return {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}
+    return generator.get_state()
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Set a generator to a state that :func:`generator_state` returned, also if it was saved and loaded."""
+    if isinstance(generator, np.random.Generator):
+        # Some bit generators of numpy accept their words as arrays only; loading keeps them arrays.
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        if not isinstance(state, dict) or state.keys() != {"version", "words", "gauss"}:
+            kind = type(generator).__qualname__
+            raise DamagedCheckpointError(
+                f"{kind}: expected the state of a random.Random, found {type(state).__qualname__}"
+            )
+        generator.setstate((state["version"], tuple(int(word) for word in state["words"]), state["gauss"]))
+    else:
+        generator.set_state(state)

@@ -3,7 +3,7 @@
 An object is *stateful* if it has ``get_state``/``set_state`` (Grain iterators, ``torch.Generator``) or
 ``state_dict``/``load_state_dict`` (torch, torchdata), if it is an iterator with ``save(path)`` and ``restore(path)``
 (CLU's over tf.data), or if it is a random generator of numpy or the standard library. The handle of an actor of Ray is
-stateful if the actor has such methods. :func:`skip_to` gives loaders a state.
+stateful if the actor has such methods. ``hf.skip_to`` gives loaders a state.
 :func:`state_of` returns a snapshot of its state as a tree of containers, arrays and plain values. :func:`restore_state`
 restores it from a tree that was loaded without a template.
 
@@ -20,10 +20,9 @@ import inspect
 import io
 import logging
 import operator
-import random
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -32,9 +31,17 @@ import numpy as np
 
 from .errors import DamagedCheckpointError, OptionError, StateError
 from .format import is_inside
-from .generators import as_tree, capture, restore, same_state
+from .generators import generator_state, is_generator, same_state, set_generator_state
+from .loaders import (
+    LoaderPosition,
+    generators_of,
+    is_torchdata_loader,
+    position_of,
+    samplers_of,
+    set_position,
+    warn_of_new_workers,
+)
 from .pytree import STRIDES, expand, is_jax_array, is_key, is_torch_tensor, loaded, tensor_of, with_strides
-from .streams import is_accelerate_loader, is_torchdata_loader, position_of, set_position
 
 _logger = logging.getLogger("holdfast")
 
@@ -52,8 +59,7 @@ _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 def is_stateful(thing: object) -> bool:
     """Return whether the state of an object can be saved and restored in place."""
-    known = isinstance(thing, (random.Random, np.random.Generator))
-    return known or _methods(adapted(thing)) is not None or _writes_files(thing)
+    return is_generator(thing) or _methods(adapted(thing)) is not None or _writes_files(thing)
 
 
 def is_stream(thing: object) -> bool:
@@ -63,7 +69,7 @@ def is_stream(thing: object) -> bool:
     """
     methods = _methods(adapted(thing))
     if methods is None:
-        return isinstance(thing, (random.Random, np.random.Generator)) or _writes_files(thing)
+        return is_generator(thing) or _writes_files(thing)
     # Grain and torch.Generator have get_state; torchdata has state_dict, as schedulers have, and can be iterated.
     return methods == _METHODS[0] or hasattr(type(thing), "__next__") or hasattr(type(thing), "__iter__")
 
@@ -83,20 +89,10 @@ def is_elastic(thing: object) -> bool:
     return kind.__module__.startswith("grain.") and kind.__name__ in ("ElasticIterator", "_ElasticMapDatasetIterator")
 
 
-def is_generator(thing: object) -> bool:
-    """Return whether an object is a generator of random numbers."""
-    torch: Any = loaded("torch")
-    kinds = (random.Random, np.random.Generator, np.random.RandomState)
-    return isinstance(thing, kinds) or (torch is not None and isinstance(thing, torch.Generator))
-
-
 def state_of(thing: object) -> Any:
     thing = adapted(thing)
-    if isinstance(thing, np.random.Generator):
-        return encode_state(thing.bit_generator.state)
-    if isinstance(thing, random.Random):
-        version, words, gauss = thing.getstate()
-        return {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}
+    if is_generator(thing):
+        return encode_state(generator_state(thing))
     methods = _methods(thing)
     if methods is not None:
         state = encode_state(position_of(thing, methods[0]))
@@ -109,15 +105,6 @@ def state_of(thing: object) -> Any:
             "state_dict() and load_state_dict(state), or pass plain data"
         )
     return thing
-
-
-def without_generators(thing: object, state: Any) -> Any:
-    """Return what :func:`state_of` returned of an object, without states of generators that differ between processes.
-
-    Each process draws other seeds for the workers of its loader.
-    """
-    is_position = isinstance(thing, LoaderPosition) and isinstance(state, dict)
-    return {name: part for name, part in state.items() if name != _BEGUN} if is_position else state
 
 
 def begins_epoch(thing: object) -> bool:
@@ -135,16 +122,8 @@ def restore_state(thing: object, state: Any) -> Any:
     if is_actor(thing):
         restore_state(adapted(thing), state)
         return thing
-    if isinstance(thing, np.random.Generator):
-        # Some bit generators of numpy accept their words as arrays only; loading keeps them arrays.
-        thing.bit_generator.state = decode_state(state)
-        return thing
-    if isinstance(thing, random.Random):
-        if not isinstance(state, dict) or state.keys() != {"version", "words", "gauss"}:
-            raise DamagedCheckpointError(
-                f"{type(thing).__qualname__}: expected the state of a random.Random, found {type(state).__qualname__}"
-            )
-        thing.setstate((state["version"], tuple(int(word) for word in state["words"]), state["gauss"]))
+    if is_generator(thing):
+        set_generator_state(thing, decode_state(state))
         return thing
     methods = _methods(thing)
     if is_torchdata_loader(thing):
@@ -222,11 +201,7 @@ _actors: WeakValueDictionary[Any, ActorState] = WeakValueDictionary()  # by the 
 
 
 def adapted(thing: object) -> Any:
-    """Return what has the methods of an object for its state.
-
-    Returns:
-        For a handle of an actor of Ray, one :class:`ActorState` for all handles of this actor; otherwise the object.
-    """
+    """Return what has the methods of an object for its state: for all handles of an actor of Ray, one `ActorState`."""
     if type(thing).__module__ != "ray.actor" or type(thing).__name__ != "ActorHandle":
         return thing
     for pair in _METHODS:
@@ -307,273 +282,10 @@ def _restore_files(thing: Any, state: Any) -> None:
         thing.restore(f"{folder}/{_NAME}")
 
 
-# ---- loaders without a state
-
-_FABRIC_EPOCH = "_num_iter_calls"  # loaders of Lightning's Fabric tell their sampler the epoch by this attribute
-_DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # samplers of torch
-_TAKEN = "taken"  # the epoch, and how many of its batches were taken
-_BEGUN = "generators"  # their states by name when the epoch began, or at its end
-
-
-class LoaderPosition(Iterator[Any]):
-    """The batches of a loader, epoch after epoch, from one of them on; see :func:`skip_to`.
-
-    A resume draws the earlier batches of the epoch again, from the states that random generators had when it began: a
-    loader may draw its order from them, and the seeds of its workers.
-
-    Attributes:
-        position: The number of batches that were taken, over all epochs.
-    """
-
-    def __init__(self, loader: Any, position: int, global_batch_size: int | None = None) -> None:
-        self._loader: Any = loader
-        self._global_batch_size = global_batch_size
-        if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
-            raise OptionError(
-                f"skip_to needs a loader that can be restarted, such as a list or a DataLoader, not an iterator "
-                f"({type(loader).__qualname__}); an iterator with get_state and set_state needs no skip_to"
-            )
-        if (sampler := drawing_sampler(loader)) is not None:
-            raise OptionError(
-                f"this {type(loader).__qualname__} draws its order from a random generator ({sampler}), so that its "
-                "batches would be others; use torchdata's StatefulDataLoader(shuffle=True), or a sampler whose order "
-                "depends on set_epoch alone"
-            )
-        if is_accelerate_loader(loader) and getattr(loader, "use_stateful_dataloader", False):
-            raise OptionError(
-                f"this {type(loader).__qualname__} of accelerate was made with use_stateful_dataloader=True, and "
-                "begins its first epoch before the first batch is requested, so that a resume would draw other random "
-                "numbers: leave use_stateful_dataloader out"
-            )
-        if global_batch_size is not None:
-            _check_batch_size(loader, global_batch_size)
-        self._batches: Iterator[Any] | None = None
-        self._epoch = self._taken = 0  # the epoch, and how many of its batches were taken
-        self._begun: dict[str, Any] = {}  # states of generators when the epoch began
-        self._drawn: list[str] = []  # its own, and those of the global ones that have changed by its first batch
-        self._restored: Mapping[str, Any] = {}
-        self.position = position
-
-    def __next__(self) -> Any:
-        if self._batches is None:
-            self._go_to(self.position)
-        batch = self._draw()
-        self.position += 1
-        return batch
-
-    @property
-    def replicated_state(self) -> bool:
-        """Whether the position is one of all processes: the number of global samples before it."""
-        return self._global_batch_size is not None
-
-    def get_state(self) -> dict[str, Any]:
-        """Return the position: in batches, or with ``global_batch_size`` as an epoch and the samples taken of it.
-
-        With batches, it holds the states of generators from which the loader draws.
-        """
-        if self._global_batch_size is None:
-            return {"position": self.position, **self._generators()}
-        epoch, batches = divmod(self.position, self._length()) if self._length() else (0, self.position)
-        return {"epoch": epoch, "samples": batches * self._global_batch_size}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from another position; the loader begins with the next batch."""
-        self._restored = state
-        if "samples" in state:
-            self.position = self._position_of(_position(state["epoch"]), _position(state["samples"]))
-        else:
-            self.position = _position(state["position"])
-        self._batches = None
-
-    def _position_of(self, epoch: int, samples: int) -> int:
-        """Return the number of batches before a position that is one of all processes."""
-        size = self._global_batch_size
-        if size is None:
-            raise StateError(
-                f"the position was saved in samples of all processes ({samples} of epoch {epoch}): give skip_to the "
-                "global_batch_size, the number of samples that all processes take in a step"
-            )
-        if samples % size:
-            raise StateError(
-                f"the position is {samples} samples after the start of epoch {epoch}, which is no multiple of "
-                f"global_batch_size={size}: choose one that divides {samples}, or the one of the save"
-            )
-        batches, length = samples // size, self._length()
-        if batches > length and length:
-            raise StateError(
-                f"the position is {samples} samples after the start of epoch {epoch}, and an epoch of this loader has "
-                f"{length} batches of {size}: give it the data of the save"
-            )
-        return epoch * length + batches
-
-    def begin(self) -> None:
-        """Go to the position at once, if it is within an epoch; otherwise the next batch begins the next epoch."""
-        length = self._length()
-        if self.position % length if length else self.position:
-            self._go_to(self.position)
-
-    def _length(self) -> int:
-        try:
-            return len(self._loader)
-        except TypeError:  # It has no length, or its dataset has none.
-            return 0
-
-    def _generators(self) -> dict[str, Any]:
-        """Return the part of the state that tells from which generators the next iterator is to begin."""
-        if self._batches is None or not self._drawn:
-            return {name: self._restored[name] for name in (_TAKEN, _BEGUN) if name in self._restored}
-        # The next epoch begins from what the loader's own generators are then, and from what global ones are.
-        states = _states_of_own(self._loader) if self._taken == self._length() else self._begun
-        kept = {name: states[name] for name in self._drawn if name in states}
-        return {_TAKEN: [self._epoch, self._taken], _BEGUN: kept}
-
-    def _go_to(self, position: int) -> None:
-        """Draw the batches of the epoch before a position again; then, global generators are as they were before."""
-        length, states = self._length(), self._restored.get(_BEGUN, {})
-        epoch, taken = divmod(position, length) if length else self._restored.get(_TAKEN, (0, position))
-        self._restored = {}
-        workers = getattr(self._loader, "num_workers", 0)
-        if workers and ((taken and not states) or (epoch and getattr(self._loader, "persistent_workers", False))):
-            _warn_of_new_workers(self._loader)
-        own = _own_generators(self._loader)
-        for name in states.keys() & own.keys():
-            restore_state(own[name], states[name])
-        before = as_tree(capture()) if states and taken else {}
-        restore({name: states[name] for name in states.keys() & before.keys()})
-        self._begin(epoch)
-        for _ in range(taken):
-            self._draw()
-        restore(before)
-
-    def _begin(self, epoch: int) -> None:
-        for part in (
-            self._loader,
-            getattr(self._loader, "sampler", None),
-            getattr(self._loader, "batch_sampler", None),
-        ):
-            if callable(set_epoch := getattr(part, "set_epoch", None)):
-                set_epoch(epoch)
-        if _FABRIC_EPOCH in getattr(self._loader, "__dict__", ()):
-            setattr(self._loader, _FABRIC_EPOCH, epoch)
-        self._begun, self._drawn = as_tree(capture()) | _states_of_own(self._loader), []
-        self._epoch, self._taken, self._batches = epoch, 0, iter(self._loader)
-
-    def _draw(self) -> Any:
-        assert self._batches is not None
-        for batch in self._batches:
-            if not self._taken:
-                now = as_tree(capture())
-                self._drawn = [name for name, one in self._begun.items() if not same_state(one, now.get(name))]
-            self._taken += 1
-            return batch
-        if not self._taken:
-            raise StopIteration
-        self._begin(self._epoch + 1)
-        return self._draw()
-
-
-def skip_to(loader: Iterable[Any], n: int = 0, *, global_batch_size: int | None = None) -> LoaderPosition:
-    """Return the batches of a plain loader from one of them on, as an iterator whose position can be saved.
-
-    The loader starts again in each epoch, without end. It must give the same batches each time, or depend on the epoch
-    alone: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called. Unless
-    its position is one of all processes (``global_batch_size``, or ``replicated`` of a callback), it may also draw its
-    order, or the seeds of its workers, from random generators as an epoch begins: from the global ones of Python, numpy
-    and torch, or those in its attributes or its sampler's or dataset's.
-    Where the loader has a length, whole epochs are skipped at once; the other batches are drawn again and dropped.
-
-    Args:
-        loader: What ``for batch in loader`` goes through: a ``DataLoader``, a list, an object with ``__iter__``.
-        n: How many batches to skip, over all epochs: the number of those that a run has taken.
-        global_batch_size: The number of samples that all processes together take in a step. It declares that the
-            processes divide one order among them, each step the next samples of it, as torch's ``DistributedSampler``
-            does: the position counts samples of this order, and belongs to any number of processes. The loader of each
-            process has batches of ``global_batch_size`` divided by the number of processes. With ``drop_last``, give
-            it to the sampler and to the loader. The last samples of an epoch are those that the sampler makes of them:
-            torch's repeats some, or with ``drop_last`` leaves some out, where the processes do not divide the epoch.
-
-    Returns:
-        The iterator. It has ``get_state`` and ``set_state``, so that callbacks and ``holdfast.graph`` save and restore
-        it as any other.
-
-    Raises:
-        OptionError: The loader is an iterator, which cannot be restarted, or a ``DataLoader`` that shuffles by a
-            random generator; or its batches are not the share of one process in ``global_batch_size``.
-
-    >>> batches = skip_to(["a", "b", "c"], 4)
-    >>> next(batches), next(batches), next(batches), batches.position
-    ('b', 'c', 'a', 7)
-    """
-    return LoaderPosition(loader, _position(n), global_batch_size)
-
-
-def _check_batch_size(loader: Any, global_batch_size: int) -> None:
-    """Raise OptionError if the batches of a loader, as far as it tells, are not the share of one process."""
-    if type(global_batch_size) is not int or global_batch_size < 1:
-        raise OptionError(f"global_batch_size={global_batch_size!r} must be a number of samples, from 1")
-    size = getattr(loader, "batch_size", None)
-    count = getattr(getattr(loader, "sampler", None), "num_replicas", None)
-    if type(size) is int and type(count) is int and size * count != global_batch_size:
-        raise OptionError(
-            f"global_batch_size={global_batch_size}, but the {type(loader).__qualname__} has batches of {size} in each "
-            f"of {count} processes, which are {size * count}: give it batch_size={global_batch_size} // {count}, and "
-            "choose a global_batch_size that the number of processes divides"
-        )
-
-
-def _position(value: Any) -> int:
-    if not hasattr(value, "__index__") or value.__index__() < 0:
-        raise OptionError(f"{value!r:.60} is not a number of batches")
-    return int(value.__index__())
-
-
 # ---- torchdata's StatefulDataLoader
 
 _OWN_STATE, _GENERATORS = "holdfast.loader", "holdfast.generators"
 _KNOWN_ORDER = ("SequentialSampler", "DistributedSampler", "_InfiniteConstantSampler")  # samplers that need no state
-
-
-def drawing_sampler(loader: Any) -> str | None:
-    """Return the name of a sampler that draws a loader's order, which no state can bring back, or None."""
-    for sampler in _samplers(loader):
-        if any(kind.__name__ in _DRAWING and kind.__module__.startswith("torch.") for kind in type(sampler).__mro__):
-            return type(sampler).__name__
-    return None
-
-
-def generators_of(loader: object) -> dict[str, Any]:
-    """Return the generators that a loader or one of its parts holds, each once, by a name such as ``sampler.rng``."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    parts = {
-        "loader": loader,
-        "sampler": getattr(loader, "sampler", None),
-        "batch_sampler": batch_sampler,
-        "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
-        "dataset": getattr(loader, "dataset", None),
-    }
-    found: dict[int, tuple[str, Any]] = {}
-    for part, owner in parts.items():
-        for name, value in getattr(owner, "__dict__", {}).items():
-            if is_generator(value):
-                found.setdefault(id(value), (f"{part}.{name}", value))
-    return dict(found.values())
-
-
-def _own_generators(loader: object) -> dict[str, Any]:
-    """Return the generators of a loader without the global ones, which a loader may hold as well."""
-    torch: Any = loaded("torch")
-    shared = [getattr(random.random, "__self__", None), getattr(np.random.rand, "__self__", None)]
-    shared.append(None if torch is None else torch.default_generator)
-    found = generators_of(loader)
-    return {name: one for name, one in found.items() if not any(one is known for known in shared)}
-
-
-def _states_of_own(loader: object) -> dict[str, Any]:
-    return {name: decode_state(state_of(one)) for name, one in _own_generators(loader).items()}
-
-
-def _samplers(loader: Any) -> list[Any]:
-    return [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
 
 
 def _with_generators(loader: Any, state: Any) -> Any:
@@ -611,20 +323,25 @@ def restore_loader(loader: Any, state: Any, *, begins: bool = True) -> int | Non
 
 def _set_by_parts(loader: Any, states: Mapping[str, Any]) -> set[str]:
     """Return the names of the generators that a sampler or dataset sets from a state of its own, to draw again."""
-    parts = {"sampler", "batch_sampler", "batch_sampler.sampler"} | (set() if loader.num_workers else {"dataset"})
-    own, found = generators_of(loader), set()
-    for name in states.keys() & own.keys():
-        part, _, _ = name.rpartition(".")
-        if part not in parts or _methods(owner := operator.attrgetter(part)(loader)) != _METHODS[1]:
-            continue
-        before, state = state_of(own[name]), owner.state_dict()
-        restore_state(own[name], states[name])
-        saved = state_of(own[name])
-        owner.load_state_dict(state)
-        if not same_state(saved, state_of(own[name])):
+    found = set()
+    for name, generator in generators_of(loader).items():
+        place = name.rpartition(".")[0]
+        is_part = place != "loader" and not (place == "dataset" and loader.num_workers)  # workers have copies of it
+        part = operator.attrgetter(place)(loader) if is_part else None
+        if name in states and _methods(part) == _METHODS[1] and _sets(part, generator, states[name]):
             found.add(name)
-        restore_state(own[name], before)
     return found
+
+
+def _sets(part: Any, generator: Any, state: Any) -> bool:
+    """Return whether a part of a loader sets a generator, which has a saved state, as it loads a state of its own."""
+    before, own = generator_state(generator), part.state_dict()
+    restore_state(generator, state)
+    saved = generator_state(generator)
+    part.load_state_dict(own)
+    is_set = not same_state(saved, generator_state(generator))
+    set_generator_state(generator, before)
+    return is_set
 
 
 def _yielded(state: Mapping[str, Any]) -> int:
@@ -648,8 +365,8 @@ def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
     """Warn of random numbers that will differ when a loader of torchdata continues in the middle of an epoch."""
     ended = state.get("_iterator_finished") or _yielded(state) in (0, _length(loader))
     if loader.num_workers and (not ended or loader.persistent_workers):
-        _warn_of_new_workers(loader)
-    for sampler in () if ended else _samplers(loader):
+        warn_of_new_workers(loader)
+    for sampler in () if ended else samplers_of(loader):
         kinds = {kind.__name__ for kind in type(sampler).__mro__}
         in_torchdata = type(sampler).__module__.startswith("torchdata.")
         if sampler is not None and not in_torchdata and not kinds & set(_KNOWN_ORDER) and _methods(sampler) is None:
@@ -660,15 +377,6 @@ def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
                 type(loader).__qualname__,
             )
             return
-
-
-def _warn_of_new_workers(loader: Any) -> None:
-    _logger.warning(
-        "a %s continues with new worker processes, whose random generators cannot be saved: each sample comes when "
-        "it would have come, but where the dataset draws random numbers in the workers, as augmentation does, it "
-        "draws others",
-        type(loader).__qualname__,
-    )
 
 
 def warn_of_held_records(name: str, thing: object) -> None:

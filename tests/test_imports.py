@@ -27,7 +27,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {  # of modules and folders: ea
     "engine": (
         SHARED,
         PURE,
-        ("streams", "generators", "steps"),
+        ("generators", "steps"),
+        ("loaders",),
         ("stateful",),
         ("arrays",),
         ("handlers",),

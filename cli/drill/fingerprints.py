@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.generators import as_tree, capture
+from ...engine.generators import as_tree, capture, is_generator
 from ...engine.pytree import is_torch_tensor, loaded
-from ...engine.stateful import is_generator, state_of
+from ...engine.stateful import state_of
 from .plan import Fact, Kind
 
 _Space = tuple[str, str, dict[str, Any]]  # (prefix of the names, place in the program, variables)

@@ -20,15 +20,9 @@ import torch
 
 from ...engine.errors import OptionError, StateError, shortened
 from ...engine.generators import as_tree, capture, restore, same_state
+from ...engine.loaders import generators_of, is_torchdata_loader, position_of, set_position
 from ...engine.pytree import loaded
-from ...engine.stateful import (
-    generators_of,
-    is_replicated,
-    restore_state,
-    state_of,
-    warn_of_lost_draws,
-)
-from ...engine.streams import is_torchdata_loader, position_of, set_position
+from ...engine.stateful import is_replicated, restore_state, state_of, warn_of_lost_draws
 from .wall import (
     begin_counting,
     draws_ahead,
@@ -54,10 +48,7 @@ def loader_states(loaders: Sequence[object]) -> list[Any]:
 def replicated_states(loaders: Sequence[object], names: Collection[str] = ()) -> list[int]:
     """Return which of the states of :func:`loader_states` are declared to be those of all processes.
 
-    Loaders declare it themselves, or ``names`` has ``loaders`` or one such as ``loaders/0``.
-
-    Raises:
-        OptionError: A name is that of no loader.
+    Loaders declare it themselves, or ``names`` has ``loaders`` or one such as ``loaders/0``; of no loader, OptionError.
     """
     stateful = _stateful(loaders)
     named = {name: range(len(stateful)) for name in names if name == "loaders"}
@@ -76,14 +67,9 @@ def load_loader_states(
 ) -> set[str]:
     """Restore the states that :func:`loader_states` returned in the loaders that carry a state.
 
-    Args:
-        loaders: All loaders.
-        saved: The states.
-        generators: The states of the loaders' generators at the save, if they are to be restored, too.
-
-    Returns:
-        The names of the generators that loaders have set to other states than those, such as to the one from which an
-        iterator draws the order of the epoch again.
+    ``generators`` are the states of the loaders' generators at the save, if they are to be restored, too. Return the
+    names of those that loaders have set to other states, such as to the one from which an iterator draws the order
+    again.
     """
     stateful = _stateful(loaders)
     if len(stateful) != len(saved):
@@ -102,12 +88,9 @@ def load_loader_states(
 
 
 class NotedStates:
-    """The states of loaders before their last batches: of each the last two that differ, newest first.
+    """The states of loaders before their last batches: ``earlier`` has of each the last two that differ, newest first.
 
     The states of torchdata's loaders are left out, because they tell whether an epoch has ended.
-
-    Attributes:
-        earlier: These states by loader, of those that carry one.
     """
 
     def __init__(self, loaders: Sequence[object], earlier: Sequence[Sequence[Any]] = ()) -> None:
@@ -196,12 +179,9 @@ def end_loader_epoch(
 ) -> set[str]:
     """Take the loaders that carry a state to the end of an epoch, from where they begin the next one or continue.
 
-    Args:
-        loaders: All loaders.
-        saved: The states at the end of the epoch of those that carry one.
-        earlier: What :class:`NotedStates` had before the last batch; steps of earlier versions do not have it.
-        length: The number of batches of the epoch, where it was known before its end.
-        generators: As in :func:`load_loader_states`, like what is returned.
+    ``saved`` has their states at its end, ``earlier`` those before the last batch, which steps of earlier versions do
+    not have; ``length`` is the number of its batches, where it was known before the end. Else as
+    :func:`load_loader_states`.
     """
     own = load_loader_states(loaders, saved, generators)
     for index, (loader, end) in enumerate(zip(_stateful(loaders), saved, strict=True)):
@@ -358,12 +338,9 @@ def prefetched(fetcher: Any) -> list[Any]:
 
 
 def begin_within(fetcher: Any, ahead: Mapping[str, Any] | None, ended: Sequence[bool]) -> None:
-    """Make the iterator of a fetcher within an epoch.
+    """Make the iterator of a fetcher within an epoch, in which some loaders had ended before the next batch.
 
-    Args:
-        fetcher: The fetcher.
-        ahead: The batches drawn ahead, and whether the loop has had the last one; None if there are none yet.
-        ended: Which loaders have ended in this epoch, before the batch that is to be drawn.
+    ``ahead`` has the batches drawn ahead, and whether the loop has had the last one; None if there are none yet.
     """
     if ahead is None and not draws_ahead(fetcher):
         iter(fetcher)
@@ -566,11 +543,7 @@ def batch_sizes(loaders: Sequence[Any]) -> list[int | None]:
 
 
 def batch_size_ratio(saved: Sequence[int | None] | None, loaders: Sequence[Any]) -> Fraction:
-    """Return how many batches have as many samples as one of the save; 1 where the sizes are not known.
-
-    Raises:
-        StateError: The ratio differs between the loaders, so no number of batches is the same position in all.
-    """
+    """Return how many batches have as many samples as one of the save, or 1; StateError where the loaders differ."""
     sizes = batch_sizes(loaders)
     if saved is None or len(saved) != len(sizes):
         return Fraction(1)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError
 from ...engine.generators import capture, same_state
-from ...engine.streams import check_stream
+from ...engine.loaders import check_stream
 from ..options import Reshard
 from . import epoch
 from .epoch import MOST, Drawing, ModuleSwitches, draws_in_process, warn_of_draws

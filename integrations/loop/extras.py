@@ -13,10 +13,16 @@ import numpy as np
 from ...engine.distributed import current_coordinator
 from ...engine.errors import OptionError, TreeMismatchError
 from ...engine.handlers import DEFAULT_REGISTRY, fresh_types
+from ...engine.loaders import (
+    check_stream,
+    drawing_sampler,
+    has_none_left,
+    is_accelerate_loader,
+    is_torchdata_loader,
+)
 from ...engine.pytree import FreshTypes, flatten, is_nnx, is_torch_tensor
 from ...engine.stateful import (
     begins_epoch,
-    drawing_sampler,
     is_plain,
     is_replicated,
     is_stateful,
@@ -25,7 +31,6 @@ from ...engine.stateful import (
     state_of,
     warn_of_held_records,
 )
-from ...engine.streams import check_stream, has_none_left, is_accelerate_loader, is_torchdata_loader
 from .announce import announce
 from .objects import is_versioned, searched
 from .states import LoopArguments, check_depth

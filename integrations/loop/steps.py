@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError, shortened
 from ...engine.generators import GlobalGenerators, capture
 from ...engine.handlers import check_savable
+from ...engine.loaders import without_generators
 from ...engine.manager import CheckpointManager, part_of_save, plain_metrics
 from ...engine.pytree import FreshTypes
-from ...engine.stateful import encode_state, is_actor, state_of, without_generators
+from ...engine.stateful import encode_state, is_actor, state_of
 from .extras import (
     CHECKSUMS,
     GLOBAL_GENERATORS,

@@ -33,6 +33,7 @@ from .engine.handlers import SaveArgs as SaveArgs
 from .engine.inspection import describe as describe
 from .engine.inspection import verify as verify
 from .engine.listing import list_checkpoints as list_checkpoints
+from .engine.loaders import skip_to as skip_to
 from .engine.manager import CheckpointManager as CheckpointManager
 from .engine.manager import CheckpointManagerOptions as CheckpointManagerOptions
 from .engine.manager import Local as Local
@@ -44,7 +45,6 @@ from .engine.manager import record_metrics as record_metrics
 from .engine.pytree import Transform as Transform
 from .engine.pytree import apply_transformations as apply_transformations
 from .engine.sources import open as open  # noqa: A004
-from .engine.stateful import skip_to as skip_to
 from .integrations.formats.convert import export_checkpoint as export_checkpoint
 from .integrations.formats.convert import import_checkpoint as import_checkpoint
 from .integrations.formats.orbax.export import add_orbax_metadata as add_orbax_metadata

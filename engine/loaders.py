@@ -1,0 +1,421 @@
+"""The places of loaders in their data: of plain ones, and of iterable datasets of Hugging Face, which need care."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from .errors import OptionError, StateError
+from .generators import as_tree, capture, generator_state, is_generator, restore, same_state, set_generator_state
+from .pytree import loaded
+
+_logger = logging.getLogger("holdfast")
+
+# ---- iterable datasets of Hugging Face, alone or in a loader of torchdata
+#
+# Until an iterator has begun where such a dataset was restored, the dataset tells an earlier place; and it lets all
+# later iterators of the epoch begin there as well. So a state is passed to it as one that only its next iterator takes.
+
+_STREAM = "examples_iterable"  # the place in the data, beside the epoch, in a state of such a dataset
+_DATASET, _FINISHED = "dataset_state", "_iterator_finished"  # of a dataset, in the state of a loader of torchdata
+
+
+def is_torchdata_loader(thing: object) -> bool:
+    kind: Any = type(thing)  # mypy does not take a class for hashable.
+    return _derives(kind, "StatefulDataLoader", "torchdata.")
+
+
+def is_accelerate_loader(thing: object) -> bool:
+    """Return whether an object is a loader that ``Accelerator.prepare`` has made, which passes for the one in it."""
+    kind: Any = type(thing)
+    return _derives(kind, "DataLoaderAdapter", "accelerate.")
+
+
+@functools.lru_cache(maxsize=256)  # Every step asks.
+def _derives(kind: Any, name: str, package: str) -> bool:
+    """Return whether a class is one of a package, by its name, or derived from it."""
+    return any(one.__name__ == name and one.__module__.startswith(package) for one in kind.__mro__)
+
+
+class _Start(dict[str, Any]):
+    """A state of a dataset that its next iterator takes; the dataset lets all iterators of an epoch begin there."""
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        if key == _STREAM:  # An iterator asks for it last.
+            self.clear()
+        return value
+
+
+def position_of(thing: Any, getter: str = "state_dict") -> Any:
+    """Return what the method of an object returns as its state.
+
+    A dataset of Hugging Face tells an earlier place until an iterator has begun where it was restored.
+    """
+    state, dataset = getattr(thing, getter)(), _streamed(thing)
+    start = getattr(dataset, "_starting_state_dict", None)
+    if dataset is None or not isinstance(start, _Start) or start.get("epoch") != dataset.epoch:
+        return state
+    return dict(start.items()) if dataset is thing else {**state, _DATASET: dict(start.items())}
+
+
+def set_position(thing: Any, state: Any, setter: str = "load_state_dict") -> None:
+    """Pass a state to the method of an object; a dataset of Hugging Face begins there once, in the saved epoch."""
+    if (dataset := _streamed(thing)) is not None:
+        for epoch in _epochs_of(state):
+            dataset.set_epoch(epoch)
+        if dataset is thing:
+            state = _Start(state)
+        elif not thing.num_workers:
+            is_left = state.get(_DATASET) and not state[_FINISHED]
+            state = {**state, _DATASET: _Start(state[_DATASET]) if is_left else None}
+    getattr(thing, setter)(state)
+
+
+def has_none_left(thing: Any) -> bool:
+    """Return whether an object is a dataset of Hugging Face that was restored at the end of an epoch."""
+    if (dataset := _streamed(thing)) is None or dataset is not thing:
+        return False
+    state, nothing = position_of(dataset), object()
+    is_at_end = next(iter(dataset), nothing) is nothing
+    set_position(dataset, state)
+    return is_at_end
+
+
+def check_stream(name: str, thing: Any) -> None:
+    """Warn of examples that a dataset of Hugging Face does not save; raise OptionError if its version loses a place."""
+    if (dataset := _streamed(thing)) is None:
+        return
+    version = getattr(sys.modules.get("datasets"), "__version__", "unknown")
+    if version == "5.0.0" or "epoch" not in dataset.state_dict():
+        raise OptionError(
+            f"{name} reads a dataset of datasets {version}, whose state does not follow its place after a resume: "
+            "install datasets 3.4 or newer, but not 5.0.0, or pass hf.skip_to(loader)"
+        )
+    if getattr(thing, "persistent_workers", False):
+        _logger.warning(
+            "%s reads a dataset of Hugging Face in workers that live across epochs: after a resume, each later epoch "
+            "begins there again, unless the program calls set_epoch of the dataset at every epoch; "
+            "persistent_workers=False needs no set_epoch",
+            name,
+        )
+    if _is_buffered(dataset):
+        _logger.warning(
+            "%s shuffles a dataset of Hugging Face in a buffer, whose examples are not in its state: a resume leaves "
+            "them out of their epoch. hf.skip_to(loader) continues exactly, if shuffle has a seed: it draws the "
+            "earlier batches again. So does a Dataset that is shuffled before to_iterable_dataset()",
+            name,
+        )
+
+
+def _streamed(thing: Any) -> Any | None:
+    """Return an iterable dataset of Hugging Face, or the one that a loader of torchdata reads."""
+    found = thing.dataset if is_torchdata_loader(thing) else thing
+    is_stream = _derives(found.__class__, "IterableDataset", "datasets.") and hasattr(found, "state_dict")
+    return found if is_stream else None
+
+
+def _epochs_of(state: Any) -> Iterator[int]:
+    """Generate the epochs in a state of a dataset, or of each worker of a loader; all are the same."""
+    if isinstance(state, dict):
+        if state.keys() == {_STREAM, "epoch"}:
+            yield state["epoch"]
+        else:
+            for part in state.values():
+                yield from _epochs_of(part)
+
+
+def _is_buffered(dataset: Any) -> bool:
+    open_ = [getattr(dataset, "_ex_iterable", None)]
+    for one in open_:
+        if type(one).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        open_ += [getattr(one, "ex_iterable", None), *getattr(one, "ex_iterables", ())] if one is not None else []
+    return False
+
+
+# ---- loaders without a state
+
+_FABRIC_EPOCH = "_num_iter_calls"  # loaders of Lightning's Fabric tell their sampler the epoch by this attribute
+_DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # samplers of torch
+_TAKEN = "taken"  # the epoch, and how many of its batches were taken
+_BEGUN = "generators"  # their states by name when the epoch began, or at its end
+
+
+class LoaderPosition(Iterator[Any]):
+    """The batches of a loader, epoch after epoch, from one of them on; see :func:`skip_to`.
+
+    A resume draws the earlier batches of the epoch again, from the states that random generators had when it began: a
+    loader may draw its order from them, and the seeds of its workers.
+
+    Attributes:
+        position: The number of batches that were taken, over all epochs.
+    """
+
+    def __init__(self, loader: Any, position: int, global_batch_size: int | None = None) -> None:
+        self._loader: Any = loader
+        self._global_batch_size = global_batch_size
+        if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
+            raise OptionError(
+                f"skip_to needs a loader that can be restarted, such as a list or a DataLoader, not an iterator "
+                f"({type(loader).__qualname__}); an iterator with get_state and set_state needs no skip_to"
+            )
+        if (sampler := drawing_sampler(loader)) is not None:
+            raise OptionError(
+                f"this {type(loader).__qualname__} draws its order from a random generator ({sampler}), so that its "
+                "batches would be others; use torchdata's StatefulDataLoader(shuffle=True), or a sampler whose order "
+                "depends on set_epoch alone"
+            )
+        if is_accelerate_loader(loader) and getattr(loader, "use_stateful_dataloader", False):
+            raise OptionError(
+                f"this {type(loader).__qualname__} of accelerate was made with use_stateful_dataloader=True, and "
+                "begins its first epoch before the first batch is requested, so that a resume would draw other random "
+                "numbers: leave use_stateful_dataloader out"
+            )
+        if global_batch_size is not None:
+            _check_batch_size(loader, global_batch_size)
+        self._batches: Iterator[Any] | None = None
+        self._epoch = self._taken = 0  # the epoch, and how many of its batches were taken
+        self._begun: dict[str, Any] = {}  # states of generators when the epoch began
+        self._drawn: list[str] = []  # its own, and those of the global ones that have changed by its first batch
+        self._restored: Mapping[str, Any] = {}
+        self.position = position
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._go_to(self.position)
+        batch = self._draw()
+        self.position += 1
+        return batch
+
+    @property
+    def replicated_state(self) -> bool:
+        """Whether the position is one of all processes: the number of global samples before it."""
+        return self._global_batch_size is not None
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position: in batches, or with ``global_batch_size`` as an epoch and the samples taken of it.
+
+        With batches, it holds the states of generators from which the loader draws.
+        """
+        if self._global_batch_size is None:
+            return {"position": self.position, **self._generators()}
+        epoch, batches = divmod(self.position, self._length()) if self._length() else (0, self.position)
+        return {"epoch": epoch, "samples": batches * self._global_batch_size}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from another position; the loader begins with the next batch."""
+        self._restored = state
+        if "samples" in state:
+            self.position = self._position_of(_position(state["epoch"]), _position(state["samples"]))
+        else:
+            self.position = _position(state["position"])
+        self._batches = None
+
+    def _position_of(self, epoch: int, samples: int) -> int:
+        """Return the number of batches before a position that is one of all processes."""
+        size = self._global_batch_size
+        if size is None:
+            raise StateError(
+                f"the position was saved in samples of all processes ({samples} of epoch {epoch}): give skip_to the "
+                "global_batch_size, the number of samples that all processes take in a step"
+            )
+        if samples % size:
+            raise StateError(
+                f"the position is {samples} samples after the start of epoch {epoch}, which is no multiple of "
+                f"global_batch_size={size}: choose one that divides {samples}, or the one of the save"
+            )
+        batches, length = samples // size, self._length()
+        if batches > length and length:
+            raise StateError(
+                f"the position is {samples} samples after the start of epoch {epoch}, and an epoch of this loader has "
+                f"{length} batches of {size}: give it the data of the save"
+            )
+        return epoch * length + batches
+
+    def begin(self) -> None:
+        """Go to the position at once, if it is within an epoch; otherwise the next batch begins the next epoch."""
+        length = self._length()
+        if self.position % length if length else self.position:
+            self._go_to(self.position)
+
+    def _length(self) -> int:
+        try:
+            return len(self._loader)
+        except TypeError:  # It has no length, or its dataset has none.
+            return 0
+
+    def _generators(self) -> dict[str, Any]:
+        """Return the part of the state that tells from which generators the next iterator is to begin."""
+        if self._batches is None or not self._drawn:
+            return {name: self._restored[name] for name in (_TAKEN, _BEGUN) if name in self._restored}
+        # The next epoch begins from what the loader's own generators are then, and from what global ones are.
+        states = _states_of_own(self._loader) if self._taken == self._length() else self._begun
+        kept = {name: states[name] for name in self._drawn if name in states}
+        return {_TAKEN: [self._epoch, self._taken], _BEGUN: kept}
+
+    def _go_to(self, position: int) -> None:
+        """Draw the batches of the epoch before a position again; then, global generators are as they were before."""
+        length, states = self._length(), self._restored.get(_BEGUN, {})
+        epoch, taken = divmod(position, length) if length else self._restored.get(_TAKEN, (0, position))
+        self._restored = {}
+        workers = getattr(self._loader, "num_workers", 0)
+        if workers and ((taken and not states) or (epoch and getattr(self._loader, "persistent_workers", False))):
+            warn_of_new_workers(self._loader)
+        own = _own_generators(self._loader)
+        for name in states.keys() & own.keys():
+            set_generator_state(own[name], states[name])
+        before = as_tree(capture()) if states and taken else {}
+        restore({name: states[name] for name in states.keys() & before.keys()})
+        self._begin(epoch)
+        for _ in range(taken):
+            self._draw()
+        restore(before)
+
+    def _begin(self, epoch: int) -> None:
+        for part in (
+            self._loader,
+            getattr(self._loader, "sampler", None),
+            getattr(self._loader, "batch_sampler", None),
+        ):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+        if _FABRIC_EPOCH in getattr(self._loader, "__dict__", ()):
+            setattr(self._loader, _FABRIC_EPOCH, epoch)
+        self._begun, self._drawn = as_tree(capture()) | _states_of_own(self._loader), []
+        self._epoch, self._taken, self._batches = epoch, 0, iter(self._loader)
+
+    def _draw(self) -> Any:
+        assert self._batches is not None
+        for batch in self._batches:
+            if not self._taken:
+                now = as_tree(capture())
+                self._drawn = [name for name, one in self._begun.items() if not same_state(one, now.get(name))]
+            self._taken += 1
+            return batch
+        if not self._taken:
+            raise StopIteration
+        self._begin(self._epoch + 1)
+        return self._draw()
+
+
+def skip_to(loader: Iterable[Any], n: int = 0, *, global_batch_size: int | None = None) -> LoaderPosition:
+    """Return the batches of a plain loader from one of them on, as an iterator whose position can be saved.
+
+    The loader starts again in each epoch, without end. It must give the same batches each time, or depend on the epoch
+    alone: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called. Unless
+    its position is one of all processes (``global_batch_size``, or ``replicated`` of a callback), it may also draw its
+    order, or the seeds of its workers, from random generators as an epoch begins: from the global ones of Python, numpy
+    and torch, or those in its attributes or its sampler's or dataset's.
+    Where the loader has a length, whole epochs are skipped at once; the other batches are drawn again and dropped.
+
+    Args:
+        loader: What ``for batch in loader`` goes through: a ``DataLoader``, a list, an object with ``__iter__``.
+        n: How many batches to skip, over all epochs: the number of those that a run has taken.
+        global_batch_size: The number of samples that all processes together take in a step. It declares that the
+            processes divide one order among them, each step the next samples of it, as torch's ``DistributedSampler``
+            does: the position counts samples of this order, and belongs to any number of processes. The loader of each
+            process has batches of ``global_batch_size`` divided by the number of processes. With ``drop_last``, give
+            it to the sampler and to the loader. The last samples of an epoch are those that the sampler makes of them:
+            torch's repeats some, or with ``drop_last`` leaves some out, where the processes do not divide the epoch.
+
+    Returns:
+        The iterator. It has ``get_state`` and ``set_state``, so that callbacks and ``holdfast.graph`` save and restore
+        it as any other.
+
+    Raises:
+        OptionError: The loader is an iterator, which cannot be restarted, or a ``DataLoader`` that shuffles by a
+            random generator; or its batches are not the share of one process in ``global_batch_size``.
+
+    >>> batches = skip_to(["a", "b", "c"], 4)
+    >>> next(batches), next(batches), next(batches), batches.position
+    ('b', 'c', 'a', 7)
+    """
+    return LoaderPosition(loader, _position(n), global_batch_size)
+
+
+def _check_batch_size(loader: Any, global_batch_size: int) -> None:
+    """Raise OptionError if the batches of a loader, as far as it tells, are not the share of one process."""
+    if type(global_batch_size) is not int or global_batch_size < 1:
+        raise OptionError(f"global_batch_size={global_batch_size!r} must be a number of samples, from 1")
+    size = getattr(loader, "batch_size", None)
+    count = getattr(getattr(loader, "sampler", None), "num_replicas", None)
+    if type(size) is int and type(count) is int and size * count != global_batch_size:
+        raise OptionError(
+            f"global_batch_size={global_batch_size}, but the {type(loader).__qualname__} has batches of {size} in each "
+            f"of {count} processes, which are {size * count}: give it batch_size={global_batch_size} // {count}, and "
+            "choose a global_batch_size that the number of processes divides"
+        )
+
+
+def _position(value: Any) -> int:
+    if not hasattr(value, "__index__") or value.__index__() < 0:
+        raise OptionError(f"{value!r:.60} is not a number of batches")
+    return int(value.__index__())
+
+
+def without_generators(thing: object, state: Any) -> Any:
+    """Return what :func:`state_of` returned of an object, without states of generators that differ between processes.
+
+    Each process draws other seeds for the workers of its loader.
+    """
+    is_position = isinstance(thing, LoaderPosition) and isinstance(state, dict)
+    return {name: part for name, part in state.items() if name != _BEGUN} if is_position else state
+
+
+def drawing_sampler(loader: Any) -> str | None:
+    """Return the name of a sampler that draws a loader's order, which no state can bring back, or None."""
+    for sampler in samplers_of(loader):
+        if any(kind.__name__ in _DRAWING and kind.__module__.startswith("torch.") for kind in type(sampler).__mro__):
+            return type(sampler).__name__
+    return None
+
+
+def generators_of(loader: object) -> dict[str, Any]:
+    """Return the generators that a loader or one of its parts holds, each once, by a name such as ``sampler.rng``."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = {
+        "loader": loader,
+        "sampler": getattr(loader, "sampler", None),
+        "batch_sampler": batch_sampler,
+        "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
+        "dataset": getattr(loader, "dataset", None),
+    }
+    found: dict[int, tuple[str, Any]] = {}
+    for part, owner in parts.items():
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if is_generator(value):
+                found.setdefault(id(value), (f"{part}.{name}", value))
+    return dict(found.values())
+
+
+def _own_generators(loader: object) -> dict[str, Any]:
+    """Return the generators of a loader without the global ones, which a loader may hold as well."""
+    torch: Any = loaded("torch")
+    shared = [getattr(random.random, "__self__", None), getattr(np.random.rand, "__self__", None)]
+    shared.append(None if torch is None else torch.default_generator)
+    found = generators_of(loader)
+    return {name: one for name, one in found.items() if not any(one is known for known in shared)}
+
+
+def _states_of_own(loader: object) -> dict[str, Any]:
+    return {name: generator_state(one) for name, one in _own_generators(loader).items()}
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    return [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+
+
+def warn_of_new_workers(loader: Any) -> None:
+    _logger.warning(
+        "a %s continues with new worker processes, whose random generators cannot be saved: each sample comes when "
+        "it would have come, but where the dataset draws random numbers in the workers, as augmentation does, it "
+        "draws others",
+        type(loader).__qualname__,
+    )
