@@ -34,17 +34,9 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for 
 
 
 def checkpoints_at(place: str) -> Location:
-    """Return the location of the checkpoints that an argument names.
+    """Return the location of the checkpoints that an argument names: a manager's directory, or one checkpoint.
 
-    Args:
-        place: A path or URL: a manager's directory, the directory of one checkpoint, or a run directory with
-            ``checkpoints`` inside; or a checkpoint of another library, which may be a file.
-
-    Returns:
-        The manager's directory, or the one checkpoint.
-
-    Raises:
-        CheckpointNotFoundError: There is no such directory, and no file that is a checkpoint.
+    The directory of a run has them in ``checkpoints``. Raise CheckpointNotFoundError where there is nothing.
     """
     location = as_location(place).snapshot()
     if (location / RECORD).is_there():

@@ -48,11 +48,7 @@ def observer() -> Observer:
 
 
 class Heartbeat(Observer):
-    """Shows a supervisor the progress and the events of this process, and prints the stacks of its threads if asked to.
-
-    Args:
-        folder: Where the supervisor looks.
-    """
+    """Shows a supervisor the progress and the events of this process, and prints stacks of its threads if asked to."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / f"heartbeat.{os.getpid()}"

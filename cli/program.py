@@ -74,21 +74,12 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 class Program:
-    """One start of a command, in a process group of its own.
+    """One start of a command, in a process group of its own; an OSError says that it cannot be started.
 
     What the command starts becomes a child of this process when its parent dies (on Linux), so that nothing outlives
     :meth:`sweep`: the workers of torchrun, which have sessions of their own, among others. If this process dies, the
-    command gets SIGTERM.
-
-    Args:
-        command: The program and its arguments.
-        folder: Where the program leaves its events and heartbeats; a new one for every start.
-        signals: The signals to forward, already caught.
-        environment: Variables for the program in addition to those of this process.
-        output: A file for the output of the program; None leaves it to the terminal.
-
-    Raises:
-        OSError: The program cannot be started.
+    command gets SIGTERM. It leaves its events and heartbeats in ``folder``, a new one for every start, and prints to
+    ``output``, or to the terminal.
     """
 
     def __init__(
@@ -138,14 +129,9 @@ class Program:
         return found
 
     def wait(self, look: Callable[[], bool], limit: float | None = None) -> int | None:
-        """Forward signals until the program has ended; return its status as ``subprocess`` has it.
+        """Forward signals until the program has ended, ``look`` returns True, or ``limit`` seconds have passed.
 
-        Args:
-            look: Called every fraction of a second; returns whether to wait no longer.
-            limit: Seconds after which to wait no longer.
-
-        Returns:
-            The status, or None if the program is still running.
+        Return its status as ``subprocess`` has it, or None if it is still running.
         """
         until = None if limit is None else time.monotonic() + limit
         while (status := self._process.poll()) is None:
@@ -168,12 +154,7 @@ class Program:
         return max((when for when, _ in beats), default=self.began), max((step for _, step in beats), default=-1)
 
     def end_after_hang(self, grace: float, between: float) -> int:
-        """Have the program print the stacks of its threads, twice; end it, and return its status.
-
-        Args:
-            grace: Seconds between SIGTERM and SIGKILL.
-            between: Seconds between the two prints, which show what moves and what does not.
-        """
+        """Have the program print the stacks of its threads twice, some seconds apart; end it, and return its status."""
         alive = {self.pid, *_descendants(self.pid)}
         asked = [pid for path in self._folder.glob("stacks.*") if (pid := int(path.suffix[1:])) in alive]
         for _ in range(2):

@@ -84,13 +84,9 @@ class RunRecord:
 
 
 def kind_of(returncode: int, state: str | None, *, hung: bool, asked: bool) -> Kind:
-    """Return how a start of the program has ended.
+    """Return how a start of the program has ended; ``state`` is that of the :class:`RunRecord`.
 
-    Args:
-        returncode: The status of the program, as ``subprocess`` has it.
-        state: The state of the :class:`RunRecord`.
-        hung: Whether the supervisor has ended the program, as it made no progress.
-        asked: Whether the supervisor has forwarded a signal.
+    ``hung``: the supervisor has ended it, as it made no progress; ``asked``: the supervisor has forwarded a signal.
     """
     if hung and not (state == "finished" and returncode == 0):
         return "hung"

@@ -62,17 +62,11 @@ _EXPECTED = {
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """A checked configuration.
+    """A checked configuration."""
 
-    Attributes:
-        source: The file that it came from, for messages.
-        recipe: The recipe that it is for.
-        config: Every key with its value, defaults filled in.
-    """
-
-    source: str
+    source: str  # the file that it came from, for messages
     recipe: Recipe
-    config: Config
+    config: Config  # every key with its value, defaults filled in
 
     def resolved(self) -> dict[str, Any]:
         """Return every key with its value as plain data, the keys that identify the run first."""
@@ -86,11 +80,7 @@ class Configuration:
 
 
 def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuration:
-    """Read and check a configuration: a path or a bundled name, and ``key=value`` texts that override the file.
-
-    Raises:
-        ConfigError: Something is wrong; the message has one line for every problem.
-    """
+    """Read and check a configuration, and ``key=value`` texts that override it; ConfigError lists all problems."""
     document = _read(name, (), itertools.count())
     problems = document.problems
     if not isinstance(document.root, dict):
@@ -157,13 +147,10 @@ def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Documen
 
 
 def read_config(name: str) -> tuple[str, str]:
-    """Return the name of a configuration for error messages, and its text.
+    """Return the name of a configuration for error messages, and its text; ConfigError if there is none.
 
     ``name`` is a path, with or without ``.yaml``, or a bundled name such as ``flax_digits``, also written
     ``flax_digits.yaml`` or ``configs/flax_digits.yaml``. A file of that path goes first.
-
-    Raises:
-        ConfigError: There is no such configuration, or it is not a readable text file.
     """
     for path in (Path(name), Path(f"{name}.yaml")):
         if path.is_file():

@@ -12,15 +12,10 @@ CLASSES = 10
 
 
 class Images(NamedTuple):
-    """Images and their classes.
+    """Images and their classes."""
 
-    Attributes:
-        pixels: float32[n, 64], from 0 to 1.
-        labels: int32[n], from 0 to 9.
-    """
-
-    pixels: NDArray[np.float32]
-    labels: NDArray[np.int32]
+    pixels: NDArray[np.float32]  # [n, 64], from 0 to 1
+    labels: NDArray[np.int32]  # [n], from 0 to 9
 
     def part(self, chosen: slice | NDArray[np.int64]) -> Images:
         """Return some of the images."""
@@ -37,14 +32,9 @@ def split_digits(validation_fraction: float, seed: int) -> tuple[Images, Images]
 
 
 class Batches:
-    """Endless batches, shuffled again in every epoch.
+    """Endless batches, shuffled again in every epoch; the rest of an epoch that does not fill one is left out.
 
     The order depends on the seed and the epoch alone, so that two integers are the whole state.
-
-    Args:
-        images: What to draw from.
-        batch_size: Images in a batch; the rest of an epoch that does not fill one is left out.
-        seed: Decides the order.
     """
 
     def __init__(self, images: Images, batch_size: int, seed: int) -> None:

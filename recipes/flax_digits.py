@@ -21,12 +21,7 @@ from .schema import FlaxDigits
 
 
 class Classifier(nn.Module):
-    """A multilayer perceptron; every hidden layer is normalized over the batch.
-
-    Attributes:
-        hidden: Units of every hidden layer.
-        dropout: The share of the units dropped in training.
-    """
+    """A multilayer perceptron; every hidden layer is normalized over the batch."""
 
     hidden: Sequence[int]
     dropout: float

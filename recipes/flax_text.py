@@ -22,19 +22,12 @@ from .schema import FlaxText, TextModel
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A text as numbers.
+    """A text as numbers."""
 
-    Attributes:
-        alphabet: Every character that occurs, sorted.
-        training: int32[n], the indices of the characters to train on.
-        validation: int32[m], those held back.
-        fingerprint: The CRC-32 of the text; another version of Python has another text.
-    """
-
-    alphabet: str
-    training: NDArray[np.int32]
-    validation: NDArray[np.int32]
-    fingerprint: int
+    alphabet: str  # every character that occurs, sorted
+    training: NDArray[np.int32]  # the indices of the characters to train on
+    validation: NDArray[np.int32]  # those held back
+    fingerprint: int  # the CRC-32 of the text; another version of Python has another text
 
 
 def help_texts(validation_fraction: float) -> Corpus:
@@ -55,15 +48,9 @@ def windows(numbers: NDArray[np.int32], context: int, count: int) -> NDArray[np.
 
 
 class Windows:
-    """Endless batches of random windows, int32[batch_size, context + 1].
+    """Endless batches of random windows, int32[batch_size, context + 1], which have the one character to predict last.
 
     A batch depends on the seed and its number alone, so that one integer is the whole state.
-
-    Args:
-        corpus: The text to draw from.
-        batch_size: Windows in a batch.
-        context: Characters in a window, without the one more that is to be predicted last.
-        seed: Decides which windows.
     """
 
     def __init__(self, corpus: Corpus, batch_size: int, context: int, seed: int) -> None:
@@ -109,12 +96,7 @@ VALIDATION_WINDOWS = 128
 
 
 class Block(nnx.Module):
-    """Attention and a feed-forward layer, each normalized before and added to its input.
-
-    Args:
-        model: The sizes.
-        rngs: Where the initial weights and the dropout come from.
-    """
+    """Attention and a feed-forward layer, each normalized before and added to its input."""
 
     def __init__(self, model: TextModel, rngs: nnx.Rngs) -> None:
         self.attention_norm = nnx.LayerNorm(model.width, rngs=rngs)
@@ -133,14 +115,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Predicts the next character.
-
-    Args:
-        model: The sizes.
-        characters: Size of the alphabet.
-        context: The longest sequence, in characters.
-        rngs: Where the initial weights and the dropout come from.
-    """
+    """Predicts the next character of up to ``context``; the alphabet has so many."""
 
     def __init__(self, model: TextModel, characters: int, context: int, rngs: nnx.Rngs) -> None:
         self.tokens = nnx.Embed(characters, model.width, rngs=rngs)

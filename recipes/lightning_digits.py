@@ -27,11 +27,7 @@ LOGGERS = ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch
 
 
 class Classifier(LightningModule):
-    """A multilayer perceptron with dropout.
-
-    Args:
-        config: The sizes and the schedule.
-    """
+    """A multilayer perceptron with dropout."""
 
     def __init__(self, config: LightningDigits) -> None:
         super().__init__()
@@ -79,12 +75,7 @@ def learning_rate_factor(section: Schedule, step: int) -> float:
 
 
 class Report(Callback):
-    """Reports the progress, as the other recipes do, and remembers where the run began.
-
-    Args:
-        context: Where the progress goes.
-        train: How long to train, and when to validate.
-    """
+    """Reports the progress, as the other recipes do, and remembers where the run began."""
 
     def __init__(self, context: RunContext, train: TrainSection) -> None:
         self.context = context

@@ -35,11 +35,7 @@ class Problem:
 
 
 class ConfigError(OptionError):
-    """A configuration that cannot be used.
-
-    Attributes:
-        problems: Everything that is wrong, in the order of the file.
-    """
+    """A configuration that cannot be used: everything that is wrong, in the order of the file."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)

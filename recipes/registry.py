@@ -33,14 +33,9 @@ logger = logging.getLogger("holdfast.recipes")
 
 
 class Progress:
-    """Logs finished steps.
+    """Logs finished steps: a line every so many, and at the end; ``start`` of the ``total`` were done before.
 
     Metrics may be scalars on a device: they are fetched only for a line, so that the loop does not wait in between.
-
-    Args:
-        start: The steps that were done before.
-        total: The steps of the run.
-        interval: Log a line every so many steps, and at the end.
     """
 
     def __init__(self, start: int, total: int, interval: int) -> None:
@@ -106,22 +101,14 @@ class MissingExtraError(HoldfastError, ImportError):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A training program.
+    """A training program."""
 
-    Attributes:
-        name: The value of the ``recipe`` key of a configuration; also the module's name.
-        summary: One line for users.
-        schema: The model of its configuration.
-        extra: The extra of holdfast that it needs, as in ``pip install 'holdfast[flax]'``.
-        packages: The import names of the packages that it needs beyond the recipes' own requirements.
-        function: The program, where it is imported already; None for the modules of this package.
-    """
-
-    name: str
-    summary: str
+    name: str  # the value of the ``recipe`` key of a configuration, and the name of the module
+    summary: str  # one line for users
     schema: type[Config]
-    extra: str = ""
-    packages: tuple[str, ...] = ()
+    extra: str = ""  # the extra of holdfast that it needs, as in ``pip install 'holdfast[flax]'``
+    packages: tuple[str, ...] = ()  # the import names of those that it needs beyond the recipes' own requirements
+    # The program, where it is imported already; None for the modules of this package.
     function: Callable[[Any, RunContext], Outcome] | None = None
 
     def missing(self) -> list[str]:
@@ -129,11 +116,7 @@ class Recipe:
         return [package for package in self.packages if importlib.util.find_spec(package) is None]
 
     def program(self) -> Callable[[Any, RunContext], Outcome]:
-        """Import the program.
-
-        Raises:
-            MissingExtraError: A package that it needs is not installed; the message has the pip command.
-        """
+        """Import the program; MissingExtraError, with the pip command, if a package that it needs is not installed."""
         if self.function is not None:
             return self.function
         missing = self.missing()
@@ -193,14 +176,7 @@ def installed_recipes() -> dict[str, EntryPoint]:
 
 
 def find_recipe(name: str) -> Recipe | None:
-    """Return the recipe of a name, or None if there is none.
-
-    Args:
-        name: The name of a recipe of ours or of an installed package, or ``module:function``.
-
-    Raises:
-        RecipeError: The module cannot be imported, or the function is no recipe.
-    """
+    """Return the recipe of ours, of an installed package, or of ``module:function``; None if there is none."""
     if name in RECIPES:
         return RECIPES[name]
     point = installed_recipes().get(name)

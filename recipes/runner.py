@@ -79,11 +79,7 @@ def places_of(configuration: Configuration) -> tuple[Path, str]:
 
 
 def first_step(configuration: Configuration) -> int:
-    """Return the step that a run would resume from, 0 without a checkpoint; writes nothing.
-
-    Raises:
-        HoldfastError: The run would be refused; see :func:`run`.
-    """
+    """Return the step that a run would resume from, 0 without a checkpoint; write nothing, raise what `run` does."""
     mirror = mirror_of(configuration.config.checkpoint.options())
     places = [places_of(configuration)[1], *([] if mirror is None else [as_location(mirror.url).url])]
     newest = max(places, key=lambda place: max(all_steps(as_location(place)), default=-1))

@@ -177,19 +177,7 @@ class Learner(Checkpointable):
 
 
 class Trainer(Checkpointable):
-    """Two policies, ``p0`` and ``p1``, that play against each other and learn from it.
-
-    Args:
-        cards: Cards in a hand.
-        hidden: Units of every hidden layer of the networks.
-        learning_rate: Adam's learning rate.
-        entropy: Weight of the entropy of the moves, which keeps policies exploring.
-        games: Games that are played for an update.
-        seed: Decides the first weights and everything that is drawn.
-
-    Attributes:
-        step: Updates done.
-    """
+    """Two policies, ``p0`` and ``p1``, that play against each other and learn from it; ``step`` updates are done."""
 
     __untracked__ = ("seed",)
 

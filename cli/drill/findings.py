@@ -108,20 +108,14 @@ _CAUSES = ("generator", "position", "value")  # kinds of facts that explain a di
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A cause, or something else that is wrong.
+    """A cause, or something else that is wrong."""
 
-    Attributes:
-        cause: ``generator``, ``position``, ``value``, ``unseeded``, ``nondeterministic``, ``not_saved_right``,
-            ``unknown``, ``not_resumed``, ``new_directory`` or ``ignores_signal``.
-        text: What was found.
-        advice: What to do.
-        names: The names that the objects have in the program.
-    """
-
+    # generator, position, value, unseeded, nondeterministic, not_saved_right, unknown, not_resumed, new_directory or
+    # ignores_signal
     cause: str
-    text: str
-    advice: str = ""
-    names: tuple[str, ...] = ()
+    text: str  # what was found
+    advice: str = ""  # what to do
+    names: tuple[str, ...] = ()  # the names that the objects have in the program
 
     @staticmethod
     def not_resumed(newest: int) -> Finding:
@@ -150,16 +144,11 @@ class Finding:
 
 
 class Causes:
-    """Finds the likely causes of a difference.
+    """Finds the likely causes of a difference; ``run`` is the start of the program in which the first one arose.
 
     The program depends on its generators, its place in the data, and other values in its memory. Of each of them there
     is a fingerprint at every step. An object whose fingerprint in the first step after a restart differs from that of
     the undisturbed run was not restored, unless two undisturbed runs differ in it, too.
-
-    Args:
-        reference: The undisturbed run.
-        run: The start of the interrupted run in which the first difference arose.
-        pair: Two undisturbed runs that began in the same way.
     """
 
     def __init__(self, reference: Trace, run: Trace, pair: tuple[Trace, Trace]) -> None:

@@ -66,15 +66,10 @@ class Interruption:
 def choose(
     steps: Sequence[int], validations: Sequence[int], options: DrillOptions
 ) -> tuple[list[Interruption], list[str]]:
-    """Return the interruptions of a run with these steps, in their order, and what is left out, in words.
+    """Return the interruptions of a run with these steps, at least two, in their order, and what is left out, in words.
 
     The order matters: after SIGKILL the run resumes from an earlier step, so that the same step can be interrupted once
-    more.
-
-    Args:
-        steps: The steps of the reference run, in ascending order; at least two.
-        validations: Those of them that were followed by a validation.
-        options: What to rehearse.
+    more. ``validations`` are the steps that were followed by one.
     """
     kill, term = signal.SIGKILL, options.preemption
     chosen: list[tuple[int, int, Interruption]] = []

@@ -29,28 +29,16 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillPlan:
-    """What one start of the program must do; places of steps count from 1.
+    """What one start of the program must do; places of steps count from 1."""
 
-    Attributes:
-        name: The name of this start; its traces are in the folder of this name.
-        count: End after so many different steps; None does not count.
-        last: End after this step; None for no such step.
-        save: Steps to save in addition to those that the program saves.
-        save_places: Places of further steps to save.
-        dense_bytes: Save every step as long as ``count`` of them take no more bytes than this.
-        point: Where to interrupt: ``step``, ``validation`` or ``commit``; None interrupts nothing.
-        step: The first step at which to interrupt.
-        signal: The signal.
-    """
-
-    name: str
-    count: int | None = None
-    last: int | None = None
-    save: tuple[int, ...] = ()
-    save_places: tuple[int, ...] = ()
-    dense_bytes: int = 0
-    point: Point | None = None
-    step: int = 0
+    name: str  # of this start, and of the folder of its traces
+    count: int | None = None  # end after so many different steps; None does not count
+    last: int | None = None  # end after this step, if there is one
+    save: tuple[int, ...] = ()  # steps to save in addition to those that the program saves
+    save_places: tuple[int, ...] = ()  # places of further steps to save
+    dense_bytes: int = 0  # save every step as long as ``count`` of them take no more bytes than this
+    point: Point | None = None  # where to interrupt: ``step``, ``validation`` or ``commit``; None interrupts nothing
+    step: int = 0  # the first step at which to interrupt
     signal: int = signal.SIGKILL
 
     def write(self, folder: Path) -> None:

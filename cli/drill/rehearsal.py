@@ -34,12 +34,7 @@ _STEPS_UNTIL_IGNORED, _STEPS_TO_AGREE = 10, 100
 
 
 class Rehearsal(Observer):
-    """Carries out the plan of one start of the program, in each of its processes.
-
-    Args:
-        folder: The folder of the rehearsal.
-        heartbeat: The observer that shows the progress of the process to the command.
-    """
+    """Carries out the plan of one start of the program, in each of its processes."""
 
     def __init__(self, folder: Path, heartbeat: Observer) -> None:
         self._heartbeat = heartbeat
@@ -157,9 +152,6 @@ class Redirects:
     A directory is *claimed* when the program is about to write to it, and everything below it is redirected from then
     on, in all later starts of the program as well. Everything else stays where it is, so that weights of another run
     can still be read.
-
-    Args:
-        folder: Where the folders that stand in are made.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -175,12 +167,7 @@ class Redirects:
             self._targets[claim["url"]] = claim["target"]
 
     def target(self, url: str, *, writes: bool) -> str:
-        """Return the path or URL that stands in for another one, or the same.
-
-        Args:
-            url: A URL, or an absolute path.
-            writes: Whether the program is about to write there, which claims it.
-        """
+        """Return the path or URL that stands in for another one, or the same; ``writes`` claims it."""
         if self._stands_in(url):
             return url
         claimed = max((one for one in self._targets if f"{url}/".startswith(f"{one}/")), key=len, default=None)

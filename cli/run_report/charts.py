@@ -98,11 +98,7 @@ _SYMBOLS = {
 
 
 def timeline(history: History) -> tuple[Markup, bool]:
-    """Draw the life of a run: its starts, saves, how long the loop waited for them, and what went wrong.
-
-    Returns:
-        The HTML, and whether pauses between starts are cut short in it.
-    """
+    """Draw the life of a run as HTML; return also whether pauses between starts are cut short in it."""
     attempts = history.attempts
     scale = TimeScale((attempt.began, attempt.ended) for attempt in attempts)
     shown = (

@@ -19,13 +19,10 @@ def join(*parts: str) -> Markup:
 
 
 def tag(name: str, *content: str, **attributes: object) -> Markup:
-    """Return an element.
+    """Return an element; content that is not HTML is escaped.
 
-    Args:
-        name: The name of the element.
-        content: HTML, or text that is escaped.
-        attributes: ``class_`` is written as ``class``, and ``data_v`` as ``data-v``. True stands for an attribute
-            without a value, and None leaves the attribute out.
+    ``class_`` is written as ``class``, and ``data_v`` as ``data-v``. True stands for an attribute without a value, and
+    None leaves the attribute out.
     """
     start = name
     for key, value in attributes.items():

@@ -30,14 +30,7 @@ _BAD = ("crashed", "hung", "failed")
 
 
 def draw_page(runs: Sequence[RunFacts], *, now: float, version: str, left_out: int = 0) -> str:
-    """Return the page of some runs.
-
-    Args:
-        runs: What it shows.
-        now: When it is made, in seconds since 1970-01-01 UTC.
-        version: The version of holdfast.
-        left_out: How many more runs there are.
-    """
+    """Return the page of some runs, made ``now`` (seconds since 1970-01-01 UTC); it lacks ``left_out`` others."""
     only = len(runs) == 1
     sections = [_run(run, number, now, only=only) for number, run in enumerate(runs)]
     files = importlib.resources.files(__package__)

@@ -181,11 +181,7 @@ class FileCheck:
     def read_span(
         self, place: Location, file: DataReader, start: int, stop: int, step: int
     ) -> Iterator[NDArray[np.uint8]]:
-        """Read a span in pieces of ``step`` bytes, whose memory is reused, and compare it with what is known.
-
-        Raises:
-            DamagedCheckpointError: It differs; what came before the difference has been generated.
-        """
+        """Read a span in pieces of ``step`` bytes, whose memory is reused, until it ends or turns out to be damaged."""
         first = int(np.searchsorted(self.offsets, start))
         last = int(np.searchsorted(self.offsets, stop))
         chunks = zip(

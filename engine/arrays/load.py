@@ -367,20 +367,10 @@ def _partitions(
 
 
 class Selection:
-    """The elements of an array that integers, slices, an ellipsis and ``None`` select, and the boxes that it needs.
+    """The elements of an array that integers, slices, an ellipsis and ``None`` select, and the ``boxes`` to read.
 
-    The rules are those of https://numpy.org/doc/stable/user/basics.indexing.html#basic-indexing.
-
-    Args:
-        index: The index.
-        shape: The shape of the array.
-        chunks: The shape of its chunks. No box covers a chunk without selected elements.
-
-    Attributes:
-        boxes: The boxes of the array to read, in the order that :meth:`combine` expects.
-
-    Raises:
-        IndexError: The index is not a basic one, has too many axes or lies outside the array.
+    The rules are those of https://numpy.org/doc/stable/user/basics.indexing.html#basic-indexing. No box covers a chunk
+    without selected elements.
     """
 
     def __init__(self, index: Any, shape: tuple[int, ...], chunks: tuple[int, ...]) -> None:
@@ -405,12 +395,7 @@ class Selection:
         self.boxes = [Box(tuple(map(min, found)), tuple(max(run) + 1 for run in found)) for found in self._runs]
 
     def combine(self, parts: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> Any:
-        """Return the selected elements in memory of their own; a numpy scalar where all of the index is integers.
-
-        Args:
-            parts: The elements of :attr:`boxes`; arrays that no one else uses.
-            dtype: The dtype of the array.
-        """
+        """Return the selected elements, given those of the boxes; a numpy scalar where all of the index is integers."""
         cuts = [
             part[tuple(slice(None, None, run.step) for run in runs)]
             for part, runs in zip(parts, self._runs, strict=True)

@@ -260,11 +260,7 @@ class Catalog:
         return arrays[order], numbers[order]
 
     def lines(self, values: Mapping[str, str]) -> list[str]:
-        """Describe every leaf in a line: its name, a tab, and all that must be the same on every process.
-
-        Args:
-            values: The values of leaves by name, as text on one line; those of plain values and numbers.
-        """
+        """Describe every leaf in a line: its name, a tab, and all that must be the same on every process."""
         described = zip(self.names, self.encodings, strict=True)
         found = [f"{name}\t{values.get(name, encoding.text)}" for name, encoding in described]
         return found + [f"{name}\t{values.get(name, 'a value')}" for name in sorted(self._values)]

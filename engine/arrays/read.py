@@ -43,15 +43,10 @@ if TYPE_CHECKING:
 
 
 class TreeReader(TreeSource):
-    """A pytree item that holdfast wrote, opened for reading.
+    """A pytree item that holdfast wrote, opened for reading."""
 
-    Attributes:
-        files: The files of its folder that the commit record lists.
-        numbers: The position of each leaf in the saved tree.
-    """
-
-    files: Mapping[str, FileRecord]
-    numbers: Sequence[int]
+    files: Mapping[str, FileRecord]  # those of its folder that the commit record lists
+    numbers: Sequence[int]  # the position of each leaf in the saved tree
 
     def __init__(
         self,

@@ -223,21 +223,11 @@ class SharedReads:
         parts: Sequence[Sequence[Part] | None],
         boxes: Mapping[int, Sequence[Box]],
     ) -> dict[int, list[NDArray[Any]]]:
-        """Read the arrays that several processes want, each chunk once.
+        """Read the arrays that several processes want, each chunk once; return them by the position of the leaf.
 
-        Args:
-            source: Where they are.
-            leaves: The leaves.
-            parts: The parts of each that processes want, the same on all processes; None where all want all of it.
-            boxes: The boxes that this process wants, by the position of the leaf; all of a leaf without an entry.
-
-        Returns:
-            By the position of the leaf, an array for each box. Other leaves are to be read as usual.
-
-        Raises:
-            DamagedCheckpointError: What this process read is damaged; the others wait until it calls `leave` or `fail`.
-            PeerFailedError: Another process has called `fail`; the message says why.
-            BarrierTimeoutError: Another process did not answer.
+        ``parts`` are those of each leaf that processes want, ``boxes`` those that this one wants; all of it where there
+        are none. Other leaves are to be read as usual. If what this process has read is damaged, the others wait until
+        it calls `leave` or `fail`.
         """
         if self._awaited is None:
             return {}

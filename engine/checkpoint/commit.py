@@ -608,15 +608,10 @@ def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock |
     save whose record was not seen finds its marker missing, and then either that deletion or its files missing.
 
     The marker of a deletion is locked, too: a save that begins sweeps first, and a deletion that is under way holds it.
+    The caller may have taken the ``lock`` of the marker of a save over.
 
-    Args:
-        location: The directory.
-        parts: The kind of checkpoint.
-        lock: The lock of the marker of a save, if the caller has taken it over.
-
-    Raises:
-        StorageConflictError: A save is alive, or another process sweeps or deletes.
-        StoragePermissionError: Whether a save is alive is unknown.
+    StorageConflictError: a save is alive, or another process sweeps or deletes. StoragePermissionError: that is
+    unknown.
     """
     save, deletion = lock or SaveLock(location / PARTIAL), SaveLock(location / DELETED)
     try:

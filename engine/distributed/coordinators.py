@@ -238,16 +238,11 @@ class TorchCoordinator:
     connection of its own, and continues for the next `get` of its key. Only a value ends it: `give_up` stores one that
     all processes take for none.
 
-    torchrun keeps its store, with all that is in it, when it starts the processes again. There, process 0 draws a name
-    for all keys of this start, and tells it to each process that asks: under a key that no earlier process has used.
-    If it ends before all have asked, it leaves the name and the time for them. A process takes a name that was left
-    after it has begun: the processes of earlier starts have ended before.
-
-    Args:
-        store: The store.
-        index: The index of this process.
-        count: The number of processes.
-        is_current: Given where the store outlives the processes: whether they are still those of the program.
+    torchrun keeps its store, with all that is in it, when it starts the processes again (``is_current`` tells whether
+    these are still those of the program). There, process 0 draws a name for all keys of this start, and tells it to
+    each process that asks: under a key that no earlier process has used. If it ends before all have asked, it leaves
+    the name and the time for them. A process takes a name that was left after it has begun: the processes of earlier
+    starts have ended before.
     """
 
     def __init__(self, store: Any, index: int, count: int, is_current: Callable[[], bool] | None = None) -> None:

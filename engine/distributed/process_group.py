@@ -99,15 +99,9 @@ class ProcessGroup:
         """Do work on process 0 and return its result, a value that JSON can hold, on every process.
 
         Process 0 does not wait for the others. If the work fails, they raise PeerFailedError; if process 0 does not
-        answer within the timeout, they raise a BarrierTimeoutError that names it.
-
-        Args:
-            what: The name of the work, for messages.
-            work: Called on process 0 only.
-            *inputs: What ``work`` is called with.
-            arguments: What the processes must ask for alike. If given, process 0 announces it before it begins, and
-                a process with other arguments raises StateError.
-            work_timeout: How long the others wait for the result after that, in seconds; None is ``self.timeout``.
+        answer within the timeout, they raise a BarrierTimeoutError that names it. Process 0 announces ``arguments``,
+        which processes must ask for alike, before it begins: a process with others raises StateError, and the rest wait
+        ``work_timeout`` seconds for the result (None is ``self.timeout``).
         """
         rendezvous = self.rendezvous(what)
         if rendezvous is None:

@@ -257,11 +257,7 @@ class StepPace:
         self._during = []
 
     def slowed(self, duration: float) -> float | None:
-        """Return how many seconds of a save in the background its steps took longer; None without enough steps.
-
-        Args:
-            duration: The seconds of the save in the background.
-        """
+        """Return how many seconds of a save of this duration its steps took longer; None without enough steps."""
         during = sorted(self._during)
         if min(len(self._usual), len(during)) < self._FEWEST:
             return None

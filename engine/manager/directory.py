@@ -150,19 +150,13 @@ def record_metrics(
 
 @dataclass(frozen=True, slots=True)
 class HostSteps:
-    """The local steps that the hosts of a run have, in their memory or on their disks.
+    """The local steps that the hosts of a run have, in their memory or on their disks."""
 
-    Attributes:
-        read: Those that are read from there, with their place and commit record; only a new run has any.
-        further: Further whole ones, which are read if they are needed.
-        left: Whole ones that do not count.
-        saved: Those that this run has saved, for its next start.
-    """
-
+    # Those that are read from there, with their place and commit record; only a new run has any.
     read: Mapping[int, tuple[Location, CheckpointRecord]] = field(default_factory=dict)
-    further: frozenset[int] = frozenset()
-    left: frozenset[int] = frozenset()
-    saved: frozenset[int] = frozenset()
+    further: frozenset[int] = frozenset()  # further whole ones, which are read if they are needed
+    left: frozenset[int] = frozenset()  # whole ones that do not count
+    saved: frozenset[int] = frozenset()  # those that this run has saved, for its next start
 
 
 class RunDirectory:

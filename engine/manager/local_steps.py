@@ -43,14 +43,10 @@ COPIES = "copies"  # the folder of what other hosts have sent
 
 
 def neighbours(domains: Sequence[str], copies: int) -> list[list[int]]:
-    """Return for each host the hosts that keep copies of its files.
+    """Return for each host the ``copies`` other hosts that keep copies of its files, given the domain of each.
 
     The hosts form a ring in which failure domains alternate, and each host sends to the next ones that are in other
     domains; only where there are too few of these, to hosts of its own domain.
-
-    Args:
-        domains: The failure domain of each host.
-        copies: How many hosts keep the files of a host besides itself.
     """
     seen: dict[str, int] = {}
     turns = []
@@ -88,17 +84,11 @@ class HeldStep:
 
 @dataclass(frozen=True, slots=True)
 class WholeStep:
-    """A local step of which every file is on some host.
+    """A local step of which every file is on some host."""
 
-    Attributes:
-        folder: The name of its folder on every host.
-        record: Its commit record.
-        holders: By path, the number of each host that has the file, and the folder there.
-    """
-
-    folder: str
+    folder: str  # its name on every host
     record: CheckpointRecord
-    holders: Mapping[str, Sequence[tuple[int, str]]]
+    holders: Mapping[str, Sequence[tuple[int, str]]]  # by path, the number of each host that has it, and the folder
 
     @property
     def step(self) -> int:
@@ -113,11 +103,7 @@ def files_of(record: CheckpointRecord) -> Iterator[tuple[str, FileRecord]]:
 
 
 def whole_steps(held: Sequence[Mapping[str, HeldStep]]) -> list[WholeStep]:
-    """Return the steps of which every file is on some host in its full size, the newest first.
-
-    Args:
-        held: What each host has, by the name of the folder.
-    """
+    """Return the steps of which every file is on some host, given the folders of each; the newest first."""
     found = []
     for folder in sorted(set().union(*held)):
         here = [(host, steps[folder]) for host, steps in enumerate(held) if folder in steps]
@@ -135,12 +121,9 @@ def whole_steps(held: Sequence[Mapping[str, HeldStep]]) -> list[WholeStep]:
 
 
 def is_on_line(folder: str, step: int, branches: Sequence[LocalBranch]) -> bool:
-    """Return whether the history of a run goes through a local step: branches are in order, each begins in the last.
+    """Return whether the history of a run goes through a local step, whose folder names the save and the start.
 
-    Args:
-        folder: The name of the folder of the step, which has the number of the save and the start of the program.
-        step: The step.
-        branches: The last parts of the history.
+    The branches are the last parts of the history in their order; each begins in the last.
     """
     sequence, attempt = sequence_of(folder), folder.rpartition(".")[2]
     own = [n for n, branch in enumerate(branches) if branch.attempt == attempt and branch.sequence < sequence]
@@ -168,21 +151,7 @@ class _Program:
 
 
 class LocalHosts:
-    """The hosts of a program, what they have of the local steps of its run, and how a step is read from them.
-
-    Attributes:
-        program: What process 0 has told all processes.
-        root: The local folder of this host.
-        host: The number of this host.
-        leads: Whether this process is the first of its host, which serves and copies for it.
-        copies: The hosts that keep copies of the files of this one.
-        peers: The other hosts, by their number.
-        sequence: The largest number of a local step that any host has.
-        newest: The newest step that is whole and newer than all of the directory; None without one.
-        further: All that are whole and count, at the start.
-        left: Those that are whole and do not count.
-        branches: The history of which local steps counted at the start.
-    """
+    """The hosts of a program, what they have of the local steps of its run, and how a step is read from them."""
 
     def __init__(self, options: Local, run: RunDirectory, processes: ProcessGroup) -> None:
         self.root = as_location(options.url, writes=True)

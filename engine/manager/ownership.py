@@ -193,17 +193,11 @@ class Doomed:
 
 
 class LocalBranch(NamedTuple):
-    """A part of the history of a run: the local saves that one start of the program makes after a step.
+    """A part of the history of a run: the local saves that one start of the program makes after a step."""
 
-    Attributes:
-        attempt: Text that no other start has.
-        sequence: The number of the last local save before.
-        after: The step from which the program continues; -1 without one.
-    """
-
-    attempt: str
-    sequence: int
-    after: int
+    attempt: str  # text that no other start has
+    sequence: int  # the number of the last local save before
+    after: int  # the step from which the program continues; -1 without one
 
 
 NO_LOCAL_STEPS = (LocalBranch("-", 0, -1),)  # the history of a run of which no local step counts any more

@@ -56,15 +56,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class PeerServer:
-    """Serves the files below a folder to peers that know the token, and stores the files that they send.
+    """Serves the files below a folder to peers that say the token first, and stores the files that they send.
 
-    Args:
-        root: The folder.
-        token: What a peer must say first.
-        host: The name or the number of the address to listen on.
-
-    Attributes:
-        address: Host and port at which peers reach it.
+    Peers reach it at ``address``, a host and a port.
     """
 
     def __init__(self, root: str, token: str, host: str, *, timeout: float = _TIMEOUT) -> None:
@@ -178,13 +172,7 @@ class PeerServer:
 
 
 class Peer:
-    """Another host that serves files; several threads may ask it at a time, each with a connection of its own.
-
-    Args:
-        name: What the host is called in errors.
-        address: Host and port of its server.
-        token: What it wants to hear first.
-    """
+    """Another host that serves files; several threads may ask it at a time, each with a connection of its own."""
 
     def __init__(self, name: str, address: tuple[str, int], token: str, *, timeout: float = _TIMEOUT) -> None:
         self._name = name
@@ -196,13 +184,7 @@ class Peer:
         self.bytes_read = 0
 
     def read(self, path: str, offset: int, memory: memoryview) -> None:
-        """Fill memory with a range of a file.
-
-        Raises:
-            ObjectNotFoundError: The host has no such file.
-            DamagedCheckpointError: The file is shorter, or an answer differs from its checksum.
-            StorageUnavailableError: The host does not answer.
-        """
+        """Fill memory with a range of a file; DamagedCheckpointError: the file is shorter, or a checksum differs."""
         asked = {"do": "read", "path": path, "offset": offset, "length": len(memory)}
 
         def work(connection: socket.socket) -> None:
@@ -220,13 +202,7 @@ class Peer:
             self.bytes_read += len(memory)
 
     def write(self, path: str, size: int, pieces: Callable[[], Iterable[memoryview]]) -> None:
-        """Send a file of so many bytes, which the host then stores.
-
-        Raises:
-            StorageFullError: The host has no room for it.
-            StorageError: The host cannot store it.
-            StorageUnavailableError: The host does not answer.
-        """
+        """Send a file of so many bytes, which the host then stores; StorageFullError: it has no room for it."""
 
         def work(connection: socket.socket) -> None:
             _send(connection, {"do": "write", "path": path, "size": size})
@@ -307,9 +283,7 @@ class RemoteReader(DataReader):
 def check_private(path: str, *, shared: bool) -> None:
     """Raise StoragePermissionError if another user of the host can put files into a folder; nothing need be there.
 
-    Args:
-        path: The folder.
-        shared: Whether it may belong to root, and be one like /dev/shm, where users cannot exchange files of others.
+    A ``shared`` one may belong to root, and be one like /dev/shm, where users cannot exchange files of others.
     """
     if not hasattr(os, "geteuid"):
         return
@@ -331,11 +305,7 @@ def check_private(path: str, *, shared: bool) -> None:
 
 
 def own_address(towards: str | None) -> str:
-    """Return the number of the address from which this host reaches another one; nothing is sent.
-
-    Args:
-        towards: The name of a host of the program, such as that of its process 0; None takes the way to the internet.
-    """
+    """Return the address from which this host reaches another one, or with None the internet; nothing is sent."""
     found = "127.0.0.1"
     for target in (towards, "192.0.2.1"):  # an address for documentation, which no host has
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -78,19 +78,12 @@ class OpenCheckpoint:
 
 
 class _Address(NamedTuple):
-    """What another process needs to open the tree of a handle.
+    """What another process needs to open the tree of a handle."""
 
-    Attributes:
-        location: The checkpoint.
-        item: The name of the tree.
-        identity: Text that differs where another checkpoint is at the same path.
-        is_known: Whether it is the same for the same checkpoint; otherwise it is random.
-    """
-
-    location: Location
-    item: str
-    identity: str
-    is_known: bool
+    location: Location  # the checkpoint
+    item: str  # the name of the tree
+    identity: str  # text that differs where another checkpoint is at the same path
+    is_known: bool  # whether it is the same for the same checkpoint; otherwise it is random
 
 
 class _OpenTree:

@@ -94,11 +94,7 @@ _loops: list[tuple[int, asyncio.AbstractEventLoop]] = []  # one at most, with th
 
 
 def azure_root(scheme: str, authority: str, path: str) -> tuple[str, str] | None:
-    """Return the address of a container and the path inside it; None if the address is not one of Azure.
-
-    Raises:
-        InvalidLocationError: It names no container, or no account.
-    """
+    """Return the address of a container and the path inside it; None if the address is not one of Azure."""
     shown = hidden_address(f"{scheme}://{authority}/{path}")
     if scheme == "https":
         if not _HTTPS.fullmatch(authority):
@@ -142,12 +138,9 @@ def _open_azure(root: str, settings: tuple[tuple[str, str], ...]) -> AzureBacken
 
 
 class AzureBackend(ObjectStoreBackend):
-    """A container of Azure Blob Storage.
+    """A container of Azure Blob Storage: its name in the account of the environment, or the URL of one in another.
 
-    Args:
-        root: What all URLs begin with.
-        container: The name of the container in the account of the environment; the URL of one in another account.
-        place: What tells one container from another: its name, its account, and the service that the environment names.
+    ``place`` tells one container from another: its name, its account, and the service that the environment names.
     """
 
     def __init__(self, root: str, container: str, place: tuple[object, ...]) -> None:

@@ -58,13 +58,7 @@ def folder_in_memory(place: Location, files: dict[str, bytes]) -> Location:
 
 
 class ScatteredFiles(ObjectStoreBackend):
-    """The files of one folder, each on some host; they are only read.
-
-    Args:
-        name: What the folder is called in errors.
-        sizes: The files by path, each with its size in bytes.
-        opened: Opens a file, wherever it is.
-    """
+    """The files of one folder by path, with their sizes in bytes, each on some host; they are only read."""
 
     def __init__(self, name: str, sizes: Mapping[str, int], opened: Callable[[str], DataReader]) -> None:
         super().__init__(name, is_remote=False)

@@ -78,13 +78,7 @@ _given_lock = threading.Lock()
 
 
 def open_fsspec(scheme: str, authority: str, shown: str) -> FsspecBackend:
-    """Return the backend for a URL: the same object for the same settings.
-
-    Raises:
-        UnknownSchemeError: fsspec does not know the scheme.
-        InvalidLocationError: The URL holds a password, or names a file system object that was not passed here.
-        OptionError: A package is missing.
-    """
+    """Return the backend for a URL: the same object for the same settings."""
     if "+" in scheme:
         if scheme in _given:
             return _given[scheme]
@@ -128,11 +122,7 @@ def _open_fsspec(scheme: str, authority: str, settings: object) -> FsspecBackend
 
 
 def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | str:
-    """Return the backend and key for a path in a file system of fsspec or pyarrow; a path if that is a local one.
-
-    Raises:
-        OptionError: It is neither, or fsspec is missing.
-    """
+    """Return the backend and key for a path in a file system of fsspec or pyarrow; a path if that is a local one."""
     if importlib.util.find_spec("fsspec") is None:
         raise OptionError("filesystem= needs fsspec: pip install 'holdfast[fsspec]'")
     import fsspec
@@ -198,12 +188,9 @@ def _names_of(filesystem: Any, prefix: str) -> tuple[str, str]:
 
 
 def _described(value: Any, secrets: list[str]) -> Any:
-    """Return what pickle would write of a value, as plain data with the addresses of classes.
+    """Return what pickle would write of a value, as plain data with the addresses of classes, if it can be pickled.
 
     The names of options with secrets are added to ``secrets``.
-
-    Raises:
-        Exception: The value cannot be pickled.
     """
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
@@ -238,15 +225,9 @@ def _of_this_process(filesystem: Any) -> Any:
 
 
 class FsspecBackend(ObjectStoreBackend):
-    """A file system of fsspec.
+    """A file system of fsspec; ``connect`` returns it, and what its paths begin with before the key.
 
-    Args:
-        root: What all URLs begin with.
-        protocol: What kind of system it is.
-        connect: Returns the file system, and what its paths begin with before the key.
-        given: The object that was passed, if one was.
-        prefix: For such an object, what its paths begin with.
-        described: For such an object, a text that equal ones share.
+    For an object that was ``given``, its paths begin with ``prefix``, and equal ones share the text ``described``.
     """
 
     def __init__(

@@ -43,9 +43,8 @@ class FileLock:
     def acquire(self, flags: int) -> None:
         """Open the file and lock it; it stays open where the file system has no locks.
 
-        Raises:
-            StorageConflictError: Another open file holds the lock, or the file exists and ``flags`` has ``O_EXCL``.
-            StoragePermissionError: The file cannot be opened, so whether it is locked is unknown.
+        StorageConflictError: another open file holds the lock, or it exists and ``flags`` has ``O_EXCL``.
+        StoragePermissionError: it cannot be opened, so whether it is locked is unknown.
         """
         self.release()  # an interrupted attempt may have locked it
         with os_errors(self._place.url, "open"):

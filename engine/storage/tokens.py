@@ -26,11 +26,9 @@ class _Kept(Generic[T]):
 
 
 class Renewed(Generic[T]):
-    """Credentials by the settings that they come from.
+    """Credentials by the settings that they come from; ``find`` returns new ones and the seconds until they end.
 
-    Args:
-        find: Returns new ones and the seconds until they end; raises any ``Exception`` where there are none.
-        early: Seconds before the end at which they are renewed; at half their time, if that is later.
+    They are renewed ``early`` seconds before their end; at half their time, if that is later.
     """
 
     def __init__(self, find: Callable[[], tuple[T, float]], early: float) -> None:

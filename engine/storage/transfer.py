@@ -65,13 +65,8 @@ class Patience(NamedTuple):
 class Transfer:
     """Requests for objects of one bucket, from any number of threads; subclasses speak the protocol of a service.
 
-    Args:
-        url: What the target of every request begins with.
-        verify: How to verify the service, for ``https``.
-
-    Attributes:
-        copies: Whether the service makes copies, as far as it is known.
-        removes: Whether the service deletes several objects at a time, as far as it is known.
+    The target of each begins with ``url``. ``copies`` and ``removes`` tell whether the service makes copies, and
+    deletes several objects at a time, as far as it is known.
     """
 
     def __init__(self, url: str, verify: ssl.SSLContext | None) -> None:
@@ -163,17 +158,9 @@ class Transfer:
     ) -> Outcome:
         """Store an object; return "ended" only for credentials that have ended in two attempts, one after the other.
 
-        Args:
-            key: Its name.
-            size: Its length in bytes.
-            parts: Generates its bytes, each time it is called, to send them or only to hash them; a part is used before
-                the next one is requested.
-            patience: How long to wait.
-            again: Seconds to wait before each repetition, where the service did not answer or was busy, or credentials
-                that can be renewed had ended.
-
-        Raises:
-            ValueError: ``parts`` raised it.
+        ``parts`` generates its bytes, each time it is called, to send them or only to hash them; a part is used before
+        the next one is requested. ``again`` has the seconds to wait before each repetition, where the service did not
+        answer or was busy, or credentials that can be renewed had ended.
         """
 
         def receive(response: http.client.HTTPResponse, check: Callable[[], None]) -> bool:

@@ -77,11 +77,7 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def from_tree(tree: dict[str, Any], place: object = "this checkpoint") -> dict[str, Any]:
-    """Convert a tree that was loaded without a template to a checkpoint of Lightning; tensors share its memory.
-
-    Raises:
-        FormatVersionError: A newer version of holdfast wrote it at this place.
-    """
+    """Convert a tree that was loaded without a template to a checkpoint of Lightning; tensors share its memory."""
     version = tree.get(_VERSION, 0)
     if not isinstance(version, int) or version > VERSION:
         raise FormatVersionError(

@@ -285,16 +285,12 @@ class _Gradient:
 
 
 class UsedGradients:
-    """The last gradient of each parameter that an optimizer has used.
-
-    Attributes:
-        later: By parameter, gradients of a backward after the optimizer's step, as they were at the last step.
-        are_carried: Whether an optimizer has used one of them, after later backwards added to it.
-    """
+    """The last gradient of each parameter that an optimizer has used."""
 
     def __init__(self) -> None:
+        # By parameter, gradients of a backward after the optimizer's step, as they were at the last step.
         self.later: dict[int, _Gradient] = {}
-        self.are_carried = False
+        self.are_carried = False  # whether an optimizer has used one of them, after later backwards added to it
         self._used: dict[int, _Gradient] = {}
         self._is_watching = False
 

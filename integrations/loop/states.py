@@ -38,21 +38,14 @@ class LoopArguments(ProgramOptions):
 
 
 class StateAdapter:
-    """Saves and restores one kind of state. A callback has its own adapter, which may remember the last state.
+    """Saves and restores one kind of state. A callback has its own adapter, which may remember the last state."""
 
-    Attributes:
-        needs: The kind of state that can take weights from another checkpoint, for error messages.
-        is_component_tree: Whether the item is a tree of components; such a checkpoint has other items only for extras.
-        may_have_gradients: Whether a state may hold gradients that no optimizer has used.
-        misfits: The list of mismatches of a partial restore; None if everything must match.
-    """
-
-    needs = "a state with params"
-    is_component_tree = False
-    may_have_gradients = False
+    needs = "a state with params"  # what can take weights from another checkpoint, for error messages
+    is_component_tree = False  # whether the item is one; such a checkpoint has other items only for extras
+    may_have_gradients = False  # whether a state may hold gradients that no optimizer has used
 
     def __init__(self, misfits: Misfits | None = None) -> None:
-        self.misfits = misfits
+        self.misfits = misfits  # of a partial restore; None if everything must match
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
         """Return the handler that saves states."""
