@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import logging
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 
 from .errors import OptionError, StateError
 from .generators import as_tree, capture, generator_state, is_generator, restore, same_state, set_generator_state
-from .pytree import loaded
+from .pytree import is_jax_array, loaded
 
 _logger = logging.getLogger("holdfast")
 
@@ -146,13 +149,17 @@ _FABRIC_EPOCH = "_num_iter_calls"  # loaders of Lightning's Fabric tell their sa
 _DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # samplers of torch
 _TAKEN = "taken"  # the epoch, and how many of its batches were taken
 _BEGUN = "generators"  # their states by name when the epoch began, or at its end
+_VALUES = "attributes"  # numbers and small arrays of the loader that epochs have changed, as they were then
+_SMALL = 1 << 17  # elements of the largest array among them, as each step copies it
+_SHORT = 1 << 10  # entries of the longest list among them
 
 
 class LoaderPosition(Iterator[Any]):
     """The batches of a loader, epoch after epoch, from one of them on; see :func:`skip_to`.
 
-    A resume draws the earlier batches of the epoch again, from the states that random generators had when it began: a
-    loader may draw its order from them, and the seeds of its workers.
+    A resume draws the earlier batches of the epoch again, from the states that random generators had when it began, and
+    with the numbers and small arrays among the attributes that earlier epochs have changed: a loader may draw its order
+    from them, and the seeds of its workers.
 
     Attributes:
         position: The number of batches that were taken, over all epochs.
@@ -185,6 +192,15 @@ class LoaderPosition(Iterator[Any]):
         self._begun: dict[str, Any] = {}  # states of generators when the epoch began
         self._drawn: list[str] = []  # its own, and those of the global ones that have changed by its first batch
         self._restored: Mapping[str, Any] = {}
+        self._fresh = _states_of_own(loader), _attributes_of(loader)
+        # When the epoch began, or at its end: all attributes; the generators and attributes that had changed since the
+        # loader was made; and those in another order that are too large to be saved.
+        self._now: dict[str, Any] = {}
+        self._moved: list[str] = []
+        self._changed: dict[str, Any] = {}
+        self._shuffled: list[str] = []
+        self._has_warned = False
+        self._next: list[Any] = []  # a batch beyond the length of the loader
         self.position = position
 
     def __next__(self) -> Any:
@@ -252,18 +268,28 @@ class LoaderPosition(Iterator[Any]):
             return 0
 
     def _generators(self) -> dict[str, Any]:
-        """Return the part of the state that tells from which generators the next iterator is to begin."""
-        if self._batches is None or not self._drawn:
-            return {name: self._restored[name] for name in (_TAKEN, _BEGUN) if name in self._restored}
-        # The next epoch begins from what the loader's own generators are then, and from what global ones are.
-        states = _states_of_own(self._loader) if self._taken == self._length() else self._begun
-        kept = {name: states[name] for name in self._drawn if name in states}
-        return {_TAKEN: [self._epoch, self._taken], _BEGUN: kept}
+        """Return the part of the state that tells from which generators and attributes the next iterator begins."""
+        if self._batches is None:
+            return {name: self._restored[name] for name in (_TAKEN, _BEGUN, _VALUES) if name in self._restored}
+        states = self._begun
+        if self._taken == self._length():
+            # The next epoch begins from what the loader's own generators are then, and from what global ones are.
+            states = _states_of_own(self._loader)
+            self._note_changes(states)
+        names = [name for name in states if name in self._drawn or name in self._moved]
+        if not names and not self._changed:
+            return {}
+        return {
+            _TAKEN: [self._epoch, self._taken],
+            _BEGUN: {name: states[name] for name in names},
+            _VALUES: self._changed,
+        }
 
     def _go_to(self, position: int) -> None:
         """Draw the batches of the epoch before a position again; then, global generators are as they were before."""
         length, states = self._length(), self._restored.get(_BEGUN, {})
         epoch, taken = divmod(position, length) if length else self._restored.get(_TAKEN, (0, position))
+        _set_attributes(self._loader, self._restored.get(_VALUES, {}))
         self._restored = {}
         workers = getattr(self._loader, "num_workers", 0)
         if workers and ((taken and not states) or (epoch and getattr(self._loader, "persistent_workers", False))):
@@ -288,21 +314,121 @@ class LoaderPosition(Iterator[Any]):
                 set_epoch(epoch)
         if _FABRIC_EPOCH in getattr(self._loader, "__dict__", ()):
             setattr(self._loader, _FABRIC_EPOCH, epoch)
-        self._begun, self._drawn = as_tree(capture()) | _states_of_own(self._loader), []
+        own = _states_of_own(self._loader)
+        self._begun, self._drawn, self._next = as_tree(capture()) | own, [], []
+        self._note_changes(own)
         self._epoch, self._taken, self._batches = epoch, 0, iter(self._loader)
 
     def _draw(self) -> Any:
         assert self._batches is not None
-        for batch in self._batches:
+        later, self._next = self._next, []
+        for batch in chain(later, self._batches):
             if not self._taken:
                 now = as_tree(capture())
                 self._drawn = [name for name, one in self._begun.items() if not same_state(one, now.get(name))]
+                self._warn_of_shuffled()
             self._taken += 1
+            if self._taken == self._length() and not is_accelerate_loader(self._loader):
+                # What a loader does after its last batch belongs to this epoch: a resume begins with the next one.
+                self._next = list(islice(self._batches, 1))
             return batch
         if not self._taken:
             raise StopIteration
         self._begin(self._epoch + 1)
         return self._draw()
+
+    def _note_changes(self, own: Mapping[str, Any]) -> None:
+        """Note the generators, whose states are given, and attributes that have changed since the loader was made."""
+        states, values = self._fresh
+        self._moved = [name for name, one in own.items() if not same_state(one, states.get(name))]
+        self._now = _attributes_of(self._loader)
+        changed = {name: one for name, one in self._now.items() if not _is_same(one, values.get(name, _NOTHING))}
+        self._changed = {name: one for name, one in changed.items() if type(one) is not _Order}
+        self._shuffled = [name for name, one in changed.items() if type(one) is type(values.get(name)) is _Order]
+
+    def _warn_of_shuffled(self) -> None:
+        """Warn of orders that were changed in earlier epochs, and that this one, which has begun, has not made anew."""
+        now = _attributes_of(self._loader) if self._shuffled else {}
+        kept = [name for name in self._shuffled if getattr(now.get(name), "owner", None) == self._now[name].owner]
+        if kept and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "earlier epochs have shuffled what this %s holds, which is too large to be saved with each step: %s. "
+                "If the order of its batches depends on that, a resume has another one: draw it anew in each epoch, as "
+                "by self.order = generator.permutation(count), or give the loader get_state and set_state",
+                type(self._loader).__qualname__,
+                ", ".join(kept),
+            )
+
+
+_NOTHING = object()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Order:
+    """What tells whether a large array or list is in another order."""
+
+    owner: int  # the identity of the array or list
+    total: Any  # the same in every order
+    entries: Any  # some of them
+
+
+def _attributes_of(loader: object) -> dict[str, Any]:
+    """Return copies of the numbers, small arrays and short lists in the attributes of a loader and its parts, by name.
+
+    Flags and texts are left out: a flag may say that a file is open, and a resumed process has not opened it.
+    """
+    found = {
+        f"{part}.{name}": _copy_of(value)
+        for part, owner in _parts_of(loader).items()
+        for name, value in getattr(owner, "__dict__", {}).items()
+    }
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def _copy_of(value: Any) -> Any:
+    if type(value) in (int, float) or isinstance(value, np.number):
+        return value
+    if is_jax_array(value):
+        return value if value.size <= _SMALL else None
+    if type(value) is np.ndarray and value.dtype.kind in "biuf":
+        if value.size <= _SMALL:
+            return value.copy()
+        is_order = value.ndim == 1 and value.dtype.kind in "iu"
+        return _Order(id(value), int(value.sum()), value[:: 1 + value.size // _SMALL].copy()) if is_order else None
+    if type(value) is list:
+        if len(value) <= _SHORT:
+            return copy.deepcopy(value) if _is_plain(value) else None
+        places = list(map(id, value))
+        return _Order(id(value), sum(places), places[:: 1 + len(places) // _SHORT])
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (int, float, str) or (type(value) in (list, tuple) and all(map(_is_plain, value)))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if is_jax_array(one):
+        return one is other  # It never changes.
+    if type(one) is type(other) is _Order:  # Other entries are no other order.
+        return one.total != other.total or _is_same(one.entries, other.entries)
+    return same_state(one, other)
+
+
+def _set_attributes(loader: object, values: Mapping[str, Any]) -> None:
+    parts = _parts_of(loader)
+    for place, value in values.items():
+        part, _, name = place.rpartition(".")
+        if (owner := parts.get(part)) is None:
+            continue
+        held = getattr(owner, name, None)
+        if isinstance(held, np.ndarray) and held.shape == np.shape(value) and held.flags.writeable:
+            held[...] = value  # Other objects may hold the same array.
+        elif isinstance(held, list) and isinstance(value, list):
+            held[:] = copy.deepcopy(value)
+        else:
+            setattr(owner, name, _copy_of(value))
 
 
 def skip_to(loader: Iterable[Any], n: int = 0, *, global_batch_size: int | None = None) -> LoaderPosition:
@@ -312,7 +438,9 @@ def skip_to(loader: Iterable[Any], n: int = 0, *, global_batch_size: int | None 
     alone: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called. Unless
     its position is one of all processes (``global_batch_size``, or ``replicated`` of a callback), it may also draw its
     order, or the seeds of its workers, from random generators as an epoch begins: from the global ones of Python, numpy
-    and torch, or those in its attributes or its sampler's or dataset's.
+    and torch, or those in its attributes or its sampler's or dataset's. It may change other attributes of these, too: a
+    number, such as a count of epochs; an array of up to 131,072 elements, such as an order or a key of jax; a list of
+    up to 1,024 plain values.
     Where the loader has a length, whole epochs are skipped at once; the other batches are drawn again and dropped.
 
     Args:
@@ -363,10 +491,10 @@ def _position(value: Any) -> int:
 def without_generators(thing: object, state: Any) -> Any:
     """Return what :func:`state_of` returned of an object, without states of generators that differ between processes.
 
-    Each process draws other seeds for the workers of its loader.
+    Each process draws other seeds for the workers of its loader, and perhaps another order.
     """
     is_position = isinstance(thing, LoaderPosition) and isinstance(state, dict)
-    return {name: part for name, part in state.items() if name != _BEGUN} if is_position else state
+    return {name: part for name, part in state.items() if name not in (_BEGUN, _VALUES)} if is_position else state
 
 
 def drawing_sampler(loader: Any) -> str | None:
@@ -379,20 +507,23 @@ def drawing_sampler(loader: Any) -> str | None:
 
 def generators_of(loader: object) -> dict[str, Any]:
     """Return the generators that a loader or one of its parts holds, each once, by a name such as ``sampler.rng``."""
+    found: dict[int, tuple[str, Any]] = {}
+    for part, owner in _parts_of(loader).items():
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if is_generator(value):
+                found.setdefault(id(value), (f"{part}.{name}", value))
+    return dict(found.values())
+
+
+def _parts_of(loader: object) -> dict[str, Any]:
     batch_sampler = getattr(loader, "batch_sampler", None)
-    parts = {
+    return {
         "loader": loader,
         "sampler": getattr(loader, "sampler", None),
         "batch_sampler": batch_sampler,
         "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
         "dataset": getattr(loader, "dataset", None),
     }
-    found: dict[int, tuple[str, Any]] = {}
-    for part, owner in parts.items():
-        for name, value in getattr(owner, "__dict__", {}).items():
-            if is_generator(value):
-                found.setdefault(id(value), (f"{part}.{name}", value))
-    return dict(found.values())
 
 
 def _own_generators(loader: object) -> dict[str, Any]:

@@ -18,8 +18,9 @@ import numpy as np
 
 from ...engine.errors import OptionError, shortened
 from ...engine.handlers import AsyncCheckpointHandler
-from ...engine.pytree import MAX_DEPTH, flatten, is_torch_tensor, loaded
+from ...engine.pytree import MAX_DEPTH, expand, flatten, is_leaf, is_nnx, is_torch_tensor, loaded
 from ...engine.sources import Misfits, load_weights
+from ...engine.stateful import is_plain
 from ...engine.storage import Place
 from ..options import CallbackOptions, ProgramOptions
 
@@ -153,6 +154,71 @@ def is_deleted(tree: Any) -> bool:
     if jax is None:
         return False
     return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree))
+
+
+# ---- static fields of jax: attributes of objects that are part of the structure of a tree
+
+
+class StaticFields:
+    """Finds the static fields that steps have changed: a checkpoint has leaves, and a resume the program's fields.
+
+    Only plain values are compared, as programs make functions anew.
+    """
+
+    def __init__(self) -> None:
+        self._structure: Any = None  # that of the tree at the first step, which holds no arrays; None after a warning
+        self._fields: dict[str, str] = {}  # what the static fields were, by path
+
+    def note(self, tree: Any) -> None:
+        """Remember the fields as they are at the first step."""
+        self._structure = _structure(tree)
+        if self._structure is not None:
+            self._fields = dict(_static_fields(tree, ""))
+
+    def warn(self, tree: Any) -> None:
+        """Warn once of the fields that have changed since, which are saved nowhere."""
+        if self._structure is None or _structure(tree) == self._structure:
+            return
+        now = dict(_static_fields(tree, ""))
+        changed = sorted(path for path, one in self._fields.items() if one != now.get(path, one))
+        if changed:
+            self._structure = None
+            listed = [f"{path} ({self._fields[path]:.40}, now {now[path]:.40})" for path in changed]
+            logger.warning(
+                "steps have changed static fields, which are no leaves of the state and are not saved: %s. A resume "
+                "begins with those of the program: set them again after restore_or_initialize, or make them leaves, "
+                "such as numbers in a field that is not static, or an nnx.Variable",
+                shortened(listed),
+            )
+
+
+def _structure(tree: Any) -> Any:
+    jax: Any = loaded("jax")
+    try:
+        return None if jax is None else jax.tree.structure(tree)
+    except Exception:  # keys that jax cannot sort, or an nnx object that holds itself
+        return object()
+
+
+def _static_fields(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Generate the paths of attributes that are plain values and no leaves, and the text of the values."""
+    if is_nnx(value):
+        nnx: Any = loaded("flax.nnx")
+        for place, node in nnx.iter_graph(value):
+            if is_nnx(node):
+                yield from _plain_attributes(node, ".".join([path, *map(str, place)]), ())
+    elif not is_leaf(value) and (contents := expand(value)) is not None:
+        keys = range(len(contents.values)) if contents.keys is None else contents.keys
+        if not isinstance(value, (dict, list, tuple, deque)):
+            yield from _plain_attributes(value, path, keys)
+        for key, child in zip(keys, contents.values, strict=True):
+            yield from _static_fields(child, f"{path}.{key}" if path else str(key))
+
+
+def _plain_attributes(value: Any, path: str, leaves: Collection[Any]) -> Iterator[tuple[str, str]]:
+    for name, one in getattr(value, "__dict__", {}).items():
+        if name not in leaves and is_plain(one):
+            yield f"{path}.{name}", repr(one)
 
 
 # ---- attributes of torch modules and optimizers that steps change, and that state_dict() lacks

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -261,6 +262,94 @@ def test_a_loader_that_draws_its_order_or_its_workers_seeds_from_generators(
         directory = tmp_path / str(stop)
         found = train(directory, stop) + train(directory, stop + 1) + train(directory, steps)
         assert found == whole, stop
+
+
+class Changing:
+    """A loader whose epochs change what it holds; ``before`` and ``after`` are called in each, and give an order."""
+
+    def __init__(self, before: Callable[[Any], Any], after: Callable[[Any], Any] = lambda _: None) -> None:
+        self.before, self.after = before, after
+        self.epoch = 0
+        self.order = np.arange(6)
+        self.names = list("abcdef")
+        self.key = jax.random.key(3)
+        self.generator = random.Random(3)
+
+    def __iter__(self) -> Iterator[str]:
+        self.before(self)
+        yield from [f"{self.epoch} {name}" for name in np.array(self.names)[self.order]]
+        self.after(self)
+
+    def __len__(self) -> int:
+        return 6
+
+    def count(self) -> None:
+        self.epoch += 1
+
+    def split(self) -> None:
+        self.key, key = jax.random.split(self.key)
+        self.order = np.asarray(jax.random.permutation(key, 6))
+
+    def shuffle(self) -> None:
+        np.random.shuffle(self.order)
+
+    def shuffle_names(self) -> None:
+        self.generator.shuffle(self.names)
+
+
+class WithoutLength(Changing):
+    __len__: Any = None
+
+
+class Same(torch.utils.data.Dataset[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+
+CHANGES: dict[str, Callable[[], Any]] = {
+    "a count": lambda: Changing(Changing.count),
+    "a count at the end": lambda: Changing(lambda _: None, Changing.count),
+    "a count, without a length": lambda: WithoutLength(Changing.count),
+    "a key of jax": lambda: Changing(Changing.split),
+    "a key of jax at the end": lambda: Changing(lambda _: None, Changing.split),
+    "an array": lambda: Changing(Changing.shuffle),
+    "an array at the end": lambda: Changing(lambda _: None, Changing.shuffle),
+    "an array, without a length": lambda: WithoutLength(Changing.shuffle, Changing.shuffle),
+    "a list": lambda: Changing(Changing.shuffle_names),
+    "a list at the end": lambda: Changing(lambda _: None, Changing.shuffle_names),
+    "a sampler": lambda: DataLoader(Same(), batch_size=None, sampler=Changing(Changing.count)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_loader_whose_epochs_change_its_attributes(change: str, tmp_path: Path) -> None:
+    def train(directory: Path, until: int) -> list[str]:
+        np.random.seed(0 if not directory.exists() else 99)  # A resumed process has other numbers.
+        batches, seen = hf.skip_to(CHANGES[change]()), []
+        with hf.CheckpointCallback(directory) as checkpoint:
+            state, start = checkpoint.restore_or_initialize({"w": 0}, data=batches)
+            for step in range(start, until):
+                seen.append(next(batches))
+                checkpoint.on_step(step + 1, state, data=batches)
+        return seen
+
+    whole = train(tmp_path / "whole", 20)
+    found = [train(tmp_path / "run", until) for until in (8, 12, 13, 18, 20)]
+    assert [batch for part in found for batch in part] == whole
+
+
+def test_a_large_order_that_epochs_shuffle_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Large(Changing):
+        def __init__(self, before: Callable[[Any], Any]) -> None:
+            super().__init__(before)
+            self.kept, self.drawn = np.arange(1 << 18), np.arange(1 << 18)
+
+    def shuffle(loader: Large) -> None:
+        np.random.shuffle(loader.kept)
+        loader.drawn = np.random.permutation(1 << 18)
+
+    taken(hf.skip_to(Large(shuffle)), 8)
+    assert "too large to be saved with each step: loader.kept. If" in caplog.text
 
 
 @pytest.mark.parametrize(
