@@ -60,13 +60,33 @@ def test_a_device(blocked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {row[-1] for row in rows[2:]} == {"3"}
     for name in devices.OURS:
         assert lines[-1].count(name) == 2 * 3, "three goals for each size"
-    assert "not measured" not in lines[-1]
     found = [json.loads(line) for line in noted.read_text().splitlines()]
     assert len(found) == 2 * 3 * len(devices.CONTENDERS)
     assert not list((tmp_path / "runs").iterdir())
     lines.clear()
     blocked.main([*common[:1], "nonsense", *common[2:]], lines.append)
     assert sum("not measured" in line for line in lines) == 2 * (len(devices.CONTENDERS) - 1)
+
+
+@pytest.mark.parametrize(
+    ("copy", "late", "values"),
+    [
+        (0.010, 0.0005, [1.05, 0.5, 1.04]),
+        (0.0, 0.0005, [None, 0.5, 1.04]),  # the copy took no longer than steps vary
+        (0.010, None, [1.05, None, 1.04]),  # the save was over before a step
+    ],
+)
+def test_the_goals_of_a_device(blocked: Any, copy: float, late: float | None, values: list[float | None]) -> None:
+    """Each goal compares a number of ours with that of a contender; one that was too small to measure is left out."""
+    devices = blocked.devices
+
+    def rounds(contender: str, delay: float, late: float | None, durable: float | None) -> list[dict[str, Any]]:
+        one = {"contender": contender, "gigabytes": 1.0, "call": delay, "delay": delay, "late": late}
+        return [{**one, "round": number, "durable": durable} for number in range(3)]
+
+    (name, other), *_ = devices.OURS.items()
+    found = [*rounds(devices.DISK, 0.0, None, 2.5), *rounds(other, copy, None, None), *rounds(name, 0.0105, late, 2.6)]
+    assert [goal.value for goal in devices.goals(found)] == [value and pytest.approx(value) for value in values]
 
 
 @pytest.mark.parametrize(("gigabytes", "message"), [(1e9, "disk of .*GB are needed"), (0.001, "stopped after")])
