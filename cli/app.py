@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -63,6 +62,12 @@ def command(name: str) -> click.Command:
     if name in ("ls", "watch"):
         from . import listing as module
     elif name in ("show", "diff", "verify"):
+        # OpenBLAS starts threads when numpy is imported, which take longer than the command, and it needs none.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        # Deep within the imports of others, numpy takes longer: the interpreter's stack grows by 16 KiB, and each call
+        # that crosses such a boundary maps memory anew.
+        import numpy  # noqa: F401
+
         from . import inspect as module
     elif name in ("prune", "rm", "rollback", "pin", "unpin"):
         from . import change as module
@@ -111,6 +116,8 @@ def _set_up_completion(context: click.Context, option: click.Parameter, asked: b
     if option.name == "show_completion":
         click.echo(script)
         context.exit()
+    from pathlib import Path  # not above: no other command needs it
+
     place, startup, line = _SCRIPTS[shell]
     path = Path.home() / place
     path.parent.mkdir(parents=True, exist_ok=True)

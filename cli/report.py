@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -27,9 +26,12 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
         lines.extend(itertools.zip_longest(*cells, fillvalue=""))
     widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
     on_terminal = sys.stdout.isatty()
-    if on_terminal and len(rows) <= _WRAPPED and _whole(widths) > shutil.get_terminal_size().columns:
-        _print_fitted(columns, rows, widths, right)  # with rich, which takes as long to import as to list a run
-        return
+    if on_terminal and len(rows) <= _WRAPPED:
+        import shutil  # not above: it imports what compresses files
+
+        if _whole(widths) > shutil.get_terminal_size().columns:
+            _print_fitted(columns, rows, widths, right)  # with rich, which takes as long to import as to list a run
+            return
     for line in lines:
         aligned: list[str] = []
         for name, cell, width in zip(columns, line, widths, strict=True):

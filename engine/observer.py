@@ -10,10 +10,8 @@ from __future__ import annotations
 import functools
 import json
 import os
-import pkgutil
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from .errors import StateError
@@ -87,6 +85,8 @@ def process_observer() -> Observer:
     name = os.environ.get(OBSERVER)
     if not name:
         return Unobserved()
+    import pkgutil  # not above: few processes are observed
+
     try:
         make = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -114,8 +114,8 @@ def _check_no_stray() -> None:
     parent, found = os.getppid(), b""
     while parent > 1 and DRILL not in os.environ and not found:
         try:
-            variables = Path(f"/proc/{parent}/environ").read_bytes().split(b"\0")
-            stat = Path(f"/proc/{parent}/stat").read_bytes()
+            with open(f"/proc/{parent}/environ", "rb") as environ, open(f"/proc/{parent}/stat", "rb") as status:
+                variables, stat = environ.read().split(b"\0"), status.read()
         except OSError:  # it is a process of another user, or there is no /proc
             return
         found = next((one for one in variables if one.startswith(f"{DRILL}=".encode())), b"").partition(b"=")[2]

@@ -22,9 +22,9 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .errors import (
     CheckpointNotFoundError,
@@ -250,8 +250,7 @@ _ATTEMPTS = 10  # reads of a record that a store lists but does not return
 _MANY = 64  # number of steps from which their records are read on several threads
 
 
-@dataclass(frozen=True, slots=True)
-class StepEntry:
+class StepEntry(NamedTuple):
     """One step of a directory."""
 
     step: int  # its number
@@ -310,7 +309,7 @@ def list_steps(
         late = late or LateMetrics(directory)
         late.refresh({entry.location.name for entry in found}.__contains__)
         found = [
-            replace(entry, record=with_late(entry.record, added))
+            entry._replace(record=with_late(entry.record, added))
             if entry.record and (added := late.of(entry.location.name))
             else entry
             for entry in found
@@ -357,17 +356,17 @@ def read_entry(folder: StepEntry) -> StepEntry | None:
     try:
         record = _listed_record(folder.location)
     except (DamagedCheckpointError, FormatVersionError) as error:
-        return replace(folder, error=error)
+        return folder._replace(error=error)
     if record is None:
         return None
     if record.step is None:  # hf.save wrote it: no retention rule may delete it
-        return replace(folder, record=replace(record, step=folder.step, pinned=True))
+        return folder._replace(record=replace(record, step=folder.step, pinned=True))
     if record.step != folder.step:
         what = (
             f"{folder.location / RECORD}: written for step {record.step}, found in the directory of step "
             f"{folder.step}; give the step its name back, or load it by its own path"
         )
-        return replace(folder, error=DamagedCheckpointError(what))
+        return folder._replace(error=DamagedCheckpointError(what))
     return StepEntry(folder.step, folder.location, folder.series, record)
 
 

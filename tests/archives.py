@@ -26,5 +26,5 @@ def make_archives(checkpoint: Path, items: Collection[str] | None = None) -> Non
         shutil.rmtree(folder)
         (checkpoint / f"{item.folder}{ARCHIVE}").write_bytes(content)
         files = {"": FileRecord(len(content), crc32c(content))}
-        found[name] = replace(item, folder=f"{item.folder}{ARCHIVE}", files=files)
+        found[name] = item._replace(folder=f"{item.folder}{ARCHIVE}", files=files)
     (checkpoint / "checkpoint.json").write_bytes(replace(record, items=found).encode())

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +29,7 @@ from .plan import Catalog, ChunkIds, part_corners
 _ROUNDS = 8  # overlapping groups balance their loads in so many rounds
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReplicaGroups:
+class ReplicaGroups(NamedTuple):
     """Which processes hold the chunks of an array."""
 
     groups: Sequence[tuple[int, ...]]  # distinct groups of processes, each in ascending order
@@ -65,8 +65,7 @@ def replica_groups(
     return ReplicaGroups(list(groups), of_chunk.reshape(-1))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ArrayClass:
+class ArrayClass(NamedTuple):
     """Arrays with the same chunks and the same holders."""
 
     arrays: Integers  # numbers of the arrays, ascending

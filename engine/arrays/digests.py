@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -145,18 +145,16 @@ def check_files(folder: Location, files: Mapping[str, FileRecord]) -> None:
 # ---- files that are copied
 
 
-def _no_chunks() -> NDArray[np.int64]:
-    return np.zeros(0, np.int64)
+_NO_CHUNKS = np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class FileCheck:
+class FileCheck(NamedTuple):
     """The known checksums of a file: the digest of the whole, or its chunks, which end in their CRC-32C."""
 
     known: FileRecord
-    offsets: NDArray[np.int64] = field(default_factory=_no_chunks)  # offsets of the chunks in bytes, ascending
-    lengths: NDArray[np.int64] = field(default_factory=_no_chunks)  # sizes of the chunks in bytes
-    checksums: NDArray[np.int64] = field(default_factory=_no_chunks)  # checksums in the index; -1 where it has none
+    offsets: NDArray[np.int64] = _NO_CHUNKS  # offsets of the chunks in bytes, ascending
+    lengths: NDArray[np.int64] = _NO_CHUNKS  # sizes of the chunks in bytes
+    checksums: NDArray[np.int64] = _NO_CHUNKS  # checksums in the index; -1 where it has none
 
     def covers(self, other: FileCheck) -> bool:
         """Whether a file has all chunks of another of the same name: no two saves give a data file the same name."""

@@ -10,7 +10,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -29,8 +29,7 @@ _DATA_PATH = re.compile(r"d/[0-9a-f]{8}\.[0-9]+\.[0-9]+")
 _LIMIT = 8 << 30  # bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fragment:
+class Fragment(NamedTuple):
     process: int
     processes: int  # number of processes
     token: str  # eight hexadecimal digits that begin the names of its data files, the same on every process

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
@@ -177,8 +177,7 @@ class ArraySpec:
 # ---- the arrays of a tree
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ArrayEncoding:
+class ArrayEncoding(NamedTuple):
     spec: ArraySpec
     stored: Stored  # element type in the data files
     metadata: bytes  # content of ``zarr.json``
@@ -302,8 +301,7 @@ def _encoding(name: str, leaf: ArrayLeaf, limit: int, level: int | None) -> Arra
 # ---- data files
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlannedSegment:
+class PlannedSegment(NamedTuple):
     """A run of chunks that one thread writes; its size in bytes includes checksums and padding.
 
     The columns have one element for each of its chunks, in the order of their places.
@@ -318,8 +316,7 @@ class PlannedSegment:
     first: int  # the number of chunks in the segments and files before
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedFile:
+class PlannedFile(NamedTuple):
     """One data file: its size in bytes, and its segments in order."""
 
     size: int

@@ -20,7 +20,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -63,8 +63,7 @@ class WrittenChunk(NamedTuple):
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
+class WrittenFile(NamedTuple):
     path: str  # in the folder of the item; unique to one save, so it also identifies the lineage of a file
     size: int
     identity: FileIdentity
@@ -251,7 +250,7 @@ class WrittenSteps:
                     continue
                 apart.add(one.file.path)
                 number = len(shared.linked)
-                shared.linked.append(replace(one.file, identity=identity))
+                shared.linked.append(one.file._replace(identity=identity))
                 for written in one.file.chunks:
                     if written.key in one.chunks:
                         chunk, _ = one.chunks[written.key]
@@ -304,7 +303,7 @@ class WrittenSteps:
         for step in self._steps.values():
             known = step.files.get(file.path)
             if known is not None and known.identity.inode == identity.inode:
-                step.files[file.path] = replace(known, identity=identity)
+                step.files[file.path] = known._replace(identity=identity)
 
     @contextlib.contextmanager
     def names_removed(self) -> Iterator[None]:
@@ -326,7 +325,7 @@ class WrittenSteps:
             for step, file in files:
                 found = _identity_of(step, file)
                 if found is not None and found[:3] == file.identity[:3]:
-                    step.files[file.path] = replace(file, identity=found)
+                    step.files[file.path] = file._replace(identity=found)
 
     def note(self, shared: SharedFiles, paths: Sequence[str], sizes: Sequence[int], table: Integers) -> None:
         """Note the new files, with rows of array, number in the array, file, offset, length and checksum."""

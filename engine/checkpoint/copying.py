@@ -207,7 +207,7 @@ def copied_step(
         ]
         copy.run(files, continues=pending.continues)
         _sync_folders(files)
-        items = {name: replace(item, folder=pending.paths[name]) for name, item in record.items.items()}
+        items = {name: item._replace(folder=pending.paths[name]) for name, item in record.items.items()}
         result = replace(record, items=items, replaced=())
         yield result
         pending.commit(result)
@@ -230,7 +230,7 @@ def file_checks(location: Location, record: CheckpointRecord) -> dict[str, FileC
         if part.kind == TREES:
             found |= _tree_checks(location, part)
             for share in own_shares(part.files):
-                found |= _tree_checks(location, replace(share, folder=f"{part.folder}/{share.folder}"))
+                found |= _tree_checks(location, share._replace(folder=f"{part.folder}/{share.folder}"))
     return found
 
 

@@ -9,8 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from ..arrays import WrittenSteps, fsync_and_digest, write_file
@@ -82,14 +83,13 @@ class SaveReport:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ItemToSave:
+class ItemToSave(NamedTuple):
     """One item of a checkpoint, what writes it, and whether that may happen after the call returned."""
 
     handler: CheckpointHandler
     value: Any
     background: bool = False
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = MappingProxyType({})
     reuse: WrittenSteps | None = None  # the data files of earlier steps, which it may share
 
 
@@ -267,8 +267,7 @@ class _BegunItem:
         return fsync_and_digest(folder) if self._files is None else self._files
 
 
-@dataclass(frozen=True, slots=True)
-class _Committed:
+class _Committed(NamedTuple):
     """A committed checkpoint: its record, or the summary; the bytes that were written, and those of shared files."""
 
     record: CheckpointRecord

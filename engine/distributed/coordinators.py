@@ -13,11 +13,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 _SHORTEST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.25
@@ -333,6 +334,8 @@ class TorchCoordinator:
 
     def _start_wait(self, key: str) -> Future[bytes]:
         """Return the wait for a key, which begins unless another thread has begun it."""
+        from concurrent.futures import Future  # not above: a process that is alone needs none
+
         made: Future[bytes] = Future()
         wait = self._waits.setdefault(key, made)
         if wait is made:
@@ -432,7 +435,8 @@ def _left_name(starts: Any, left: str, earlier: frozenset[str]) -> str | None:
 def _process_began() -> float:
     """Return when this process began; where the system does not tell, when this module was imported."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        with open("/proc/self/stat", encoding="utf-8") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return _imported
@@ -522,7 +526,8 @@ def shares_machine() -> bool:
 def machine_identity() -> str:
     """Return text that is the same for all processes of a machine, those in containers included."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
+            return file.read().strip()
     except OSError:
         import socket  # only systems other than Linux need it
 

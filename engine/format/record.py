@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import google_crc32c
 
@@ -177,8 +177,7 @@ def _folders_of(path: str) -> list[str]:
     return ["/".join(names[:length]) for length in range(len(names))]
 
 
-@dataclass(frozen=True, slots=True)
-class ItemRecord:
+class ItemRecord(NamedTuple):
     folder: str  # path inside the checkpoint's directory
     kind: str  # "pytree", "json", "processes", "components", or "files" for a handler of the user's own
     # The files by their path inside the folder. Where the folder itself is a zip file that holds all of them, it is the
@@ -313,7 +312,7 @@ class CheckpointRecord:
 
     def summary(self) -> CheckpointRecord:
         """Return this record without its files, whose number grows with that of the processes that saved."""
-        items = {name: replace(item, files={}) for name, item in self.items.items()}
+        items = {name: item._replace(files={}) for name, item in self.items.items()}
         return replace(self, items=items, summarizes=self.identity)
 
     @property

@@ -9,7 +9,6 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
@@ -138,8 +137,7 @@ _RANK_LIMIT = 65
 _BYTES_LIMIT = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayMetadata:
+class ArrayMetadata(NamedTuple):
     shape: tuple[int, ...]  # the shape of the array, in elements
     data_type: str  # the name of the zarr data type
     chunk_shape: tuple[int, ...]  # the shape of a chunk; chunks at the end are stored whole, too

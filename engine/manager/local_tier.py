@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -255,7 +254,7 @@ class LocalTier:
         step, folder = pending.step, self._folder(pending.step)
         save = Save(
             self._space / OWN / folder,
-            {name: replace(item, reuse=None) for name, item in values.items()},
+            {name: item._replace(reuse=None) for name, item in values.items()},
             overwrite=True,
             owned=True,
             began=began,

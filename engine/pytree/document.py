@@ -12,10 +12,9 @@ import fnmatch
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import DamagedCheckpointError
 from .containers import FACTORIES, build_counter, build_defaultdict, build_deque, build_mapping
@@ -28,8 +27,7 @@ _LENGTH = re.compile("[0-9]{1,18}")  # the largest length of a deque
 _Keys = dict[tuple[str, ...], tuple[list[Key], list[str]]]  # keys and names by the stored keys, which many layers share
 
 
-@dataclass(frozen=True, slots=True)
-class TreeDocument:
+class TreeDocument(NamedTuple):
     """The containers that a document describes, of plain Python types; without a structure the tree is a bare leaf."""
 
     structure: TreeDef | None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter, eq, is_
 from typing import Any, NamedTuple
@@ -122,8 +121,7 @@ class JaxDescriber:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _ShardingInfo:
+class _ShardingInfo(NamedTuple):
     sharding: Any  # held, so that its id stays its own
     details: Details
     weak_details: Details  # details of weakly typed arrays with this sharding

@@ -122,8 +122,7 @@ class Piece:
     array: NDArray[Any]  # the elements; any strides, perhaps read-only
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A box of an array's elements that some processes hold."""
 
     start: tuple[int, ...]  # index of its first element, one number for each axis

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -318,8 +318,7 @@ _PLAIN = frozenset({"dict", "list", "tuple"})  # containers that can be made wit
 _PLAIN_WITH_LABEL = frozenset({"deque", "default_dict", "ordered_dict", "counter"})
 
 
-@dataclass(frozen=True, slots=True)
-class LeafType:
+class LeafType(NamedTuple):
     """What distinguishes a leaf for a program, apart from its value."""
 
     kind: str  # see `LeafTemplate.kind`

@@ -176,8 +176,7 @@ def _why_not(torch: Any, value: Any) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEncoding:
+class TensorEncoding(NamedTuple):
     dtype: Any  # the torch dtype
     stored: np.dtype[Any]  # the numpy dtype of the same bytes
     carrier: Any  # a torch dtype of the same size that numpy has as well; None where numpy has the dtype itself

@@ -21,7 +21,6 @@ import fnmatch
 import importlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,8 +44,7 @@ _logger = logging.getLogger("holdfast")
 NATIVE = "holdfast"  # the format of our own checkpoints
 
 
-@dataclass(frozen=True, slots=True)
-class FoundSteps:
+class FoundSteps(NamedTuple):
     """The steps of a directory: our own, or those of another library."""
 
     format: str = ""  # which library wrote them; ``""`` if there are none

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -209,7 +208,7 @@ def described_steps(location: Location) -> FoundSteps:
     if found.is_native:
         return FoundSteps()
     described = parallel_map(_described, found.entries, max_concurrency(location))
-    return replace(found, entries=tuple(entry for entry in described if entry is not None))
+    return found._replace(entries=tuple(entry for entry in described if entry is not None))
 
 
 def _described(entry: StepEntry) -> StepEntry | None:
@@ -224,7 +223,7 @@ def _described(entry: StepEntry) -> StepEntry | None:
             custom_metadata=source.custom_metadata,
         )
     except DamagedCheckpointError as error:
-        return replace(entry, error=error)
+        return entry._replace(error=error)
     except CheckpointNotFoundError:  # the run has deleted the step meanwhile
         return None
-    return replace(entry, record=record)
+    return entry._replace(record=record)

@@ -8,12 +8,10 @@ from __future__ import annotations
 import fnmatch
 import functools
 import os
-import pathlib
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from typing import IO, Any
-from urllib.parse import unquote
+from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import DamagedCheckpointError, InvalidLocationError, OptionError
 from ..observer import Observer, check_write, process_observer
@@ -24,6 +22,9 @@ from .local import LocalBackend
 from .object_store import ObjectStoreBackend, open_object
 from .parallel import REQUESTS, UPLOADS, parallel_map
 from .status import UnknownSchemeError, hidden_address
+
+if TYPE_CHECKING:
+    import pathlib
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._-]*)://(.*)", re.DOTALL)  # fsspec has schemes with underscores
 _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+._-]*::.*://", re.DOTALL)
@@ -104,6 +105,8 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
     for mark in "?#|":
         if mark in rest:
             raise InvalidLocationError(f"{shown!r} holds {mark!r}; write %{ord(mark):02X} if it belongs to the name")
+    from urllib.parse import unquote  # not above: paths of this machine need neither it nor what it imports
+
     path = unquote(rest, errors="surrogateescape")
     if "\0" in path:
         raise InvalidLocationError(f"{shown!r} holds a NUL character")
@@ -232,6 +235,8 @@ class Location:
         Raises:
             TypeError: The location is not local.
         """
+        import pathlib  # not above: few callers need it, and it imports much
+
         return pathlib.Path(self.__fspath__())
 
     def __fspath__(self) -> str:

@@ -15,7 +15,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Protocol, Self, TypeVar
-from urllib.parse import quote
 
 from ..errors import (
     DamagedCheckpointError,
@@ -189,6 +188,8 @@ class ObjectStoreBackend:
     # ---- the methods of a backend
 
     def url(self, key: str) -> str:
+        from urllib.parse import quote  # not above: paths of this machine need no URL
+
         path = quote(key, safe="/-_.~!$&'()*+,;=:@", errors="surrogateescape")
         return f"{self._root}{self._separator if key else ''}{path}"
 

@@ -156,7 +156,7 @@ def part_records(record: CheckpointRecord) -> dict[Path, CheckpointRecord]:
         for length in range(len(path) + 1):
             if path[:length] in items:
                 folder = item.folder.removeprefix("/".join(path[:length]) + "/") if length else item.folder
-                items[path[:length]][item_name(path[length:])] = replace(item, folder=folder)
+                items[path[:length]][item_name(path[length:])] = item._replace(folder=folder)
     return {path: replace(record, items=found, replaced=()) for path, found in items.items()}
 
 

@@ -228,7 +228,7 @@ def test_altered_fragments(place: str, shares: Any) -> None:
 
 
 def altered(data: bytes, **changes: Any) -> bytes:
-    return replace(Fragment.decode(data, 0), **changes).encode()
+    return Fragment.decode(data, 0)._replace(**changes).encode()
 
 
 def test_fragments_of_other_processes_and_saves(place: str, shares: Any) -> None:
