@@ -19,6 +19,8 @@ from ..storage import Helper
 
 _logger = logging.getLogger("holdfast")
 
+_HEAD_START = 0.005  # seconds, at most
+
 
 class BackgroundSave:
     """Runs at most one save at a time, and keeps its error until it is raised."""
@@ -41,6 +43,9 @@ class BackgroundSave:
         """Run work on a thread of its own; it gets an event that is set when the program begins to wait for it."""
 
         def run() -> None:
+            # The loop continues first: a thread that works may keep the interpreter from it for milliseconds.
+            if self._changing.acquire(timeout=_HEAD_START):
+                self._changing.release()
             try:
                 work(awaited)
             except BaseException as error:  # the caller's thread raises it later

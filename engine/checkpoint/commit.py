@@ -292,7 +292,7 @@ class PendingCheckpoint:
 
     def _is_claimed(self) -> bool:
         """Whether the marker is still that of this save."""
-        return self._lock.content(self._marker_size).get("token") == self.token
+        return self._lock.is_own(self.token, self._marker_size)
 
     def _find_replaceable(self, names: set[str], *, overwrite: bool) -> set[str]:
         """Read the checkpoint that will be replaced; return the files of saves that had no marker.

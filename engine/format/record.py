@@ -33,6 +33,8 @@ _RESERVED = ("format", "version", "kind", "digest")
 _READABLE = frozenset({"checkpoint"})  # kinds that users read; all others are compact
 _LEVELS = 4  # of objects with lines of their own: document, items, item and files; metadata may be nested deeper
 _DIGEST = re.compile(r"crc32c:[0-9a-f]{8}")
+_compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_spaced = json.JSONEncoder(allow_nan=False).encode
 
 RECORD = "checkpoint.json"  # name of the commit record inside a checkpoint's directory
 PARTIAL = "checkpoint.partial"  # marks a directory in which a save has begun; the commit removes it
@@ -60,7 +62,7 @@ def encode_document(kind: str, body: dict[str, Any], *, version: int = 1) -> byt
         raise ValueError(f"the body of a document cannot have members called {', '.join(taken)}")
     document = {"format": FORMAT, "version": version, "kind": kind, **body}
     try:
-        text = _canonical(document)
+        text = _compact(document)
         digest = _digest(text)
         if kind in _READABLE:
             text = _readable({**document, "digest": digest})
@@ -77,9 +79,9 @@ def _readable(value: Any, levels: int = _LEVELS, margin: str = "\n") -> str:
     """Return an object as JSON, on lines of its own where it holds objects; `json` takes much longer to indent."""
     is_object = isinstance(value, dict) and all(isinstance(key, str) for key in value)
     if levels == 0 or not is_object or (levels < _LEVELS and not any(isinstance(one, dict) for one in value.values())):
-        return json.dumps(value, allow_nan=False)
+        return _spaced(value)
     inner = f"{margin} "
-    members = [f"{json.dumps(key)}: {_readable(one, levels - 1, inner)}" for key, one in value.items()]
+    members = [f"{_spaced(key)}: {_readable(one, levels - 1, inner)}" for key, one in value.items()]
     return f"{{{inner}{f',{inner}'.join(members)}{margin}}}"
 
 
@@ -104,7 +106,7 @@ def decode_document(data: bytes, kind: str, *, source: str) -> dict[str, Any]:
     version = _version(document.get("version"))
     if isinstance(digest, str) and _DIGEST.fullmatch(digest):
         try:
-            computed = _written_digest(data, digest) or _digest(_canonical(document))
+            computed = _written_digest(data, digest) or _digest(_compact(document))
         except (ValueError, RecursionError) as error:
             damaged(f"its values cannot be checked ({error})", error)
         if computed != digest:
@@ -127,10 +129,6 @@ def decode_document(data: bytes, kind: str, *, source: str) -> dict[str, Any]:
 
 def _version(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
-
-
-def _canonical(document: dict[str, Any]) -> str:
-    return json.dumps(document, separators=(",", ":"), allow_nan=False)
 
 
 def _digest(text: str) -> str:

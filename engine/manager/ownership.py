@@ -81,10 +81,7 @@ class Ownership:
         self.check_not_lost()
         if at_once and (self._process is None or not self._directory.is_local):
             return
-        if self._lock.descriptor is not None:
-            if self._lock.is_current():
-                return
-        elif self._lock.content(self._size).get("token") == self._token:
+        if self._lock.is_own(self._token, self._size):
             return
         if not (self._directory / OWNER).is_there():
             gone = f"its {OWNER}" if self._directory.exists() else "the directory"

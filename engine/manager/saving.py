@@ -132,7 +132,6 @@ class Saves:
                 if reason is None or not isinstance(self._options.best_fn, str):
                     self.note_metrics(step, pending.metrics)
                 values = self._items.to_save(items, kwargs, left_out)
-                self._items.save_begins(step, self._run)
             except BaseException as error:
                 leave_save(rendezvous, error)
                 raise
@@ -227,6 +226,7 @@ class Saves:
             with save.completing() as claimed:
                 if not claimed:  # an interrupt has ended the save before this thread began
                     return
+                self._items.save_begins(step, self._run)
                 items = save.write(awaited)
                 record, report = save.commit(None if items is None else self._record(pending, items))
         except BaseException as error:

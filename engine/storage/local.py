@@ -2,7 +2,8 @@
 
 Bulk data files bypass the page cache where the file system allows it. Several threads write one file: each takes whole
 segments, gathers their parts in a large aligned block and writes the block. While one thread computes parts, which
-holds the interpreter, the others wait for the disk, which does not.
+holds the interpreter, the others wait for the disk, which does not. Files of up to one block go through the page cache:
+the disk writes them while the caller computes what comes next.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ THREADS = 8  # threads that write one file, the calling one included
 THREADS_BESIDE = max(2, CORES // 2)
 
 BLOCK = 4 << 20  # bytes that a thread gathers before it writes them
+
+# The same where it writes to the page cache: for more at a time, Linux takes huge pages, which a hypervisor may have
+# reclaimed, so that they are expensive.
+_CACHED_BLOCK = 256 << 10
 
 _LOCK = "hhqqi4x"  # struct flock of fcntl(2) where files have 64-bit offsets
 _SET_LOCK: int = getattr(fcntl, "F_OFD_SETLK", -1)  # Linux; elsewhere no reader sees another
@@ -201,10 +206,11 @@ class LocalBackend:
         sync: bool = True,
     ) -> None:
         stop = threading.Event()
-        with os_errors(key, "write"), _new_file(key, size) as descriptor:
+        cached = size <= BLOCK
+        with os_errors(key, "write"), _new_file(key, size, cached=cached) as descriptor:
             filled = [segment for segment in segments if segment.size]
             parallel_map(
-                partial(_write_segment, descriptor, stop),
+                partial(_write_segment, descriptor, stop, cached),
                 filled,
                 THREADS,
                 beside=THREADS_BESIDE,
@@ -212,7 +218,7 @@ class LocalBackend:
                 name="holdfast-write",
                 stop=stop,
             )
-            if size % PAGE:
+            if size % PAGE and not cached:
                 os.ftruncate(descriptor, size)
             if sync:
                 os.fsync(descriptor)
@@ -440,14 +446,14 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
 
 
 @contextlib.contextmanager
-def _new_file(path: str, size: int) -> Iterator[int]:
+def _new_file(path: str, size: int, *, cached: bool) -> Iterator[int]:
     """Make a data file, and give its descriptor; an error in the block removes it."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # readers of an earlier file of this name keep the file that they have opened
-    descriptor = _open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    descriptor = (_open if cached else _open_direct)(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         try:
-            _allocate(descriptor, round_up(size))  # a full disk is noticed before anything is computed
+            _allocate(descriptor, size if cached else round_up(size))  # a full disk is noticed before the first write
             yield descriptor
         finally:
             os.close(descriptor)
@@ -457,10 +463,11 @@ def _new_file(path: str, size: int) -> Iterator[int]:
         raise
 
 
-def _write_segment(descriptor: int, stop: threading.Event, segment: Segment) -> None:
+def _write_segment(descriptor: int, stop: threading.Event, cached: bool, segment: Segment) -> None:
     position = segment.offset
+    size, page = (_CACHED_BLOCK, 1) if cached else (BLOCK, PAGE)
     with _blocks.block() as block:
-        for data in _filled_blocks(segment, block.data, stop):
+        for data in _filled_blocks(segment, block.data[:size], stop, page):
             written, refused = 0, False
             while written < len(data):
                 try:
@@ -477,7 +484,7 @@ def _write_segment(descriptor: int, stop: threading.Event, segment: Segment) -> 
             position += written
 
 
-def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event) -> Iterator[memoryview]:
+def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event, page: int) -> Iterator[memoryview]:
     """Gather the parts of a segment; yield the block whenever it is full, and the rest padded to whole pages."""
     filled, remaining = 0, segment.size
     for part in segment.parts():
@@ -502,7 +509,7 @@ def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event) -
             f"but its parts have {'more' if remaining < 0 else segment.size - remaining}"
         )
     if filled:
-        end = round_up(filled)
+        end = round_up(filled, page)
         block[filled:end] = bytes(end - filled)
         yield block[:end]
 

@@ -136,7 +136,7 @@ class LastStep:
         if name not in self._positions:
             return tree_of(extra)
         taken = self._positions[name]
-        return encode_state(extra.state_of(taken)) if isinstance(extra, GlobalGenerators) else taken
+        return extra.state_of(taken) if isinstance(extra, GlobalGenerators) else taken
 
     def _take_positions(self) -> None:
         moving = self._moving_extras()

@@ -217,24 +217,24 @@ os._exit(0)
     assert content(place) == "two"
 
 
+real_open = os.open
+
+
+def refuse_markers(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+    if str(path).endswith(("ckpt/checkpoint.partial", "5/checkpoint.partial")) and not flags & os.O_CREAT:
+        raise PermissionError(errno.EACCES, "not yours")
+    return real_open(path, flags, *arguments, **options)
+
+
 def test_a_marker_that_cannot_be_opened_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It belongs to another user: whether that save is alive is unknown. A manager leaves it alone."""
     place = hf.storage.as_location(tmp_path / "ckpt")
     first = PendingCheckpoint(place, ["item"], overwrite=False)
-    record = write(first, "one")
-    real = os.open
-
-    def refused(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
-        if str(path).endswith(("ckpt/checkpoint.partial", "5/checkpoint.partial")) and not flags & os.O_CREAT:
-            raise PermissionError(errno.EACCES, "not yours")
-        return real(path, flags, *arguments, **options)
-
+    write(first, "one")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", refused)
-        with pytest.raises(hf.errors.StoragePermissionError, match=r"cannot read .*checkpoint\.partial"):
-            first.commit(record)  # and not: that another save has begun
+        patch.setattr(os, "open", refuse_markers)
         first.leave()
         with pytest.raises(
             hf.errors.StoragePermissionError, match=r"whether that save is alive is unknown .*another path"
@@ -247,6 +247,20 @@ def test_a_marker_that_cannot_be_opened_is_an_error(
             manager.wait_until_finished()
     assert "whether that save is alive is unknown" in caplog.text
     assert names(hf.storage.as_location(tmp_path / "run" / "5")) == ["checkpoint.partial", "item"]
+
+
+@pytest.mark.parametrize("place", ["local"], indirect=True)
+def test_without_locks_a_marker_that_cannot_be_read_does_not_pass_for_that_of_another_save(
+    unlocked: hf.storage.Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = PendingCheckpoint(unlocked, ["item"], overwrite=False)
+    record = write(first, "one")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse_markers)
+        with pytest.raises(hf.errors.StoragePermissionError, match=r"cannot read .*checkpoint\.partial"):
+            first.commit(record)
+    first.commit(record)
+    assert content(unlocked) == "one"
 
 
 def test_without_locks_the_later_save_wins(unlocked: hf.storage.Location) -> None:

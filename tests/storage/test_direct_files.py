@@ -83,6 +83,24 @@ def test_a_disk_is_written_and_read_directly(place: Location, monkeypatch: pytes
     assert all(modes)
 
 
+def test_the_page_cache_takes_a_small_file(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In small blocks, without padding; the disk has begun to write it on return."""
+    seen: list[tuple[Any, ...]] = []
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        seen.append((is_direct(descriptor), offset, len(data)))
+        return real_pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, *arguments: seen.append(arguments))
+    block, gap = DATA[: (256 << 10) + 3], b"\0" * (256 << 10)
+    first, last = Segment(0, block.size, lambda: iter([block])), Segment(512 << 10, 5, lambda: iter([block[:5]]))
+    place.write_data((512 << 10) + 7, [first, last], sync=False)
+    writes = [(False, 0, 256 << 10), (False, 256 << 10, 3), (False, 512 << 10, 5)]
+    assert seen == [*writes, (0, 0, os.POSIX_FADV_DONTNEED)]
+    assert place.path.read_bytes() == block.tobytes() + gap[3:] + block[:5].tobytes() + b"\0\0"
+
+
 def test_readers_that_see_each_other_read_through_the_page_cache(
     place: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +214,7 @@ def test_a_full_disk_is_noticed_before_anything_is_computed(place: Location, mon
     monkeypatch.setattr(local_storage, "is_direct", lambda _: True)
     monkeypatch.setattr(os, "posix_fallocate", posix_fallocate)
     with pytest.raises(StorageFullError, match=r"data: No space left.*free some space"):
-        place.write_data(4096, [Segment(0, 4096, parts)])
+        place.write_data(SIZE, [Segment(0, SIZE, parts)])
     assert_nothing_left(place)
 
 

@@ -81,7 +81,7 @@ def test_a_plain_write_syncs_the_file(folder: Location, calls: list[tuple[str, .
 def test_data_is_synced_last(folder: Location, calls: list[tuple[str, ...]]) -> None:
     data = np.ones(5000, np.uint8)
     (folder / "data").write_data(5000, [Segment(0, 5000, lambda: iter([data]))])
-    assert calls == [("pwrite", "data"), ("ftruncate", "data"), ("fsync", "data")]
+    assert calls == [("ftruncate", "data"), ("pwrite", "data"), ("fsync", "data")]
 
 
 def test_new_directories_are_synced_into_their_parents(folder: Location, calls: list[tuple[str, ...]]) -> None:
