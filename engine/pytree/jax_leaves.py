@@ -320,17 +320,25 @@ def template_facts(value: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], str
     if not is_key(value):
         raise LeafProblem(f"has dtype {dtype}, which cannot be stored")
     data_dtype, data_shape, implementation = _key_data(dtype)
-    return "key", data_dtype, (*value.shape, *data_shape), implementation
+    return "key", data_dtype, (*value.shape, *data_shape), str(implementation)
+
+
+def implementation_of(key: Any) -> Any:
+    """Return what `jax.random.wrap_key_data` takes as the implementation of keys, also of one that the program defines.
+
+    `key` is an array of keys, perhaps an abstract one.
+    """
+    return _key_data(key.dtype)[2]
 
 
 @lru_cache(maxsize=16)
-def _key_data(key_dtype: Any) -> tuple[np.dtype[Any], tuple[int, ...], str]:
-    """Return dtype and shape of one key's data, and the name of its implementation."""
+def _key_data(key_dtype: Any) -> tuple[np.dtype[Any], tuple[int, ...], Any]:
+    """Return dtype and shape of one key's data, and its implementation."""
     jax: Any = loaded("jax")
-    found: list[str] = []
+    found: list[Any] = []
 
     def trace(key: Any) -> Any:
-        found.append(str(jax.random.key_impl(key)))
+        found.append(jax.random.key_impl(key))
         return jax.random.key_data(key)
 
     data = jax.eval_shape(trace, jax.ShapeDtypeStruct((), key_dtype))
@@ -437,7 +445,7 @@ def device_boxes(sharding: Any, shape: tuple[int, ...]) -> DeviceBoxes:
     return DeviceBoxes(tuple(numbers), tuple(holders))
 
 
-def put(arrays: Sequence[NDArray[Any]], shardings: Sequence[Any], implementations: Sequence[str | None]) -> list[Any]:
+def put(arrays: Sequence[NDArray[Any]], shardings: Sequence[Any], implementations: Sequence[Any]) -> list[Any]:
     """Make jax arrays of whole host arrays, all in one call."""
     jax: Any = required("jax")
     same = len(set(map(id, shardings))) == 1
@@ -468,7 +476,7 @@ class SpreadArray(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     arrays: Sequence[NDArray[Any]]  # one for each of its `device_boxes`
-    implementation: str | None  # that of typed keys whose data these are; None for other arrays
+    implementation: Any  # that of typed keys whose data these are; None for other arrays
 
 
 def put_spread(spread: Sequence[SpreadArray]) -> list[Any]:
@@ -490,7 +498,7 @@ def put_spread(spread: Sequence[SpreadArray]) -> list[Any]:
     return results
 
 
-def _typed(array: Any, implementation: str | None) -> Any:
+def _typed(array: Any, implementation: Any) -> Any:
     if implementation is None:
         return array
     jax: Any = required("jax")

@@ -307,8 +307,10 @@ def _spread_array(template: LeafTemplate, arrays: Sequence[NDArray[Any]]) -> jax
     return jax_leaves.SpreadArray(template.sharding, template.shape, template.dtype, arrays, _implementation(template))
 
 
-def _implementation(template: LeafTemplate) -> str | None:
-    return template.variant if template.kind == "key" else None
+def _implementation(template: LeafTemplate) -> Any:
+    if template.kind != "key" or template.leaf is None:
+        return template.variant if template.kind == "key" else None
+    return jax_leaves.implementation_of(template.leaf)
 
 
 def _is_as_read(leaf: Saved) -> bool:

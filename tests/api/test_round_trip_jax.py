@@ -58,8 +58,17 @@ def test_every_dtype(dtype: str, place: str, assert_same: Same) -> None:
     assert_same(as_numpy(hf.load(place, like=abstract)), as_numpy(tree))
 
 
-@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_typed_keys(implementation: str, place: str, assert_same: Same) -> None:
+def own_implementation() -> Any:
+    own: Any = pytest.importorskip("jax.extend.random")
+    known = own.threefry_prng_impl
+    methods = {name: getattr(known, name) for name in ("key_shape", "seed", "split", "random_bits", "fold_in")}
+    return own.define_prng_impl(**methods, name="holdfast_test", tag="own")
+
+
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg", "own"])
+def test_typed_keys(implementation: Any, place: str, assert_same: Same) -> None:
+    if implementation == "own":
+        implementation = own_implementation()
     tree = {
         "one": jax.random.key(3, impl=implementation),
         "many": jax.random.split(jax.random.key(4, impl=implementation), (2, 3)),

@@ -138,6 +138,16 @@ class Layer:
         return cls(*children)
 
 
+class Counted(nnx.Module):
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.ones(2))
+        self.phase = 0
+
+    def replace(self, phase: int) -> Counted:
+        self.phase = phase
+        return self
+
+
 NEGATIVE = jax.jit(jnp.negative)
 
 
@@ -280,6 +290,16 @@ def test_a_class_that_the_fresh_state_lacks_is_told(place: str) -> None:
         checkpoint.restore_or_initialize(state)
 
 
+def test_a_variable_that_the_fresh_module_lacks_is_told(place: str) -> None:
+    def grown(state: Any) -> Any:
+        state["model"].seen = nnx.Intermediate(jnp.ones(2))
+        return state
+
+    train({"model": Counted()}, grown, place, 1)
+    with pytest.raises(hf.TreeMismatchError, match=r"nnx\.pop(.|\n)*model/seen: expected a variable"):
+        train({"model": Counted()}, grown, place, 2)
+
+
 def test_steps_without_recorded_types_go_by_the_template(place: str, caplog: pytest.LogCaptureFixture) -> None:
     """As those of earlier versions, and of loops that restored nothing."""
     state = update(numbers())
@@ -317,16 +337,6 @@ def test_functions_come_from_the_program(place: str) -> None:
 class Phases:
     w: Any
     phase: int = struct.field(pytree_node=False, default=0)  # type: ignore[no-untyped-call]  # flax leaves it so
-
-
-class Counted(nnx.Module):
-    def __init__(self) -> None:
-        self.w = nnx.Param(jnp.ones(2))
-        self.phase = 0
-
-    def replace(self, phase: int) -> Counted:
-        self.phase = phase
-        return self
 
 
 @pytest.mark.parametrize(
