@@ -16,7 +16,7 @@ import numpy as np
 
 from .errors import OptionError, StateError
 from .generators import as_tree, capture, generator_state, is_generator, restore, same_state, set_generator_state
-from .pytree import is_jax_array, loaded
+from .pytree import is_jax_array, is_torch_tensor, loaded
 
 _logger = logging.getLogger("holdfast")
 
@@ -152,6 +152,7 @@ _BEGUN = "generators"  # their states by name when the epoch began, or at its en
 _VALUES = "attributes"  # numbers and small arrays of the loader that epochs have changed, as they were then
 _SMALL = 1 << 17  # elements of the largest array among them, as each step copies it
 _SHORT = 1 << 10  # entries of the longest list among them
+_MOST_PARTS = 64  # parts of a loader whose attributes are looked at, about
 
 
 class LoaderPosition(Iterator[Any]):
@@ -380,7 +381,7 @@ def _attributes_of(loader: object) -> dict[str, Any]:
     """
     found = {
         f"{part}.{name}": _copy_of(value)
-        for part, owner in _parts_of(loader).items()
+        for part, owner in _all_parts_of(loader).items()
         for name, value in getattr(owner, "__dict__", {}).items()
     }
     return {name: one for name, one in found.items() if one is not None}
@@ -417,7 +418,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _set_attributes(loader: object, values: Mapping[str, Any]) -> None:
-    parts = _parts_of(loader)
+    parts = _all_parts_of(loader)
     for place, value in values.items():
         part, _, name = place.rpartition(".")
         if (owner := parts.get(part)) is None:
@@ -438,9 +439,9 @@ def skip_to(loader: Iterable[Any], n: int = 0, *, global_batch_size: int | None 
     alone: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called. Unless
     its position is one of all processes (``global_batch_size``, or ``replicated`` of a callback), it may also draw its
     order, or the seeds of its workers, from random generators as an epoch begins: from the global ones of Python, numpy
-    and torch, or those in its attributes or its sampler's or dataset's. It may change other attributes of these, too: a
-    number, such as a count of epochs; an array of up to 131,072 elements, such as an order or a key of jax; a list of
-    up to 1,024 plain values.
+    and torch, or those in its attributes, its sampler's or dataset's, or those of a loader in it. It may change other
+    attributes of these, too: a number, such as a count of epochs; an array of up to 131,072 elements, such as an order
+    or a key of jax; a list of up to 1,024 plain values.
     Where the loader has a length, whole epochs are skipped at once; the other batches are drawn again and dropped.
 
     Args:
@@ -505,10 +506,10 @@ def drawing_sampler(loader: Any) -> str | None:
     return None
 
 
-def generators_of(loader: object) -> dict[str, Any]:
+def generators_of(loader: object, parts: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the generators that a loader or one of its parts holds, each once, by a name such as ``sampler.rng``."""
     found: dict[int, tuple[str, Any]] = {}
-    for part, owner in _parts_of(loader).items():
+    for part, owner in (parts or _parts_of(loader)).items():
         for name, value in getattr(owner, "__dict__", {}).items():
             if is_generator(value):
                 found.setdefault(id(value), (f"{part}.{name}", value))
@@ -526,12 +527,32 @@ def _parts_of(loader: object) -> dict[str, Any]:
     }
 
 
+def _all_parts_of(loader: object) -> dict[str, Any]:
+    """Return the parts of a loader and the loaders, samplers and datasets in their attributes, by name."""
+    found = list(_parts_of(loader).items())
+    seen = {id(owner) for _, owner in found}
+    for part, owner in found:
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if id(value) not in seen and _is_part(value):
+                seen.add(id(value))
+                found.append((f"{part}.{name}", value))
+        if len(found) > _MOST_PARTS:
+            break
+    return dict(found)
+
+
+def _is_part(value: object) -> bool:
+    is_array = isinstance(value, np.ndarray) or is_jax_array(value) or is_torch_tensor(value)
+    is_open = hasattr(type(value), "__iter__") or hasattr(type(value), "__getitem__")
+    return is_open and hasattr(value, "__dict__") and not is_array
+
+
 def _own_generators(loader: object) -> dict[str, Any]:
     """Return the generators of a loader without the global ones, which a loader may hold as well."""
     torch: Any = loaded("torch")
     shared = [getattr(random.random, "__self__", None), getattr(np.random.rand, "__self__", None)]
     shared.append(None if torch is None else torch.default_generator)
-    found = generators_of(loader)
+    found = generators_of(loader, _all_parts_of(loader))
     return {name: one for name, one in found.items() if not any(one is known for known in shared)}
 
 

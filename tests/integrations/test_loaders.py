@@ -301,6 +301,14 @@ class WithoutLength(Changing):
     __len__: Any = None
 
 
+class Around:
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
 class Same(torch.utils.data.Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         return index
@@ -317,6 +325,8 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "an array, without a length": lambda: WithoutLength(Changing.shuffle, Changing.shuffle),
     "a list": lambda: Changing(Changing.shuffle_names),
     "a list at the end": lambda: Changing(lambda _: None, Changing.shuffle_names),
+    "a loader in another": lambda: Around(Changing(Changing.count)),
+    "a list of a loader in another": lambda: Around(Changing(Changing.shuffle_names)),
     "a sampler": lambda: DataLoader(Same(), batch_size=None, sampler=Changing(Changing.count)),
 }
 
