@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ...engine.clock import format_size
 from ...engine.errors import shortened_steps
+from ...engine.manager import number_in_event
 from ..report import count, duration
 
 How = Literal["finished", "closed", "preempted", "crashed", "hung", "failed", "lost", "running", "open"]
@@ -124,7 +125,7 @@ def read_history(events: Iterable[Mapping[str, Any]]) -> History:
     history = History()
     by_run: dict[str, Attempt] = {}
     for event in events:
-        when = _number(event.get("time"))
+        when = number_in_event(event.get("time"))
         run = str(event.get("run", ""))
         if when is None or when > _LATEST:
             continue
@@ -168,21 +169,21 @@ def _take(history: History, attempt: Attempt, event: Mapping[str, Any], when: fl
         attempt.host = str(event.get("host", ""))
     elif name == "restored":
         attempt.restored = step
-        seconds = _number(event.get("seconds"))
+        seconds = number_in_event(event.get("seconds"))
         attempt.restore_seconds = attempt.restore_seconds if seconds is None else seconds
         _take_skipped(history, attempt, event.get("skipped"), when)
         if event.get("local"):
-            size = format_size(int(_number(event.get("peer_bytes")) or 0))
+            size = format_size(int(number_in_event(event.get("peer_bytes")) or 0))
             text = f"Process 0 has read {size} from other hosts."
             history.notes.append(Note(when, "info", f"Step {step} came from the hosts' local places", text))
     elif name == "saved" and step is not None:
         keys = ("bytes", "blocked_seconds", "total_seconds")
-        written, blocked, total = (_number(event.get(key)) or 0.0 for key in keys)
+        written, blocked, total = (number_in_event(event.get(key)) or 0.0 for key in keys)
         attempt.saves.append(Save(when, step, int(written), blocked, total))
         add_metrics(history, step, _mapping(event.get("metrics")))
     elif name == "metrics" and step is not None:
         add_metrics(history, step, _mapping(event.get("metrics")))
-    elif name == "interval" and (seconds := _number(event.get("seconds"))) is not None:
+    elif name == "interval" and (seconds := number_in_event(event.get("seconds"))) is not None:
         title = f"Saves every {duration(seconds)} from here on, as learned"
         history.notes.append(Note(when, "plain", title, str(event.get("why", ""))))
     elif name == "save_failed":
@@ -244,9 +245,8 @@ def _take_mirror(history: History, event: Mapping[str, Any], name: str, step: in
         text = str(event.get("error", ""))
         history.notes.append(Note(when, "warn", f"The mirror {place} failed", text, "mirror failed"))
     elif name == "fetched":
-        cost = (
-            f"{format_size(int(_number(event.get('bytes')) or 0))} in {duration(_number(event.get('seconds')) or 0.0)}"
-        )
+        size = format_size(int(number_in_event(event.get("bytes")) or 0))
+        cost = f"{size} in {duration(number_in_event(event.get('seconds')) or 0.0)}"
         history.notes.append(Note(when, "info", f"Fetched step {step} from the mirror", f"{place}: {cost}", "fetched"))
 
 
@@ -331,11 +331,6 @@ def _end(attempt: Attempt) -> Note:
     return Note(
         attempt.ended, "bad", f"{title}{after}", "; ".join(filter(None, [attempt.why, status])) + killed, "crash"
     )
-
-
-def _number(value: Any) -> float | None:
-    """Return a time, a span or a number of bytes; None for any other value."""
-    return float(value) if isinstance(value, int | float) and type(value) is not bool and 0 <= value < 2**63 else None
 
 
 def _count(value: Any) -> int | None:

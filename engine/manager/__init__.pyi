@@ -11,6 +11,7 @@ from .events import event_scalars as event_scalars
 from .events import finite as finite
 from .events import guarded as guarded
 from .events import has_finished as has_finished
+from .events import number_in_event as number_in_event
 from .events import read_events as read_events
 from .events import read_run_events as read_run_events
 from .events import slow_saves as slow_saves

@@ -19,7 +19,7 @@ from ..storage import Location, as_location
 from .directory import RunDirectory
 from .events import RunEvents
 from .intervals import LearnedInterval
-from .mirror import MirrorStatus, RunMirror
+from .mirror import RunMirror
 from .options import CheckpointManagerOptions, mirror_of
 from .ownership import RunIdentity
 
@@ -242,20 +242,13 @@ class RunAccess:
 
     def delete_in_mirror(self) -> None:
         """Let the mirror delete the steps that the run has deleted for good."""
-        if self.mirror is not None and self.processes.is_primary:
-            self.mirror.delete()
+        if self.own_mirror is not None:
+            self.own_mirror.delete()
 
-    def mirror_status(self) -> MirrorStatus | None:
-        """Return the state of the mirror on process 0, None on the others."""
-        return self.mirror.status() if self.mirror is not None and self.processes.is_primary else None
-
-    def finish_mirror(self, timeout_secs: float | None) -> bool:
-        """Copy the newest step and end the mirror; a timeout of None is the ``wait_secs`` of the mirror."""
-        if self.mirror is None or not self.processes.is_primary:
-            return True
-        if timeout_secs is None:
-            return self.mirror.finish(self.mirror.limit)
-        return self.mirror.finish(timeout_secs, must_fit=True)
+    @property
+    def own_mirror(self) -> RunMirror | None:
+        """The mirror, on process 0, which writes to it."""
+        return self.mirror if self.processes.is_primary else None
 
     def settle_mirror(self) -> bool:
         """Bring deletions and pins to the mirror of a run whose manager was made without one."""
@@ -267,5 +260,5 @@ class RunAccess:
         return RunMirror(place, self.run, options, self.clock, self.events).settle()
 
     def _start_mirror(self) -> None:
-        if self.mirror is not None and self.processes.is_primary:
-            self.mirror.start()
+        if self.own_mirror is not None:
+            self.own_mirror.start()

@@ -294,3 +294,8 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def number_in_event(value: Any) -> float | None:
+    """Return a time, a duration, a step or a number of bytes; None for any other value."""
+    return float(value) if isinstance(value, int | float) and type(value) is not bool and 0 <= value < 2**63 else None

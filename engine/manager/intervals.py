@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from ..clock import Duration, format_duration, seconds
 from ..errors import OptionError
 from .decisions import EverySeconds, Moment, median
+from .events import number_in_event
 
 DAY = 86400.0
 _SPREAD = math.log(10)  # the standard deviation of the logarithm of the rate of failures, before anything is known
@@ -183,7 +184,7 @@ class Experience:
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Learn from an event of the run, in their order; ignore anything that is not an event of holdfast."""
-        when = _number(event.get("time"))
+        when = number_in_event(event.get("time"))
         if when is None:
             return
         start = self._start(str(event.get("run", "")), when, event.get("program"))
@@ -195,12 +196,12 @@ class Experience:
             case "preempted" | "finished" | "closed" as word:
                 start.word = start.word if word == "closed" and start.word else word
             case "failed":
-                step = _number(event.get("step"))
+                step = number_in_event(event.get("step"))
                 trained = step is not None and step > (start.restored or 0)
                 self._fail(start, when, counts=trained or start.saved is not None)
                 start.word = "failed"
             case "interval":
-                least, greatest = _number(event.get("least")), _number(event.get("greatest"))
+                least, greatest = number_in_event(event.get("least")), number_in_event(event.get("greatest"))
                 self.bounds = None if least is None or greatest is None else (least, greatest)
             case "ended":
                 how = event.get("how")
@@ -230,12 +231,12 @@ class Experience:
             self._lost = start
 
     def _add_save(self, start: _Start, event: Mapping[str, Any], when: float) -> None:
-        blocked, total = _number(event.get("blocked_seconds")), _number(event.get("total_seconds"))
+        blocked, total = number_in_event(event.get("blocked_seconds")), number_in_event(event.get("total_seconds"))
         if blocked is None or total is None:
             return
         # Both count from the call, which first waits for the save before it to be durable.
         waited = 0.0 if start.saved is None else min(blocked, max(0.0, start.saved - (when - total)))
-        self._costs.append(blocked - waited + (_number(event.get("slowed_seconds")) or 0.0))
+        self._costs.append(blocked - waited + (number_in_event(event.get("slowed_seconds")) or 0.0))
         self._totals.append(max(0.0, total - waited))
         if start.saved is not None and when > start.saved:
             self._gaps.append(when - start.saved)
@@ -315,8 +316,3 @@ def _short(duration: float) -> str:
     ('2m31s', '0.012s')
     """
     return format_duration(round(duration) if duration >= 10 else float(f"{duration:.2g}"))
-
-
-def _number(value: Any) -> float | None:
-    """Return a time, a duration or a step; None for any other value."""
-    return float(value) if isinstance(value, int | float) and type(value) is not bool and 0 <= value < 2**63 else None

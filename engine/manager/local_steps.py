@@ -155,14 +155,14 @@ class LocalHosts:
 
     def __init__(self, options: Local, run: RunDirectory, processes: ProcessGroup) -> None:
         self.root = as_location(options.url, writes=True)
-        self.peers: dict[int, Peer] = {}
-        self.newest: WholeStep | None = None
+        self.peers: dict[int, Peer] = {}  # the other hosts by number
+        self.newest: WholeStep | None = None  # whole, and newer than all of the directory
         self._options = options
         self._run = run
         self._processes = processes
         self._patience = min(_PATIENCE, processes.timeout / 4)
         self._server: PeerServer | None = None
-        self.branches: tuple[LocalBranch, ...] = ()
+        self.branches: tuple[LocalBranch, ...] = ()  # the history of which local steps counted at the start
         self._agreed_steps: list[dict[str, HeldStep]] = []  # of process 0
         self.program: _Program
         try:
@@ -182,7 +182,8 @@ class LocalHosts:
         )
         hosts = self.program.hosts
         self.host = next(number for number, host in enumerate(hosts) if host.name == name)
-        self.leads = hosts[self.host].leader == self._processes.index
+        self.leads = hosts[self.host].leader == self._processes.index  # whether it serves and copies for its host
+        # The hosts that keep copies of the files of this one.
         self.copies = neighbours([host.domain for host in hosts], local.copies)[self.host]
         if len(hosts) == 1 and local.copies and self._processes.is_primary:
             _logger.warning(
@@ -208,7 +209,7 @@ class LocalHosts:
             "problem": problem,
         }
         answer = self._processes.agree("local steps", mine, self._first_choice)
-        self.sequence = answer["sequence"]
+        self.sequence = answer["sequence"]  # the largest number of a local step that any host has
         self.branches = tuple(LocalBranch(*one) for one in answer["branches"])
         for number, address in enumerate(answer["addresses"]):
             if address is not None and number != self.host:
@@ -216,6 +217,7 @@ class LocalHosts:
                 self.peers[number] = Peer(
                     f"host {hosts[number].name}", (host, port), self.program.token, timeout=self._patience
                 )
+        # The whole steps that count, and those that do not.
         self.further, self.left = frozenset(answer["steps"]), frozenset(answer["left"])
         self.newest = self._find(answer["whole"], None)
 

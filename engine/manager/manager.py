@@ -134,7 +134,8 @@ class CheckpointManager:
 
     def mirror_status(self) -> MirrorStatus | None:
         """Return what the mirror has and what it is doing; None without a mirror, and on processes other than 0."""
-        return self._access.mirror_status()
+        mirror = self._access.own_mirror
+        return None if mirror is None else mirror.status()
 
     def finish_mirror(self, timeout_secs: float | None = None) -> bool:
         """Copy the newest step to the mirror, due or not, and end the mirror; :meth:`close` does it otherwise.
@@ -148,7 +149,10 @@ class CheckpointManager:
         Returns:
             Whether the mirror has the newest step; True without a mirror.
         """
-        return self._access.finish_mirror(timeout_secs)
+        mirror = self._access.own_mirror
+        if mirror is None:
+            return True
+        return mirror.finish(mirror.limit) if timeout_secs is None else mirror.finish(timeout_secs, must_fit=True)
 
     # ---- reading the directory
 
