@@ -6,13 +6,13 @@ Only libraries that the program has loaded are touched. jax has no global genera
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import DamagedCheckpointError
+from .errors import DamagedCheckpointError, OptionError, shortened
 from .pytree import is_torch_tensor, loaded
 
 DRAWN, IDLE = "drawn", "idle"
@@ -205,6 +205,44 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+# ---- parts of a state, by the keys that lead there
+
+
+Paths = frozenset[tuple[Any, ...]]
+
+
+def differing_parts(one: Any, other: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Generate the paths of the parts that differ; of lists of different lengths, that of the list."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in one.keys() | other.keys():
+            yield from differing_parts(one.get(key), other.get(key), (*path, key))
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        for index, parts in enumerate(zip(one, other, strict=True)):
+            yield from differing_parts(*parts, (*path, index))
+    elif not same_state(one, other):
+        yield path
+
+
+def unsteady_parts(look: Callable[[], Any]) -> Paths:
+    """Return the parts of a state that change without a batch, such as a time, or a global generator's state.
+
+    Two looks differ in them, between which this draws from the global generators.
+    """
+    before, first = capture(), look()
+    random.random()
+    np.random.random()
+    if (torch := loaded("torch")) is not None:
+        torch.rand(1)
+    second = look()
+    restore(as_tree(before))
+    return frozenset(differing_parts(first, second))
+
+
+def listed_parts(paths: Iterable[tuple[Any, ...]]) -> str:
+    """Return paths of parts as text for messages."""
+    return shortened(sorted(".".join(map(str, path)) for path in paths))
+
+
 def is_idle(item: str, leaf: str) -> bool:
     """Return whether a leaf belongs to a generator that no step has drawn from.
 
@@ -228,9 +266,17 @@ def generator_state(generator: Any) -> Any:
     """Return a snapshot of the state of a generator."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
+    if isinstance(generator, random.SystemRandom):
+        raise OptionError(
+            f"{type(generator).__qualname__} draws from the operating system and has no state, so that a resumed run "
+            "draws other numbers: draw from random.Random(seed), or leave it out if nothing that counts depends on it"
+        )
     if isinstance(generator, random.Random):
         version, words, gauss = generator.getstate()
         return {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}
+    if isinstance(generator, np.random.RandomState):
+        state = generator.get_state(legacy=False)
+        return generator.get_state() if state["bit_generator"] == "MT19937" else state
     return generator.get_state()
 
 

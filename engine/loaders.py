@@ -34,6 +34,20 @@ def is_torchdata_loader(thing: object) -> bool:
     return _derives(kind, "StatefulDataLoader", "torchdata.")
 
 
+def nodes_of(thing: Any) -> list[Any]:
+    """Return the nodes of a ``Loader`` of torchdata.nodes, from its root on; none of other objects."""
+    kind: Any = type(thing)
+    found: list[Any] = []
+    left = [thing.root] if _derives(kind, "Loader", "torchdata.nodes.") else []
+    while left:
+        node = left.pop()
+        kind = type(node)
+        if _derives(kind, "BaseNode", "torchdata.nodes.") and not any(node is one for one in found):
+            found.append(node)
+            left += [part for one in vars(node).values() for part in (one.values() if isinstance(one, dict) else [one])]
+    return found
+
+
 def is_accelerate_loader(thing: object) -> bool:
     """Return whether an object is a loader that ``Accelerator.prepare`` has made, which passes for the one in it."""
     kind: Any = type(thing)
@@ -499,9 +513,13 @@ def without_generators(thing: object, state: Any) -> Any:
 
 
 def drawing_sampler(loader: Any) -> str | None:
-    """Return the name of a sampler that draws a loader's order, which no state can bring back, or None."""
+    """Return the name of a sampler that draws a loader's order, which no state can bring back, or None.
+
+    The iterators of those of torchdata have states, which its nodes do not save.
+    """
+    packages = ("torch.", "torchdata.") if nodes_of(loader) else "torch."
     for sampler in samplers_of(loader):
-        if any(kind.__name__ in _DRAWING and kind.__module__.startswith("torch.") for kind in type(sampler).__mro__):
+        if any(kind.__name__ in _DRAWING and kind.__module__.startswith(packages) for kind in type(sampler).__mro__):
             return type(sampler).__name__
     return None
 
@@ -561,7 +579,8 @@ def _states_of_own(loader: object) -> dict[str, Any]:
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    return [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    found = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    return found + [getattr(node, "sampler", None) for node in nodes_of(loader)]
 
 
 def warn_of_new_workers(loader: Any) -> None:

@@ -15,9 +15,11 @@ have defined already: nothing is imported, and no constructor is called.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 import io
+import itertools
 import logging
 import operator
 import sys
@@ -31,11 +33,23 @@ import numpy as np
 
 from .errors import DamagedCheckpointError, OptionError, StateError
 from .format import is_inside
-from .generators import generator_state, is_generator, same_state, set_generator_state
+from .generators import (
+    as_tree,
+    capture,
+    differing_parts,
+    generator_state,
+    is_generator,
+    listed_parts,
+    restore,
+    same_state,
+    set_generator_state,
+    unsteady_parts,
+)
 from .loaders import (
     LoaderPosition,
     generators_of,
     is_torchdata_loader,
+    nodes_of,
     position_of,
     samplers_of,
     set_position,
@@ -55,6 +69,7 @@ _FIELDS = "fields"
 _classes: WeakValueDictionary[str, type] = WeakValueDictionary()  # classes of instances that were encoded, by name
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+_LIBRARIES = ("numpy.", "torch.", "torchdata.", "datasets.", "grain.", "holdfast.")  # Their objects restore all.
 
 
 def is_stateful(thing: object) -> bool:
@@ -138,10 +153,12 @@ def restore_state(thing: object, state: Any) -> Any:
         set_position(thing, decoded, methods[1])
         if isinstance(thing, LoaderPosition):
             thing.begin()
-        elif begins_epoch(thing):
-            # Some begin when their state is requested; others may have none before they begin.
+        elif is_stream(thing):
+            if nodes_of(thing):
+                warn_of_samplers(thing)
+            # Some begin an epoch when their state is requested; others may have none before they begin.
             with contextlib.suppress(Exception):
-                getattr(thing, methods[0])()
+                warn_of_lost_parts(thing, decode_state(state), methods[0])
         return thing
     if _writes_files(thing):
         _restore_files(thing, state)
@@ -304,6 +321,7 @@ def restore_loader(loader: Any, state: Any, *, begins: bool = True) -> int | Non
         own, generators = state[_OWN_STATE], state[_GENERATORS]
     decoded = decode_state(own)
     set_by_parts = _set_by_parts(loader, generators)
+    warn_of_lost_draws(loader, decoded)
     set_position(loader, decoded)
     loader.state_dict()  # this begins the epoch
     given, ended = 0 if decoded.get("_iterator_finished") else _yielded(decoded), None
@@ -314,7 +332,6 @@ def restore_loader(loader: Any, state: Any, *, begins: bool = True) -> int | Non
         else:
             set_position(loader, decoded)
             loader.state_dict()
-    warn_of_lost_draws(loader, decoded)
     for name, generator in generators_of(loader).items():
         if name in generators and name not in set_by_parts:
             restore_state(generator, generators[name])
@@ -366,10 +383,30 @@ def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
     ended = state.get("_iterator_finished") or _yielded(state) in (0, _length(loader))
     if loader.num_workers and (not ended or loader.persistent_workers):
         warn_of_new_workers(loader)
-    for sampler in () if ended else samplers_of(loader):
+    if not ended:
+        warn_of_samplers(loader)
+
+
+def warn_of_samplers(loader: Any) -> None:
+    """Warn of a sampler whose order may be another one after a resume in the middle of an epoch.
+
+    This draws from samplers that have a state, to which the resume then returns.
+    """
+    own = not nodes_of(loader) and not type(loader.batch_sampler).__module__.startswith("torchdata.")
+    for sampler in samplers_of(loader):
+        if not own and _methods(sampler) == _METHODS[1] and _is_lost(sampler):
+            _logger.warning(
+                "the state of the %s of a %s does not change with an index that it gives: a resume within an epoch "
+                "begins the order of an epoch anew. Let state_dict count the indices, and the iterator after "
+                "load_state_dict continue behind them; or leave both methods out, if the order depends on set_epoch "
+                "alone",
+                type(sampler).__qualname__,
+                type(loader).__qualname__,
+            )
+            return
         kinds = {kind.__name__ for kind in type(sampler).__mro__}
-        in_torchdata = type(sampler).__module__.startswith("torchdata.")
-        if sampler is not None and not in_torchdata and not kinds & set(_KNOWN_ORDER) and _methods(sampler) is None:
+        is_known = type(sampler).__module__.startswith("torchdata.") and is_torchdata_loader(loader)
+        if not (sampler is None or is_known or kinds & set(_KNOWN_ORDER) or _methods(sampler)):
             _logger.warning(
                 "the %s of a %s has no state_dict and load_state_dict: its order is exact only if it is the same each "
                 "time, or depends on set_epoch alone",
@@ -377,6 +414,32 @@ def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
                 type(loader).__qualname__,
             )
             return
+
+
+def _is_lost(sampler: Any) -> bool:
+    """Return whether the state of a sampler does not tell its place, although its iterators have no states either."""
+    state, before = copy.deepcopy(sampler.state_dict()), capture()
+    indices = iter(sampler)
+    states = [copy.deepcopy(sampler.state_dict()) for _ in itertools.islice(indices, 2)]
+    sampler.load_state_dict(state)
+    restore(as_tree(before))
+    return len(states) == 2 and same_state(*states) and not hasattr(indices, "state_dict")
+
+
+def warn_of_lost_parts(thing: Any, saved: Any, getter: str) -> None:
+    """Warn of parts of a state that an object of the program has loaded, and has not brought back."""
+    state = position_of(thing, getter)
+    if type(thing).__module__.startswith(_LIBRARIES) or same_state(saved, state):
+        return
+    lost = {*differing_parts(saved, state)} - unsteady_parts(lambda: position_of(thing, getter))
+    if lost:
+        _logger.warning(
+            "the state of a %s that was restored is not the saved one (different: %s): if what comes next depends on "
+            "that, it differs from that of a run without a stop. Let its method that loads a state bring back all that "
+            "the other one returns, and leave out what differs without a batch, such as a time",
+            type(thing).__qualname__,
+            listed_parts(lost),
+        )
 
 
 def warn_of_held_records(name: str, thing: object) -> None:

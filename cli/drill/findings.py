@@ -14,7 +14,7 @@ from ...engine.errors import shortened, shortened_steps
 from ...engine.sources import LeafDifference
 from ..report import count, print_table
 from ..streams import say
-from .plan import Fact
+from .plan import STATELESS, Fact
 
 _SHOWN = 12  # leaves in the report
 _WIDTH = 100  # columns
@@ -210,6 +210,18 @@ class Causes:
                     "seed it with a fixed number, and pass it to restore_or_initialize and on_step as an extra",
                     tuple(names),
                 )
+        if names := [name for name, fact in one.get(step, {}).items() if fact.digest == STATELESS]:
+            what = "; ".join(_described(name, one[step][name]) for name in names[:4])
+            return Finding(
+                "unseeded",
+                f"two undisturbed runs differ from step {step} on, and the program holds a generator that draws from "
+                f"the operating system: {what}. It has no state, so that a drill cannot tell whether the program has "
+                "drawn from it, and no resume brings back its numbers",
+                "draw from random.Random(seed), and pass it to restore_or_initialize and on_step as an extra; if the "
+                "steps do not draw from it, the computation itself is not deterministic: "
+                + _flags(self._reference.libraries),
+                tuple(names),
+            )
         leaves = shortened([leaf.name for leaf in first.leaves])
         return Finding(
             "nondeterministic",

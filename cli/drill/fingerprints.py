@@ -14,6 +14,7 @@ import inspect
 import itertools
 import operator
 import os
+import random
 import sys
 import sysconfig
 import time
@@ -29,7 +30,7 @@ import numpy as np
 from ...engine.generators import as_tree, capture, is_generator
 from ...engine.pytree import is_torch_tensor, loaded
 from ...engine.stateful import state_of
-from .plan import Fact, Kind
+from .plan import STATELESS, Fact, Kind
 
 _Space = tuple[str, str, dict[str, Any]]  # (prefix of the names, place in the program, variables)
 
@@ -205,6 +206,8 @@ def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     """Return the kind of an object and a digest of its state; None for one without a state of its own."""
     if isinstance(thing, bool | int | float) or (isinstance(thing, str) and len(thing) <= _TEXT):
         return "value", repr(thing)
+    if isinstance(thing, random.SystemRandom):
+        return "generator", STATELESS
     if is_generator(thing):
         return "generator", _digest(_text(state_of(thing)))
     if isinstance(thing, np.number | np.bool_):

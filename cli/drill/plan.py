@@ -16,6 +16,7 @@ RUNS = "runs"  # folder: the directories of the current run
 CLAIMS = "claims.jsonl"  # file in it: the directories that were claimed, as lines of {"url": ..., "target": ...}
 
 Kind = Literal["generator", "position", "value", "array"]
+STATELESS = "no state"  # the digest of a generator of the operating system: no look tells what was drawn from it
 
 
 class Fact(NamedTuple):

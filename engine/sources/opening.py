@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import pickle
+import stat
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -94,6 +95,7 @@ class _OpenTree:
         identity = hashlib.blake2b(found.encode() or os.urandom(16), digest_size=16).hexdigest()
         self.format = checkpoint.format
         self.address = _Address(checkpoint.location, item, identity, bool(found))
+        self._files = {} if tree.fingerprint else _identities(tree)
         self._reads: tuple[CheckpointSource, TreeSource] | None = checkpoint, tree
         self._bytes_read = 0  # when it was closed
 
@@ -124,7 +126,7 @@ class _OpenTree:
 
     @contextlib.contextmanager
     def reading(self, leaf: SavedLeaf) -> Iterator[TreeSource]:
-        """Explain why a leaf cannot be read: the checkpoint is closed, or its run has deleted it."""
+        """Explain why a leaf cannot be read: the checkpoint is closed, or deleted by its run, or files are replaced."""
         checkpoint, tree = self.opened(leaf, "read")
         try:
             yield tree
@@ -132,6 +134,10 @@ class _OpenTree:
             if not checkpoint.has_changed():
                 raise
             raise _replaced(checkpoint.location, checkpoint.format) from error
+        # Files of other libraries do not tell that they belong together.
+        now = _identities(tree) if self._files else {}
+        if any(now.get(path, mark) != mark for path, mark in self._files.items()):
+            raise _replaced(checkpoint.location, checkpoint.format)
 
 
 def _replaced(location: Location, found: str) -> CheckpointNotFoundError:
@@ -156,6 +162,17 @@ def _files_of(tree: TreeSource) -> str:
     paths = [*below] or [top] if files is None else map(os.fspath, files)
     link = os.readlink(top) if os.path.islink(top) else ""
     return str([link, *((path, *_size_and_time(path)) for path in sorted(paths))])
+
+
+def _identities(tree: TreeSource) -> dict[str, tuple[int, ...]]:
+    """Return what differs where another file, or another folder, has taken the place of one that is read."""
+    found = {}
+    for path in [tree.location, *(tree.files_read or ())] if tree.location.is_local else ():
+        with contextlib.suppress(OSError):  # An open file that was deleted stays readable.
+            status = os.stat(path)
+            times = (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else ()
+            found[os.fspath(path)] = status.st_dev, status.st_ino, *times
+    return found
 
 
 def _size_and_time(path: str) -> tuple[int, int]:
@@ -385,7 +402,12 @@ def open(path: Place, *, item: str | None = None, select: Patterns | None = None
             they read.
         TreeMismatchError: A pattern matches no leaf.
     """
-    return read_checkpoint(as_location(path), lambda source: OpenCheckpoint(source, item, select))
+
+    def opened(source: CheckpointSource) -> OpenCheckpoint:
+        place = source.location.without_links()  # Handles stay there where a link is moved.
+        return OpenCheckpoint(source, item, select) if place == source.location else read_checkpoint(place, opened)
+
+    return read_checkpoint(as_location(path), opened)
 
 
 def load_parts(source: CheckpointSource, item: str | None, parts: Mapping[str, Any]) -> Any:

@@ -239,6 +239,15 @@ class Location:
 
         return pathlib.Path(self.__fspath__())
 
+    def without_links(self) -> Location:
+        """Return where the links on the way to a local place lead; a file keeps its name, which may tell its format."""
+        if not self.is_local:
+            return self
+        if os.path.isdir(self._key):
+            return Location(self._backend, os.path.realpath(self._key))
+        folder, name = os.path.split(self._key)
+        return Location(self._backend, os.path.join(os.path.realpath(folder), name))
+
     def __fspath__(self) -> str:
         if not self.is_local:
             raise TypeError(f"{self.url} is not a path of this machine; use its methods, or copy it to a disk first")

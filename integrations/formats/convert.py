@@ -113,7 +113,8 @@ def import_checkpoint(
     about = [origin.url, target.url, overwrite]
 
     def work() -> list[Conversion]:
-        return _imports(origin, target, overwrite, progress or UNHEARD)
+        # A link that is moved meanwhile must not mix two checkpoints.
+        return _imports(origin.without_links(), target, overwrite, progress or UNHEARD)
 
     return _once("import_checkpoint", about, work, coordinator)
 
@@ -198,7 +199,7 @@ def export_checkpoint(
 
             exported = export_orbax(origin, target, chosen, item, select, progress or UNHEARD)
             return [_conversion(one, place, to, number, trees, ()) for one, place, number, trees in exported]
-        checkpoint = open_at(find_checkpoint(origin, chosen))
+        checkpoint = open_at(find_checkpoint(origin, chosen).without_links())
         # The extras of a callback lie beside the item of the state.
         named = ITEM if item is None and checkpoint.items.get(ITEM) == TREE else item
         whole = rooted(checkpoint.tree(checkpoint.only_tree(named)), root)

@@ -300,7 +300,7 @@ def open_graph(location: Location) -> StoredGraph:
         name = checkpoint.only_tree(how="expected a graph, which is the only tree of its checkpoint")
         return StoredGraph(checkpoint.tree(name), checkpoint.location, checkpoint.files(name))
 
-    return read_checkpoint(location, open_tree)
+    return read_checkpoint(location.without_links(), open_tree)
 
 
 def _names(structure: TreeDef, name: str) -> list[str]:

@@ -10,19 +10,33 @@ import copy
 import json
 import logging
 import math
-import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import torch
 
-from ...engine.errors import OptionError, StateError, shortened
-from ...engine.generators import as_tree, capture, restore, same_state
-from ...engine.loaders import generators_of, is_torchdata_loader, position_of, set_position
+from ...engine.errors import OptionError, StateError
+from ...engine.generators import (
+    Paths,
+    as_tree,
+    capture,
+    differing_parts,
+    listed_parts,
+    restore,
+    same_state,
+    unsteady_parts,
+)
+from ...engine.loaders import generators_of, is_torchdata_loader, nodes_of, position_of, set_position
 from ...engine.pytree import loaded
-from ...engine.stateful import is_replicated, restore_state, state_of, warn_of_lost_draws
+from ...engine.stateful import (
+    is_replicated,
+    restore_state,
+    state_of,
+    warn_of_lost_draws,
+    warn_of_lost_parts,
+    warn_of_samplers,
+)
 from .wall import (
     begin_counting,
     draws_ahead,
@@ -80,9 +94,11 @@ def load_loader_states(
     restore_loader_generators(generators or {}, loaders)
     before = loader_generators(loaders) if generators else {}
     for loader, state in zip(stateful, saved, strict=True):
-        _load(loader, state)
         if is_torchdata_loader(loader):
             warn_of_lost_draws(loader, state)
+        elif nodes_of(loader):
+            warn_of_samplers(loader)
+        _load(loader, state)
     after = loader_generators(loaders) if generators else {}
     return {name for name, state in before.items() if name in after and not same_state(state, after[name])}
 
@@ -112,36 +128,11 @@ class NotedStates:
         self.earlier = noted
 
 
-_Paths = frozenset[tuple[Any, ...]]
+def _unsteady(loader: Any) -> Paths:
+    return unsteady_parts(lambda: _state(loader))
 
 
-def _unsteady(loader: Any) -> _Paths:
-    """Return the parts of a loader's state that change without a batch, such as a time, or a global generator's state.
-
-    Two looks differ in them, between which this draws from the global generators.
-    """
-    before, first = capture(), _state(loader)
-    random.random()
-    np.random.random()
-    torch.rand(1)
-    second = _state(loader)
-    restore(as_tree(before))
-    return frozenset(_differing(first, second))
-
-
-def _differing(one: Any, other: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Generate the paths of the parts that differ; of lists of different lengths, that of the list."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in one.keys() | other.keys():
-            yield from _differing(one.get(key), other.get(key), (*path, key))
-    elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
-        for index, parts in enumerate(zip(one, other, strict=True)):
-            yield from _differing(*parts, (*path, index))
-    elif not same_state(one, other):
-        yield path
-
-
-def _untouched(saved: Any, before: Any, now: Any) -> _Paths:
+def _untouched(saved: Any, before: Any, now: Any) -> Paths:
     """Return the parts of a state that loading it did not bring back, and draws have not changed since.
 
     Most often they do not belong to the place, such as a time in seconds or the number of a process. ``before`` is how
@@ -155,7 +146,7 @@ def _untouched(saved: Any, before: Any, now: Any) -> _Paths:
     )
 
 
-def _parts(state: Any, unsteady: _Paths, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
+def _parts(state: Any, unsteady: Paths, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
     """Return what a state consists of by the keys that lead there, without unsteady parts."""
     if path in unsteady:
         return {}
@@ -165,7 +156,7 @@ def _parts(state: Any, unsteady: _Paths, path: tuple[Any, ...] = ()) -> dict[tup
     return {name: part for key, one in below for name, part in _parts(one, unsteady, (*path, key)).items()}
 
 
-def _same(one: Any, other: Any, unsteady: _Paths) -> bool:
+def _same(one: Any, other: Any, unsteady: Paths) -> bool:
     """Return whether two states are equal in all parts that change with a batch only."""
     return same_state(_parts(one, unsteady), _parts(other, unsteady)) if unsteady else same_state(one, other)
 
@@ -188,6 +179,7 @@ def end_loader_epoch(
         # The first iterator applies the state, so it must not be that of the next epoch.
         iterator = iter(loader)
         if iterator is loader:
+            warn_of_lost_states([loader], [end])
             continue
         starts = earlier[index] if index < len(earlier) else ()
         if not starts or _length(loader) == length:  # The data of the loader may have ended as well.
@@ -210,19 +202,20 @@ def repeat_batch(
     states: Sequence[Any],
     earlier: Sequence[Sequence[Any]],
     ended: Sequence[bool],
-) -> list[_Paths]:
+) -> list[Paths]:
     """Bring the iterators of loaders to where they had drawn the last batch before the save, or had found no more.
 
     ``ended`` says which loaders have come to an end in this epoch, and do not begin again: their iterators are at the
     end, unless one goes on after it. Return the parts of each state that do not tell where a loader is.
     """
-    asides: list[_Paths] = [frozenset() for _ in loaders]
+    asides: list[Paths] = [frozenset() for _ in loaders]
     for index, (loader, state) in enumerate(zip(loaders, states, strict=True)):
         starts = earlier[index] if index < len(earlier) else ()
         has_ended = index < len(ended) and ended[index]
         if not starts and has_ended:
             end_loader_epoch([loader], [state])
         if not starts or iter(loader) is loader:
+            warn_of_lost_states([loader], [state])
             continue
         iterator, asides[index] = _repeated(loader, starts, state)
         if iterator is None and has_ended:
@@ -235,7 +228,7 @@ def repeat_batch(
     return asides
 
 
-def is_at(loader: Any, state: Any, aside: _Paths = frozenset()) -> bool:
+def is_at(loader: Any, state: Any, aside: Paths = frozenset()) -> bool:
     """Return whether a loader has a state, apart from parts that change without a batch, and those set ``aside``."""
     return _same(_state(loader), state, _unsteady(loader) | aside)
 
@@ -253,14 +246,16 @@ def misplaced(loaders: Sequence[Any], states: Sequence[Any], declared: Collectio
 
 def difference(one: Any, other: Any) -> str:
     """Return where two states differ, for messages."""
-    return _listed(_differing(one, other))
+    return listed_parts(differing_parts(one, other))
 
 
-def _listed(paths: Iterable[tuple[Any, ...]]) -> str:
-    return shortened(sorted(".".join(map(str, path)) for path in paths))
+def warn_of_lost_states(loaders: Sequence[object], states: Sequence[Any]) -> None:
+    """Warn of loaders that have loaded their states and have others; nothing else compares these with a drawn batch."""
+    for loader, state in zip(_stateful(loaders), states, strict=True):
+        warn_of_lost_parts(loader, state, _getter(loader))
 
 
-def _repeated(loader: Any, starts: Sequence[Any], end: Any) -> tuple[Iterator[Any] | None, _Paths]:
+def _repeated(loader: Any, starts: Sequence[Any], end: Any) -> tuple[Iterator[Any] | None, Paths]:
     """Let a loader draw its last batch again, or come to its end again, and return the iterator that is there.
 
     The state alone does not tell whether the next iterator begins anew or continues, nor whether an epoch has ended.
@@ -270,7 +265,7 @@ def _repeated(loader: Any, starts: Sequence[Any], end: Any) -> tuple[Iterator[An
     drawn, found, unsteady = 0, None, _unsteady(loader)
     if unsteady and all(_same(start, end, unsteady) for start in starts):
         return None, unsteady
-    untouched: _Paths = frozenset()
+    untouched: Paths = frozenset()
     for start in starts:
         _load(loader, start)
         # A request for the state of a loader of torchdata begins its epoch.
@@ -289,7 +284,9 @@ def _repeated(loader: Any, starts: Sequence[Any], end: Any) -> tuple[Iterator[An
     if found is not None:
         outcome = "so that it continues as in a run without a stop"
         if untouched:
-            outcome += f", unless that depends on what loading its state has not brought back: {_listed(untouched)}"
+            outcome += (
+                f", unless that depends on what loading its state has not brought back: {listed_parts(untouched)}"
+            )
         if untouched and all(_same(start, end, unsteady | untouched) for start in starts):
             found, outcome = None, "but its state does not change with a batch, so it may continue elsewhere"
     if drawn:

@@ -198,6 +198,8 @@ def install(trainer: Any, store: RunStore) -> None:
     hooks = LoopHooks()  # stay as long as the plugin
     if can_save(strategy) and (strategy.world_size > 1 or is_sharded(strategy)):
         hooks.place(trainer, "save_checkpoint", partial(_save_together, store, trainer))
+        hooks.place(strategy, "save_checkpoint", partial(_save_given, plugin))
+        hooks.place(strategy, "remove_checkpoint", partial(_remove_together, plugin))
         if is_sharded(strategy):
             hooks.place(strategy, "load_checkpoint", partial(_load_in_place, plugin, strategy))
 
@@ -217,6 +219,24 @@ def _save_together(
     with trainer.profiler.profile("save_checkpoint"):
         store.save(step, partial(dump_checkpoint, trainer, weights_only=bool(weights_only)), trainer.strategy)
         trainer.strategy.barrier("CheckpointCallback")
+
+
+def _save_given(
+    plugin: EngineCheckpointIO,
+    original: Callable[..., None],
+    checkpoint: dict[str, Any],
+    filepath: Any,
+    storage_options: Any = None,
+) -> None:
+    """Let all processes save a dictionary for which a program calls the strategy itself."""
+    save = original if plugin.store.step_of(filepath) is None else plugin.save_checkpoint
+    save(checkpoint, filepath, storage_options=storage_options)
+
+
+def _remove_together(plugin: EngineCheckpointIO, original: Callable[..., None], filepath: Any) -> None:
+    """Let all processes delete a step: the engine does it on process 0, and tells the others."""
+    remove = original if plugin.store.step_of(filepath) is None else plugin.remove_checkpoint
+    remove(filepath)
 
 
 def _load_in_place(

@@ -358,6 +358,8 @@ class Position:
                 stay = ended if stays_ended(fetcher.combined_loader) else []
                 asides = epoch.repeat_batch(fetcher, parts, states, earlier, stay)
                 self._waiting = saved["fetched"], states, earlier, asides
+            else:
+                epoch.warn_of_lost_states(parts, states)
             if draws:
                 draw_ahead(fetcher)
             return

@@ -12,6 +12,7 @@ import numpy as np
 
 from ...engine.distributed import current_coordinator
 from ...engine.errors import OptionError, TreeMismatchError
+from ...engine.generators import is_generator
 from ...engine.handlers import DEFAULT_REGISTRY, fresh_types
 from ...engine.loaders import (
     check_stream,
@@ -19,6 +20,7 @@ from ...engine.loaders import (
     has_none_left,
     is_accelerate_loader,
     is_torchdata_loader,
+    nodes_of,
 )
 from ...engine.pytree import FreshTypes, flatten, is_nnx, is_torch_tensor
 from ...engine.stateful import (
@@ -179,6 +181,8 @@ def check_extras(extras: Mapping[str, Any]) -> None:
     for name, extra in extras.items():
         warn_of_held_records(name, extra)
         check_stream(f"{name}=", extra)
+        if is_generator(extra):
+            state_of(extra)  # This refuses one that has no state.
         if is_accelerate_loader(extra):
             raise OptionError(
                 f"{name}= is a {type(extra).__qualname__} of accelerate, which cannot be resumed exactly: without "
@@ -188,11 +192,13 @@ def check_extras(extras: Mapping[str, Any]) -> None:
                 "shuffle, give prepare a StatefulDataLoader of torchdata with shuffle=True, or a loader with a sampler "
                 "whose order depends on set_epoch alone"
             )
-        if is_torchdata_loader(extra) and (sampler := drawing_sampler(extra)) is not None:
+        can_shuffle = is_torchdata_loader(extra)
+        if (can_shuffle or nodes_of(extra)) and (sampler := drawing_sampler(extra)) is not None:
             raise OptionError(
                 f"{name}= is a {type(extra).__qualname__} whose order is drawn by a {sampler}, which has no state: "
-                "after a resume, the rest of an epoch would have other batches. Pass shuffle=True without a sampler, "
-                "or a sampler with state_dict and load_state_dict, or one whose order depends on set_epoch alone"
+                "after a resume, the rest of an epoch would have other batches. Pass "
+                f"{'shuffle=True without a sampler, or ' if can_shuffle else ''}a sampler with state_dict and "
+                "load_state_dict, or one whose order depends on set_epoch alone"
             )
         if isinstance(extra, Iterable) and not _is_saveable(extra):
             raise OptionError(

@@ -18,7 +18,8 @@ from tests.starts import run
 
 from holdfast.cli.drill.findings import Causes, Report, StepDifference, Trace, kind_of_state
 from holdfast.cli.drill.interruptions import KINDS, DrillOptions, Interruption, choose, places_to_save
-from holdfast.cli.drill.plan import Fact
+from holdfast.cli.drill.plan import STATELESS, Fact
+from holdfast.engine.sources import LeafDifference
 
 pytestmark = pytest.mark.xdist_group("programs")
 
@@ -142,6 +143,16 @@ def test_what_the_next_step_depends_on_is_named_first(changes: dict[str, int], n
     report = Report(command=[], seed=0, differences=[StepDifference(3, "run", [])])
     (finding,) = Causes(whole, resumed, (whole, whole)).of(report, [])
     assert (finding.cause, finding.names) == ("value", names)
+
+
+def test_a_generator_without_a_state_is_a_likely_cause_where_undisturbed_runs_differ() -> None:
+    whole = Trace(steps=[3], facts={3: {"rng": Fact("generator", "SystemRandom", "train.py", STATELESS)}})
+    differences = [StepDifference(3, "run", [LeafDifference("state", "w", "values", "other values")])]
+    report = Report(command=[], seed=0, differences=differences)
+    (finding,) = Causes(whole, whole, (whole, whole)).of(report, differences)
+    assert (finding.cause, finding.names) == ("unseeded", ("rng",))
+    assert "draws from the operating system: `rng` (SystemRandom; train.py). It has no state" in finding.text
+    assert "random.Random(seed)" in finding.advice
 
 
 # ---- real programs

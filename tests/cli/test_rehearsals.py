@@ -17,7 +17,7 @@ import pytest
 import holdfast as hf
 from holdfast.cli.drill import fingerprints
 from holdfast.cli.drill.fingerprints import Fingerprints, facts
-from holdfast.cli.drill.plan import DrillPlan
+from holdfast.cli.drill.plan import STATELESS, DrillPlan
 from holdfast.cli.drill.rehearsal import Rehearsal
 from holdfast.engine.manager import read_events
 from holdfast.engine.observer import Observer, Point, Unobserved
@@ -96,6 +96,11 @@ def numbers() -> Iterator[int]:
     yield from (1, 2, 3)
 
 
+def test_a_generator_that_draws_from_the_operating_system_is_seen() -> None:
+    source = random.SystemRandom()
+    assert facts()["source"] == ("generator", "SystemRandom", facts()["source"][2], STATELESS), source
+
+
 @pytest.mark.parametrize(
     ("make", "advance", "kind"),
     [
@@ -103,6 +108,7 @@ def numbers() -> Iterator[int]:
         (lambda: np.random.default_rng(0), lambda it: it.random(), "generator"),
         (lambda: np.random.Generator(np.random.MT19937(0)), lambda it: it.random(), "generator"),
         (lambda: np.random.RandomState(0), lambda it: it.rand(), "generator"),
+        (lambda: np.random.RandomState(np.random.PCG64(0)), lambda it: it.rand(), "generator"),
         (torch_generator, draw_torch, "generator"),
         (jax_keys, split, "generator"),
         (nnx_rngs, lambda it: it(), "generator"),

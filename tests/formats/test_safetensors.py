@@ -19,6 +19,7 @@ from holdfast.engine.arrays import TreeSource, load_tree
 from holdfast.engine.sources import NativeCheckpoint
 from holdfast.engine.storage import Location, as_location
 from holdfast.integrations.formats import safetensors as format_module
+from holdfast.integrations.formats.convert import import_checkpoint
 from holdfast.integrations.formats.safetensors import export_safetensors
 
 
@@ -154,9 +155,17 @@ def folder(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("moment", range(1, 5))
+def imported(path: Path) -> Any:
+    import_checkpoint(path, path.parent / "copy")
+    return hf.load(path.parent / "copy")
+
+
+@pytest.mark.parametrize(
+    ("read", "moment", "found"),
+    [*((hf.load, moment, [7, 7, 7]) for moment in range(1, 5)), (imported, 4, [1, 1, 2])],
+)
 def test_a_link_that_leads_elsewhere_while_it_is_read(
-    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    read: Any, moment: int, found: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All files are those of one checkpoint."""
     folder(tmp_path / "old")
@@ -173,8 +182,37 @@ def test_a_link_that_leads_elsewhere_while_it_is_read(
         return open_data(place, **options)
 
     monkeypatch.setattr(Location, "open_data", opened_data)
-    found = hf.load(link)
-    assert (found["a"]["x"].tolist(), found["b"].tolist()) == ([7, 7], [7, 7, 7])
+    tree = read(link)
+    assert [*tree["a"]["x"].tolist(), tree["b"].tolist()[0]] == found
+
+
+@pytest.mark.parametrize("name", ["", "model-00001-of-00002.safetensors"], ids=["folder", "folder of the file"])
+def test_handles_stay_where_a_link_has_led(name: str, tmp_path: Path) -> None:
+    folder(tmp_path / "old")
+    folder(tmp_path / "new")
+    safetensors.numpy.save_file({"a.x": np.full(2, 7)}, tmp_path / "new" / "model-00001-of-00002.safetensors")
+    link = tmp_path / "latest"
+    link.symlink_to("old")
+    with hf.open(link / name) as tree:
+        first = tree["a"]["x"][0]
+        link.unlink()
+        link.symlink_to("new")
+        assert [first, tree["a"]["x"][1]] == hf.load(tmp_path / "old" / name)["a"]["x"].tolist()
+    assert hf.open(link / name).tree["a"]["x"][:].tolist() == [7, 7]
+
+
+@pytest.mark.parametrize("is_link", [True, False], ids=["a link that is moved", "a file that is replaced"])
+def test_handles_of_a_file_in_whose_place_another_one_is(is_link: bool, tmp_path: Path) -> None:
+    for name, value in (("old", 1), ("new", 7)):
+        safetensors.numpy.save_file({"x": np.full(2, value)}, tmp_path / f"{name}.safetensors")
+    path = tmp_path / "x.safetensors"
+    (path.symlink_to if is_link else path.hardlink_to)(tmp_path / "old.safetensors")
+    with hf.open(path) as tree:
+        assert tree["x"][0] == 1
+        path.unlink()
+        (path.symlink_to if is_link else path.hardlink_to)(tmp_path / "new.safetensors")
+        with pytest.raises(hf.CheckpointNotFoundError, match="another program has replaced this checkpoint since it"):
+            tree["x"][1]
 
 
 def test_a_folder_with_an_index(tmp_path: Path) -> None:

@@ -698,24 +698,74 @@ def test_a_counter_that_cannot_be_compared_with_the_steps_is_told(
     assert f"{said} counted that one before on_step of its last batch" in caplog.text
 
 
+class CountsEpochs(OwnOrder):
+    """Has a state that tells the epoch, and not the place in it."""
+
+    epoch = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch = state["epoch"]
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return super().__iter__()
+
+
+class CountsIndices(CountsEpochs):
+    """Continues after the index that it gave last."""
+
+    def __iter__(self) -> Iterator[int]:
+        for index in list(OwnOrder.__iter__(self))[self.epoch :]:
+            self.epoch += 1
+            yield index
+        self.epoch = 0
+
+
 @pytest.mark.parametrize(
-    ("options", "warning"),
+    ("options", "warning", "is_lost"),
     [
-        ({"dataset": Drawing, "num_workers": 1}, "draws random numbers in the workers"),
-        ({"dataset": Drawing, "num_workers": 2}, "draws random numbers in the workers"),
-        ({"sampler": OwnOrder}, "the OwnOrder of a StatefulDataLoader has no state_dict and load_state_dict"),
+        ({"dataset": Drawing, "num_workers": 1}, "draws random numbers in the workers", True),
+        ({"dataset": Drawing, "num_workers": 2}, "draws random numbers in the workers", True),
+        ({"sampler": OwnOrder}, "the OwnOrder of a StatefulDataLoader has no state_dict and load_state_dict", True),
+        ({"sampler": CountsEpochs}, "the state of the CountsEpochs of a StatefulDataLoader does not change with", True),
+        ({"sampler": CountsIndices}, "the CountsIndices of a", False),
     ],
-    ids=["draws in a worker", "draws in two workers", "sampler without a state"],
+    ids=["draws in a worker", "draws in two workers", "sampler without a state", "without a place", "with a place"],
 )
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", r"ignore:os.fork\(\) was called:RuntimeWarning")
 def test_what_a_stateful_loader_does_not_keep_is_said(
-    options: dict[str, Any], warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    options: dict[str, Any], warning: str, is_lost: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for stop, warned in ((4, False), (6, True)):
+    for stop, warned in ((4, False), (6, is_lost)):
         loop_over_epochs(tmp_path / f"{stop}", stop, **options)
         caplog.clear()
         loop_over_epochs(tmp_path / f"{stop}", **options)
         assert (warning in caplog.text) is warned
+
+
+def of_nodes(sampler: Any) -> Any:
+    nodes = pytest.importorskip("torchdata.nodes")
+    return nodes.Loader(nodes.Batcher(nodes.MapStyleWrapper(Samples(), sampler), 3))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "warning"),
+    [(OwnOrder, "the OwnOrder of a Loader has no state_dict and load_state_dict"),
+     (CountsEpochs, "the state of the CountsEpochs of a Loader does not change with an index")],
+)  # fmt: skip
+def test_samplers_of_nodes_that_lose_their_place_are_named(
+    sampler: Any, warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
+            loader = of_nodes(sampler())
+            checkpoint.restore_or_initialize({"w": 0}, data=loader)
+            assert (warning in caplog.text) == (step == 2)
+            next(iter(loader))
+            checkpoint.on_step(step, {"w": 0}, data=loader)
 
 
 @pytest.mark.parametrize(
@@ -738,6 +788,13 @@ def test_a_sampler_that_draws_without_a_state_is_refused(sampler: Callable[[], A
             checkpoint.restore_or_initialize({"w": 0}, data=loader)
     with pytest.raises(hf.errors.OptionError, match="draws its order"):
         hf.skip_to(DataLoader(Samples(), batch_sampler=batches))
+    samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+    for one in (sampler(), samplers.RandomSampler(Samples())):
+        with (
+            CheckpointCallback(tmp_path) as checkpoint,
+            pytest.raises(hf.errors.OptionError, match=r"data= is a Loader whose order is drawn by a .*Sampler,"),
+        ):
+            checkpoint.restore_or_initialize({"w": 0}, data=of_nodes(one))
 
 
 class Pack:

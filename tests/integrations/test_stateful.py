@@ -3,12 +3,14 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter, OrderedDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.ids import plain_id
 
+import holdfast as hf
 from holdfast.engine.errors import DamagedCheckpointError, OptionError
 from holdfast.engine.stateful import decode_state, is_plain, is_stateful, restore_state, state_of
 
@@ -48,6 +50,31 @@ def test_objects_are_restored_in_place(thing: Any) -> None:
     np.testing.assert_equal(fresh.__dict__, thing.__dict__)
 
 
+class Forgets(Shuffled):
+    """Has a state with the time, and does not bring back the order."""
+
+    looks = 0
+
+    def get_state(self) -> dict[str, Any]:
+        self.looks += 1
+        return {**super().get_state(), "looks": [self.looks]}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize(("kind", "told"), [(Shuffled, []), (Forgets, ["a Forgets that was restored"])])
+def test_what_setting_a_state_does_not_bring_back_is_told(
+    kind: type[Shuffled], told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    data = kind()
+    data.order[:] = 7
+    restore_state(kind(), state_of(data))
+    messages = [one.getMessage() for one in caplog.records]
+    assert len(messages) == len(told)
+    assert all(f"the state of {one} is not the saved one (different: order)" in messages[0] for one in told)
+
+
 def test_a_state_is_a_snapshot() -> None:
     data, timer = Shuffled(), Timer()
     before, begun = state_of(data), state_of(timer)
@@ -82,6 +109,19 @@ def test_legacy_numpy_and_standard_library_generators_go_on_with_the_same_number
     restore_state(restored_old, states[0])
     restore_state(restored, states[1])
     assert (restored_old.normal(size=3).tolist(), [restored.gauss() for _ in range(3)]) == expected
+
+
+@pytest.mark.parametrize("kind", BIT_GENERATORS)
+def test_a_random_state_of_another_bit_generator(kind: Any) -> None:
+    generator, other = np.random.RandomState(kind(3)), np.random.RandomState(kind(9))
+    restore_state(other, state_of(generator))
+    assert other.normal(size=3).tolist() == generator.normal(size=3).tolist()
+
+
+def test_a_generator_without_a_state_is_refused(tmp_path: Path) -> None:
+    generator = random.SystemRandom()
+    with hf.CheckpointCallback(tmp_path) as callback, pytest.raises(OptionError, match="draws from the operating sys"):
+        callback.restore_or_initialize({"w": np.ones(1)}, rng=generator)
 
 
 def test_the_state_of_another_kind_of_object_is_refused() -> None:

@@ -83,7 +83,7 @@ class Model(program.Model):
 
 
 class Failing(program.Model):
-    """Has no state to save on one process at one step, at which it saves itself if it has a directory."""
+    """Has no state to save on one process at one step; with a directory, it saves itself there, and twice later."""
 
     def __init__(self, rank: int, step: int, directory: str | None = None) -> None:
         super().__init__()
@@ -91,8 +91,14 @@ class Failing(program.Model):
 
     def on_train_batch_end(self, *args: Any) -> None:
         super().on_train_batch_end(*args)
-        if self.directory is not None and self.trainer.global_step == self.fails_at[1]:
-            self.trainer.save_checkpoint(f"{self.directory}/{self.trainer.global_step}")
+        trainer, since = self.trainer, self.trainer.global_step - self.fails_at[1]
+        if self.directory is not None and since == 0:
+            trainer.save_checkpoint(f"{self.directory}/{trainer.global_step}")
+        if self.directory is not None and since in (1, 2):
+            given = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            trainer.strategy.save_checkpoint(given, f"{self.directory}/{trainer.global_step}")
+        if self.directory is not None and since == 2:
+            trainer.strategy.remove_checkpoint(f"{self.directory}/{trainer.global_step - 1}")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.fails_at == (self.trainer.global_rank, self.trainer.global_step):

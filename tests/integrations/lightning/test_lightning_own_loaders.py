@@ -634,6 +634,23 @@ def test_a_resume_that_does_not_find_the_saved_state_says_so(
     assert all(why in one for one in told)
 
 
+@pytest.mark.parametrize(
+    ("kind", "end", "is_told"),
+    [(SizedAtStart, 5, True), (SizedAtStart, 2, False), (ByNext, 5, True), (ByNext, 3, True), (ByNext, 2, False)],
+)  # fmt: skip
+def test_what_loading_does_not_bring_back_is_told_where_no_batch_is_drawn_again(
+    kind: type[AtStart], end: int, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Within an epoch that has as many batches as the data, and of loaders that are their own iterators."""
+    forget = {"load_state_dict": lambda self, state: kind.load_state_dict(self, {**state, "epoch": 0})}
+    loader: Any = type("Forgets", (kind,), forget)
+    run(loader(), tmp_path, end)
+    run(loader(), tmp_path, 1)
+    told = [one.getMessage() for one in caplog.records if "is not the saved one" in one.getMessage()]
+    assert len(told) == is_told
+    assert all("a Forgets that was restored is not the saved one (different: epoch)" in one for one in told)
+
+
 def test_a_place_that_is_not_found_again_is_told_with_what_differs(tmp_path: Path) -> None:
     from holdfast.engine.errors import StateError
 
