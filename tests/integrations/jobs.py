@@ -117,11 +117,12 @@ def with_grain(kind: str) -> Any:
     from absl import flags
 
     flags.FLAGS([kind])
+    reads = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # by default, 500 elements by 16 threads
     if "loader" in kind:
         sampler = grain.samplers.IndexSampler(64, grain.sharding.NoSharding(), shuffle=True, num_epochs=None, seed=3)
         options = {"sampler": sampler, "operations": [grain.transforms.Batch(8)], "worker_count": 2}
-        return iter(grain.DataLoader(data_source=Source(), **options))
-    data = grain.MapDataset.source(Source()).seed(3).shuffle().repeat().batch(8).to_iter_dataset()
+        return iter(grain.DataLoader(data_source=Source(), read_options=reads, **options))
+    data = grain.MapDataset.source(Source()).seed(3).shuffle().repeat().batch(8).to_iter_dataset(reads)
     return iter(data.mp_prefetch(grain.MultiprocessingOptions(num_workers=2)))
 
 

@@ -68,6 +68,7 @@ class Server:
 @contextmanager
 def started(errors: Path) -> Iterator[Server]:
     """Starts the process, for as long as the context lasts."""
+    errors.touch()  # also where a test reads it before the process writes
     requests, answers = launcher("torch").fork(__name__, str(errors))
     with answers:
         yield Server(requests, answers, errors)

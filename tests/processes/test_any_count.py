@@ -31,7 +31,8 @@ def grain_batches(index: int, count: int) -> Any:
     pytest.importorskip("grain.experimental")
     dataset = grain.MapDataset.range(SAMPLES).shuffle(seed=7).repeat()
     sharding = grain.sharding.ShardOptions(shard_index=index, shard_count=count)
-    return iter(grain.experimental.ElasticIterator(dataset, BATCH, sharding))
+    reads = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # by default, 500 batches by 16 threads
+    return iter(grain.experimental.ElasticIterator(dataset, BATCH, sharding, read_options=reads))
 
 
 class OwnOrder:

@@ -166,7 +166,8 @@ def of_all(kind: str, index: int, count: int) -> Any:
 
         data = grain.MapDataset.range(len(Numbered())).shuffle(seed=3).map(Numbered().__getitem__).repeat()
         shares = grain.sharding.ShardOptions(shard_index=index, shard_count=count)
-        return iter(grain.experimental.ElasticIterator(data, GLOBAL_BATCH, shares))
+        reads = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # by default, 500 batches by 16 threads
+        return iter(grain.experimental.ElasticIterator(data, GLOBAL_BATCH, shares, read_options=reads))
     sampler: Any = DistributedSampler(Numbered(), num_replicas=count, rank=index, seed=3)
     loader = DataLoader(Numbered(), GLOBAL_BATCH // count, sampler=sampler)
     position = hf.skip_to(loader, index if kind == "of all, apart" else 0, global_batch_size=GLOBAL_BATCH)

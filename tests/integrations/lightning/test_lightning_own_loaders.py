@@ -226,11 +226,16 @@ class Net(lightning.LightningModule):  # type: ignore[misc]
 
 
 def run(loaders: Any, directory: Path, end: int = -1, limit: int | None = None) -> list[Any]:
-    """Run up to the given number of steps, or all; return the batches."""
+    """Run up to the given number of steps, or all; return the batches.
+
+    A run that is cut off saves its last step alone, one that goes on from there its fourth steps and its end, and a
+    whole one every step: none of these may change what follows.
+    """
     from holdfast.integrations.lightning import CheckpointCallback
 
     Dated.now += 1
-    callback = CheckpointCallback(str(directory), save_interval_steps=1)
+    interval = end if end > 0 else SIZE + 1 if directory.exists() else 1
+    callback = CheckpointCallback(str(directory), save_interval_steps=interval)
     trainer = lightning.Trainer(
         max_epochs=EPOCHS,
         limit_train_batches=limit,
