@@ -166,24 +166,26 @@ class StaticFields:
     """
 
     def __init__(self) -> None:
-        self._structure: Any = None  # that of the tree at the first step, which holds no arrays; None after a warning
-        self._fields: dict[str, str] = {}  # what the static fields were, by path
+        self._fields: dict[str, str] = {}  # what the static fields were at the first step, by path
+        self._structure: Any = None  # that of the tree then, which holds no arrays; None if it does not tell changes
 
     def note(self, tree: Any) -> None:
         """Remember the fields as they are at the first step."""
-        self._structure = _structure(tree)
-        if self._structure is not None:
-            self._fields = dict(_static_fields(tree, ""))
+        objects: list[Any] = []
+        jax: Any = loaded("jax")
+        self._fields = {} if jax is None else dict(_static_fields(tree, "", objects))
+        if self._fields and not objects:  # An nnx object may hold itself, of which jax finds no end.
+            self._structure = _structure(tree)
 
     def warn(self, tree: Any) -> None:
         """Warn once of the fields that have changed since, which are saved nowhere."""
-        if self._structure is None or _structure(tree) == self._structure:
+        if not self._fields or (self._structure is not None and _is_same(self._structure, _structure(tree))):
             return
-        now = dict(_static_fields(tree, ""))
+        now = dict(_static_fields(tree, "", []))
         changed = sorted(path for path, one in self._fields.items() if one != now.get(path, one))
         if changed:
-            self._structure = None
             listed = [f"{path} ({self._fields[path]:.40}, now {now[path]:.40})" for path in changed]
+            self._fields = {}
             logger.warning(
                 "steps have changed static fields, which are no leaves of the state and are not saved: %s. A resume "
                 "begins with those of the program: set them again after restore_or_initialize, or make them leaves, "
@@ -195,14 +197,22 @@ class StaticFields:
 def _structure(tree: Any) -> Any:
     jax: Any = loaded("jax")
     try:
-        return None if jax is None else jax.tree.structure(tree)
-    except Exception:  # keys that jax cannot sort, or an nnx object that holds itself
-        return object()
+        return jax.tree.structure(tree)
+    except Exception:  # keys that jax cannot sort
+        return None
 
 
-def _static_fields(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Generate the paths of attributes that are plain values and no leaves, and the text of the values."""
+def _is_same(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # arrays among the static fields, whose comparison has no truth
+        return False
+
+
+def _static_fields(value: Any, path: str, objects: list[Any]) -> Iterator[tuple[str, str]]:
+    """Generate the paths and texts of attributes that are plain values and no leaves; collect the nnx objects."""
     if is_nnx(value):
+        objects.append(value)
         nnx: Any = loaded("flax.nnx")
         for place, node in nnx.iter_graph(value):
             if is_nnx(node):
@@ -212,7 +222,7 @@ def _static_fields(value: Any, path: str) -> Iterator[tuple[str, str]]:
         if not isinstance(value, (dict, list, tuple, deque)):
             yield from _plain_attributes(value, path, keys)
         for key, child in zip(keys, contents.values, strict=True):
-            yield from _static_fields(child, f"{path}.{key}" if path else str(key))
+            yield from _static_fields(child, f"{path}.{key}" if path else str(key), objects)
 
 
 def _plain_attributes(value: Any, path: str, leaves: Collection[Any]) -> Iterator[tuple[str, str]]:

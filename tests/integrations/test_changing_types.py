@@ -138,12 +138,20 @@ class Layer:
         return cls(*children)
 
 
+class Part(nnx.Module):
+    def __init__(self, whole: Any) -> None:
+        self.whole = whole
+
+
 class Counted(nnx.Module):
+    """A module that holds itself."""
+
     def __init__(self) -> None:
         self.w = nnx.Param(jnp.ones(2))
+        self.part = Part(self)
         self.phase = 0
 
-    def replace(self, phase: int) -> Counted:
+    def replace(self, phase: int, axes: Any) -> Counted:
         self.phase = phase
         return self
 
@@ -337,6 +345,7 @@ def test_functions_come_from_the_program(place: str) -> None:
 class Phases:
     w: Any
     phase: int = struct.field(pytree_node=False, default=0)  # type: ignore[no-untyped-call]  # flax leaves it so
+    axes: Any = struct.field(pytree_node=False, default=None)  # type: ignore[no-untyped-call]  # flax leaves it so
 
 
 @pytest.mark.parametrize(
@@ -351,7 +360,7 @@ def test_static_fields_that_steps_change_are_named(
     with hf.CheckpointCallback(place, save_interval_steps=1) as checkpoint:
         state, _ = checkpoint.restore_or_initialize({"one": init()})
         for step in range(1, 5):
-            state = {"one": state["one"].replace(phase=min(step // 2, last))}
+            state = {"one": state["one"].replace(phase=min(step // 2, last), axes=np.arange(2))}
             checkpoint.on_step(step, state)
     said = [record.getMessage() for record in caplog.records]
     assert ["not saved: state.one.phase (0, now 1). A resume" in one for one in said] == [True] * bool(last)
