@@ -8,7 +8,7 @@ import functools
 import logging
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -357,7 +357,7 @@ class LoaderPosition(Iterator[Any]):
         states, values = self._fresh
         self._moved = [name for name, one in own.items() if not same_state(one, states.get(name))]
         self._now = _attributes_of(self._loader)
-        changed = {name: one for name, one in self._now.items() if not _is_same(one, values.get(name, _NOTHING))}
+        changed = _changed(self._now, values)
         self._changed = {name: one for name, one in changed.items() if type(one) is not _Order}
         self._shuffled = [name for name, one in changed.items() if type(one) is type(values.get(name)) is _Order]
 
@@ -376,7 +376,39 @@ class LoaderPosition(Iterator[Any]):
             )
 
 
+class ChangedAttributes:
+    """The attributes of loaders that epochs have changed, as those of :class:`LoaderPosition`."""
+
+    def __init__(self) -> None:
+        self._fresh: list[tuple[Any, dict[str, Any]]] = []  # loaders, and their attributes when they were first seen
+
+    def get(self, loaders: Sequence[Any]) -> dict[str, Any]:
+        """Return those that have changed since the loaders were first seen, by the index of the loader and the name."""
+        self._fresh = [(one, self._fresh_of(one)) for one in loaders]
+        return {
+            f"{index}.{name}": value
+            for index, (loader, fresh) in enumerate(self._fresh)
+            for name, value in _changed(_attributes_of(loader), fresh).items()
+            if type(value) is not _Order
+        }
+
+    def set(self, loaders: Sequence[Any], values: Mapping[str, Any]) -> None:
+        self._fresh = [(one, self._fresh_of(one)) for one in loaders]
+        for index, loader in enumerate(loaders):
+            begin = f"{index}."
+            own = {name.removeprefix(begin): one for name, one in values.items() if name.startswith(begin)}
+            _set_attributes(loader, own)
+
+    def _fresh_of(self, loader: Any) -> dict[str, Any]:
+        found = next((fresh for one, fresh in self._fresh if one is loader), None)
+        return _attributes_of(loader) if found is None else found
+
+
 _NOTHING = object()
+
+
+def _changed(now: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in now.items() if not _is_same(one, fresh.get(name, _NOTHING))}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

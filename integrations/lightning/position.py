@@ -11,7 +11,8 @@ from typing import Any, Literal
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError
 from ...engine.generators import capture, same_state
-from ...engine.loaders import check_stream
+from ...engine.loaders import ChangedAttributes, check_stream
+from ...engine.stateful import decode_state, encode_state
 from ..options import Reshard
 from . import epoch
 from .epoch import MOST, Drawing, ModuleSwitches, draws_in_process, warn_of_draws
@@ -48,6 +49,8 @@ logger = logging.getLogger("holdfast")
 Point = Literal["batch", "validation", "epoch"]
 """After a batch and all that belongs to it, in the validation that follows a batch, or after an epoch."""
 
+_ATTRIBUTES = "attributes"  # those of loaders, beside the states of generators
+
 # These callbacks of Lightning set the trainer up when an epoch starts, and can do so again in the middle of it.
 # Other callbacks have seen the epoch start, and are not called again.
 _SET_UP_EPOCHS = ("GradientAccumulationScheduler", "StochasticWeightAveraging")
@@ -76,6 +79,7 @@ class Position:
         self._replicated = replicated  # the names of state that is the same in all processes
         self._is_new = False  # whether the saved position is that of another process, as more continue than have saved
         self._keeps_random = False  # whether this process keeps the global generators that the program has seeded
+        self._attributes = ChangedAttributes()
         self._skip_batch = False
         self._set_by_loading: Collection[str] = ()  # names of generators that loaders have set from their states
         self._noted = epoch.NotedStates([])  # the states of loaders before the batch that was drawn last
@@ -266,7 +270,7 @@ class Position:
             original(fetcher)
         else:
             # Where there are several loaders, shorter ones begin again, and are seeded, in the middle of an epoch.
-            before, drawn = self._random(), fetcher.fetched
+            before, drawn = epoch.capture_generators(parts), fetcher.fetched
             marks = epoch.marks(iterator_of(fetcher.combined_loader).iterators)
             original(fetcher)
             if epoch.has_restarted(marks, epoch.marks(iterator_of(fetcher.combined_loader).iterators)):
@@ -501,7 +505,10 @@ class Position:
         }
 
     def _random(self) -> dict[str, Any]:
-        return epoch.capture_generators(self._loaders())
+        """Return the states of generators, and attributes of loaders without a state that epochs have changed."""
+        parts = self._loaders()
+        changed = self._attributes.get([part for part in parts if not epoch.all_stateful([part])])
+        return {**epoch.capture_generators(parts), **({_ATTRIBUTES: encode_state(changed)} if changed else {})}
 
     def _generators(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return the states of the generators of loaders that this process restores."""
@@ -513,6 +520,8 @@ class Position:
             kept = {name: one for name, one in state.get("loaders", {}).items() if name not in self._set_by_loading}
             own = [] if self._is_new else self._loaders()
             epoch.restore_generators({**state, "loaders": kept}, self._trainer.strategy.root_device, own)
+            without_state = [part for part in own if not epoch.all_stateful([part])]
+            self._attributes.set(without_state, decode_state(state.get(_ATTRIBUTES, {})))
 
 
 def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None) -> bool:
@@ -540,7 +549,8 @@ def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | N
 
 def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
     """Refuse global generators that are declared to be those of all processes, and that differ."""
-    states = [{name: one for name, one in share["random"].items() if name != "loaders"} for share in shares]
+    own = ("loaders", _ATTRIBUTES)
+    states = [{name: one for name, one in share["random"].items() if name not in own} for share in shares]
     for state in states:
         if differing := [name for name in states[0] if not same_state(state.get(name), states[0][name])]:
             raise StateError(

@@ -407,6 +407,29 @@ def test_generators_of_a_loader_with_a_state(kind: Any, generator: Callable[[], 
         assert [batch for part in parts for batch in part] == whole
 
 
+class Further:
+    """Has no state, and shuffles the order of the epoch before; counts the epochs."""
+
+    def __init__(self) -> None:
+        self.order, self.epoch, self.random = list(range(SIZE)), 0, Random(0)
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        self.random.shuffle(self.order)
+        yield from [torch.tensor([10.0 * self.epoch + one]) for one in self.order]
+
+
+@pytest.mark.parametrize("loaders", [Further, beside(Further, "min_size")], ids=["alone", "beside"])
+def test_attributes_of_a_loader_without_a_state(loaders: Callable[[], Any], tmp_path: Path) -> None:
+    whole = run(loaders(), tmp_path / "whole")
+    for end in (1, 2, 3, 4):
+        parts = [run(loaders(), tmp_path / str(end), steps) for steps in (end, 3, -1)]
+        assert [batch for part in parts for batch in part] == whole
+
+
 class ByReference:
     """Keeps the dictionary that it gets, and changes it; it is at the end of one epoch where the next one begins."""
 
