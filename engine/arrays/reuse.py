@@ -370,7 +370,7 @@ def _sample(source: Source, number: int) -> bytes | None:
     gap = max(_SAMPLE_GAP, len(data) // _SAMPLES)
     rows = len(data) // gap
     samples = data[: rows * gap].reshape(rows, gap)[:, :_SAMPLE_BYTES].reshape(-1)
-    return content_digest(np.concatenate((samples, data[-_SAMPLE_BYTES:])))
+    return content_digest(samples) + data[-_SAMPLE_BYTES:].tobytes()
 
 
 def _digests_of(

@@ -290,10 +290,6 @@ class PendingCheckpoint:
             (self.location / PARTIAL).remove()
             raise self._lock.conflict()
 
-    def _is_claimed(self) -> bool:
-        """Whether the marker is still that of this save."""
-        return self._lock.is_own(self.token, self._marker_size)
-
     def _find_replaceable(self, names: set[str], *, overwrite: bool) -> set[str]:
         """Read the checkpoint that will be replaced; return the files of saves that had no marker.
 
@@ -329,7 +325,7 @@ class PendingCheckpoint:
 
     def commit(self, record: CheckpointRecord) -> None:
         """Make the items durable, and then the checkpoint exist."""
-        if not (self._owned or self._unmarked) and not self._is_claimed():
+        if not (self._owned or self._unmarked) and not self._lock.is_own(self.token, self._marker_size):
             raise self._lock.conflict()
         if self._old is not None:
             self._parts.withdraw(self._old)
@@ -343,7 +339,7 @@ class PendingCheckpoint:
                 raise self._lock.conflict()
             if self._unmarked:
                 self._check_listed(record)
-            overtaken = not self._unmarked and not self._is_claimed()
+            overtaken = not self._unmarked and not self._lock.is_own(self.token, self._marker_size)
             alone = self._old_record is None and not self._conditional and not self._owned
             # A copy that continues has its marker anew, but a sweep may have listed the files that it goes on with.
             doubtful = overtaken or (self.continues and not self._lock.tells)
@@ -478,7 +474,7 @@ class PendingCheckpoint:
             return True
         ours = True
         with _leftover(self.location):
-            ours = not self._marked or self._is_claimed()
+            ours = not self._marked or self._lock.is_own(self.token, self._marker_size)
             paths = {*self.paths.values()}
             if not ours and not self.location.is_local and not self.location.is_remote:
                 # Two saves that begin at once use the same names here: only a record tells the other one's folders.

@@ -54,7 +54,7 @@ class RunEvents:
         self._process = process
         self._observer = observer
         self._run = os.urandom(6).hex()
-        self._writes = process == 0 and directory.is_local
+        self._file = directory.path / EVENTS if process == 0 and directory.is_local else None
         self._began = False
         self._has_ended = False  # whether the program has noted how training ended
         self._logged = False
@@ -88,9 +88,9 @@ class RunEvents:
 
     def begin(self, newest: int | None) -> None:
         """Note that the run has acquired its directory, in which ``newest`` is the newest step."""
-        if self._writes:
+        if self._file is not None:
             with self._only_logged():
-                _cut_torn_line(self._directory.path / EVENTS)
+                _cut_torn_line(self._file)
         early, self._early = self._early, []
         self._began = True
         pid = os.getpid()
@@ -125,8 +125,8 @@ class RunEvents:
                 listener(dict(event))
         with self._only_logged():
             self._observer.event({**event, "directory": self._directory.url, "process": self._process})
-            if self._writes:
-                _append(self._directory.path / EVENTS, json.dumps(finite(event), default=str))
+            if self._file is not None:
+                _append(self._file, json.dumps(finite(event), default=str))
 
     @contextlib.contextmanager
     def _only_logged(self) -> Iterator[None]:

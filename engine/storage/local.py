@@ -144,24 +144,19 @@ class LocalBackend:
             _sync_path(parent, drive=True)
 
     def make_directory(self, key: str, *, sync: bool) -> bool:
-        missing = []
-        is_new = False
-        path = key
-        while not os.path.isdir(path) and os.path.dirname(path) != path:
-            missing.append(path)
-            path = os.path.dirname(path)
-        for path in reversed(missing):
-            with os_errors(path, "create the directory"):
-                try:
-                    os.mkdir(path)
-                    is_new = True
-                except FileExistsError:  # another process was faster, or it is a file
-                    if not os.path.isdir(path):
-                        raise
-                    is_new = False
+        if os.path.isdir(key):
+            return False
+        parent, is_new = os.path.dirname(key), True
+        self.make_directory(parent, sync=sync)
+        with os_errors(key, "create the directory"):
+            try:
+                os.mkdir(key)
+            except FileExistsError:  # another process was faster, or it is a file
+                if not os.path.isdir(key):
+                    raise
+                is_new = False
         if sync:
-            for path in reversed(missing):
-                self.sync_directory(os.path.dirname(path))
+            self.sync_directory(parent)
         return is_new
 
     def sync_directory(self, key: str) -> None:

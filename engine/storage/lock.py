@@ -80,9 +80,8 @@ class FileLock:
 
     def is_own(self, token: str, size: int | None) -> bool:
         """Whether the file is the one that is locked or, where no lock tells, one with a token, of ``size`` bytes."""
-        if self.descriptor is not None and self.obstacle is None:
-            return self.is_current()
-        return self.content(size).get("token") == token
+        is_locked = self.descriptor is not None and self.obstacle is None
+        return self.is_current() if is_locked else self.content(size).get("token") == token
 
     def release(self) -> None:
         """Close the file, which releases the lock; the file stays."""

@@ -86,7 +86,7 @@ def test_data_is_synced_last(folder: Location, calls: list[tuple[str, ...]]) -> 
 
 def test_new_directories_are_synced_into_their_parents(folder: Location, calls: list[tuple[str, ...]]) -> None:
     (folder / "a" / "b").make_directory()
-    assert calls == [("mkdir", "a"), ("mkdir", "a/b"), ("fsync", "."), ("fsync", "a")]
+    assert calls == [("mkdir", "a"), ("fsync", "."), ("mkdir", "a/b"), ("fsync", "a")]
     calls.clear()
     (folder / "a" / "b").make_directory()
     (folder / "a" / "c").make_directory(sync=False)
