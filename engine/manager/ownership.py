@@ -79,9 +79,8 @@ class Ownership:
     def check(self, *, at_once: bool = False) -> None:
         """Raise OwnershipError unless this run still owns the directory; ``at_once`` sends no request to a store."""
         self.check_not_lost()
-        if at_once and (self._process is None or not self._directory.is_local):
-            return
-        if self._lock.is_own(self._token, self._size):
+        asks_nothing = at_once and (self._process is None or not self._directory.is_local)
+        if asks_nothing or self._lock.is_own(self._token, self._size):
             return
         if not (self._directory / OWNER).is_there():
             gone = f"its {OWNER}" if self._directory.exists() else "the directory"

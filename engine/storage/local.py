@@ -41,8 +41,7 @@ THREADS_BESIDE = max(2, CORES // 2)
 
 BLOCK = 4 << 20  # bytes that a thread gathers before it writes them
 
-# The same where it writes to the page cache: for more at a time, Linux takes huge pages, which a hypervisor may have
-# reclaimed, so that they are expensive.
+# The same for the page cache. More at a time gets huge pages, which are expensive where a hypervisor reclaims memory.
 _CACHED_BLOCK = 256 << 10
 
 _LOCK = "hhqqi4x"  # struct flock of fcntl(2) where files have 64-bit offsets
