@@ -247,7 +247,9 @@ IN_A_FOLDER = "import tempfile, holdfast as hf\nwith tempfile.TemporaryDirectory
             f"{IN_A_FOLDER} hf.save(folder + '/a', {{'step': 1}})",
             {
                 "asyncio",
+                "concurrent.futures",
                 "email",
+                "queue",
                 "ssl",
                 "ml_dtypes",
                 "_hashlib",

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 from ..arrays import WrittenSteps, fsync_and_digest, write_file
 from ..clock import format_size
@@ -485,6 +484,8 @@ def _fragment_name(process: int) -> str:
 
 
 def _stopped_key(rendezvous: Rendezvous, process: int) -> str:
+    from urllib.parse import quote  # not above: a process that is alone tells nobody
+
     return f"{quote(rendezvous.name, safe='')}/stopped/{process}"
 
 

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import json
 import logging
-import queue
 import struct
 import threading
 import time
@@ -21,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 import google_crc32c
 
@@ -103,6 +101,8 @@ class DeadlinePassedError(Exception):
 
 def call_within(seconds: float, work: Callable[..., T], *inputs: Any) -> T:
     """Call a function that may wait without a deadline in a thread, and raise DeadlinePassedError at the deadline."""
+    import queue  # not above: a process that is alone waits for nobody
+
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def call() -> None:
@@ -198,7 +198,7 @@ class Rendezvous:
         )
         self.index = coordinator.process_index
         self.count = coordinator.process_count
-        self._prefix = quote(name, safe="")
+        self._prefix = _quoted(name)
         self._used: set[str] = set()
         self._stored: list[str] = []
         self._deleted: set[str] = set()
@@ -312,7 +312,7 @@ class Rendezvous:
                 del misses.counts[process]
 
     def _key(self, operation: str, topic: str, process: int, *, again: bool = False) -> str:
-        key = _process_key(f"{self._prefix}/{operation}/{quote(topic, safe='')}", process)
+        key = _process_key(f"{self._prefix}/{operation}/{_quoted(topic)}", process)
         if not again:
             if key in self._used:
                 raise ValueError(f"{self.name}: {operation} of {topic!r} was done before; use another topic")
@@ -475,6 +475,12 @@ class _Retired:
             if key not in self.deleted:
                 coordinator.delete(key)
         return True
+
+
+def _quoted(text: str) -> str:
+    from urllib.parse import quote  # not above: a process that is alone has no keys
+
+    return quote(text, safe="")
 
 
 def _process_key(folder: str, process: int) -> str:
