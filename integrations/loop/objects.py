@@ -62,14 +62,27 @@ def holds_objects(state: Any) -> bool:
 
 def _is_object(value: object) -> bool:
     graph: Any = _imported("graph")
-    if "keras" in sys.modules:
-        from ..graph import keras_kind
-
-        if keras_kind(value) is not None:
-            return True
-    return is_versioned(value) or (
-        graph is not None and isinstance(value, (graph.Node, graph.Value, graph.TrackedList))
+    return (
+        _is_of_keras(value)
+        or is_versioned(value)
+        or (graph is not None and isinstance(value, (graph.Node, graph.Value, graph.TrackedList)))
     )
+
+
+def _is_of_keras(value: object) -> bool:
+    if "keras" not in sys.modules:
+        return False
+    from ..graph import keras_kind
+
+    return keras_kind(value) is not None
+
+
+def _is_unbuilt(value: Any) -> bool:
+    """Return whether a value is a compiled model of Keras that has not built its loss or metrics yet."""
+    if not _is_of_keras(value):
+        return False
+    parts = (getattr(value, name, None) for name in ("_compile_loss", "_compile_metrics"))
+    return any(getattr(part, "built", True) is False for part in parts)
 
 
 def adapter_for(state: Any, misfits: Misfits | None) -> StateAdapter:
@@ -104,10 +117,12 @@ class LiveAdapter(StateAdapter):
         super().__init__(misfits)
         self._versions = TensorVersions()
         self._attributes: Values = {}  # attributes before the first step that no checkpoint has
+        self._unbuilt: list[str] = []  # models of Keras whose first fit draws a batch more
 
     def watch(self, state: Any) -> None:
         self._versions.watch(state)
         self._attributes = self._unsaved(state)
+        self._unbuilt = [path for path, one in searched(state) if _is_unbuilt(one)]
 
     def note(self, state: Any) -> None:
         super().note(state)
@@ -127,6 +142,14 @@ class LiveAdapter(StateAdapter):
             "make tensors buffers (register_buffer), and give numbers a place in get_extra_state() and "
             "set_extra_state() of the module, or in param_groups of the optimizer",
         )
+        found = dict(searched(state)) if self._unbuilt else {}
+        if fitted := [path for path in self._unbuilt if getattr(found.get(path), "history", None) is not None]:
+            logger.warning(
+                "the first fit of a compiled model of Keras draws a batch more than later ones, from which it builds "
+                "its loss and metrics, and a resumed run draws it again: with shuffle=True or dropout it differs from "
+                "a run without a stop. Call fit(x, y, epochs=0) once before restore_or_initialize: %s",
+                shortened(path.strip(".") or "the state" for path in fitted),
+            )
 
     def _unsaved(self, state: Any) -> Values:
         return unsaved_attributes((path, one) for path, one in searched(state) if is_versioned(one))
