@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -139,25 +141,61 @@ def test_a_barrier_that_another_process_does_not_reach_leaves_no_wait(how: str) 
     assert all("the disk is full" in text if how == "fails" else "process 2 of 3 did" in text for text in told)
 
 
-PROGRAM = """
+# One process imports torch, in a second and a half, and forks a process for each program. A program runs to the end of
+# its script, where Python ends it as any other.
+PROGRAMS = """
+import json
+import os
 import sys
 import time
 import torch.distributed as distributed
 from holdfast.engine.distributed import next_rendezvous
 from holdfast.engine.distributed.coordinators import TorchCoordinator
 
+for line in iter(sys.stdin.readline, ""):
+    program, errors = json.loads(line)
+    process = os.fork()
+    if process == 0:
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+else:
+    os._exit(0)
 store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 coordinator = TorchCoordinator(store, 0, 2)
+exec(program)
 """
 
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM + program], capture_output=True, text=True, timeout=120, check=False
-    )
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stderr: str
 
 
-def test_a_barrier_that_another_process_does_not_reach_is_a_clean_end_of_process_0() -> None:
+Run = Callable[[str], Done]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Runs a program in a process of its own."""
+    errors = tmp_path_factory.mktemp("programs") / "stderr"
+    command, pipe = [sys.executable, "-c", PROGRAMS], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        requests, answers = process.stdin, process.stdout
+        assert requests is not None
+        assert answers is not None
+
+        def run(program: str) -> Done:
+            errors.unlink(missing_ok=True)
+            print(json.dumps([program, str(errors)]), file=requests, flush=True)
+            return Done(int(answers.readline()), errors.read_text())
+
+        yield run
+        requests.close()
+
+
+def test_a_barrier_that_another_process_does_not_reach_is_a_clean_end_of_process_0(run: Run) -> None:
     done = run('next_rendezvous(coordinator, "save").barrier("written", 0.3)')
     assert done.returncode == 1
     assert "BarrierTimeoutError: save#1: process 1 of 2 did not reach 'written' within 0.3 s" in done.stderr
@@ -172,7 +210,7 @@ except TimeoutError:
 """
 
 
-def test_a_wait_that_is_left_at_exit_does_not_abort_the_process() -> None:
+def test_a_wait_that_is_left_at_exit_does_not_abort_the_process(run: Run) -> None:
     """The end of the server wakes the thread that waits, and Python would end that thread in the middle of torch."""
     program = """
 class LongEnd:
@@ -187,7 +225,7 @@ sys.exit(5)
     assert done.returncode == 5, done.stderr
 
 
-def test_a_call_that_the_store_answers_while_the_process_ends_does_not_abort_it(tmp_path: Path) -> None:
+def test_a_call_that_the_store_answers_while_the_process_ends_does_not_abort_it(run: Run, tmp_path: Path) -> None:
     """As above: Python would end the thread that is in torch. A lock on the file makes the store answer late."""
     program = f"""
 import atexit
@@ -224,7 +262,7 @@ sys.exit(5)
     assert done.returncode == 5, done.stderr
 
 
-def test_a_forked_process_does_not_give_up_the_waits_of_its_parent() -> None:
+def test_a_forked_process_does_not_give_up_the_waits_of_its_parent(run: Run) -> None:
     program = """
 import multiprocessing
 child = multiprocessing.get_context("fork").Process(target=sys.exit)
