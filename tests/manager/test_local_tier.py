@@ -27,13 +27,16 @@ from holdfast.engine.observer import Observer
 from holdfast.engine.storage import Location
 from holdfast.integrations.loop.resuming import resume_step
 
+SIZE = 40_000  # elements
+LARGE = 800_000  # of files that hosts send each other in several pieces
 
-def tree(step: int) -> dict[str, Any]:
-    return {"w": np.arange(400_000, dtype=np.float32) * step, "small": np.full(3, step), "step": step}
+
+def tree(step: int, size: int = SIZE) -> dict[str, Any]:
+    return {"w": np.arange(size, dtype=np.float32) * step, "small": np.full(3, step), "step": step}
 
 
-def equal(found: Any, step: int) -> bool:
-    expected = tree(step)
+def equal(found: Any, step: int, size: int = SIZE) -> bool:
+    expected = tree(step, size)
     return found["step"] == step and all(np.array_equal(found[name], expected[name]) for name in ("w", "small"))
 
 
@@ -42,7 +45,7 @@ class Hosts:
 
     def __init__(self, folder: Path, count: int, *, per_host: int = 1, every: int = 2, store: int = 10) -> None:
         self.folder, self.count, self.per_host, self.every, self.store = folder, count, per_host, every, store
-        self.copies = 1
+        self.copies, self.size = 1, SIZE
         self.store_name = "store"
         self.observer: Observer | None = None
 
@@ -77,7 +80,7 @@ class Hosts:
     def train(self, first: int, last: int) -> None:
         def work(manager: hf.CheckpointManager) -> None:
             for step in range(first, last + 1):
-                manager.save(step, tree(step))
+                manager.save(step, tree(step, self.size))
             manager.wait_until_finished()
 
         self.run(work)
@@ -88,9 +91,9 @@ class Hosts:
         def work(manager: hf.CheckpointManager) -> int:
             restored = manager.restore_latest()
             start = 0 if restored is None else restored.step
-            assert restored is None or equal(restored.items, start)
+            assert restored is None or equal(restored.items, start, self.size)
             for step in range(start + 1, last + 1):
-                manager.save(step, tree(step))
+                manager.save(step, tree(step, self.size))
             manager.wait_until_finished()
             return start
 
@@ -104,7 +107,7 @@ class Hosts:
             restored = manager.restore_latest()
             if restored is None:
                 return None, 0
-            assert equal(restored.items, restored.step)
+            assert equal(restored.items, restored.step, self.size)
             assert manager._access.local is not None
             return restored.step, manager._access.local.bytes_from_peers
 
@@ -138,6 +141,7 @@ def unread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(("count", "per_host"), [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)])
 def test_a_run_resumes_from_the_newest_local_step(tmp_path: Path, count: int, per_host: int, unread: list[str]) -> None:
     hosts = Hosts(tmp_path, count, per_host=per_host)
+    hosts.size = LARGE
     hosts.train(1, 15)
     unread.clear()
     assert hosts.resume()[0] == 14
@@ -149,6 +153,7 @@ def test_a_run_resumes_from_the_newest_local_step(tmp_path: Path, count: int, pe
 @pytest.mark.parametrize(("count", "per_host"), [(2, 1), (3, 1), (4, 2)])
 def test_any_one_host_may_be_lost(tmp_path: Path, count: int, per_host: int, unread: list[str]) -> None:
     hosts = Hosts(tmp_path, count, per_host=per_host)
+    hosts.size = LARGE
     hosts.train(1, 15)
     unread.clear()
     for host in range(count // per_host):
