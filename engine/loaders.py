@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import logging
 import random
 import sys
+import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 
 from .errors import OptionError, StateError
 from .generators import as_tree, capture, generator_state, is_generator, restore, same_state, set_generator_state
-from .pytree import is_jax_array, is_torch_tensor, loaded
+from .pytree import flatten, is_dense, is_jax_array, is_torch_tensor, loaded
 
 _logger = logging.getLogger("holdfast")
 
@@ -166,6 +170,11 @@ _BEGUN = "generators"  # their states by name when the epoch began, or at its en
 _VALUES = "attributes"  # numbers and small arrays of the loader that epochs have changed, as they were then
 _SMALL = 1 << 17  # elements of the largest array among them, as each step copies it
 _SHORT = 1 << 10  # entries of the longest list among them
+_LAST = "last"  # tells whether a resume has drawn the last batch of before the stop, or another one
+_MOST_HELD = 100  # parts of a loader that are searched for generators, at every step of a loop with torchdata
+_MOST_ROWS = 10  # containers in containers among them
+_CONTAINERS = (dict, list, tuple)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _MOST_PARTS = 64  # parts of a loader whose attributes are looked at, about
 
 
@@ -207,6 +216,7 @@ class LoaderPosition(Iterator[Any]):
         self._begun: dict[str, Any] = {}  # states of generators when the epoch began
         self._drawn: list[str] = []  # its own, and those of the global ones that have changed by its first batch
         self._restored: Mapping[str, Any] = {}
+        self._last: int | None = None  # a checksum of some values of the last batch
         self._fresh = _states_of_own(loader), _attributes_of(loader)
         # When the epoch began, or at its end: all attributes; the generators and attributes that had changed since the
         # loader was made; and those in another order that are too large to be saved.
@@ -223,6 +233,7 @@ class LoaderPosition(Iterator[Any]):
             self._go_to(self.position)
         batch = self._draw()
         self.position += 1
+        self._last = _fingerprint(batch)
         return batch
 
     @property
@@ -236,13 +247,14 @@ class LoaderPosition(Iterator[Any]):
         With batches, it holds the states of generators from which the loader draws.
         """
         if self._global_batch_size is None:
-            return {"position": self.position, **self._generators()}
+            last = {} if self._last is None else {_LAST: self._last}
+            return {"position": self.position, **self._generators(), **last}
         epoch, batches = divmod(self.position, self._length()) if self._length() else (0, self.position)
         return {"epoch": epoch, "samples": batches * self._global_batch_size}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from another position; the loader begins with the next batch."""
-        self._restored = state
+        self._restored, self._last = state, state.get(_LAST)
         if "samples" in state:
             self.position = self._position_of(_position(state["epoch"]), _position(state["samples"]))
         else:
@@ -307,7 +319,8 @@ class LoaderPosition(Iterator[Any]):
         _set_attributes(self._loader, self._restored.get(_VALUES, {}))
         self._restored = {}
         workers = getattr(self._loader, "num_workers", 0)
-        if workers and ((taken and not states) or (epoch and getattr(self._loader, "persistent_workers", False))):
+        lasts = bool(workers and epoch and getattr(self._loader, "persistent_workers", False))
+        if lasts or (workers and taken and not states):
             warn_of_new_workers(self._loader)
         own = _own_generators(self._loader)
         for name in states.keys() & own.keys():
@@ -315,9 +328,15 @@ class LoaderPosition(Iterator[Any]):
         before = as_tree(capture()) if states and taken else {}
         restore({name: states[name] for name in states.keys() & before.keys()})
         self._begin(epoch)
+        batch, at_first = None, None
         for _ in range(taken):
-            self._draw()
+            batch = self._draw()
+            at_first = capture() if at_first is None else at_first
+        # A dataset that draws from global generators draws other numbers here, without those of the model between.
+        draws = not same_state(at_first, capture())
         restore(before)
+        if taken and self._last is not None and not draws and not lasts and self._last != _fingerprint(batch):
+            _warn_of_other_batches(self._loader, taken)
 
     def _begin(self, epoch: int) -> None:
         for part in (
@@ -485,9 +504,10 @@ def skip_to(loader: Iterable[Any], n: int = 0, *, global_batch_size: int | None 
     alone: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called. Unless
     its position is one of all processes (``global_batch_size``, or ``replicated`` of a callback), it may also draw its
     order, or the seeds of its workers, from random generators as an epoch begins: from the global ones of Python, numpy
-    and torch, or those in its attributes, its sampler's or dataset's, or those of a loader in it. It may change other
-    attributes of these, too: a number, such as a count of epochs; an array of up to 131,072 elements, such as an order
-    or a key of jax; a list of up to 1,024 plain values.
+    and torch, or those that it, its sampler, its dataset or their parts hold, such as a transform. A warning tells if
+    the last batch before a stop is another one when it is drawn again. The loader, its sampler and its dataset, or
+    those of a loader in it, may change other attributes, too: a number, such as a count of epochs; an array of up to
+    131,072 elements, such as an order or a key of jax; a list of up to 1,024 plain values.
     Where the loader has a length, whole epochs are skipped at once; the other batches are drawn again and dropped.
 
     Args:
@@ -515,6 +535,33 @@ def skip_to(loader: Iterable[Any], n: int = 0, *, global_batch_size: int | None 
     return LoaderPosition(loader, _position(n), global_batch_size)
 
 
+def _fingerprint(batch: Any) -> int:
+    """Return a checksum of the plain values of a batch, and of some values of its arrays in host memory."""
+    found = 0
+    for value in flatten(batch).values:
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            value = value.flat[:: 1 + value.size // 64].tobytes()
+        elif is_torch_tensor(value) and value.device.type == "cpu" and is_dense(value):
+            torch: Any = loaded("torch")
+            places = torch.arange(0, value.numel(), 1 + value.numel() // 64)
+            value = value.detach().take(places).view(torch.uint8).numpy().tobytes()
+        elif type(value) not in _PLAIN:
+            continue
+        found = zlib.crc32(value if type(value) is bytes else repr(value).encode(), found)
+    return found
+
+
+def _warn_of_other_batches(loader: Any, taken: int) -> None:
+    _logger.warning(
+        "batch %d of an epoch, which a %s has drawn again, is another one than before the stop, and so may be the rest "
+        "of the epoch: it depends on what is not as it was when the epoch began, such as scores that training changes, "
+        "other data, or a generator that the loader does not hold. Give the loader a state of its own (state_dict and "
+        "load_state_dict), or let set_epoch alone decide",
+        taken,
+        type(loader).__qualname__,
+    )
+
+
 def _check_batch_size(loader: Any, global_batch_size: int) -> None:
     """Raise OptionError if the batches of a loader, as far as it tells, are not the share of one process."""
     if type(global_batch_size) is not int or global_batch_size < 1:
@@ -540,8 +587,9 @@ def without_generators(thing: object, state: Any) -> Any:
 
     Each process draws other seeds for the workers of its loader, and perhaps another order.
     """
-    is_position = isinstance(thing, LoaderPosition) and isinstance(state, dict)
-    return {name: part for name, part in state.items() if name not in (_BEGUN, _VALUES)} if is_position else state
+    if not isinstance(thing, LoaderPosition) or not isinstance(state, dict):
+        return state
+    return {name: part for name, part in state.items() if name not in (_BEGUN, _VALUES, _LAST)}
 
 
 def drawing_sampler(loader: Any) -> str | None:
@@ -556,17 +604,53 @@ def drawing_sampler(loader: Any) -> str | None:
     return None
 
 
-def generators_of(loader: object, parts: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the generators that a loader or one of its parts holds, each once, by a name such as ``sampler.rng``."""
-    found: dict[int, tuple[str, Any]] = {}
-    for part, owner in (parts or _parts_of(loader)).items():
-        for name, value in getattr(owner, "__dict__", {}).items():
-            if is_generator(value):
-                found.setdefault(id(value), (f"{part}.{name}", value))
-    return dict(found.values())
+def generators_of(loader: object) -> dict[str, Any]:
+    """Return the generators that a loader or its parts hold, each once, by a name such as ``dataset.transform.rng``."""
+    parts = parts_of(loader)
+    found: dict[str, Any] = {}
+    # Objects, containers that they hold, and containers in containers, of which long lists of samples have many.
+    queues, seen = (deque(parts.items()), deque[Any](), deque[Any]()), {id(part) for part in parts.values()}
+    for _ in range(_MOST_HELD):
+        queue = next(filter(None, queues), None)
+        if queue is None:
+            break
+        path, owner = queue.popleft()
+        is_container = isinstance(owner, _CONTAINERS)
+        for name, value in _held(owner):
+            if type(value) in _PLAIN or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if is_generator(value) and (path in parts or not isinstance(value, random.SystemRandom)):
+                found[f"{path}.{name}"] = value
+            elif not _is_closed(value):
+                place = (1 + is_container) if isinstance(value, _CONTAINERS) else 0
+                if len(queues[2]) < _MOST_ROWS or place < 2:
+                    queues[place].append((f"{path}.{name}", value))
+    return found
 
 
-def _parts_of(loader: object) -> dict[str, Any]:
+def _is_closed(value: Any) -> bool:
+    """Return whether a value holds no generators of a loader; those of torch's iterators have a place of their own."""
+    is_code_or_array = isinstance(value, type | ModuleType | np.ndarray) or is_torch_tensor(value)
+    return is_code_or_array or (isinstance(value, Iterator) and type(value).__module__.startswith("torch"))
+
+
+def _held(owner: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what a part of a loader holds; a function holds the variables of the function around it."""
+    if isinstance(owner, _CONTAINERS):
+        return islice(owner.items() if isinstance(owner, dict) else enumerate(owner), _MOST_HELD)
+    if isinstance(owner, MethodType):
+        return [("__self__", owner.__self__)]
+    if isinstance(owner, functools.partial):
+        return [("func", owner.func), *enumerate(owner.args), *owner.keywords.items()]
+    if isinstance(owner, FunctionType):
+        names, cells = owner.__code__.co_freevars, owner.__closure__ or ()
+        with contextlib.suppress(ValueError):  # a variable that is not set yet
+            return [(name, cell.cell_contents) for name, cell in zip(names, cells, strict=True)]
+    return list(getattr(owner, "__dict__", {}).items())
+
+
+def parts_of(loader: object) -> dict[str, Any]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     return {
         "loader": loader,
@@ -579,7 +663,7 @@ def _parts_of(loader: object) -> dict[str, Any]:
 
 def _all_parts_of(loader: object) -> dict[str, Any]:
     """Return the parts of a loader and the loaders, samplers and datasets in their attributes, by name."""
-    found = list(_parts_of(loader).items())
+    found = list(parts_of(loader).items())
     seen = {id(owner) for _, owner in found}
     for part, owner in found:
         for name, value in getattr(owner, "__dict__", {}).items():
@@ -602,7 +686,7 @@ def _own_generators(loader: object) -> dict[str, Any]:
     torch: Any = loaded("torch")
     shared = [getattr(random.random, "__self__", None), getattr(np.random.rand, "__self__", None)]
     shared.append(None if torch is None else torch.default_generator)
-    found = generators_of(loader, _all_parts_of(loader))
+    found = generators_of(loader)
     return {name: one for name, one in found.items() if not any(one is known for known in shared)}
 
 

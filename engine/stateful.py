@@ -50,12 +50,13 @@ from .loaders import (
     generators_of,
     is_torchdata_loader,
     nodes_of,
+    parts_of,
     position_of,
     samplers_of,
     set_position,
     warn_of_new_workers,
 )
-from .pytree import STRIDES, expand, is_jax_array, is_key, is_torch_tensor, loaded, tensor_of, with_strides
+from .pytree import STRIDES, expand, is_dense, is_jax_array, is_key, is_torch_tensor, loaded, tensor_of, with_strides
 
 _logger = logging.getLogger("holdfast")
 
@@ -342,7 +343,7 @@ def _set_by_parts(loader: Any, states: Mapping[str, Any]) -> set[str]:
     """Return the names of the generators that a sampler or dataset sets from a state of its own, to draw again."""
     found = set()
     for name, generator in generators_of(loader).items():
-        place = name.rpartition(".")[0]
+        place = max((one for one in parts_of(loader) if name.startswith(f"{one}.")), key=len)
         is_part = place != "loader" and not (place == "dataset" and loader.num_workers)  # workers have copies of it
         part = operator.attrgetter(place)(loader) if is_part else None
         if name in states and _methods(part) == _METHODS[1] and _sets(part, generator, states[name]):
@@ -392,8 +393,10 @@ def warn_of_samplers(loader: Any) -> None:
 
     This draws from samplers that have a state, to which the resume then returns.
     """
-    own = not nodes_of(loader) and not type(loader.batch_sampler).__module__.startswith("torchdata.")
-    for sampler in samplers_of(loader):
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    is_torchs = type(batch_sampler).__module__.startswith(("torch.", "torchdata."))
+    own = not nodes_of(loader) and not type(batch_sampler).__module__.startswith("torchdata.")
+    for sampler in [*samplers_of(loader), *([] if is_torchs else [batch_sampler])]:
         if not own and _methods(sampler) == _METHODS[1] and _is_lost(sampler):
             _logger.warning(
                 "the state of the %s of a %s does not change with an index that it gives: a resume within an epoch "
@@ -409,7 +412,7 @@ def warn_of_samplers(loader: Any) -> None:
         if not (sampler is None or is_known or kinds & set(_KNOWN_ORDER) or _methods(sampler)):
             _logger.warning(
                 "the %s of a %s has no state_dict and load_state_dict: its order is exact only if it is the same each "
-                "time, or depends on set_epoch alone",
+                "time, or depends on set_epoch alone; hf.skip_to of a DataLoader draws it again, also from generators",
                 type(sampler).__qualname__,
                 type(loader).__qualname__,
             )
@@ -498,12 +501,6 @@ def encode_state(value: Any) -> Any:
         _classes[name] = type(value)
         return {_CLASS: name, _FIELDS: fields}
     return _saved_by_torch(value)
-
-
-def is_dense(tensor: Any) -> bool:
-    """Return whether a tensor is an array of numbers: not sparse, quantized or nested."""
-    torch: Any = loaded("torch")
-    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def _saved_by_torch(value: Any) -> Any:

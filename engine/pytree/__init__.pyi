@@ -94,6 +94,7 @@ from .template import regrown as regrown
 from .template import with_request as with_request
 from .torch_leaves import STRIDES as STRIDES
 from .torch_leaves import copy_tensors as copy_tensors
+from .torch_leaves import is_dense as is_dense
 from .torch_leaves import is_permuted as is_permuted
 from .torch_leaves import tensor_like as tensor_like
 from .torch_leaves import tensor_of as tensor_of

@@ -303,6 +303,12 @@ def tensor_like(saved: Saved) -> Any | None:
     return torch.empty(saved.shape[:-1] if name in _PAIRED else saved.shape, dtype=dtype, device="meta")
 
 
+def is_dense(tensor: Any) -> bool:
+    """Return whether a tensor is an array of numbers: not sparse, quantized or nested."""
+    torch: Any = loaded("torch")
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
 def tensor_of(array: NDArray[Any]) -> Any:
     """Return a tensor with the elements of an array, in memory of its own."""
     name = torch_name(array.dtype)

@@ -11,8 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.pytree import STRIDES, is_jax_array, is_nnx, is_python_value, is_torch_tensor, loaded, pack_tree
-from ...engine.stateful import decode_state, encode_state, hashable, is_dense
+from ...engine.pytree import (
+    STRIDES,
+    is_dense,
+    is_jax_array,
+    is_nnx,
+    is_python_value,
+    is_torch_tensor,
+    loaded,
+    pack_tree,
+)
+from ...engine.stateful import decode_state, encode_state, hashable
 from .outside import STRIPPED_BY_TORCH, is_actor_class, module_prefixes
 from .slots import BoxSlot, PartState, Path
 from .tracked import Node, Value

@@ -19,6 +19,7 @@ from ...engine.pytree import (
     PackedNumbers,
     class_name,
     expand,
+    is_dense,
     is_jax_abstract,
     is_jax_array,
     is_nnx,
@@ -28,7 +29,7 @@ from ...engine.pytree import (
     loaded,
     pack_numbers,
 )
-from ...engine.stateful import decode_state, encode_state, is_dense, is_stateful
+from ...engine.stateful import decode_state, encode_state, is_stateful
 from .frameworks import (
     GROUPS,
     VARIABLE,

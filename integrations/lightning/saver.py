@@ -18,11 +18,11 @@ from ..loop import (
     PreemptionSignal,
     Stop,
     TensorVersions,
+    UnsavedAttributes,
     announce,
     barrier_exit,
     unfinished_neighbour,
     unsaved_attributes,
-    warn_of_changes,
     warn_of_misfits,
 )
 from .fitting import Fitting
@@ -98,7 +98,10 @@ class FitSaver:
         self._is_pruned = False
         self._gradients = TensorVersions()  # of a module with manual optimization
         self._has_warned_of_gradients = False
-        self._attributes: Mapping[str, Any] | None = {}  # those that no checkpoint has; None once some have changed
+        self._attributes = UnsavedAttributes(
+            "make tensors of the module buffers (register_buffer), and let on_save_checkpoint() and "
+            "on_load_checkpoint() of the module, or state_dict() and load_state_dict() of the callback, keep the rest"
+        )
 
     @property
     def has_started(self) -> bool:
@@ -115,7 +118,7 @@ class FitSaver:
         self._begun = True
         if not self._trainer.lightning_module.automatic_optimization:
             self._gradients.watch({"module": self._trainer.lightning_module})
-        self._attributes = self._unsaved_attributes()
+        self._attributes.begin(self._unsaved_attributes())
         self._position.begin()
         self._fitting.begin(self._options.hyperparameters)
         if self._resumed:
@@ -340,7 +343,7 @@ class FitSaver:
             checkpoint = dump_checkpoint(self._trainer)
             self._warn_of_pruning(checkpoint)
             self._warn_of_gradients()
-            self._warn_of_attributes()
+            self._attributes.warn(self._unsaved_attributes)
             return checkpoint
         finally:
             self._point = None
@@ -369,17 +372,6 @@ class FitSaver:
                 self._trainer.global_step,
                 shortened(list(carried)),
             )
-
-    def _warn_of_attributes(self) -> None:
-        """Warn once of attributes that steps have changed, as soon as a save finds any."""
-        if self._attributes is None:
-            return
-        remedy = (
-            "make tensors of the module buffers (register_buffer), and let on_save_checkpoint() and "
-            "on_load_checkpoint() of the module, or state_dict() and load_state_dict() of the callback, keep the rest"
-        )
-        if warn_of_changes(self._attributes, self._unsaved_attributes(), remedy):
-            self._attributes = None
 
     def _unsaved_attributes(self) -> Mapping[str, Any]:
         parts = silent_parts(self._trainer)

@@ -8,7 +8,7 @@ from .initial import Hyperparameters
 from .objects import TensorVersions
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour, warn_of_misfits
-from .states import LoopArguments, StateAdapter, unsaved_attributes, warn_of_changes
+from .states import LoopArguments, StateAdapter, UnsavedAttributes, unsaved_attributes
 from .stopping import AgreedStop, Stop, barrier_exit, stop_of
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "StepOutcome",
     "Stop",
     "TensorVersions",
+    "UnsavedAttributes",
     "all_steps",
     "announce",
     "barrier_exit",
@@ -31,6 +32,5 @@ __all__ = [
     "stop_of",
     "unfinished_neighbour",
     "unsaved_attributes",
-    "warn_of_changes",
     "warn_of_misfits",
 ]

@@ -31,7 +31,7 @@ from ...engine.sources import Misfits, find_checkpoint, load_weights
 from ...engine.storage import Place, as_location
 from ..options import CallbackOptions
 from .announce import announce
-from .states import STATE, StateAdapter, Values, located, unsaved_attributes, warn_of_changes
+from .states import STATE, StateAdapter, UnsavedAttributes, Values, located, unsaved_attributes
 from .trees import TreeAdapter
 
 if TYPE_CHECKING:
@@ -116,12 +116,15 @@ class LiveAdapter(StateAdapter):
     def __init__(self, misfits: Misfits | None = None) -> None:
         super().__init__(misfits)
         self._versions = TensorVersions()
-        self._attributes: Values = {}  # attributes before the first step that no checkpoint has
+        self._attributes = UnsavedAttributes(
+            "make tensors buffers (register_buffer), give numbers a place in get_extra_state() and set_extra_state() "
+            "of the module, or in param_groups of the optimizer, and pass generators as extras (rng=model.rng)"
+        )
         self._unbuilt: list[str] = []  # models of Keras whose first fit draws a batch more
 
     def watch(self, state: Any) -> None:
         self._versions.watch(state)
-        self._attributes = self._unsaved(state)
+        self._attributes.begin(self._unsaved(state))
         self._unbuilt = [path for path, one in searched(state) if _is_unbuilt(one)]
 
     def note(self, state: Any) -> None:
@@ -136,12 +139,6 @@ class LiveAdapter(StateAdapter):
 
     def warn_of_step(self, step: int, state: Any) -> None:
         super().warn_of_step(step, state)
-        warn_of_changes(
-            self._attributes,
-            self._unsaved(state),
-            "make tensors buffers (register_buffer), and give numbers a place in get_extra_state() and "
-            "set_extra_state() of the module, or in param_groups of the optimizer",
-        )
         found = dict(searched(state)) if self._unbuilt else {}
         if fitted := [path for path in self._unbuilt if getattr(found.get(path), "history", None) is not None]:
             logger.warning(
@@ -150,6 +147,9 @@ class LiveAdapter(StateAdapter):
                 "a run without a stop. Call fit(x, y, epochs=0) once before restore_or_initialize: %s",
                 shortened(path.strip(".") or "the state" for path in fitted),
             )
+
+    def warn_of_attributes(self, state: Any) -> None:
+        self._attributes.warn(lambda: self._unsaved(state))
 
     def _unsaved(self, state: Any) -> Values:
         return unsaved_attributes((path, one) for path, one in searched(state) if is_versioned(one))

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
+from random import SystemRandom
 from typing import Any
 
 import numpy as np
 
 from ...engine.errors import OptionError, shortened
+from ...engine.generators import generator_state, is_generator
 from ...engine.handlers import AsyncCheckpointHandler
 from ...engine.pytree import MAX_DEPTH, expand, flatten, is_leaf, is_nnx, is_torch_tensor, loaded
 from ...engine.sources import Misfits, load_weights
@@ -83,6 +87,9 @@ class StateAdapter:
 
     def warn_of_step(self, step: int, state: Any) -> None:
         """Warn if the state is not that of this step; may wait for a device, and never raises."""
+
+    def warn_of_attributes(self, state: Any) -> None:
+        """Warn of attributes that steps have changed and that a checkpoint leaves out."""
 
     def watch(self, state: Any) -> None:
         """Begin to watch the state, before the first step."""
@@ -257,23 +264,42 @@ def unsaved_attributes(objects: Iterable[tuple[str, Any]]) -> Values:
     return found
 
 
-def warn_of_changes(before: Values, now: Values, remedy: str) -> bool:
-    """Warn of the attributes that have changed, and return whether there are any."""
-    changed = [path for path, one in now.items() if path in before and before[path] != one]
-    if changed:
-        logger.warning(
-            "steps have changed attributes that no state_dict() has, so they are not saved: %s. If later steps depend "
-            "on them, %s; if not, name them in __untracked__ of the class",
-            shortened(changed),
-            remedy,
-        )
-    return bool(changed)
+class UnsavedAttributes:
+    """Watches attributes that a checkpoint leaves out; a save warns of those that have changed, once of each.
+
+    Args:
+        remedy: What the program can do about them.
+    """
+
+    def __init__(self, remedy: str) -> None:
+        self._remedy = remedy
+        self._before: Values = {}
+        self._warned: set[str] = set()
+
+    def begin(self, before: Values) -> None:
+        """Note the attributes before the first step."""
+        self._before = before
+
+    def warn(self, find: Callable[[], Values]) -> None:
+        """Warn of attributes that differ from those before; from now on, watch those that are new, too."""
+        now, before = find(), self._before
+        known = before.keys() - self._warned
+        changed = [path for path, one in now.items() if path in known and before[path] != one]
+        self._before = {**now, **before}
+        self._warned.update(changed)
+        if changed:
+            logger.warning(
+                "steps have changed attributes that no state_dict() has, so they are not saved: %s. If later steps "
+                "depend on them, %s; if not, name them in __untracked__ of the class",
+                shortened(changed),
+                self._remedy,
+            )
 
 
 def _decides_itself(part: Any) -> bool:
     from ..graph import has_own_protocol, is_module
 
-    if type(part).__module__.startswith("torch.") or has_own_protocol(part):
+    if type(part).__module__.startswith(("torch.", "torchmetrics.")) or has_own_protocol(part):
         return True
     torch: Any = loaded("torch")
     return is_module(part) and type(part).get_extra_state is not torch.nn.Module.get_extra_state
@@ -306,18 +332,22 @@ class _Version:
 
 
 def _mark(value: Any, depth: int = 4, most: int = _MOST) -> Any:
-    """Return what differs after a change of a number, an array, None, or a container of them; None for other values.
+    """Return what differs after a change of a plain value, array or generator, or a container of them; or None.
 
     Of large arrays of numpy and large containers, such as a replay buffer, evenly spaced entries are looked at.
     """
-    if isinstance(value, int | float | np.number | type(None)):
+    if isinstance(value, int | float | complex | str | bytes | np.number | Enum | type(None)):
         return (value,)
+    if is_generator(value) and not isinstance(value, SystemRandom):
+        return pickle.dumps(generator_state(value))
     if isinstance(value, np.ndarray):
         is_fixed = not value.flags.writeable  # as a mapped file is that the program reads
         return value.shape, None if is_fixed else hash(value.flat[:: 1 + value.nbytes // _SMALL].tobytes())
     if is_torch_tensor(value):
         is_trained = value.is_inference() or (value.is_leaf and value.requires_grad)  # An optimizer may change it.
         return None if is_trained else _Version(weakref.ref(value), value._version)
+    if isinstance(value, set | frozenset):
+        return len(value), hash(frozenset(value))
     if not isinstance(value, list | tuple | deque | dict) or not depth:
         return None
     pairs = list(value.items() if isinstance(value, dict) else enumerate(value))  # Another thread may change the value.

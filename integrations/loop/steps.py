@@ -248,6 +248,7 @@ class StepSaver:
             if self._saved is None:
                 self._adapter.warn_of_step(step, last.state)
             self._static.warn(last.trees)
+            self._adapter.warn_of_attributes(last.state)
             taken = self._taken()
         try:
             self._manager.save(step, force=True, reason=reason, **taken)

@@ -407,12 +407,14 @@ class Carrying(torch.nn.Module):
         self.hidden: Any = None
         self.average = torch.zeros(2)
         self.calls, self.width, self.last = 0, 2, 0.0
+        self.random, self.phase = np.random.default_rng(0), "begin"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out, hidden = self.cell(x, self.hidden)
         self.hidden = tuple(one.detach() for one in hidden)
         self.average.lerp_(x.detach().mean(0), 0.1)
-        self.calls, self.last = self.calls + 1, float(out.detach().sum())
+        self.phase = "main" if self.calls else "begin"  # changes after the first save
+        self.calls, self.last = self.calls + 1, float(out.detach().sum() + self.random.random())
         return cast(torch.Tensor, out)
 
 
@@ -453,9 +455,11 @@ def test_attributes_that_steps_change_and_no_state_has_are_named(
             schedule.step()
             checkpoint.on_step(step, state)
     above = ".objects." if component else ""
-    (text,) = [one.getMessage() for one in caplog.records if "no state_dict() has" in one.getMessage()]
-    names = ["model.0.hidden", "model.0.average", "model.0.calls", "optimizer.norm"]
-    assert f"not saved: {', '.join(f'{above}{name}' for name in names)}. If" in text
+    said = [one.getMessage() for one in caplog.records if "no state_dict() has" in one.getMessage()]
+    names = ["hidden", "average", "calls", "random"]
+    found = [", ".join([*(f"{above}model.0.{name}" for name in names), f"{above}optimizer.norm"])]
+    found.append(f"{above}model.0.phase")
+    assert [text.partition("not saved: ")[2].partition(". If")[0] for text in said] == found
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:TypedStorage is deprecated")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -419,6 +420,121 @@ def test_a_loader_may_hold_the_global_generator() -> None:
     assert drawn(again) == whole
 
 
+class Jitter:
+    """A transform that draws from a generator of its own."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def __call__(self, sample: Any) -> float:
+        return float(sample) + self.random.random()
+
+
+class Transformed(torch.utils.data.Dataset[Any]):
+    def __init__(self, transform: Callable[[Any], Any]) -> None:
+        self.samples = [(index,) for index in range(1000)]
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(index)
+
+
+class Chain:
+    def __init__(self, *transforms: Any) -> None:
+        self.transforms = [*transforms]
+
+    def __call__(self, sample: Any) -> Any:
+        for transform in self.transforms:
+            sample = transform(sample)
+        return sample
+
+
+def add(sample: Any, random: Any) -> float:
+    return float(sample + random.random())
+
+
+def closed_over() -> Any:
+    generator = random.Random(0)
+    return lambda sample: add(sample, generator)
+
+
+IN_PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "transform": lambda: {"dataset": Transformed(Jitter())},
+    "list": lambda: {"dataset": Transformed(Chain(Jitter(1), Jitter(2)))},
+    "method": lambda: {"dataset": Transformed(Jitter().__call__)},
+    "partial": lambda: {"dataset": Transformed(functools.partial(add, random=random.Random(0)))},
+    "closure": lambda: {"dataset": Transformed(closed_over())},
+    "subsets": lambda: {
+        "dataset": torch.utils.data.ConcatDataset(
+            [torch.utils.data.Subset(Transformed(Jitter(seed)), [0, 1, 2]) for seed in (1, 2)]
+        )
+    },
+    "collation": lambda: {"dataset": Transformed(float), "collate_fn": Chain(sum, Jitter())},
+}
+
+
+@pytest.mark.parametrize("kind", ["skip_to", "StatefulDataLoader"])
+@pytest.mark.parametrize("name", IN_PARTS)
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_generators_in_the_parts_of_a_loader_are_restored(name: str, kind: str, tmp_path: Path) -> None:
+    def batches() -> tuple[Any, Iterator[Any]]:
+        if kind == "skip_to":
+            found: Any = hf.skip_to(DataLoader(batch_size=2, **IN_PARTS[name]()))
+            return found, found
+        loaders = pytest.importorskip("torchdata.stateful_dataloader")
+        loader = loaders.StatefulDataLoader(batch_size=2, **IN_PARTS[name]())
+        return loader, (batch for _ in range(4) for batch in loader)
+
+    with CheckpointCallback(tmp_path) as checkpoint:
+        loader, drawn = batches()
+        checkpoint.restore_or_initialize({"w": 0}, data=loader)
+        taken(drawn, 4)
+        checkpoint.on_step(1, {"w": 0}, data=loader)
+    with CheckpointCallback(tmp_path) as checkpoint:
+        again, continued = batches()
+        checkpoint.restore_or_initialize({"w": 0}, data=again)
+        assert taken(continued, 5) == taken(drawn, 5)
+
+
+class Hardest(torch.utils.data.Sampler[int]):
+    """Begins with the samples of the highest scores, which training changes."""
+
+    def __init__(self, scores: Any) -> None:
+        self.scores = scores
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        yield from np.argsort(-self.scores, kind="stable").tolist()
+
+
+@pytest.mark.parametrize(
+    ("loader", "changes", "warns"),
+    [
+        (lambda scores: DataLoader(Transformed(int), batch_size=2, sampler=Hardest(scores)), True, True),
+        (lambda scores: DataLoader(Transformed(int), batch_size=2, sampler=Hardest(scores)), False, False),
+        (lambda scores: [{"names": ["a"], "values": scores + step} for step in range(3)], True, True),
+        (lambda _: DataLoader(Augmented(), batch_size=2), True, False),  # The model draws from the same generator.
+    ],
+    ids=["sampler", "unchanged", "values", "augmented"],
+)
+def test_a_batch_that_is_another_one_when_it_is_drawn_again_is_told(
+    loader: Callable[[Any], Any], changes: bool, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    scores = np.zeros(6)
+    first, again = hf.skip_to(loader(scores)), hf.skip_to(loader(scores + np.arange(6) * changes))
+    for _ in range(2):
+        next(first)
+        torch.rand(1)
+    again.set_state(first.get_state())
+    next(again)
+    assert ("is another one than before the stop" in caplog.text) is warns
+
+
 def test_a_loader_of_another_library_may_have_workers() -> None:
     class Loader(Sized):
         num_workers = 2
@@ -552,8 +668,18 @@ class OwnOrder(torch.utils.data.Sampler[int]):
         return iter(torch.randperm(12).tolist())
 
 
+class OwnBatches(OwnOrder):
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.randperm(12).reshape(4, 3).tolist())
+
+
 def stateful_loader(dataset: Any = Samples, **options: Any) -> Any:
     kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    if callable(batches := options.get("batch_sampler")):
+        return kind(dataset(), batch_sampler=batches())
     if callable(sampler := options.get("sampler")):
         options["sampler"] = sampler()
     if options.get("generator"):
@@ -732,8 +858,16 @@ class CountsIndices(CountsEpochs):
         ({"sampler": OwnOrder}, "the OwnOrder of a StatefulDataLoader has no state_dict and load_state_dict", True),
         ({"sampler": CountsEpochs}, "the state of the CountsEpochs of a StatefulDataLoader does not change with", True),
         ({"sampler": CountsIndices}, "the CountsIndices of a", False),
+        ({"batch_sampler": OwnBatches}, "the OwnBatches of a StatefulDataLoader has no state_dict", True),
     ],
-    ids=["draws in a worker", "draws in two workers", "sampler without a state", "without a place", "with a place"],
+    ids=[
+        "draws in a worker",
+        "draws in two workers",
+        "sampler without a state",
+        "without a place",
+        "with a place",
+        "batch sampler without a state",
+    ],
 )
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", r"ignore:os.fork\(\) was called:RuntimeWarning")
 def test_what_a_stateful_loader_does_not_keep_is_said(

@@ -69,7 +69,7 @@ class InterruptionError(RuntimeError):
 class Recorder(lightning.Callback):
     """Notes what happens when, and interrupts the run before the batch that follows a step."""
 
-    __untracked__ = ("first_step", "signal_in_validation_after")
+    __untracked__ = ("events", "first_step", "signal_in_validation_after")
 
     def __init__(
         self,

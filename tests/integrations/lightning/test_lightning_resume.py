@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from tests.fixtures import StoredFiles
 from tests.lightning_advice import ADVICE
@@ -549,7 +550,7 @@ class Holding(Keeping):
 
 
 class Replay(torch.nn.Module):
-    """Has large arrays and containers, and one with tensors as keys."""
+    """Has large arrays and containers, one with tensors as keys, a generator, and metrics, which a checkpoint has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -559,12 +560,17 @@ class Replay(torch.nn.Module):
         self.known = list(range(5000))
         self.counts = {torch.zeros(3): 1}
         self.rows = [np.zeros(3), np.zeros(3)]
+        self.phase, self.kinds, self.random = "begin", {"a"}, np.random.default_rng(0)
+        self.scores = torchmetrics.MetricCollection([torchmetrics.MeanMetric(), torchmetrics.SumMetric()])
 
     def fill(self) -> None:
         self.drawn[0] = 1
         self.lengths[5000] = 1
         self.counts = {torch.zeros(4): 1}
         self.rows[1][2] = 1
+        self.phase, self.kinds = "main", {"b"}
+        self.random.random()
+        self.scores.update(torch.ones(1))
 
 
 class Patient(callbacks.EarlyStopping):
@@ -583,7 +589,12 @@ class Patient(callbacks.EarlyStopping):
     ("module", "callback", "every", "names"),
     [
         (Keeping, Patient, 3, ["Patient.updates"]),
-        (Holding, KeptAverages, 3, [f"module.part.{name}" for name in ("drawn", "lengths", "counts", "rows")]),
+        (
+            Holding,
+            KeptAverages,
+            3,
+            [f"module.part.{name}" for name in ("drawn", "lengths", "counts", "rows", "phase", "kinds", "random")],
+        ),
         (Counting, KeptAverages, 3, ["module.outputs", "module.seen", "module.state", "module.passing"]),
         (Counting, KeptAverages, 4, ["module.seen", "module.state", "module.passing"]),  # saved at the end of an epoch
         (Keeping, Averages, 3, ["Averages.average", "Averages.updates"]),
