@@ -412,11 +412,14 @@ class ChangedAttributes:
         }
 
     def set(self, loaders: Sequence[Any], values: Mapping[str, Any]) -> None:
+        """Set those that :meth:`get` returned; all others become as they were first, as an iterator may have begun."""
         self._fresh = [(one, self._fresh_of(one)) for one in loaders]
-        for index, loader in enumerate(loaders):
+        for index, (loader, fresh) in enumerate(self._fresh):
             begin = f"{index}."
             own = {name.removeprefix(begin): one for name, one in values.items() if name.startswith(begin)}
-            _set_attributes(loader, own)
+            moved = _changed(_attributes_of(loader), fresh).keys() & fresh.keys()
+            back = {name: fresh[name] for name in moved if type(fresh[name]) is not _Order}
+            _set_attributes(loader, back | own)
 
     def _fresh_of(self, loader: Any) -> dict[str, Any]:
         found = next((fresh for one, fresh in self._fresh if one is loader), None)

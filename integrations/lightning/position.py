@@ -507,8 +507,9 @@ class Position:
     def _random(self) -> dict[str, Any]:
         """Return the states of generators, and attributes of loaders without a state that epochs have changed."""
         parts = self._loaders()
-        changed = self._attributes.get([part for part in parts if not epoch.all_stateful([part])])
-        return {**epoch.capture_generators(parts), **({_ATTRIBUTES: encode_state(changed)} if changed else {})}
+        without_state = [part for part in parts if not epoch.all_stateful([part])]
+        changed = {_ATTRIBUTES: encode_state(self._attributes.get(without_state))} if without_state else {}
+        return {**epoch.capture_generators(parts), **changed}
 
     def _generators(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return the states of the generators of loaders that this process restores."""
@@ -521,7 +522,8 @@ class Position:
             own = [] if self._is_new else self._loaders()
             epoch.restore_generators({**state, "loaders": kept}, self._trainer.strategy.root_device, own)
             without_state = [part for part in own if not epoch.all_stateful([part])]
-            self._attributes.set(without_state, decode_state(state.get(_ATTRIBUTES, {})))
+            if _ATTRIBUTES in state:  # Steps of earlier versions do not have them.
+                self._attributes.set(without_state, decode_state(state[_ATTRIBUTES]))
 
 
 def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None) -> bool:

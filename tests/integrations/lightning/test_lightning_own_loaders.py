@@ -422,7 +422,16 @@ class Further:
         yield from [torch.tensor([10.0 * self.epoch + one]) for one in self.order]
 
 
-@pytest.mark.parametrize("loaders", [Further, beside(Further, "min_size")], ids=["alone", "beside"])
+class Eager(Further):
+    """Counts the epoch as an iterator is made, as loaders with workers do, and not with its first batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*super().__iter__()])
+
+
+@pytest.mark.parametrize(
+    "loaders", [Further, beside(Further, "min_size"), Eager], ids=["alone", "beside", "before a batch"]
+)
 def test_attributes_of_a_loader_without_a_state(loaders: Callable[[], Any], tmp_path: Path) -> None:
     whole = run(loaders(), tmp_path / "whole")
     for end in (1, 2, 3, 4):
