@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ...engine.distributed import current_coordinator
 from ...engine.pytree import (
     STRIDES,
     is_dense,
@@ -176,7 +177,8 @@ class ModuleState(PartState):
     def get(self) -> Any:
         state = self.thing.state_dict()
         prefixes = list(module_prefixes(self.thing))
-        return pack_tree(encode_state({_bare(name, prefixes): state[name] for name in self._beyond(state)}))
+        found = {_bare(name, prefixes): state[name] for name in self._beyond(state)}
+        return pack_tree(encode_state(found | _accumulated(self.thing)))
 
     def set(self, value: Any) -> None:
         torch: Any = loaded("torch")
@@ -184,7 +186,9 @@ class ModuleState(PartState):
         for name in self._beyond(state):
             del state[name]
         prefixes = list(module_prefixes(self.thing))
-        found = {_wrapped(name, prefixes): one for name, one in decode_state(value).items()}
+        decoded = decode_state(value)
+        accumulated = decoded.pop(_ACCUMULATED, None)  # Earlier versions did not save it.
+        found = {_wrapped(name, prefixes): one for name, one in decoded.items()}
         state.update(found)
         # The module may give parameters in another form, such as half precision; they keep the values of the graph.
         named = ((name.replace(STRIPPED_BY_TORCH, ""), one) for name, one in self.thing.named_parameters())
@@ -193,6 +197,8 @@ class ModuleState(PartState):
         with torch.no_grad():
             for one, before in exact:
                 one.copy_(before)
+        if accumulated is not None:
+            _accumulate(self.thing, accumulated)
 
     def _beyond(self, state: Mapping[str, Any]) -> list[str]:
         known = {_memory(one) for one in self.thing.parameters()}
@@ -202,6 +208,29 @@ class ModuleState(PartState):
             for name, value in state.items()
             if not name.endswith("_extra_state") and not (is_torch_tensor(value) and _memory(value) in known)
         ]
+
+
+_ACCUMULATED = "holdfast.accumulated"  # what a metric of torchmetrics has accumulated, beside its state_dict()
+
+
+def _accumulated(metric: Any) -> dict[str, Any]:
+    """Return what a metric of torchmetrics has accumulated since its reset, which its ``state_dict()`` leaves out.
+
+    Several processes have a sum each, of which a state of all of them can hold none.
+    """
+    torchmetrics: Any = loaded("torchmetrics")
+    is_metric = torchmetrics is not None and isinstance(metric, torchmetrics.Metric)
+    if not is_metric or current_coordinator().process_count > 1:
+        return {}
+    states = {name: getattr(metric, name) for name in metric._defaults}
+    return {_ACCUMULATED: {"updates": int(metric._update_count), "states": states}}
+
+
+def _accumulate(metric: Any, accumulated: Mapping[str, Any]) -> None:
+    for name, value in accumulated["states"].items():
+        moved = [item.to(metric.device) for item in value] if isinstance(value, list) else value.to(metric.device)
+        setattr(metric, name, moved)
+    metric._update_count, metric._computed = accumulated["updates"], None
 
 
 def _bare(name: str, prefixes: list[tuple[str, str]]) -> str:

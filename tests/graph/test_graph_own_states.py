@@ -393,6 +393,31 @@ def q_of(state: dict[str, torch.Tensor]) -> torch.Tensor:
     return state["Q"]
 
 
+# ---- metrics, whose state_dict() lacks what they have accumulated
+
+
+def test_metrics_go_on_with_what_they_have_accumulated(tmp_path: Path) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    def metrics() -> Any:
+        several = torchmetrics.MetricCollection([torchmetrics.MeanMetric(), torchmetrics.CatMetric()])
+        return {"layer": torch.nn.Linear(1, 1), "several": several, "new": torchmetrics.SumMetric()}
+
+    first, again = metrics(), metrics()
+    for value in (1.0, 2.0):
+        first["several"].update(torch.tensor(value))
+    with hf.CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.restore_or_initialize(first)
+        checkpoint.on_step(1, first)
+    with hf.CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.restore_or_initialize(again)
+    again["several"].update(torch.tensor(6.0))
+    found = again["several"].compute()
+    assert found["MeanMetric"] == 3
+    assert found["CatMetric"].tolist() == [1, 2, 6]
+    assert not again["new"].update_called
+
+
 # ---- attributes that no state has
 
 
