@@ -175,6 +175,7 @@ class StaticFields:
     def __init__(self) -> None:
         self._fields: dict[str, str] = {}  # what the static fields were at the first step, by path
         self._structure: Any = None  # that of the tree then, which holds no arrays; None if it does not tell changes
+        self._saves = 0
 
     def note(self, tree: Any) -> None:
         """Remember the fields as they are at the first step."""
@@ -185,8 +186,11 @@ class StaticFields:
             self._structure = _structure(tree)
 
     def warn(self, tree: Any) -> None:
-        """Warn once of the fields that have changed since, which are saved nowhere."""
-        if not self._fields or (self._structure is not None and _is_same(self._structure, _structure(tree))):
+        """Warn once of the fields that have changed since, which are saved nowhere. Each save calls this."""
+        self._saves += 1
+        if not self._fields or not _looks_for_changes(self._saves):
+            return
+        if self._structure is not None and _is_same(self._structure, _structure(tree)):
             return
         now = dict(_static_fields(tree, "", []))
         changed = sorted(path for path, one in self._fields.items() if one != now.get(path, one))
@@ -199,6 +203,11 @@ class StaticFields:
                 "such as numbers in a field that is not static, or an nnx.Variable",
                 shortened(listed),
             )
+
+
+def _looks_for_changes(saves: int) -> bool:
+    """Return whether the latest of so many saves looks for changes, as the 1st, 2nd and 4th do; that takes its time."""
+    return saves & (saves - 1) == 0
 
 
 def _structure(tree: Any) -> Any:
@@ -265,7 +274,7 @@ def unsaved_attributes(objects: Iterable[tuple[str, Any]]) -> Values:
 
 
 class UnsavedAttributes:
-    """Watches attributes that a checkpoint leaves out; a save warns of those that have changed, once of each.
+    """Watches attributes that a checkpoint leaves out; saves warn of those that have changed, once of each.
 
     Args:
         remedy: What the program can do about them.
@@ -275,13 +284,17 @@ class UnsavedAttributes:
         self._remedy = remedy
         self._before: Values = {}
         self._warned: set[str] = set()
+        self._saves = 0
 
     def begin(self, before: Values) -> None:
         """Note the attributes before the first step."""
         self._before = before
 
     def warn(self, find: Callable[[], Values]) -> None:
-        """Warn of attributes that differ from those before; from now on, watch those that are new, too."""
+        """Warn of attributes that have changed; from now on, watch those that are new, too. Each save calls this."""
+        self._saves += 1
+        if not _looks_for_changes(self._saves):
+            return
         now, before = find(), self._before
         known = before.keys() - self._warned
         changed = [path for path, one in now.items() if path in known and before[path] != one]
