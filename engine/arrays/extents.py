@@ -80,13 +80,10 @@ def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[in
     return chunks.take(np.array(good, np.int64))
 
 
-_THREADS = 8  # some wait for the disk while others verify what they have read, or touch fresh memory first
+_THREADS = 4
 _BUFFERS = 12  # buffers that threads copy out of take at most a twelfth of the bytes read
-# Bytes read at a time; more only if a single chunk is larger. Kept memory is two huge pages and the checksums of a few
-# chunks: the small pages after the last huge one are slow to touch first.
-_EXTENT = (4 << 20) + (64 << 10)
-_REMOTE_EXTENT = 16 << 20  # over a network, where a request takes long
-COPIED_EXTENT_BYTES = 4 << 20  # if all of it is copied out: its memory is reused
+_EXTENT = 16 << 20  # bytes read at a time; more only if a single chunk is larger
+COPIED_EXTENT_BYTES = 4 << 20  # the same if all of it is copied out: its memory is reused
 _FEW = 32  # extents; one thread would wait longer for more of them than it takes to read them
 _SMALL = 16 << 10  # bytes; smaller chunks take longer to handle than to read
 LOCAL_GAP = 4 << 10  # bytes between two chunks that are cheaper to read than to skip: a page of the disk
@@ -129,7 +126,7 @@ def read_chunks(
     places: Places | None = None,
 ) -> int:
     """Read chunks and hand them to ``use``, or receive them in ``places``; return the number of bytes read."""
-    extents = list(plan_extents(chunks, *((REMOTE_GAP, _REMOTE_EXTENT) if remote else (LOCAL_GAP, _EXTENT))))
+    extents = list(plan_extents(chunks, REMOTE_GAP if remote else LOCAL_GAP))
     own = threading.local()  # the buffer that a thread reads into again and again
 
     def read_extent(extent: Extent) -> int:
@@ -142,7 +139,7 @@ def read_chunks(
     total = int(chunks.lengths.sum())
     buffer = max((extent.length for extent in extents if not extent.kept), default=1)
     count = min(_THREADS, max(1, total // (buffer * _BUFFERS)))
-    if len(extents) <= _FEW and total <= max(COPIED_EXTENT_BYTES, _SMALL * len(chunks)):
+    if len(extents) <= _FEW and total <= max(_EXTENT // 4, _SMALL * len(chunks)):
         count = 1  # for a little data, or for many tiny chunks, threads only slow down the interpreter
     if remote:
         count = REQUESTS
@@ -204,21 +201,21 @@ def _is_damage(error: DamagedCheckpointError | StorageError) -> bool:
     return True
 
 
-def plan_extents(chunks: ChunkTable, gap: int, largest: int = _EXTENT) -> Iterator[Extent]:
+def plan_extents(chunks: ChunkTable, gap: int) -> Iterator[Extent]:
     """Group sorted chunks into runs that are read in one piece.
 
     Kept memory holds few bytes of chunks that are copied out of it: those bytes would stay in memory unused.
     """
     current: Extent | None = None
     kept = 0  # bytes of the current extent that are kept
-    for run in _runs(chunks, gap, largest):
+    for run in _runs(chunks, gap):
         own = run.length if run.kept else 0
         if current is not None:
             length = run.offset + run.length - current.offset
             near = run.file == current.file and 0 <= length - run.length - current.length <= gap
             foreign = length - kept - own
             shared = kept + own == 0 or foreign * FOREIGN <= length
-            if near and shared and length <= (largest if kept + own else COPIED_EXTENT_BYTES):
+            if near and shared and length <= (_EXTENT if kept + own else COPIED_EXTENT_BYTES):
                 current = Extent(run.file, current.offset, length, current.first, run.stop, kept + own > 0)
                 kept += own
                 continue
@@ -228,7 +225,7 @@ def plan_extents(chunks: ChunkTable, gap: int, largest: int = _EXTENT) -> Iterat
         yield current
 
 
-def _runs(chunks: ChunkTable, gap: int, largest: int) -> Iterator[Extent]:
+def _runs(chunks: ChunkTable, gap: int) -> Iterator[Extent]:
     """Generate runs of near chunks that are all kept or all copied."""
     if not len(chunks):
         return
@@ -238,7 +235,7 @@ def _runs(chunks: ChunkTable, gap: int, largest: int) -> Iterator[Extent]:
     bounds = [0, *(np.flatnonzero(apart) + 1).tolist(), len(chunks)]
     for first, stop in pairwise(bounds):
         kept = bool(chunks.kept[first])
-        size = largest if kept else COPIED_EXTENT_BYTES
+        size = _EXTENT if kept else COPIED_EXTENT_BYTES
         reached = np.maximum.accumulate(ends[first:stop])
         start = first
         while first < stop:

@@ -168,8 +168,7 @@ def table(*rows: tuple[int, int, int, bool]) -> ChunkTable:
         ([(0, 0, 100, False), (0, 9000, 100, False)], [("a", 0, 100, False), ("a", 9000, 100, False)]),
         ([(0, 0, 5 * MIB, False), (0, 5 * MIB, 64, False)], [("a", 0, 5 * MIB, False), ("a", 5 * MIB, 64, False)]),
         ([(0, i * MIB, MIB, False) for i in range(6)], [("a", 0, 4 * MIB, False), ("a", 4 * MIB, 2 * MIB, False)]),
-        ([(0, i * MIB, MIB, True) for i in range(6)], [("a", 0, 4 * MIB, True), ("a", 4 * MIB, 2 * MIB, True)]),
-        ([(0, i * (MIB + 64), MIB + 4, True) for i in range(4)], [("a", 0, 4 * MIB + 196, True)]),  # with checksums
+        ([(0, i * MIB, MIB, True) for i in range(20)], [("a", 0, 16 * MIB, True), ("a", 16 * MIB, 4 * MIB, True)]),
         ([(0, 0, 64, False), (0, 64, MIB, True), (0, 64 + MIB, 64, False)], [("a", 0, MIB + 128, True)]),
         ([(0, 0, MIB, False), (0, MIB, MIB, True)], [("a", 0, MIB, False), ("a", MIB, MIB, True)]),
     ],
