@@ -62,12 +62,7 @@ def command(name: str) -> click.Command:
     if name in ("ls", "watch"):
         from . import listing as module
     elif name in ("show", "diff", "verify"):
-        # OpenBLAS starts threads when numpy is imported, which take longer than the command, and it needs none.
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        # Deep within the imports of others, numpy takes longer: the interpreter's stack grows by 16 KiB, and each call
-        # that crosses such a boundary maps memory anew.
-        import numpy  # noqa: F401
-
+        _import_numpy()
         from . import inspect as module
     elif name in ("prune", "rm", "rollback", "pin", "unpin"):
         from . import change as module
@@ -85,6 +80,21 @@ def command(name: str) -> click.Command:
         raise AssertionError(name)
     found: click.Command = module.import_ if name == "import" else getattr(module, name)
     return found
+
+
+def _import_numpy() -> None:
+    """Import numpy before all that needs it, and without the threads of OpenBLAS.
+
+    OpenBLAS starts them at the import. They take longer than the command, which needs none. Deep within the imports of
+    others, numpy takes longer: the interpreter's stack grows by 16 KiB, and each call that crosses such a boundary maps
+    memory anew.
+    """
+    threads = os.environ.get("OPENBLAS_NUM_THREADS")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    import numpy  # noqa: F401
+
+    if threads is None:
+        del os.environ["OPENBLAS_NUM_THREADS"]  # The caller of `main`, and what it starts, may want more.
 
 
 class _Unloaded(click.Command):

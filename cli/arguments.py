@@ -34,9 +34,10 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for 
 
 
 def checkpoints_at(place: str) -> Location:
-    """Return the location of the checkpoints that an argument names: a manager's directory, or one checkpoint.
+    """Return the location of the checkpoints that a path or URL names: a manager's directory, or one checkpoint.
 
-    The directory of a run has them in ``checkpoints``. Raise CheckpointNotFoundError where there is nothing.
+    The directory of a recipe's run has them in ``checkpoints``; a checkpoint of another library may be a file. Raise
+    CheckpointNotFoundError where there is nothing.
     """
     location = as_location(place).snapshot()
     if (location / RECORD).is_there():

@@ -154,7 +154,7 @@ class Program:
         return max((when for when, _ in beats), default=self.began), max((step for _, step in beats), default=-1)
 
     def end_after_hang(self, grace: float, between: float) -> int:
-        """Have the program print the stacks of its threads twice, some seconds apart; end it, and return its status."""
+        """Have the program print the stacks of its threads twice, ``between`` seconds apart; end it as `end` does."""
         alive = {self.pid, *_descendants(self.pid)}
         asked = [pid for path in self._folder.glob("stacks.*") if (pid := int(path.suffix[1:])) in alive]
         for _ in range(2):
@@ -169,7 +169,7 @@ class Program:
         return self.end(grace)
 
     def end(self, grace: float) -> int:
-        """End the program: SIGTERM, and SIGKILL to all of its processes if it is still there after some seconds."""
+        """End the program, and return its status: SIGTERM, and after ``grace`` seconds SIGKILL to all its processes."""
         status = self._process.poll()
         if status is not None:
             return status

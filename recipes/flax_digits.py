@@ -23,8 +23,8 @@ from .schema import FlaxDigits
 class Classifier(nn.Module):
     """A multilayer perceptron; every hidden layer is normalized over the batch."""
 
-    hidden: Sequence[int]
-    dropout: float
+    hidden: Sequence[int]  # units of every hidden layer
+    dropout: float  # the share of the units dropped in training
 
     @nn.compact
     def __call__(self, pixels: jax.Array, training: bool) -> jax.Array:

@@ -48,7 +48,7 @@ def windows(numbers: NDArray[np.int32], context: int, count: int) -> NDArray[np.
 
 
 class Windows:
-    """Endless batches of random windows, int32[batch_size, context + 1], which have the one character to predict last.
+    """Endless batches of random windows, int32[batch_size, context + 1]; the last character of each is only predicted.
 
     A batch depends on the seed and its number alone, so that one integer is the whole state.
     """
@@ -115,7 +115,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Predicts the next character of up to ``context``; the alphabet has so many."""
+    """Predicts the next character of up to ``context``; the alphabet has ``characters``."""
 
     def __init__(self, model: TextModel, characters: int, context: int, rngs: nnx.Rngs) -> None:
         self.tokens = nnx.Embed(characters, model.width, rngs=rngs)

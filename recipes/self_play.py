@@ -177,7 +177,11 @@ class Learner(Checkpointable):
 
 
 class Trainer(Checkpointable):
-    """Two policies, ``p0`` and ``p1``, that play against each other and learn from it; ``step`` updates are done."""
+    """Two policies, ``p0`` and ``p1``, that play against each other and learn from it; ``step`` updates are done.
+
+    Each hand has so many ``cards``, and an update takes so many ``games``. ``entropy`` is the weight of the entropy of
+    the moves, which keeps policies exploring.
+    """
 
     __untracked__ = ("seed",)
 

@@ -483,7 +483,8 @@ def test_a_look_at_checkpoints_imports_nothing_that_takes_long(
 ) -> None:
     arguments = [word.replace("RUN", str(run)) for word in words]
     code = (
-        f"import sys; from holdfast.cli.main import main; status = main({arguments}); "
+        "import os, sys; from holdfast.cli.main import main; environment = {**os.environ}; "
+        f"status = main({arguments}); assert os.environ == environment, 'which processes that it starts would have'; "
         f"sys.exit(status or repr({unneeded} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -228,8 +228,8 @@ class Net(lightning.LightningModule):  # type: ignore[misc]
 def run(loaders: Any, directory: Path, end: int = -1, limit: int | None = None) -> list[Any]:
     """Run up to the given number of steps, or all; return the batches.
 
-    A run that is cut off saves its last step alone, one that goes on from there its fourth steps and its end, and a
-    whole one every step: none of these may change what follows.
+    A run that is cut off saves its last step only, a run that resumes every fourth step and its end, and a whole run
+    every step: saves may not change what follows.
     """
     from holdfast.integrations.lightning import CheckpointCallback
 
