@@ -44,8 +44,7 @@ class BackgroundSave:
 
         def run() -> None:
             # The loop continues first: a thread that works may keep the interpreter from it for milliseconds.
-            if self._changing.acquire(timeout=_HEAD_START):
-                self._changing.release()
+            started.acquire(timeout=_HEAD_START)
             try:
                 work(awaited)
             except BaseException as error:  # the caller's thread raises it later
@@ -59,6 +58,8 @@ class BackgroundSave:
                 _running.discard(self)
 
         awaited = threading.Event()
+        started = threading.Lock()  # own: a process that the loop forks now needs no lock that the thread holds
+        started.acquire()
         thread = Helper(run, "holdfast-save")
         with self._changing:
             if self.running:
@@ -71,6 +72,7 @@ class BackgroundSave:
                 if not thread.is_alive():
                     _running.discard(self)
                 raise
+        started.release()
 
     def join(self) -> None:
         """Wait until no save is under way; an error of it is kept."""

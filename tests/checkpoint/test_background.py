@@ -205,6 +205,26 @@ def test_program_that_ends_without_close(tmp_path: Path, program: str) -> None:
     assert hf.load(tmp_path / "5")["step"] == 5
 
 
+def test_a_process_that_is_forked_right_after_a_save_has_begun_waits_for_nothing(tmp_path: Path) -> None:
+    """Its end waits for saves as that of any process does; this one has no thread that saves."""
+    program = """
+        import signal
+        from holdfast.engine.checkpoint.background import BackgroundSave
+        save, waits = BackgroundSave(), threading.Event()
+        sys.setswitchinterval(60)
+        save.start(waits.wait, what="step 5")
+        sum(range(1_000_000))  # the thread of the save wakes up, and has no turn yet
+        child = os.fork()
+        if not child:
+            signal.alarm(10)
+            save.wait()
+            os._exit(0)
+        waits.set()
+        sys.exit(os.waitpid(child, 0)[1])
+        """
+    assert run(tmp_path, program).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("end", "status"),
     [
