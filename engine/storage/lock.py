@@ -70,7 +70,11 @@ class FileLock:
         descriptor = self.descriptor
         try:
             with os_errors(self._place.url, "access"):
-                return descriptor is not None and os.path.samestat(os.fstat(descriptor), os.stat(self._place))
+                if descriptor is None:
+                    return False
+                locked, named = os.fstat(descriptor), os.stat(self._place)
+                # A server of NFS, whose locks may hold on one host only, gives a new file the number of a removed one.
+                return os.path.samestat(locked, named) and locked.st_mtime_ns == named.st_mtime_ns
         except ObjectNotFoundError:
             return False
         except StorageError as error:

@@ -277,6 +277,21 @@ def test_a_lock_that_another_thread_has_released_is_not_held(tmp_path: Path, reu
         assert not lock.is_current()
 
 
+def test_a_new_file_with_the_number_of_the_locked_one_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of NFS gives that number again once another host has removed the file."""
+    place = tmp_path / "owner.json"
+    lock = FileLock(as_location(place))
+    lock.acquire(os.O_RDWR | os.O_CREAT)
+    place.unlink()
+    place.touch()
+    os.utime(place, (0, 0))
+    monkeypatch.setattr(os.path, "samestat", lambda *_: True)
+    assert not lock.is_current()
+    lock.release()
+
+
 def test_closing_gives_the_directory_back(tmp_path: Path) -> None:
     manager = hf.CheckpointManager(tmp_path)
     manager.save(1, TREE)
