@@ -447,7 +447,7 @@ def _new_file(path: str, size: int, *, cached: bool) -> Iterator[int]:
     descriptor = (_open if cached else _open_direct)(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         try:
-            _allocate(descriptor, size if cached else round_up(size))  # a full disk is noticed before the first write
+            _allocate(descriptor, size if cached else round_up(size))  # a full disk is noticed before direct writes
             yield descriptor
         finally:
             os.close(descriptor)
