@@ -484,7 +484,7 @@ def _fragment_name(process: int) -> str:
 
 
 def _stopped_key(rendezvous: Rendezvous, process: int) -> str:
-    from urllib.parse import quote  # not above: a process that is alone tells nobody
+    from urllib.parse import quote  # not above: only programs of several processes need it
 
     return f"{quote(rendezvous.name, safe='')}/stopped/{process}"
 

@@ -101,7 +101,7 @@ class DeadlinePassedError(Exception):
 
 def call_within(seconds: float, work: Callable[..., T], *inputs: Any) -> T:
     """Call a function that may wait without a deadline in a thread, and raise DeadlinePassedError at the deadline."""
-    import queue  # not above: a process that is alone waits for nobody
+    import queue  # not above: only programs of several processes need it
 
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -478,7 +478,7 @@ class _Retired:
 
 
 def _quoted(text: str) -> str:
-    from urllib.parse import quote  # not above: a process that is alone has no keys
+    from urllib.parse import quote  # not above: only programs of several processes need it
 
     return quote(text, safe="")
 

@@ -306,6 +306,9 @@ class Around:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
+    def __len__(self) -> int:
+        return len(self.loader)
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self.loader)
 
