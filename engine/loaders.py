@@ -20,7 +20,7 @@ import numpy as np
 
 from .errors import OptionError, StateError
 from .generators import as_tree, capture, generator_state, is_generator, restore, same_state, set_generator_state
-from .pytree import flatten, is_dense, is_jax_array, is_torch_tensor, loaded
+from .pytree import expand, is_dense, is_jax_array, is_leaf, is_torch_tensor, loaded
 
 _logger = logging.getLogger("holdfast")
 
@@ -175,6 +175,7 @@ _MOST_HELD = 100  # parts of a loader that are searched for generators, at every
 _MOST_ROWS = 10  # containers in containers among them
 _CONTAINERS = (dict, list, tuple)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_MOST_VALUES = 1000  # values of a batch that are looked at
 _MOST_PARTS = 64  # parts of a loader whose attributes are looked at, about
 
 
@@ -316,7 +317,9 @@ class LoaderPosition(Iterator[Any]):
         """Draw the batches of the epoch before a position again; then, global generators are as they were before."""
         length, states = self._length(), self._restored.get(_BEGUN, {})
         epoch, taken = divmod(position, length) if length else self._restored.get(_TAKEN, (0, position))
-        _set_attributes(self._loader, self._restored.get(_VALUES, {}))
+        # Earlier epochs of this process may have changed others; a position without a batch is one of the program.
+        fresh = self._fresh[1] if self._now and _LAST in self._restored else {}
+        _go_back(self._loader, fresh, self._restored.get(_VALUES, {}))
         self._restored = {}
         workers = getattr(self._loader, "num_workers", 0)
         lasts = bool(workers and epoch and getattr(self._loader, "persistent_workers", False))
@@ -387,9 +390,10 @@ class LoaderPosition(Iterator[Any]):
         if kept and not self._has_warned:
             self._has_warned = True
             _logger.warning(
-                "earlier epochs have shuffled what this %s holds, which is too large to be saved with each step: %s. "
-                "If the order of its batches depends on that, a resume has another one: draw it anew in each epoch, as "
-                "by self.order = generator.permutation(count), or give the loader get_state and set_state",
+                "earlier epochs have shuffled what this %s holds, which is too large to be saved with each step, or "
+                "has other than plain values: %s. If the order of its batches depends on that, a resume has another "
+                "one: draw it anew in each epoch, as by self.order = generator.permutation(count), or give the loader "
+                "get_state and set_state",
                 type(self._loader).__qualname__,
                 ", ".join(kept),
             )
@@ -417,9 +421,7 @@ class ChangedAttributes:
         for index, (loader, fresh) in enumerate(self._fresh):
             begin = f"{index}."
             own = {name.removeprefix(begin): one for name, one in values.items() if name.startswith(begin)}
-            moved = _changed(_attributes_of(loader), fresh).keys() & fresh.keys()
-            back = {name: fresh[name] for name in moved if type(fresh[name]) is not _Order}
-            _set_attributes(loader, back | own)
+            _go_back(loader, fresh, own)
 
     def _fresh_of(self, loader: Any) -> dict[str, Any]:
         found = next((fresh for one, fresh in self._fresh if one is loader), None)
@@ -450,9 +452,13 @@ def _attributes_of(loader: object) -> dict[str, Any]:
     found = {
         f"{part}.{name}": _copy_of(value)
         for part, owner in _all_parts_of(loader).items()
-        for name, value in getattr(owner, "__dict__", {}).items()
+        for name, value in _own_attributes(owner).items()
     }
     return {name: one for name, one in found.items() if one is not None}
+
+
+def _own_attributes(owner: object) -> dict[str, Any]:
+    return dict(getattr(owner, "__dict__", {}))  # A thread of the loader may add others meanwhile.
 
 
 def _copy_of(value: Any) -> Any:
@@ -463,18 +469,30 @@ def _copy_of(value: Any) -> Any:
     if type(value) is np.ndarray and value.dtype.kind in "biuf":
         if value.size <= _SMALL:
             return value.copy()
-        is_order = value.ndim == 1 and value.dtype.kind in "iu"
+        is_order = value.ndim == 1 and value.dtype.kind in "iu" and value.flags.writeable
         return _Order(id(value), int(value.sum()), value[:: 1 + value.size // _SMALL].copy()) if is_order else None
     if type(value) is list:
-        if len(value) <= _SHORT:
-            return copy.deepcopy(value) if _is_plain(value) else None
-        places = list(map(id, value))
-        return _Order(id(value), sum(places), places[:: 1 + len(places) // _SHORT])
+        if _is_short(value):
+            return copy.deepcopy(value)
+        return _Order(id(value), sum(map(id, value)), [id(one) for one in value[:: 1 + len(value) // _SHORT]])
     return None
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in (int, float, str) or (type(value) in (list, tuple) and all(map(_is_plain, value)))
+def _is_short(values: list[Any]) -> bool:
+    """Return whether a list and the lists in it have a few numbers and short texts only."""
+    found: list[Any] = [values]
+    size = 0
+    for one in found:
+        if type(one) in (list, tuple):
+            size += len(one)
+            found += one if size <= _SHORT else []
+        elif type(one) is str:
+            size += len(one) // _SHORT
+        elif type(one) not in (int, float):
+            return False
+        if size > _SHORT:
+            return False
+    return True
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -486,18 +504,32 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _set_attributes(loader: object, values: Mapping[str, Any]) -> None:
-    parts = _all_parts_of(loader)
+    parts = {part: getattr(owner, "__dict__", {}) for part, owner in _all_parts_of(loader).items()}
+    kept = [one for part, own in parts.items() for name, one in [*own.items()] if f"{part}.{name}" not in values]
     for place, value in values.items():
         part, _, name = place.rpartition(".")
-        if (owner := parts.get(part)) is None:
+        if not isinstance(own := parts.get(part), dict):
             continue
-        held = getattr(owner, name, None)
-        if isinstance(held, np.ndarray) and held.shape == np.shape(value) and held.flags.writeable:
-            held[...] = value  # Other objects may hold the same array.
-        elif isinstance(held, list) and isinstance(value, list):
+        held = own.get(name)
+        # Other objects may hold the same array or list, and change it, too, unless what is kept shows another one.
+        is_own = not any(_is_shared(one, held) for one in kept)
+        if is_own and isinstance(held, np.ndarray) and held.shape == np.shape(value) and held.flags.writeable:
+            held[...] = value
+        elif is_own and isinstance(held, list) and isinstance(value, list):
             held[:] = copy.deepcopy(value)
-        else:
-            setattr(owner, name, _copy_of(value))
+        else:  # No property is called, and the object may be frozen.
+            own[name] = _copy_of(value)
+
+
+def _is_shared(one: Any, held: Any) -> bool:
+    are_arrays = isinstance(one, np.ndarray) and isinstance(held, np.ndarray)
+    return one is held or (are_arrays and np.may_share_memory(one, held))
+
+
+def _go_back(loader: object, fresh: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Set attributes of a loader; all others that have changed become as they were first."""
+    moved = _changed(_attributes_of(loader), fresh).keys() & fresh.keys()
+    _set_attributes(loader, {name: fresh[name] for name in moved if type(fresh[name]) is not _Order} | {**values})
 
 
 def skip_to(loader: Iterable[Any], n: int = 0, *, global_batch_size: int | None = None) -> LoaderPosition:
@@ -540,17 +572,22 @@ def skip_to(loader: Iterable[Any], n: int = 0, *, global_batch_size: int | None 
 
 def _fingerprint(batch: Any) -> int:
     """Return a checksum of the plain values of a batch, and of some values of its arrays in host memory."""
-    found = 0
-    for value in flatten(batch).values:
-        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            value = value.flat[:: 1 + value.size // 64].tobytes()
-        elif is_torch_tensor(value) and value.device.type == "cpu" and is_dense(value):
-            torch: Any = loaded("torch")
-            places = torch.arange(0, value.numel(), 1 + value.numel() // 64)
-            value = value.detach().take(places).view(torch.uint8).numpy().tobytes()
-        elif type(value) not in _PLAIN:
-            continue
-        found = zlib.crc32(value if type(value) is bytes else repr(value).encode(), found)
+    found, left = 0, deque([batch])
+    for _ in range(_MOST_VALUES):
+        if not left:
+            break
+        with contextlib.suppress(Exception):  # A batch may hold any objects, whose code may fail in any way.
+            value = left.popleft()
+            if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+                value = value.flat[:: 1 + value.size // 64].tobytes()
+            elif is_torch_tensor(value) and value.device.type == "cpu" and is_dense(value):
+                torch: Any = loaded("torch")
+                places = torch.arange(0, value.numel(), 1 + value.numel() // 64, device="cpu")
+                value = value.detach().take(places).view(torch.uint8).numpy().tobytes()
+            elif not is_leaf(value) and (contents := expand(value)) is not None:
+                left.extend(islice(contents.values, _MOST_VALUES))
+            if type(value) in _PLAIN:
+                found = zlib.crc32(value if type(value) is bytes else repr(value).encode(), found)
     return found
 
 
@@ -669,7 +706,7 @@ def _all_parts_of(loader: object) -> dict[str, Any]:
     found = list(parts_of(loader).items())
     seen = {id(owner) for _, owner in found}
     for part, owner in found:
-        for name, value in getattr(owner, "__dict__", {}).items():
+        for name, value in _own_attributes(owner).items():
             if id(value) not in seen and _is_part(value):
                 seen.add(id(value))
                 found.append((f"{part}.{name}", value))
@@ -679,9 +716,10 @@ def _all_parts_of(loader: object) -> dict[str, Any]:
 
 
 def _is_part(value: object) -> bool:
-    is_array = isinstance(value, np.ndarray) or is_jax_array(value) or is_torch_tensor(value)
-    is_open = hasattr(type(value), "__iter__") or hasattr(type(value), "__getitem__")
-    return is_open and hasattr(value, "__dict__") and not is_array
+    kind = type(value)
+    is_open = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
+    # The iterators of torch count the tasks of their workers in attributes. A proxy has no attributes of its own.
+    return is_open and kind.__dictoffset__ != 0 and not (_is_closed(value) or is_jax_array(value))
 
 
 def _own_generators(loader: object) -> dict[str, Any]:

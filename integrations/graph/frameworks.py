@@ -197,7 +197,8 @@ class ModuleState(PartState):
         with torch.no_grad():
             for one, before in exact:
                 one.copy_(before)
-        if accumulated is not None:
+        # One of several processes continues the sum, which they add up; the others begin anew.
+        if accumulated is not None and current_coordinator().process_index == 0:
             _accumulate(self.thing, accumulated)
 
     def _beyond(self, state: Mapping[str, Any]) -> list[str]:

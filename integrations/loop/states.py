@@ -352,7 +352,8 @@ def _mark(value: Any, depth: int = 4, most: int = _MOST) -> Any:
     if isinstance(value, int | float | complex | str | bytes | np.number | Enum | type(None)):
         return (value,)
     if is_generator(value) and not isinstance(value, SystemRandom):
-        return pickle.dumps(generator_state(value))
+        state = generator_state(value)  # A pickled tensor holds its address.
+        return state.numpy().tobytes() if is_torch_tensor(state) else pickle.dumps(state)
     if isinstance(value, np.ndarray):
         is_fixed = not value.flags.writeable  # as a mapped file is that the program reads
         return value.shape, None if is_fixed else hash(value.flat[:: 1 + value.nbytes // _SMALL].tobytes())

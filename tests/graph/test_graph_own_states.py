@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from tests.processes.threads import memory_coordinators
 
 import holdfast as hf
 from holdfast import graph
@@ -396,7 +397,7 @@ def q_of(state: dict[str, torch.Tensor]) -> torch.Tensor:
 # ---- metrics, whose state_dict() lacks what they have accumulated
 
 
-def test_metrics_go_on_with_what_they_have_accumulated(tmp_path: Path) -> None:
+def test_metrics_go_on_with_what_they_have_accumulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
 
     def metrics() -> Any:
@@ -416,6 +417,12 @@ def test_metrics_go_on_with_what_they_have_accumulated(tmp_path: Path) -> None:
     assert found["MeanMetric"] == 3
     assert found["CatMetric"].tolist() == [1, 2, 6]
     assert not again["new"].update_called
+    for coordinator, expected in zip(memory_coordinators(2), [3.0, 0.0], strict=True):  # two processes continue
+        monkeypatch.setattr("holdfast.integrations.graph.frameworks.current_coordinator", lambda one=coordinator: one)
+        share = metrics()
+        with hf.CheckpointCallback(tmp_path) as checkpoint:
+            checkpoint.restore_or_initialize(share)
+        assert float(share["several"]["MeanMetric"].mean_value) == expected
 
 
 # ---- attributes that no state has
@@ -433,6 +440,7 @@ class Carrying(torch.nn.Module):
         self.average = torch.zeros(2)
         self.calls, self.width, self.last = 0, 2, 0.0
         self.random, self.phase = np.random.default_rng(0), "begin"
+        self.idle = torch.Generator()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out, hidden = self.cell(x, self.hidden)

@@ -271,7 +271,7 @@ class Changing:
     def __init__(self, before: Callable[[Any], Any], after: Callable[[Any], Any] = lambda _: None) -> None:
         self.before, self.after = before, after
         self.epoch = 0
-        self.order = np.arange(6)
+        self.order = self.base = np.arange(6)
         self.names = list("abcdef")
         self.key = jax.random.key(3)
         self.generator = random.Random(3)
@@ -297,9 +297,22 @@ class Changing:
     def shuffle_names(self) -> None:
         self.generator.shuffle(self.names)
 
+    def draw(self) -> None:
+        self.order = self.base[np.random.permutation(6)]
+
 
 class WithoutLength(Changing):
     __len__: Any = None
+
+
+class Frozen(Changing):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(self, "generator"):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+    def count(self) -> None:
+        self.__dict__["epoch"] += 1
 
 
 class Around:
@@ -329,6 +342,8 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "an array, without a length": lambda: WithoutLength(Changing.shuffle, Changing.shuffle),
     "a list": lambda: Changing(Changing.shuffle_names),
     "a list at the end": lambda: Changing(lambda _: None, Changing.shuffle_names),
+    "an order that is its base at first": lambda: Changing(lambda _: None, Changing.draw),
+    "a count of a frozen loader": lambda: Frozen(Frozen.count),
     "a loader in another": lambda: Around(Changing(Changing.count)),
     "a list of a loader in another": lambda: Around(Changing(Changing.shuffle_names)),
     "a sampler": lambda: DataLoader(Same(), batch_size=None, sampler=Changing(Changing.count)),
@@ -352,6 +367,70 @@ def test_a_loader_whose_epochs_change_its_attributes(change: str, tmp_path: Path
     assert [batch for part in found for batch in part] == whole
 
 
+@pytest.mark.parametrize("change", [Changing.count, Changing.shuffle])
+def test_a_position_in_an_earlier_epoch_of_the_same_process(change: Any) -> None:
+    np.random.seed(0)
+    batches = hf.skip_to(Changing(change))
+    next(batches)
+    state, drawn = batches.get_state(), np.random.get_state()
+    whole = taken(batches, 12)
+    batches.set_state(state)
+    np.random.set_state(drawn)
+    assert taken(batches, 12) == whole
+
+
+class Rotating:
+    """A loader that rotates one of its lists in each epoch."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+
+    def __iter__(self) -> Iterator[int]:
+        self.values.append(self.values.pop(0))
+        yield from range(3)
+
+
+@pytest.mark.parametrize(
+    ("values", "is_saved"),
+    [([1, "a", (2.5, [3])], True), ([[0] * 600, [1] * 600], False), (["a" * 600_000, "b" * 600_000], False),
+     ([Path("a"), Path("b")], False)],
+    ids=["plain", "long in all", "long texts", "objects"],
+)  # fmt: skip
+def test_lists_that_hold_the_data_are_named_and_not_saved(
+    values: list[Any], is_saved: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = hf.skip_to(Rotating(values))
+    taken(batches, 8)
+    assert ("attributes" in batches.get_state() and bool(batches.get_state()["attributes"])) is is_saved
+    assert ("other than plain values: loader.values" in caplog.text) is not is_saved
+
+
+def test_a_list_that_holds_itself_may_be_an_attribute() -> None:
+    values: list[Any] = [1]
+    values.append(values)
+    assert taken(hf.skip_to(Rotating(values)), 4) == ["0", "1", "2", "0"]
+
+
+@pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
+def test_the_counts_of_workers_that_live_across_epochs_are_no_attributes() -> None:
+    batches = hf.skip_to(DataLoader(Samples(), batch_size=6, num_workers=1, persistent_workers=True))
+    taken(batches, 4)
+    assert not batches.get_state().get("attributes")
+
+
+HOLDS_ITSELF: dict[str, Any] = {}
+HOLDS_ITSELF["batch"] = HOLDS_ITSELF
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [{None: torch.ones(2)}, [torch.ones(2).to(torch.float8_e4m3fn)], HOLDS_ITSELF, [*range(100_000)]],
+    ids=["a key of any type", "a dtype that torch cannot index", "a dictionary that holds itself", "long"],
+)
+def test_a_batch_may_be_anything(batch: Any) -> None:
+    assert next(hf.skip_to([batch])) is batch
+
+
 def test_a_large_order_that_epochs_shuffle_is_named(caplog: pytest.LogCaptureFixture) -> None:
     class Large(Changing):
         def __init__(self, before: Callable[[Any], Any]) -> None:
@@ -363,7 +442,7 @@ def test_a_large_order_that_epochs_shuffle_is_named(caplog: pytest.LogCaptureFix
         loader.drawn = np.random.permutation(1 << 18)
 
     taken(hf.skip_to(Large(shuffle)), 8)
-    assert "too large to be saved with each step: loader.kept. If" in caplog.text
+    assert "other than plain values: loader.kept. If" in caplog.text
 
 
 @pytest.mark.parametrize(

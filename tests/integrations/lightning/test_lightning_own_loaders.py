@@ -429,9 +429,17 @@ class Eager(Further):
         return iter([*super().__iter__()])
 
 
+def lasting() -> Any:
+    """Return a loader whose iterator, with the counts of its worker, stays from epoch to epoch."""
+    return torch.utils.data.DataLoader(torch.arange(float(SIZE)), batch_size=1, num_workers=1, persistent_workers=True)
+
+
 @pytest.mark.parametrize(
-    "loaders", [Further, beside(Further, "min_size"), Eager], ids=["alone", "beside", "before a batch"]
+    "loaders",
+    [Further, beside(Further, "min_size"), Eager, lasting],
+    ids=["alone", "beside", "before a batch", "lasting workers"],
 )
+@pytest.mark.filterwarnings("ignore:.*fork")
 def test_attributes_of_a_loader_without_a_state(loaders: Callable[[], Any], tmp_path: Path) -> None:
     whole = run(loaders(), tmp_path / "whole")
     for end in (1, 2, 3, 4):
