@@ -466,6 +466,9 @@ def _copy_of(value: Any) -> Any:
         return value
     if is_jax_array(value):
         return value if value.size <= _SMALL else None
+    if is_torch_tensor(value):
+        is_plain = is_dense(value) and value.device.type == "cpu" and not value.requires_grad
+        return value.clone() if is_plain and value.numel() <= _SMALL else None
     if type(value) is np.ndarray and value.dtype.kind in "biuf":
         if value.size <= _SMALL:
             return value.copy()
@@ -510,10 +513,11 @@ def _set_attributes(loader: object, values: Mapping[str, Any]) -> None:
         part, _, name = place.rpartition(".")
         if not isinstance(own := parts.get(part), dict):
             continue
-        held = own.get(name)
+        held: Any = own.get(name)
         # Other objects may hold the same array or list, and change it, too, unless what is kept shows another one.
         is_own = not any(_is_shared(one, held) for one in kept)
-        if is_own and isinstance(held, np.ndarray) and held.shape == np.shape(value) and held.flags.writeable:
+        are_arrays = isinstance(held, np.ndarray) and isinstance(value, np.ndarray)
+        if is_own and are_arrays and held.shape == value.shape and held.flags.writeable:
             held[...] = value
         elif is_own and isinstance(held, list) and isinstance(value, list):
             held[:] = copy.deepcopy(value)
@@ -541,8 +545,8 @@ def skip_to(loader: Iterable[Any], n: int = 0, *, global_batch_size: int | None 
     order, or the seeds of its workers, from random generators as an epoch begins: from the global ones of Python, numpy
     and torch, or those that it, its sampler, its dataset or their parts hold, such as a transform. A warning tells if
     the last batch before a stop is another one when it is drawn again. The loader, its sampler and its dataset, or
-    those of a loader in it, may change other attributes, too: a number, such as a count of epochs; an array of up to
-    131,072 elements, such as an order or a key of jax; a list of up to 1,024 plain values.
+    those of a loader in it, may change other attributes, too: a number, such as a count of epochs; an array or tensor
+    of up to 131,072 elements, such as an order or a key of jax; a list of up to 1,024 plain values.
     Where the loader has a length, whole epochs are skipped at once; the other batches are drawn again and dropped.
 
     Args:

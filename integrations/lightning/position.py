@@ -78,6 +78,7 @@ class Position:
         self._saved: dict[str, Any] | None = None
         self._replicated = replicated  # the names of state that is the same in all processes
         self._is_new = False  # whether the saved position is that of another process, as more continue than have saved
+        self._is_rescaled = False  # whether another number of processes continues
         self._keeps_random = False  # whether this process keeps the global generators that the program has seeded
         self._attributes = ChangedAttributes()
         self._skip_batch = False
@@ -178,6 +179,7 @@ class Position:
         if draws_alike:
             check_drawn_alike(shares or [saved])
         before, now = saved.get("replicas", 1), replicas(self._trainer.strategy)
+        self._is_rescaled = before != now
         one_for_all = check_replicated(saved, shares)
         if not one_for_all and (shares is not None or before != now):
             _reshard(saved, shares, reshard, processes)
@@ -523,7 +525,10 @@ class Position:
             epoch.restore_generators({**state, "loaders": kept}, self._trainer.strategy.root_device, own)
             without_state = [part for part in own if not epoch.all_stateful([part])]
             if _ATTRIBUTES in state:  # Steps of earlier versions do not have them.
-                self._attributes.set(without_state, decode_state(state[_ATTRIBUTES]))
+                values = decode_state(state[_ATTRIBUTES])
+                if self._is_rescaled:  # An order may be that of a share of the data.
+                    values = {name: one for name, one in values.items() if isinstance(one, int | float)}
+                self._attributes.set(without_state, values)
 
 
 def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None) -> bool:

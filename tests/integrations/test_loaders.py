@@ -271,7 +271,8 @@ class Changing:
     def __init__(self, before: Callable[[Any], Any], after: Callable[[Any], Any] = lambda _: None) -> None:
         self.before, self.after = before, after
         self.epoch = 0
-        self.order = self.base = np.arange(6)
+        self.order: Any = np.arange(6)
+        self.base = self.order
         self.names = list("abcdef")
         self.key = jax.random.key(3)
         self.generator = random.Random(3)
@@ -296,6 +297,9 @@ class Changing:
 
     def shuffle_names(self) -> None:
         self.generator.shuffle(self.names)
+
+    def permute(self) -> None:
+        self.order = torch.as_tensor(self.order)[np.random.permutation(6)]
 
     def draw(self) -> None:
         self.order = self.base[np.random.permutation(6)]
@@ -340,6 +344,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "an array": lambda: Changing(Changing.shuffle),
     "an array at the end": lambda: Changing(lambda _: None, Changing.shuffle),
     "an array, without a length": lambda: WithoutLength(Changing.shuffle, Changing.shuffle),
+    "a tensor": lambda: Changing(Changing.permute),
     "a list": lambda: Changing(Changing.shuffle_names),
     "a list at the end": lambda: Changing(lambda _: None, Changing.shuffle_names),
     "an order that is its base at first": lambda: Changing(lambda _: None, Changing.draw),

@@ -152,6 +152,23 @@ class Numbered(Dataset[Any]):
         return np.full(FEATURES, index, np.float32), np.zeros(1, np.float32)
 
 
+class Share:
+    """Has the order of one process's share of the data, and shuffles it further in each epoch."""
+
+    def __init__(self, index: int, count: int) -> None:
+        self.order = [*range(index, len(Numbered()), count)]
+        self.share = set(self.order)
+
+    def __len__(self) -> int:
+        return len(self.share)
+
+    def __iter__(self) -> Any:
+        random.shuffle(self.order)
+        assert set(self.order) == self.share, "this is the share of another process"
+        for number in self.order:
+            yield [torch.as_tensor(np.stack([part, part])) for part in Numbered()[number]]
+
+
 class OfArrays(program.Model):
     """Takes batches of numpy's arrays."""
 
@@ -227,9 +244,12 @@ def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict
         callbacks=[callback, recorder, *averages],
         **{**program.QUIET, "devices": count, "strategy": strategy, "max_epochs": 3, **options},
     )
-    train = (
-        of_all(loader, index, count) if loader.startswith(("of all", "elastic")) else program.training_loader(loader)
-    )
+    if loader == "share":
+        train: Any = Share(index, count)
+    elif loader.startswith(("of all", "elastic")):
+        train = of_all(loader, index, count)
+    else:
+        train = program.training_loader(loader)
     trainer.fit(model, train, program.validation_loader(), ckpt_path=ckpt_path)
     outcome = program.Outcome(trainer, model, recorder)
     found = {

@@ -230,6 +230,14 @@ def test_another_number_of_processes_goes_on(
     assert f"saved by {before} processes that had a share of the data each, and resumed by {now}" in ended[0][2]
 
 
+def test_an_order_of_a_share_stays_with_its_process(
+    run_together: Run, stop: Callable[..., None], tmp_path: Path
+) -> None:
+    stop(tmp_path, checkpoint=NEVER, loader="share", signal_after=["all", 1])
+    ended = run_together(tmp_path, 1, checkpoint=NEVER, loader="share", max_epochs=2)
+    assert ended[0][0] == 0, ended[0][2]
+
+
 def test_the_same_batch_of_all_processes_with_another_number(
     run_together: Run, stop: Callable[..., None], tmp_path: Path
 ) -> None:
