@@ -741,7 +741,11 @@ def _states_of_own(loader: object) -> dict[str, Any]:
 
 def samplers_of(loader: Any) -> list[Any]:
     found = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
-    return found + [getattr(node, "sampler", None) for node in nodes_of(loader)]
+    of_nodes = [getattr(node, "sampler", None) for node in nodes_of(loader)]
+    # The BatchSampler of torch has the order of the sampler in it.
+    return found + [
+        getattr(one, "sampler", one) if type(one).__module__.startswith("torch.") else one for one in of_nodes
+    ]
 
 
 def warn_of_new_workers(loader: Any) -> None:

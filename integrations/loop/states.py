@@ -232,18 +232,22 @@ def _static_fields(value: Any, path: str, objects: list[Any]) -> Iterator[tuple[
         nnx: Any = loaded("flax.nnx")
         for place, node in nnx.iter_graph(value):
             if is_nnx(node):
-                yield from _plain_attributes(node, ".".join([path, *map(str, place)]), ())
+                yield from _plain_attributes(node, ".".join([path, *map(str, place)]))
     elif not is_leaf(value) and (contents := expand(value)) is not None:
         keys = range(len(contents.values)) if contents.keys is None else contents.keys
         if not isinstance(value, (dict, list, tuple, deque)):
-            yield from _plain_attributes(value, path, keys)
+            # A class that is registered with jax may give children without their names.
+            leaves = () if any(isinstance(key, str) for key in keys) else contents.values
+            yield from _plain_attributes(value, path, keys, leaves)
         for key, child in zip(keys, contents.values, strict=True):
             yield from _static_fields(child, f"{path}.{key}" if path else str(key), objects)
 
 
-def _plain_attributes(value: Any, path: str, leaves: Collection[Any]) -> Iterator[tuple[str, str]]:
+def _plain_attributes(
+    value: Any, path: str, names: Collection[Any] = (), leaves: Collection[Any] = ()
+) -> Iterator[tuple[str, str]]:
     for name, one in getattr(value, "__dict__", {}).items():
-        if name not in leaves and is_plain(one):
+        if name not in names and is_plain(one) and not any(one is leaf for leaf in leaves):
             yield f"{path}.{name}", repr(one)
 
 

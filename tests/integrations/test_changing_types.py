@@ -348,10 +348,28 @@ class Phases:
     axes: Any = struct.field(pytree_node=False, default=None)  # type: ignore[no-untyped-call]  # flax leaves it so
 
 
+@jax.tree_util.register_pytree_node_class
+class Unnamed:
+    """Gives its children, of which one is a number, without names."""
+
+    def __init__(self, steps: int, module: Any) -> None:
+        self.steps, self.module = steps, module
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        return (self.steps, self.module), None
+
+    @classmethod
+    def tree_unflatten(cls, static: None, children: Any) -> Unnamed:
+        return cls(*children)
+
+    def replace(self, phase: int, axes: Any) -> Unnamed:
+        return Unnamed(self.steps + 1, self.module)
+
+
 @pytest.mark.parametrize(
     ("init", "last"),
-    [(lambda: Phases(jnp.ones(2)), 2), (Counted, 2), (Counted, 0)],
-    ids=["a dataclass", "a module", "no change"],
+    [(lambda: Phases(jnp.ones(2)), 2), (Counted, 2), (Counted, 0), (lambda: Unnamed(0, Counted()), 0)],
+    ids=["a dataclass", "a module", "no change", "a leaf without a name"],
 )
 def test_static_fields_that_steps_change_are_named(
     init: Any, last: int, place: str, caplog: pytest.LogCaptureFixture

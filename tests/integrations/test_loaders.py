@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast as hf
 from holdfast import graph
+from holdfast.engine.stateful import restore_state, state_of
 from holdfast.integrations.flax import CheckpointCallback
 
 DATA: Any = TensorDataset(torch.arange(10))
@@ -972,6 +973,16 @@ def of_nodes(sampler: Any) -> Any:
     return nodes.Loader(nodes.Batcher(nodes.MapStyleWrapper(Samples(), sampler), 3))
 
 
+def test_torchs_batches_of_a_known_order_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    nodes = pytest.importorskip("torchdata.nodes")
+    in_order = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(Samples()), 3, drop_last=False)
+    loader, again = (nodes.Loader(nodes.SamplerWrapper(in_order)) for _ in range(2))
+    next(iter(loader))
+    restore_state(again, state_of(loader))
+    assert next(iter(again)) == [3, 4, 5]
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize(
     ("sampler", "warning"),
     [(OwnOrder, "the OwnOrder of a Loader has no state_dict and load_state_dict"),
@@ -1010,7 +1021,7 @@ def test_a_sampler_that_draws_without_a_state_is_refused(sampler: Callable[[], A
     with pytest.raises(hf.errors.OptionError, match="draws its order"):
         hf.skip_to(DataLoader(Samples(), batch_sampler=batches))
     samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
-    for one in (sampler(), samplers.RandomSampler(Samples())):
+    for one in (sampler(), batches, samplers.RandomSampler(Samples())):
         with (
             CheckpointCallback(tmp_path) as checkpoint,
             pytest.raises(hf.errors.OptionError, match=r"data= is a Loader whose order is drawn by a .*Sampler,"),
