@@ -259,7 +259,8 @@ def is_generator(thing: object) -> bool:
     """Return whether an object is a generator of random numbers."""
     torch: Any = loaded("torch")
     kinds = (random.Random, np.random.Generator, np.random.RandomState)
-    return isinstance(thing, kinds) or (torch is not None and isinstance(thing, torch.Generator))
+    # Not isinstance for torch's, which answers in Python: loops ask at every step.
+    return isinstance(thing, kinds) or (torch is not None and torch.Generator in type(thing).__mro__)
 
 
 def generator_state(generator: Any) -> Any:
