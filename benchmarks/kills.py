@@ -33,7 +33,7 @@ LIVES_A_DIRECTORY = 50  # checking takes longer with every step that is kept
 EARLY_SHARE = 0.2  # of the kills happen while a life looks, takes over and checks
 EARLY_SECONDS = 0.03
 SHARING_SHARE = 0.3  # of the others happen after a step has shared files with an earlier one
-LATE_SAVES = 4.0  # the others happen within this many saves
+LATE_SAVES = 4  # the others happen after less than this many commits, within a save
 TIMEOUT_SECONDS = 120.0
 
 
@@ -91,7 +91,8 @@ def live_and_die(directory: Path, ledger: Ledger, generator: random.Random, save
                 text += _read_until(reading, b"shared\n")
                 if b"shared\n" not in text:
                     ledger.problems.append("no step shared a file with an earlier one")
-            time.sleep(generator.uniform(0, LATE_SAVES * save_seconds))
+            text += _read_until(reading, b"committed ", generator.randrange(LATE_SAVES))
+            time.sleep(generator.uniform(0, save_seconds))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         text += _read_until(reading, None)
@@ -103,10 +104,10 @@ def live_and_die(directory: Path, ledger: Ledger, generator: random.Random, save
         ledger.problems.append(f"the run ended by itself with status {status}")
 
 
-def _read_until(pipe: int, end: bytes | None) -> bytes:
-    """Read until a line has arrived, or the pipe is closed."""
+def _read_until(pipe: int, end: bytes | None, times: int = 1) -> bytes:
+    """Read until a text has arrived so many times, or the pipe is closed."""
     text = b""
-    while end is None or end not in text:
+    while end is None or text.count(end) < times:
         if not select.select([pipe], [], [], TIMEOUT_SECONDS)[0]:
             break
         part = os.read(pipe, 1 << 16)

@@ -292,10 +292,10 @@ if not process:
     os._exit(10 + place.can_share())
 print(keys, file=pipe)
 pipe.close()
-asks.join()
 with open(child, "w") as pipe:
     print(keys, file=pipe)
 print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+asks.join()  # last: the process may hold the pipe by which subprocess learns that its program has started
 """
 
 
