@@ -652,8 +652,8 @@ def test_peek_takes_the_copy_of_the_hosts_for_a_damaged_step_as_a_restore_does(t
         callback.restore_or_initialize(tree(0), phase=0)
         for step in range(1, 22):
             callback.on_step(step, tree(step), phase=step)
-        (tmp_path / "run" / "20" / "extras" / "tree.json").write_bytes(b"{")
         callback.manager.wait_until_finished()
+        (tmp_path / "run" / "20" / "extras" / "tree.json").write_bytes(b"{")
         shutil.copytree(tmp_path / "memory", tmp_path / "kept", symlinks=True)
     shutil.rmtree(tmp_path / "run" / "21")
     shutil.rmtree(tmp_path / "memory", ignore_errors=True)
