@@ -5,6 +5,7 @@ Only libraries that the program has loaded are touched. jax has no global genera
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -205,6 +206,16 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@contextlib.contextmanager
+def unchanged() -> Iterator[None]:
+    """Return the global generators to where they were before the block."""
+    before = capture()
+    try:
+        yield
+    finally:
+        restore(as_tree(before))
+
+
 # ---- parts of a state, by the keys that lead there
 
 
@@ -228,13 +239,13 @@ def unsteady_parts(look: Callable[[], Any]) -> Paths:
 
     Two looks differ in them, between which this draws from the global generators.
     """
-    before, first = capture(), look()
-    random.random()
-    np.random.random()
-    if (torch := loaded("torch")) is not None:
-        torch.rand(1)
-    second = look()
-    restore(as_tree(before))
+    with unchanged():
+        first = look()
+        random.random()
+        np.random.random()
+        if (torch := loaded("torch")) is not None:
+            torch.rand(1)
+        second = look()
     return frozenset(differing_parts(first, second))
 
 

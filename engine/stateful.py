@@ -34,15 +34,13 @@ import numpy as np
 from .errors import DamagedCheckpointError, OptionError, StateError
 from .format import is_inside
 from .generators import (
-    as_tree,
-    capture,
     differing_parts,
     generator_state,
     is_generator,
     listed_parts,
-    restore,
     same_state,
     set_generator_state,
+    unchanged,
     unsteady_parts,
 )
 from .loaders import (
@@ -421,11 +419,11 @@ def warn_of_samplers(loader: Any) -> None:
 
 def _is_lost(sampler: Any) -> bool:
     """Return whether the state of a sampler does not tell its place, although its iterators have no states either."""
-    state, before = copy.deepcopy(sampler.state_dict()), capture()
-    indices = iter(sampler)
-    states = [copy.deepcopy(sampler.state_dict()) for _ in itertools.islice(indices, 2)]
-    sampler.load_state_dict(state)
-    restore(as_tree(before))
+    with unchanged():
+        state = copy.deepcopy(sampler.state_dict())
+        indices = iter(sampler)
+        states = [copy.deepcopy(sampler.state_dict()) for _ in itertools.islice(indices, 2)]
+        sampler.load_state_dict(state)
     return len(states) == 2 and same_state(*states) and not hasattr(indices, "state_dict")
 
 

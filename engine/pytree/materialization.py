@@ -308,9 +308,9 @@ def _spread_array(template: LeafTemplate, arrays: Sequence[NDArray[Any]]) -> jax
 
 
 def _implementation(template: LeafTemplate) -> Any:
-    if template.kind != "key" or template.leaf is None:
-        return template.variant if template.kind == "key" else None
-    return jax_leaves.implementation_of(template.leaf)
+    if template.kind != "key":
+        return None
+    return template.variant if template.leaf is None else jax_leaves.implementation_of(template.leaf)
 
 
 def _is_as_read(leaf: Saved) -> bool:

@@ -319,6 +319,11 @@ def all_stateful(loaders: Sequence[object]) -> bool:
     return all(map(_state_methods, loaders))
 
 
+def without_state(loaders: Sequence[Any]) -> list[Any]:
+    """Return the loaders that do not save their own position."""
+    return [loader for loader in loaders if not _state_methods(loader)]
+
+
 def set_sampler_epoch(loaders: Sequence[object], epoch: int) -> None:
     """Set the epoch of the samplers, as Lightning does, but before their iterators are made."""
     for loader in loaders:

@@ -509,7 +509,7 @@ class Position:
     def _random(self) -> dict[str, Any]:
         """Return the states of generators, and attributes of loaders without a state that epochs have changed."""
         parts = self._loaders()
-        without_state = [part for part in parts if not epoch.all_stateful([part])]
+        without_state = epoch.without_state(parts)
         changed = {_ATTRIBUTES: encode_state(self._attributes.get(without_state))} if without_state else {}
         return {**epoch.capture_generators(parts), **changed}
 
@@ -523,7 +523,7 @@ class Position:
             kept = {name: one for name, one in state.get("loaders", {}).items() if name not in self._set_by_loading}
             own = [] if self._is_new else self._loaders()
             epoch.restore_generators({**state, "loaders": kept}, self._trainer.strategy.root_device, own)
-            without_state = [part for part in own if not epoch.all_stateful([part])]
+            without_state = epoch.without_state(own)
             if _ATTRIBUTES in state:  # Steps of earlier versions do not have them.
                 values = decode_state(state[_ATTRIBUTES])
                 if self._is_rescaled:  # An order may be that of a share of the data.
