@@ -415,12 +415,11 @@ class Run:
         """Trains to the end: from a checkpoint if there is one, otherwise from the beginning."""
         return self.train(place, self.end, NEVER, -1)
 
-    def write(self, place: Path) -> None:
+    def write(self, place: Path) -> dict[str, Any]:
         """Trains until the run is saved."""
         if self.in_validation:
-            self.train(place, self.end, NEVER, self.saved_at)
-        else:
-            self.train(place, self.saved_at, self.saved_at, -1)
+            return self.train(place, self.end, NEVER, self.saved_at)
+        return self.train(place, self.saved_at, self.saved_at, -1)
 
 
 def skipping(make_loader: Callable[[], Any]) -> Callable[[], Any]:
@@ -476,13 +475,13 @@ def write_all(place: Path) -> None:
     for name, run in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
             saved, copied = Path(folder, "saved"), Path(folder, "copied")
-            run.write(saved)
+            begun = run.write(saved)
             (saved / "owner.json").unlink()  # it names the machine
             shutil.make_archive(str(place / name), "xztar", saved)
             again = run.whole(Path(shutil.copytree(saved, copied)))
             whole = run.whole(Path(folder, "whole"))
-        seen = whole["seen"][len(whole["seen"]) - len(again["seen"]) :]
-        ends[name] = {**whole, "start": run.saved_at, "saved": again["saved"], "seen": seen}
+        left = whole["seen"][len(begun["seen"]) :]
+        ends[name] = {"start": run.saved_at, "saved": begun["end"][:2], "seen": left, "end": whole["end"]}
         print(name, "resumes exactly" if again == ends[name] else f"differs: {again}, {ends[name]}")
     (place / "ends.json").write_text(json.dumps(ends, indent=1) + "\n")
 
