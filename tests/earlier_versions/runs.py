@@ -93,8 +93,8 @@ class Shuffled(Sampler[int]):
 class Turning:
     """A loader whose epochs change its attributes: a count, an array and a list."""
 
-    def __init__(self, size: int = SAMPLES // BATCH) -> None:
-        self.turn, self.order, self.held = 0, np.arange(size), [1, 2, 3]
+    def __init__(self) -> None:
+        self.turn, self.order, self.held = 0, np.arange(SAMPLES // BATCH), [1, 2, 3]
 
     def __len__(self) -> int:
         return len(self.order)
@@ -434,6 +434,12 @@ def of_global_order() -> Any:
     return DataLoader(Plain(), batch_size=BATCH, sampler=Shuffled())
 
 
+def half_as_long() -> Any:
+    """Returns a loader that begins twice in an epoch, each time in an order from the global generator of torch."""
+    values: Any = [1.0, 2.0, 4.0, 8.0]  # a list will do as a dataset
+    return DataLoader(values, batch_size=2, shuffle=True)
+
+
 RUNS = {
     # an iterator over a loader without a state; an epoch has four batches
     "skip_generators": Run(loop(skipping(noisy)), 6, 11),
@@ -461,7 +467,9 @@ RUNS = {
     "trainer_ahead_end": Run(trainer(Counted), 6, 10),
     "trainer_torchdata": Run(trainer(shuffled_by_torchdata), 6, 11),
     "trainer_several": Run(trainer(lambda: CombinedLoader([Counted(), Sized()], "max_size_cycle")), 6, 11),
-    "trainer_several_plain": Run(trainer(lambda: CombinedLoader([noisy(), Turning(1)], "max_size_cycle")), 6, 11),
+    "trainer_several_plain": Run(
+        trainer(lambda: CombinedLoader([noisy(), half_as_long()], "max_size_cycle"), draws=True), 7, 11
+    ),
     "trainer_draws": Run(trainer(lambda: DataLoader(Drawn(), batch_size=BATCH), draws=True), 6, 11),
     "trainer_validation": Run(trainer(Turning, validates=True, val_check_interval=2), 6, 11, in_validation=True),
     "trainer_validation_end": Run(trainer(Sized, validates=True), 8, 11, in_validation=True),
