@@ -65,11 +65,13 @@ class Samples:
             places, counts = np.array(group.places), np.array(group.counts)
             starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
             digests[places] = _digests(flat, starts, counts)
+            for index in np.flatnonzero(counts == 1).tolist():  # An array of one element is a number like any other.
+                digests[places[index]] = _digest_of_number(flat[starts[index]].item())
             chosen = starts[:, None] + np.arange(shown) * counts[:, None] // shown
             with np.errstate(all="ignore"):
                 values[places] = _real(flat[chosen])
         for place, number in self._numbers.items():
-            digests[place] = (zlib.crc32(repr(number).encode()) & 0xFFFFFFFF) or 1
+            digests[place] = _digest_of_number(number)
             values[place] = _float(number)
         return digests, values
 
@@ -250,6 +252,10 @@ def _digests(flat: NDArray[Any], starts: NDArray[Any], counts: NDArray[Any]) -> 
         sums = np.add.reduceat(mixed, starts) * _WEIGHTS[0]
     folded: NDArray[np.uint32] = ((sums >> np.uint64(32)) ^ (sums & np.uint64(0xFFFFFFFF))).astype(np.uint32)
     return np.maximum(folded, 1)
+
+
+def _digest_of_number(number: Any) -> int:
+    return zlib.crc32(repr(number).encode()) or 1
 
 
 def _real(array: NDArray[Any]) -> NDArray[np.float32]:

@@ -195,7 +195,7 @@ class CheckpointCallback:
         witness: Record the steps after each save beside it, and let a resume compare its first steps with them. A line
             says which steps were the same, and a warning what differs.
         on_inexact: What follows if a resumed run does other steps than before the stop: a warning (``"warn"``), a
-            ``StateError`` from that ``on_step``, after which nothing is saved (``"raise"``), or nothing but ``proof``
+            ``StateError`` at that step, after which nothing is saved (``"raise"``), or nothing but ``proof``
             and an event (``"ignore"``).
         witness_steps_after_signal: After SIGTERM, when the step is saved, go on for up to so many steps that are
             recorded but not saved, if a quarter of ``grace_secs`` (2 seconds without it) has time for them, so that the

@@ -10,7 +10,7 @@ from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
 from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError, shortened
-from ...engine.generators import GlobalGenerators, capture, generator_state, is_generator
+from ...engine.generators import GlobalGenerators, capture, is_generator
 from ...engine.handlers import check_savable
 from ...engine.loaders import LoaderPosition, without_generators
 from ...engine.manager import CheckpointManager, part_of_save, plain_metrics
@@ -215,7 +215,7 @@ def seen(
 ) -> Seen:
     """Return what a step shows to the witness; ``positions`` are snapshots of the extras that move."""
     generators = {
-        name: positions[name] if name in positions else generator_state(extra)
+        name: positions[name] if name in positions else state_of(extra)
         for name, extra in extras.items()
         if is_generator(extra) and not isinstance(extra, SystemRandom)
     }
@@ -301,7 +301,8 @@ class StepSaver:
         if is_first:
             self._last.check_savable()  # The first save may be an hour away.
             self._static.note(self._last.trees)
-        self._witness.note(lambda: self._last.seen(batch), self._last.epochs)
+        if self._witness.watches:
+            self._witness.note(lambda: self._last.seen(batch), self._last.epochs)
 
     def show(
         self,

@@ -91,6 +91,11 @@ class Witness:
             on_commit(manager, self._committed)
 
     @property
+    def watches(self) -> bool:
+        """Whether there is a save whose next steps are recorded, or a resume whose first steps are compared."""
+        return self._file is not None or not self._has_concluded
+
+    @property
     def refuses(self) -> bool:
         """Whether nothing may be saved any more, as the resume is not exact."""
         return self._error is not None
@@ -150,8 +155,6 @@ class Witness:
         Raises:
             StateError: The resume is not exact, with ``on_inexact="raise"``.
         """
-        if self._recorder is None:
-            return
         if self._error is not None:
             raise self._error
         self._k += 1
@@ -180,7 +183,7 @@ class Witness:
         """
         if self._recorder is None:
             return
-        if self._k and self._last is None and (self._file is not None or not self._has_concluded):
+        if self._k and self._last is None and self.watches:
             self._take(look)
         self._compare_arrived(wait=True)
         self._conclude()
@@ -291,9 +294,10 @@ class Witness:
             return
         self._has_concluded = True
         steps = self.proof.steps
-        if not steps:
+        if not steps and self._k:
             why = "no step was recorded after it" if not max(self._records.by_k, default=0) else "no step was compared"
             self._say("not witnessed: step %d was restored as it was saved, and %s", self._resumed, why)
+        if not steps:
             return
         listed = f"step {steps[0]} is that" if len(steps) == 1 else f"steps {_listed(steps)} are those"
         self._event(tuple(self._layers))
