@@ -1,0 +1,149 @@
+"""One start of a program that may hide state: what happens to it, and what each of its steps has given."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from flax import nnx
+from torch import nn
+
+import holdfast as hf
+
+TOTAL = 20  # steps
+NEVER = 10_000  # steps between two saves: none
+
+
+class InterruptionError(RuntimeError):
+    """Ends a program between two steps."""
+
+
+@dataclass
+class Run:
+    """One start of a program: where it saves, what happens to it, and what is known of it afterwards.
+
+    Attributes:
+        directory: The directory of its checkpoints.
+        files: A directory for what the program itself writes, which outlives the process.
+        every: After how many steps it saves.
+        error: The step after which it fails.
+        told: The step in which SIGTERM comes.
+        total: How many steps it trains.
+        ends: What a new process would not have, and is undone at the end.
+        seen: What was reported at each step: state, metrics, batch, generators and counters by name, as the program had them.
+        stopped: Whether it was asked to stop, and did.
+        start: The step that it resumed from.
+        checkpoint: Its callback.
+    """
+
+    directory: str
+    files: str
+    every: int = NEVER
+    error: int = 0
+    told: int = 0
+    total: int = TOTAL
+    ends: ExitStack = field(default_factory=ExitStack)
+    seen: dict[int, dict[str, Any]] = field(default_factory=dict)
+    stopped: bool = False
+    start: int = 0
+    checkpoint: Any = None
+
+    def callback(self) -> hf.CheckpointCallback:
+        """Return the callback of the program."""
+        self.checkpoint = hf.CheckpointCallback(self.directory, save_interval_steps=self.every)
+        return self.checkpoint  # type: ignore[no-any-return]
+
+    def tell(self) -> None:
+        """Send SIGTERM to the program."""
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def note(self, step: int, state: Any, loss: Any, batch: Any = None, epoch: int = 0, **extras: Any) -> None:
+        """Note what a step has given, before anything is told of it."""
+        handed = {name: extra for name, extra in extras.items() if is_generator(extra)}
+        generators = [random.getstate(), np.random.get_state(), torch.get_rng_state(), handed]
+        parts = {"state": state, "metrics": float(loss), "batch": batch, "generators": generators, "counters": epoch}
+        self.start = self.start if self.seen else step - 1
+        self.seen[step] = {name: bits(part) for name, part in parts.items()}
+
+    def report(self, checkpoint: Any, step: int, state: Any, loss: Any, **extras: Any) -> bool:
+        """Report a step with its loss, and return whether to leave the loop."""
+        self.note(step, state, loss, **extras)
+        if step == self.told:
+            self.tell()
+        self.stopped = checkpoint.on_step(step, state, metrics={"loss": loss}, **extras).should_stop
+        if step == self.error:
+            raise InterruptionError
+        return self.stopped
+
+
+def is_generator(value: Any) -> bool:
+    """Return whether a value is a random generator of numpy, Python or torch."""
+    return isinstance(value, np.random.Generator | random.Random | torch.Generator)
+
+
+def bits(value: Any) -> Any:
+    """Return the bytes of all arrays in a value, and its plain values; for objects, those of their public state."""
+    if isinstance(value, nn.Module):
+        gradients = {name: one.grad for name, one in value.named_parameters() if one.grad is not None}
+        return bits([value.state_dict(), gradients])
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.detach().contiguous().numpy().tobytes()
+    if isinstance(value, dict):
+        return {str(key): bits(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [bits(item) for item in value]
+    if isinstance(value, np.random.Generator):
+        return bits(value.bit_generator.state)
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return bits(value.get_state())
+    if hasattr(value, "state_dict"):
+        return bits(value.state_dict())
+    if isinstance(value, np.ndarray | np.generic):
+        return str(value.dtype), value.shape, value.tobytes()
+    return value if isinstance(value, int | float | str | bytes | None) else bits(_leaves(value))
+
+
+def _leaves(value: Any) -> list[Any]:
+    tree = nnx.state(value) if isinstance(value, nnx.Module | nnx.Optimizer) else value
+    leaves = jax.tree.leaves(tree)
+    keys = [isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+    return [np.asarray(jax.random.key_data(leaf) if key else leaf) for leaf, key in zip(leaves, keys, strict=True)]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of the sweep.
+
+    Attributes:
+        train: Trains once.
+        is_exact: Whether it hands over all that its next steps depend on.
+        in_process: Whether each start needs a process of its own.
+    """
+
+    train: Callable[[Run], None]
+    is_exact: bool = False
+    in_process: bool = False
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(name: str, **options: bool) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
+    """Enter a function into the table of programs."""
+
+    def enter(train: Callable[[Run], None]) -> Callable[[Run], None]:
+        PROGRAMS[name] = Program(train, **options)
+        return train
+
+    return enter
