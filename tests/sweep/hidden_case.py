@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import logging
 import os
+import pickle
 import random
+import re
 import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
-from flax import nnx
 from torch import nn
 
 import holdfast as hf
 
 TOTAL = 20  # steps
 NEVER = 10_000  # steps between two saves: none
+_NAMED = re.compile(r"^not exact from step (\d+)")
 
 
 class InterruptionError(RuntimeError):
@@ -39,7 +46,7 @@ class Run:
         told: The step in which SIGTERM comes.
         total: How many steps it trains.
         ends: What a new process would not have, and is undone at the end.
-        seen: What was reported at each step: state, metrics, batch, generators and counters by name, as the program had them.
+        seen: What each step gave: state, metrics, batch, generators and counters, by name.
         stopped: Whether it was asked to stop, and did.
         start: The step that it resumed from.
         checkpoint: Its callback.
@@ -115,6 +122,11 @@ def bits(value: Any) -> Any:
 
 
 def _leaves(value: Any) -> list[Any]:
+    # Imported lazily: a program of torch in a process of its own needs neither.
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
     tree = nnx.state(value) if isinstance(value, nnx.Module | nnx.Optimizer) else value
     leaves = jax.tree.leaves(tree)
     keys = [isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
@@ -147,3 +159,81 @@ def program(name: str, **options: bool) -> Callable[[Callable[[Run], None]], Cal
         return train
 
     return enter
+
+
+# ---- one start of a program
+
+
+@dataclass
+class Trace:
+    """What one start of a program leaves.
+
+    Attributes:
+        start: The step that it has resumed from.
+        seen: What each of its steps gave, by the name of the part.
+        proof: What its witness says: ``exact``, ``steps`` and ``differs``; None where it has none.
+        warnings: What holdfast has warned of.
+    """
+
+    start: int = 0
+    seen: dict[int, dict[str, Any]] = field(default_factory=dict)
+    proof: tuple[bool | None, tuple[int, ...], tuple[str, ...]] | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def named(self) -> int | None:
+        """The step that a warning names as the first that is not exact."""
+        return next((int(found[1]) for text in self.warnings if (found := _NAMED.match(text))), None)
+
+
+class _Listener(logging.Handler):
+    def __init__(self, heard: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._heard = heard
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._heard.append(record.getMessage())
+
+
+def start(name: str, directory: str, files: str, **options: int) -> Trace:
+    """Start a program: in a process of its own if it needs one."""
+    if PROGRAMS[name].in_process:
+        return _start_process(name, PROGRAMS[name].train.__module__, directory, files, options)
+    return _start_here(PROGRAMS[name], directory, files, options)
+
+
+def _start_here(program: Program, directory: str, files: str, options: dict[str, Any]) -> Trace:
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(0)
+    trace = Trace()
+    logger, listener = logging.getLogger("holdfast"), _Listener(trace.warnings)
+    logger.addHandler(listener)
+    run = Run(directory, files, **options)
+    try:
+        with run.ends:
+            program.train(run)
+    except InterruptionError:
+        pass
+    finally:
+        logger.removeHandler(listener)
+    proof = getattr(run.checkpoint, "proof", None)
+    if proof is not None:
+        trace.proof = proof.exact, tuple(proof.steps), tuple(proof.differs)
+    trace.start, trace.seen = run.start, run.seen
+    return trace
+
+
+def _start_process(name: str, module: str, directory: str, files: str, options: dict[str, int]) -> Trace:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    program = f"import sys; from {__name__} import serve; serve(*sys.argv[1:])"
+    with tempfile.NamedTemporaryFile() as file:
+        arguments = [name, module, directory, files, json.dumps(options), file.name]
+        subprocess.run([sys.executable, "-c", program, *arguments], env=environment, check=True)
+        return pickle.load(file)  # type: ignore[no-any-return]
+
+
+def serve(name: str, module: str, directory: str, files: str, options: str, file: str) -> None:
+    """Start a program in this process, and write what it leaves to a file."""
+    importlib.import_module(module)
+    logging.getLogger("holdfast").setLevel(logging.WARNING)
+    Path(file).write_bytes(pickle.dumps(_start_here(PROGRAMS[name], directory, files, json.loads(options))))

@@ -17,7 +17,9 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -115,31 +117,33 @@ def _batch_in_flight(run: Run) -> None:
                 break
 
 
+@program("a queue that is filled ahead")
+def _filled_queue(run: Run) -> None:
+    """As ``prefetch_to_device`` of flax does."""
+
+    def fetched(batches: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+        waiting = deque(itertools.islice(batches, 2))
+        while waiting:
+            yield waiting.popleft()
+            waiting.extend(itertools.islice(batches, 1))
+
+    state, batches = new_state(), Batches()
+    ahead = fetched(batches)
+    train(run, state, lambda: fit(state, next(ahead)), data=batches)
+
+
 @program("a thread that fetches ahead")
 def _fetching_thread(run: Run) -> None:
     state, batches = new_state(), Batches()
-    fetched: queue.Queue[torch.Tensor] = queue.Queue(2)
-    ended = threading.Event()
-
-    def fetch() -> None:
-        for batch in batches:
-            while not ended.is_set():
-                try:
-                    fetched.put(batch, timeout=0.01)
-                    break
-                except queue.Full:
-                    continue
-            if ended.is_set():
-                return
-
-    thread = threading.Thread(target=fetch, daemon=True)
+    thread = run.ends.enter_context(ThreadPoolExecutor(1))
     with run.callback() as checkpoint:
         state, start = checkpoint.restore_or_initialize(state, data=batches)
-        thread.start()
-        run.ends.callback(thread.join)
-        run.ends.callback(ended.set)
+        batch = next(batches)
         for step in range(start + 1, run.total + 1):
-            if run.report(checkpoint, step, state, fit(state, fetched.get()), data=batches):
+            fetched = thread.submit(next, batches)
+            loss = fit(state, batch)
+            batch = fetched.result()
+            if run.report(checkpoint, step, state, loss, data=batches):
                 break
 
 
@@ -392,10 +396,11 @@ def _ring(run: Run) -> None:
     def update() -> Any:
         x = next(batches)
         loss = loss_of(state, x)
-        scale = float(loss) / (sum(ring) / len(ring))
-        ring.append(float(loss))
+        value = float(loss.detach())
+        weight = value / (value + sum(ring) / len(ring))
+        ring.append(value)
         ring.pop(0)
-        descend(state, loss * min(scale, 2.0))
+        descend(state, loss * weight)
         return loss.detach(), x
 
     train(run, state, update, data=batches)

@@ -178,7 +178,7 @@ def _first_step(run: Run) -> None:
 
 @program("turns of two players")
 def _turns(run: Run) -> None:
-    """Four updates of the critic come before one of the actor, as in Wasserstein GANs."""
+    """Three updates of the critic come before one of the actor, as in Wasserstein GANs."""
     batches = Batches()
     state: dict[str, Any] = {"actor": nn.Linear(FEATURES, FEATURES), "critic": nn.Linear(FEATURES, 1)}
     state["optimizer"] = torch.optim.SGD([*state["actor"].parameters(), *state["critic"].parameters()], lr=0.01)
@@ -187,22 +187,22 @@ def _turns(run: Run) -> None:
     def update() -> Any:
         x = next(batches)
         made = state["critic"](state["actor"](x.cos())).mean()
-        return descend(state, -made if next(turns) % 5 == 4 else made - state["critic"](x).mean())
+        return descend(state, -made if next(turns) % 4 == 3 else made - state["critic"](x).mean())
 
     train(run, state, update, data=batches)
 
 
 @program("the patience of a plateau")
 def _patience(run: Run) -> None:
-    """Halves the rate after four steps without a better loss."""
+    """Halves the rate after three steps without a loss that is better by 0.1."""
     state, batches = new_state(), Batches()
     best, bad = float("inf"), 0
 
     def update() -> Any:
         nonlocal best, bad
         loss = fit(state, next(batches))
-        best, bad = (float(loss), 0) if float(loss) < best else (best, bad + 1)
-        if bad == 4:
+        best, bad = (float(loss), 0) if float(loss) < best - 0.1 else (best, bad + 1)
+        if bad == 3:
             state["optimizer"].param_groups[0]["lr"] *= 0.5
             bad = 0
         return loss
@@ -326,12 +326,12 @@ def _momentum_in_a_list(run: Run) -> None:
 
 @program("slow weights by weak references")
 def _lookahead(run: Run) -> None:
-    """Lookahead: every third update pulls the weights back towards slow ones."""
+    """Lookahead: every second update pulls the weights back towards slow ones."""
     state, batches = new_state(), Batches()
     slow: Any = weakref.WeakKeyDictionary()
     for part in state["model"]:
         slow[part] = [one.detach().clone() for one in part.parameters()]
-    updates = iter(itertools.cycle((False, False, True)))
+    updates = iter(itertools.cycle((False, True)))
 
     def update() -> Any:
         loss = fit(state, next(batches))
