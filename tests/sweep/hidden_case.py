@@ -46,7 +46,7 @@ class Run:
         told: The step in which SIGTERM comes.
         total: How many steps it trains.
         ends: What a new process would not have, and is undone at the end.
-        seen: What each step gave: state, metrics, batch, generators and counters, by name.
+        seen: What each step gave: state, metrics, batch, generators, counters and gradients, by name.
         stopped: Whether it was asked to stop, and did.
         start: The step that it resumed from.
         checkpoint: Its callback.
@@ -78,6 +78,7 @@ class Run:
         handed = {name: extra for name, extra in extras.items() if is_generator(extra)}
         generators = [random.getstate(), np.random.get_state(), torch.get_rng_state(), handed]
         parts = {"state": state, "metrics": float(loss), "batch": batch, "generators": generators, "counters": epoch}
+        parts |= {"gradients": _gradients(state)}
         self.start = self.start if self.seen else step - 1
         self.seen[step] = {name: bits(part) for name, part in parts.items()}
 
@@ -99,9 +100,6 @@ def is_generator(value: Any) -> bool:
 
 def bits(value: Any) -> Any:
     """Return the bytes of all arrays in a value, and its plain values; for objects, those of their public state."""
-    if isinstance(value, nn.Module):
-        gradients = {name: one.grad for name, one in value.named_parameters() if one.grad is not None}
-        return bits([value.state_dict(), gradients])
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), value.detach().contiguous().numpy().tobytes()
     if isinstance(value, dict):
@@ -119,6 +117,21 @@ def bits(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return str(value.dtype), value.shape, value.tobytes()
     return value if isinstance(value, int | float | str | bytes | None) else bits(_leaves(value))
+
+
+def _gradients(state: Any) -> dict[str, Any]:
+    """Return the gradients of the modules in a state, by name."""
+    parts = state if isinstance(state, dict) else {}
+    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    named = {f"{name}.{path}": one for name, part in modules.items() for path, one in part.named_parameters()}
+    return {name: one.grad for name, one in named.items() if one.grad is not None}
+
+
+def differing(found: dict[str, Any], expected: dict[str, Any]) -> set[str]:
+    """Return the parts in which two runs of a step differ; a gradient that only one of them has is no difference."""
+    both = found.get("gradients", {}).keys() & expected.get("gradients", {}).keys()
+    parts = {part for part in found if part != "gradients" and found[part] != expected[part]}
+    return parts | {"gradients" for name in both if found["gradients"][name] != expected["gradients"][name]}
 
 
 def _leaves(value: Any) -> list[Any]:

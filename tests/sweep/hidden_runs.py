@@ -18,7 +18,7 @@ from typing import Any
 # The modules of programs enter them into the table.
 from . import hidden_exact, hidden_jax, hidden_programs, hidden_updates, lightning_runs  # noqa: F401
 from .cases import Case, judge
-from .hidden_case import NEVER, PROGRAMS, TOTAL, Trace, start
+from .hidden_case import NEVER, PROGRAMS, TOTAL, Trace, differing, start
 
 # Epochs end at steps 5, 10, 15 and 20.
 INTERRUPTIONS: dict[str, dict[str, int]] = {
@@ -61,7 +61,7 @@ def interrupted(name: str, directory: Path, options: dict[str, int]) -> tuple[Tr
     before = start(name, str(directory / "run"), str(files), **options)
     if TOTAL in before.seen:
         raise RuntimeError("the run was not interrupted")
-    if any(seen != whole(name)[step] for step, seen in before.seen.items()):
+    if differing_steps(before, whole(name)):
         raise RuntimeError("the interrupted run was another one from the beginning")
     return before, start(name, str(directory / "run"), str(files), every=every)
 
@@ -77,6 +77,12 @@ def compared(before: Trace, after: Trace, every: int) -> list[int]:
     return sorted({step for step in steps if step <= last} | ({following} if following == last else set()))
 
 
+def differing_steps(found: Trace, expected: dict[int, dict[str, Any]]) -> dict[int, set[str]]:
+    """Return the steps that differ from those of the uninterrupted run, each with the parts that do."""
+    parts = {step: differing(seen, expected[step]) for step, seen in found.seen.items()}
+    return {step: names for step, names in parts.items() if names}
+
+
 def contradiction(expected: dict[int, dict[str, Any]], after: Trace, steps: list[int]) -> str | None:
     """Return what the witness says that is not so, or None.
 
@@ -88,24 +94,24 @@ def contradiction(expected: dict[int, dict[str, Any]], after: Trace, steps: list
     if after.proof is None:
         return None  # there is no witness
     exact, proven, layers = after.proof
-    differing = {step for step, seen in after.seen.items() if seen != expected[step]}
-    first = min(differing.intersection(steps), default=None)
-    if wrong := differing.intersection(proven):
+    parts = differing_steps(after, expected)
+    first = min(parts.keys() & {*steps}, default=None)
+    if wrong := parts.keys() & {*proven}:
         return f"steps {sorted(wrong)} differ, and are called those of before the stop"
     if first is None and after.named is None:
         is_said = exact is not False and (not steps or (exact is True and {*steps} <= {*proven}))
         return None if is_said else f"steps {steps} are equal; exact is {exact}, and proven are {[*proven]}"
     if after.named is None:
         return f"the first compared step that differs is {first}, and none is named"
-    if after.named not in differing:
+    if after.named not in parts:
         return f"the first step that differs is {first}, and {after.named} is named"
     if first is not None and after.named > first:
         return f"the first compared step that differs is {first}, and {after.named} is named"
     if exact is not False or not layers:
         return f"step {after.named} is named, and exact is {exact}, with the layers {layers}"
-    parts = {part for step in differing for part, bits in after.seen[step].items() if bits != expected[step][part]}
-    if wrong_layers := {*layers} - parts:
-        return f"{sorted(wrong_layers)} are called different, and {sorted(parts)} are"
+    really = set().union(*parts.values())
+    if wrong_layers := {*layers} - really:
+        return f"{sorted(wrong_layers)} are called different, and {sorted(really)} are"
     return None
 
 
@@ -127,7 +133,7 @@ def run_case(name: str, title: str, directory: Path) -> Case:
         heard.extend(after.warnings)
         if TOTAL not in after.seen:
             raise RuntimeError("the resumed run ended early")
-        is_exact = all(seen == whole(name)[step] for step, seen in after.seen.items())
+        is_exact = not differing_steps(after, whole(name))
         if program.is_exact and not is_exact:
             return "all is handed over, and the resumed run is not exact"
         if not program.is_exact and is_exact and title == SURELY:

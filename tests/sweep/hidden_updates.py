@@ -215,7 +215,7 @@ def _patience(run: Run) -> None:
 
 @program("gradients summed by hand")
 def _summed_gradients(run: Run) -> None:
-    """A step is a micro-batch, and every third one updates the weights; zero gradients change them in between."""
+    """A step is a micro-batch, and every fourth one updates the weights."""
     state, batches = new_state(), Batches()
     parameters = list(state["model"].parameters())
     sums, count = [torch.zeros_like(one) for one in parameters], 0
@@ -224,9 +224,9 @@ def _summed_gradients(run: Run) -> None:
         nonlocal count
         loss = loss_of(state, next(batches))
         for total, gradient in zip(sums, torch.autograd.grad(loss, parameters), strict=True):
-            total += gradient / 3
+            total += gradient / 4
         count += 1
-        if count % 3 == 0:
+        if count % 4 == 0:
             for one, total in zip(parameters, sums, strict=True):
                 one.grad = total.clone()
                 total.zero_()
