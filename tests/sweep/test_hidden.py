@@ -13,12 +13,12 @@ from tests.sweep.hidden_runs import INTERRUPTIONS, compared, contradiction, run_
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:::lightning\.|torch\.|torchdata\.")  # they speak of every program
 
-CASES = [(name, title) for name in PROGRAMS for title in INTERRUPTIONS]
-TENTH = random.Random(31).sample([case for case in CASES if not PROGRAMS[case[0]].in_process], len(CASES) // 10)
+TENTH = random.Random(31).sample([name for name in PROGRAMS if not PROGRAMS[name].in_process], len(PROGRAMS) // 10)
 
 
+@pytest.mark.parametrize("title", INTERRUPTIONS)
 @pytest.mark.parametrize(
-    ("name", "title"), [pytest.param(*case, marks=() if case in TENTH else pytest.mark.sweep) for case in CASES]
+    "name", [pytest.param(name, marks=() if name in TENTH else pytest.mark.sweep) for name in PROGRAMS]
 )
 def test_a_resume_is_called_what_it_is(name: str, title: str, tmp_path: Path) -> None:
     case = run_case(name, title, tmp_path)
