@@ -26,10 +26,10 @@ MISSING: Any = object()
 
 _MOST_NODES = 60_000  # objects and leaves that are visited
 _MOST_ATTRIBUTES = 4_000
+_MOST_RATES = 32
 _LONG = 200  # characters of a text that is kept whole
 _SMALL = 1 << 10  # bytes of an array whose values are a text
 _MOST_ENTRIES = 256  # of a container whose entries are a text
-_NUMBERS = (bool, int, float, np.generic)
 _PLAIN = (str, bytes, bool, int, float, complex, type(None))
 _CLOSED = (str, bytes, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _LIBRARIES = ("torch", "numpy", "jax", "jaxlib", "optax", "builtins", "threading", "logging")  # Attributes stay theirs.
@@ -55,8 +55,8 @@ class Ways:
 
     Args:
         root: The first root: containers, modules, optimizers, and objects of the program.
-        most: How many leaves are chosen: those of parameters that are trained and of their optimizers come first, then
-            the order is that of a checksum of the name, which is the same in every process.
+        most: How many leaves are chosen: learning rates, parameters that are trained and the state of their optimizers
+            come first, and then the order is that of a checksum of the name, which is the same in every process.
         names: Names of the leaves to choose instead.
 
     Attributes:
@@ -67,7 +67,7 @@ class Ways:
 
     def __init__(self, root: Any, most: int, names: Collection[str] | None = None) -> None:
         nodes: list[_Node] = []
-        leaves: list[tuple[str, int, bool]] = []  # name, place among the nodes, whether it is trained
+        leaves: list[tuple[str, int, int]] = []  # name, place among the nodes, rank
         attributes: list[tuple[str, int, str]] = []
         queue: deque[tuple[str, int, Any, tuple[int, ...]]] = deque([("", -1, root, ())])
         while queue and len(nodes) < _MOST_NODES:
@@ -83,13 +83,13 @@ class Ways:
                 nodes.append(_Node(place, child.get, child.key))
                 name = f"{prefix}{child.name}"
                 if _is_array(child.value) or type(child.value) in (bool, int, float):
-                    leaves.append((name, len(nodes) - 1, _is_trained(child)))
+                    leaves.append((name, len(nodes) - 1, _rank(child)))
                 elif not isinstance(child.value, _CLOSED) and child.value is not None:
                     queue.append((name, len(nodes) - 1, child.value, (*above, id(value))))
         self.total = len(leaves)
         self.structure = zlib.crc32("\n".join(sorted(name for name, _, _ in leaves)).encode())
         if names is None:
-            ordered = sorted(leaves, key=lambda leaf: (not leaf[2], zlib.crc32(leaf[0].encode())))
+            ordered = sorted(leaves, key=lambda leaf: (leaf[2], zlib.crc32(leaf[0].encode())))
             chosen = {name: place for name, place, _ in ordered[:most]}
         else:
             places = {name: place for name, place, _ in leaves}
@@ -124,8 +124,6 @@ class Ways:
             value = vars(owner).get(key, MISSING) if hasattr(owner, "__dict__") else MISSING
             if value is not MISSING and (text := text_of(value)) is not None:
                 texts[name] = text
-        for name, value in _options(root):
-            texts[name] = text_of(value) or ""
         return texts
 
     def _follow(self, root: Any) -> list[Any]:
@@ -184,6 +182,9 @@ def _of_optimizer(optimizer: Any) -> Iterator[_Child]:
             for key, one in [*optimizer.state.get(parameter, {}).items()]:
                 yield _Child(f"state.{number}.{key}", _moment, (index, place, key), one)
             number += 1
+        for key, one in [*group.items()]:
+            if type(one) in (bool, int, float):
+                yield _Child(f"param_groups.{index}.{key}", _option, (index, key), one)
 
 
 def _parameter(module: Any, name: str) -> Any:
@@ -201,6 +202,11 @@ def _module(module: Any, name: str) -> Any:
 def _moment(optimizer: Any, place: tuple[int, int, Any]) -> Any:
     index, number, key = place
     return optimizer.state.get(optimizer.param_groups[index]["params"][number])[key]
+
+
+def _option(optimizer: Any, place: tuple[int, str]) -> Any:
+    index, key = place
+    return optimizer.param_groups[index][key]
 
 
 def _value_of(variable: Any, _: object) -> Any:
@@ -230,10 +236,12 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray | np.generic) or is_torch_tensor(value) or is_jax_array(value)
 
 
-def _is_trained(child: _Child) -> bool:
-    if child.get is _moment:
-        return True
-    return is_torch_tensor(child.value) and bool(child.value.requires_grad)
+def _rank(child: _Child) -> int:
+    """Return 0 for learning rates, 1 for what an optimizer trains and what it keeps, 2 for other leaves."""
+    if child.get is _option:
+        return 0 if child.key[1] == "lr" and child.key[0] < _MOST_RATES else 2
+    is_trained = child.get is _moment or (is_torch_tensor(child.value) and child.value.requires_grad)
+    return 1 if is_trained else 2
 
 
 # ---- attributes as texts
@@ -254,24 +262,6 @@ def _attributes(value: Any) -> list[str]:
 
 _BASES: dict[str, tuple[str, ...]] = {}
 _INTERNAL = ("__", "_pytree__", "_nnx", "_object__", "_TrackedList", "_self_")  # names that libraries give
-
-
-def _options(root: Any) -> Iterator[tuple[str, Any]]:
-    """Generate the options of torch's optimizers among the entries of a root, such as their learning rates."""
-    torch: Any = loaded("torch")
-    if torch is None:
-        return
-    queue = deque([("", root)])
-    while queue:
-        path, value = queue.popleft()
-        if isinstance(value, torch.optim.Optimizer):
-            for index, group in enumerate(value.param_groups):
-                for key, one in group.items():
-                    if key != "params" and isinstance(one, _NUMBERS):
-                        yield f"{path}.param_groups.{index}.{key}".strip("."), one
-        elif type(value) in (dict, list, tuple) and len(value) <= _MOST_ENTRIES:
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            queue.extend((f"{path}.{key}".strip("."), one) for key, one in pairs)
 
 
 def text_of(value: Any, depth: int = 3) -> str | None:

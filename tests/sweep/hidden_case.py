@@ -229,7 +229,7 @@ def _start_here(program: Program, directory: str, files: str, options: dict[str,
         pass
     finally:
         logger.removeHandler(listener)
-    proof = getattr(run.checkpoint, "proof", None)
+    proof = run.checkpoint.proof
     if proof is not None:
         trace.proof = proof.exact, tuple(proof.steps), tuple(proof.differs)
     trace.start, trace.seen = run.start, run.seen
