@@ -29,10 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import HoldfastError, shortened
+from .format import WITNESS, WITNESS_LIMIT
 from .pytree import Sampler, Samples, Ways, full_sum, is_torch_tensor, leaves_of, loaded
 from .storage import Location, append_line
 
-FILE = "witness.jsonl"
 VERSION = 1
 LIMIT = 64 << 10  # bytes of a file
 _LEAVES = 256
@@ -157,6 +157,7 @@ class RecordFile:
         """Return the file of a step that the run has resumed from; its lines stay as they are."""
         found = cls(step, process, records.key, None)
         found._place, found._size, found.known = place, records.size, {*records.by_k}
+        found._lines = [*records.lines]
         return found
 
     def add(self, pending: Pending) -> None:
@@ -198,10 +199,11 @@ class RecordFile:
         place, self._lines = self._place, self._lines + lines
         assert place is not None
         with contextlib.suppress(OSError, HoldfastError):
-            if new or (lines and not place.is_local):
+            # The step may have been deleted since, and must not come back as a folder with this file alone.
+            if new or (lines and not place.is_local and (place / self._name).is_there()):
                 (place / self._name).write_bytes(("\n".join(self._lines) + "\n").encode(), atomic=False)
-            elif lines:
-                append_line(place.path / self._name, "\n".join(lines))
+            elif lines and place.is_local:
+                append_line(place.path / self._name, "\n".join(lines), create=False)
 
 
 @dataclass
@@ -248,6 +250,8 @@ class Records:
         by_k: The records by the number of reports since the save.
         size: The bytes of the file.
         why: Why they cannot be compared with this run, or "".
+        key: What has to be alike in the run that made them and in this one.
+        lines: The whole lines of the file.
     """
 
     names: tuple[str, ...] = ()
@@ -256,30 +260,33 @@ class Records:
     size: int = 0
     why: str = ""
     key: Mapping[str, Any] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
 
 
 def file_name(process: int) -> str:
-    return FILE if process == 0 else f"witness-{process}.jsonl"
+    return WITNESS if process == 0 else f"witness-{process}.jsonl"
 
 
 def read_records(place: Location, process: int, checkpoint: str) -> Records:
     """Read the records beside a checkpoint; none if there is no whole file that belongs to it."""
     try:
-        content = (place / file_name(process)).read_bytes(2 * LIMIT)
+        content = (place / file_name(process)).read_own(WITNESS_LIMIT)
     except (OSError, HoldfastError):
         return Records(why="it has no record")
-    entries = []
+    entries, lines = [], []
     for line in content.split(b"\n"):
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             entry = json.loads(line)
             if entry["crc"] == zlib.crc32(_text(entry["record"]).encode()):
                 entries.append(entry["record"])
+                lines.append(line.decode())
     try:
         header, *records = entries
         if header["version"] != VERSION or header["checkpoint"] != checkpoint:
             return Records(why="its record is of another checkpoint or version")
         by_k = {int(record["k"]): record for record in reversed(records)}
-        return Records(tuple(header["names"]), int(header["total"]), by_k, len(content), "", header["key"])
+        names, total = tuple(header["names"]), int(header["total"])
+        return Records(names, total, by_k, len(content), "", header["key"], tuple(lines))
     except (ValueError, KeyError, TypeError, AttributeError):
         return Records(why="its record is damaged")
 

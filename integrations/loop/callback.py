@@ -453,7 +453,7 @@ class CheckpointCallback:
         self._adapter.check_step(step, state)
         if not self._names <= extras.keys():
             raise StateError(missing_extras(self._names - extras.keys()))
-        if self._after_signal is not None:
+        if self._after_signal is not None and not self._should_stop:
             self._saver.show(step, state, metrics, self._with_generators(extras), batch, epoch)
             after = self._after_signal = self._after_signal.after(self._durations.longest, again=self._preemption.again)
             self._should_stop |= after.left == 0
@@ -715,6 +715,7 @@ class CheckpointCallback:
         self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
         self._manager.events.write("preempted", step=self._saver.step)
         most = self._options.witness_steps_after_signal if self._options.witness else 0
+        most = self._manager.observer.steps_after_signal(most)
         after = steps_after_signal(
             most, self._durations.longest, self._preemption, self._options.grace_secs, self._saver.left_in_epoch
         )
