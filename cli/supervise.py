@@ -350,7 +350,9 @@ def _start(
             note(event)
             if event["event"] == "witness" and event.get("process") == 0:
                 facts = {name: event.get(name) for name in ("exact", "directory")}
-                log("witness", step=event.get("saved_step"), layers=[*map(str, event.get("layers") or ())], **facts)
+                layers = event.get("layers")
+                listed = [*map(str, layers)] if isinstance(layers, list) else []
+                log("witness", step=event.get("saved_step"), layers=listed, **facts)
         return watch.hang is not None and _overdue(program, watch) is not None
 
     returncode = program.wait(look)

@@ -373,7 +373,8 @@ class PendingCheckpoint:
             self._parts.publish(record, replaces=self._old is not None)
             _remove_folders(self._parts, {*record.replaced, *self._leftovers}, record)
             for name in filter(WITNESSES.fullmatch, self._taken):  # it is about the checkpoint that was here
-                (self.location / name).remove()
+                with contextlib.suppress(StorageError):
+                    (self.location / name).remove()
             if overtaken:  # the other save is that of a superseded run, which fails
                 sweep(self.location, self._parts)
             if self._deletion is not None:
