@@ -155,6 +155,21 @@ def test_a_mirror_has_the_files_and_gets_each_twice_at_most(run: str, monkeypatc
     assert (checkpoint.proof.exact, checkpoint.proof.steps) == (True, (13, 14))
 
 
+def test_a_step_in_the_mirror_gets_what_was_recorded_since(tmp_path: Path, place: str) -> None:
+    with hf.CheckpointCallback(tmp_path / "run", save_interval_steps=4, mirror=place) as checkpoint:
+        state, _ = checkpoint.restore_or_initialize({"w": np.zeros(2)})
+        for step in range(1, 11):
+            checkpoint.on_step(step, state)
+            if step % 4 == 0:
+                checkpoint.manager.wait_until_finished()
+                mirror = checkpoint.manager._access.mirror
+                assert mirror is not None
+                with mirror._wake:
+                    assert mirror._wake.wait_for(lambda: mirror.status().step == step, 60)  # noqa: B023 - called at once
+                assert ks(witness(place, step)) == [0]
+    assert [ks(witness(place, step)) for step in (4, 8)] == [[0, 1, 2, 4], [0, 1, 2]]
+
+
 @pytest.mark.usefixtures("default_sigterm")
 def test_the_steps_after_a_preemption_arrive_in_the_mirror(tmp_path: Path, place: str) -> None:
     with hf.CheckpointCallback(tmp_path / "run", save_interval_steps=100, mirror=place, grace_secs=60) as checkpoint:
