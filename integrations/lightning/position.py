@@ -27,12 +27,9 @@ from .wall import (
     LoopHooks,
     callbacks_of,
     clear_restart,
-    draw_ahead,
-    draws_ahead,
     end_epoch,
     end_restart,
     finish_epoch,
-    follow_ends,
     has_done_all_batches,
     has_loaders,
     have_ended,
@@ -41,7 +38,6 @@ from .wall import (
     reloaded_at_epoch,
     restart_in_validation,
     set_reloaded_at_epoch,
-    stays_ended,
 )
 
 logger = logging.getLogger("holdfast")
@@ -82,13 +78,10 @@ class Position:
         self._keeps_random = False  # whether this process keeps the global generators that the program has seeded
         self._attributes = ChangedAttributes()
         self._skip_batch = False
-        self._set_by_loading: Collection[str] = ()  # names of generators that loaders have set from their states
-        self._noted = epoch.NotedStates([])  # the states of loaders before the batch that was drawn last
-        self._may_end_within = False  # whether the data of a loader may end within an epoch, as it has another length
-        self._ended_before: list[bool] = []  # which loaders had ended in the epoch before that batch
         self._ended: list[Any] | None = None  # states of loaders at the end of an epoch, which a resume has left
-        # the batches fetched at a resume, the states of loaders then and earlier, and the parts that do not matter
-        self._waiting: tuple[int, list[Any], list[Any], list[Any]] = -1, [], [], []
+        self._is_one_for_all = False  # whether the states of all loaders are those of all processes
+        # the states of such loaders before the batch that was drawn ahead, and which of them had ended
+        self._before_batch: tuple[list[Any], list[bool]] = [], []
         self._has_warned = False
         self._has_too_many_draws = False
         self._drawing: Drawing | None = None  # where the dataset may draw random numbers in this process
@@ -131,10 +124,7 @@ class Position:
             position["buffers"] = own_buffers(self._trainer.lightning_module)
         if replicated := epoch.replicated_states(self._loaders(), self._replicated):
             position["replicated"] = replicated
-        if point == "epoch":
-            if self._noted.earlier:
-                position["earlier"] = self._noted.earlier
-        else:
+        if point != "epoch":
             ahead = epoch.prefetched(fetcher)
             position["fetched"] = fetcher.fetched
             position["consumed"] = fetcher.fetched - len(ahead)
@@ -143,23 +133,16 @@ class Position:
                 position["epoch"] = self._epoch
                 position["batch_sizes"] = epoch.batch_sizes(self._loaders())
             else:
-                ended = have_ended(fetcher.combined_loader)
-                if ahead or any(ended) or has_done_all_batches(self._fit) or self._may_end_within:
-                    position["earlier"], position["ended"] = self._noted.earlier, ended
+                if any(ended := have_ended(fetcher.combined_loader)):
+                    position["ended"] = ended
                 if ahead:
                     self._add_ahead(position, ahead)
         return position
 
     def _add_ahead(self, position: dict[str, Any], ahead: list[Any]) -> None:
-        """Add the batch that was drawn ahead, or what is needed to draw it again.
-
-        It is drawn again if it cannot be saved, and if another number of processes could not divide it.
-        """
-        earlier = self._noted.earlier
-        is_one_for_all = len(position.get("replicated", ())) == len(earlier)
-        if all(earlier) and (is_one_for_all or not is_plain_tree(ahead)):
-            position["loaders"] = [states[0] for states in earlier]
-            position["ended"] = self._ended_before
+        """Add the batch that was drawn ahead, or the position before it if other processes divide it otherwise."""
+        if self._is_one_for_all:
+            position["loaders"], position["ended"] = self._before_batch
         elif is_plain_tree(ahead):
             position["ahead"] = {"batches": ahead, "done": self.fetcher.done}
         elif not self._has_warned:
@@ -183,8 +166,6 @@ class Position:
         one_for_all = check_replicated(saved, shares)
         if not one_for_all and (shares is not None or before != now):
             _reshard(saved, shares, reshard, processes)
-            for owner in (saved, saved.get("epoch", {})):
-                owner.pop("earlier", None)
         if before != now and saved["point"] != "epoch" and not one_for_all:
             saved["point"] = "batch"
             saved["rescaled"] = Fraction(before, now)
@@ -222,10 +203,8 @@ class Position:
         epoch.replicated_states(self._loaders(), self._replicated)  # This refuses unknown names.
         for index, loader in enumerate(self._loaders()):
             check_stream(f"training data loader {index}", loader)
-        # These replace what is known of the loaders before.
-        self._ended, self._noted = None, epoch.NotedStates(self._loaders())
+        self._ended = None  # These loaders are new.
         self._epoch = self._before_iterator()
-        self._noted.note()
 
     def _epoch_starts(self, original: Callable[[], None]) -> None:
         saved = self._saved
@@ -246,21 +225,18 @@ class Position:
         saved, self._saved = self._saved, None
         self.fetcher, self._drawing = fetcher, None
         parts = self._loaders()
-        self._may_end_within = epoch.differ_in_length(parts, self._fit.max_batches)
+        declared = epoch.replicated_states(parts, self._replicated)
+        self._is_one_for_all = epoch.all_stateful(parts) and len(declared) == len(parts)
         if saved is not None:
             self._find_batch(saved, fetcher)
             original(fetcher)
             self._go_to_batch(saved, fetcher)
             self._follow_draws(from_start=False)
             return
-        self._end_resumed_epoch(fetcher)
         before, iterator = self._before_iterator(), iterator_of(fetcher.combined_loader)
-        self._noted.note()
         original(fetcher)
         if iterator_of(fetcher.combined_loader) is not iterator or not self._epoch:
             self._epoch = before
-        if epoch.all_stateful(parts):
-            follow_ends(fetcher.combined_loader)
         self._epoch["at_first_batch"] = self._random()
         self._follow_draws(from_start=True)
 
@@ -285,10 +261,8 @@ class Position:
 
     def _before_fetch(self, original: Callable[[], None]) -> None:
         original()
-        length = self.fetcher.length
-        if length is None or self.fetcher.fetched >= length - 1 or self._may_end_within:
-            self._noted.note()
-            self._ended_before = have_ended(self.fetcher.combined_loader)
+        if self._is_one_for_all and self.fetcher.length is None:
+            self._before_batch = epoch.loader_states(self._loaders()), have_ended(self.fetcher.combined_loader)
         if self._drawing is not None:
             self._drawing.before()
 
@@ -322,10 +296,7 @@ class Position:
         finish_epoch(self._fit.epoch_progress)
         set_reloaded_at_epoch(self._fit, saved["reloaded_at_epoch"])
         self._ended = saved["loaders"]
-        self._noted = epoch.NotedStates(self._loaders(), saved.get("earlier", []))
-        self._set_by_loading = epoch.end_loader_epoch(
-            self._loaders(), self._ended, self._noted.earlier, self._fit.max_batches, self._generators(saved)
-        )
+        epoch.load_loader_states(self._loaders(), self._ended, ended=True)
         self._restore_random(saved["random"])
 
     def _go_to_end(self, saved: dict[str, Any]) -> None:
@@ -346,46 +317,27 @@ class Position:
         self._set_up_epoch()
         epoch.set_sampler_epoch(parts, self._fit.epoch_progress.current.processed)
         if epoch.all_stateful(parts):
-            self._noted = epoch.NotedStates(parts, saved.get("earlier", []))
-            # Loaders apply a state with the next batch; where none is left, the epoch must be ended.
-            if saved["point"] == "validation" and has_done_all_batches(self._fit):
-                self._set_by_loading = epoch.end_loader_epoch(
-                    parts, saved["loaders"], self._noted.earlier, self._fit.max_batches, self._generators(saved)
-                )
+            is_over = saved["point"] == "validation" and has_done_all_batches(self._fit)
+            epoch.load_loader_states(parts, saved["loaders"], ended=is_over)
+            if is_over:
                 fetcher.reset()
                 fetcher.done = True
                 return
-            states, ahead, ended = saved["loaders"], saved.get("ahead"), saved.get("ended", [])
-            draws = ahead is None and draws_ahead(fetcher)  # the batch after that of these states
-            earlier = [noted[1:] for noted in self._noted.earlier] if draws else self._noted.earlier
-            self._set_by_loading = epoch.load_loader_states(parts, states, self._generators(saved))
-            epoch.begin_within(fetcher, ahead, ended)
-            if ahead is not None or self._may_end_within:
-                stay = ended if stays_ended(fetcher.combined_loader) else []
-                asides = epoch.repeat_batch(fetcher, parts, states, earlier, stay)
-                self._waiting = saved["fetched"], states, earlier, asides
-            else:
-                epoch.warn_of_lost_states(parts, states)
-            if draws:
-                draw_ahead(fetcher)
+            ended = saved.get("ended", [])
+            epoch.begin_within(fetcher, saved.get("ahead"), ended)
+            self._before_batch = saved["loaders"], ended
             return
         for index in started.get("new_workers", ()):
             epoch.drop_iterator(parts[index])
         logger.info("drawing %d batches again to find the position in the epoch", saved["consumed"])
         is_first = saved["reloaded_at_epoch"] == self._fit.epoch_progress.current.processed  # of these loaders
-        if is_first:
-            epoch.load_loader_states(parts, started["loaders"])  # before the iterators were made
-        else:
-            epoch.end_loader_epoch(parts, started["loaders"], started.get("earlier", []), self._fit.max_batches)
+        epoch.load_loader_states(parts, started["loaders"], ended=not is_first)
         self._restore_random(started["at_iterator"])
-        self._noted = epoch.NotedStates(parts)
-        self._noted.note()
         iter(fetcher)
         self._restore_random(started["at_first_batch"])
         restarts = started.get("restarts", {})
 
         def before_batch(drawn: int) -> None:
-            self._noted.note()
             if drawn in restarts:
                 self._restore_random(restarts[drawn])
 
@@ -480,23 +432,12 @@ class Position:
         if not self._is_new:
             epoch.restore_loader_generators(saved["generators"], parts)
 
-    def _end_resumed_epoch(self, fetcher: Any) -> None:
-        """End the epoch of loaders that have not drawn since a resume, as the batch drawn ahead was the last one."""
-        (fetched, states, earlier, asides), self._waiting = self._waiting, (-1, [], [], [])
-        if fetcher.fetched == fetched:
-            random = self._random()
-            for index, (loader, state) in enumerate(zip(self._loaders(), states, strict=True)):
-                if epoch.is_at(loader, state, asides[index]):
-                    epoch.end_loader_epoch([loader], [state], earlier[index : index + 1])
-            self._restore_random(random)
-
     def _before_iterator(self) -> dict[str, Any]:
         parts = self._loaders()
         ended, self._ended = self._ended, None
         states = [] if epoch.all_stateful(parts) else ended or epoch.loader_states(parts)
         new = [index for index, part in enumerate(parts) if epoch.keeps_iterator(part) and part._iterator is None]
-        found = {"at_iterator": self._random(), "loaders": states, "new_workers": new}
-        return {**found, "earlier": self._noted.earlier} if states else found
+        return {"at_iterator": self._random(), "loaders": states, "new_workers": new}
 
     def _now(self) -> dict[str, Any]:
         """Return the state, apart from the averages, that a validation may change."""
@@ -513,16 +454,10 @@ class Position:
         changed = {_ATTRIBUTES: encode_state(self._attributes.get(without_state))} if without_state else {}
         return {**epoch.capture_generators(parts), **changed}
 
-    def _generators(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return the states of the generators of loaders that this process restores."""
-        found: dict[str, Any] = {} if self._is_new else saved["random"].get("loaders", {})
-        return found
-
     def _restore_random(self, state: dict[str, Any]) -> None:
         if not self._keeps_random:
-            kept = {name: one for name, one in state.get("loaders", {}).items() if name not in self._set_by_loading}
             own = [] if self._is_new else self._loaders()
-            epoch.restore_generators({**state, "loaders": kept}, self._trainer.strategy.root_device, own)
+            epoch.restore_generators(state, self._trainer.strategy.root_device, own)
             without_state = epoch.without_state(own)
             if _ATTRIBUTES in state:  # Steps of earlier versions do not have them.
                 values = decode_state(state[_ATTRIBUTES])
@@ -568,19 +503,16 @@ def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
 
 
 def check_same_place(saved: dict[str, Any], loaders: Sequence[Any]) -> None:
-    """Raise StateError where the batches drawn again took a loader with a state to another place."""
-    declared = saved.get("replicated", ())
-    for index, state in epoch.misplaced(loaders, saved["loaders"], declared):
-        if index in declared or "rescaled" not in saved:
-            raise StateError(
-                f"the {saved['consumed']} batches of the epoch, drawn again, end at {state!r:.80} for the data "
-                f"loader of loaders/{index}, which was at {saved['loaders'][index]!r:.80} "
-                f"(different: {epoch.difference(state, saved['loaders'][index])}). Leave out of its state what differs "
-                "without a batch, such as a time, and let load_state_dict bring back the rest. If another number of "
-                "processes continues, change the batch sizes of the loaders beside it, so that all processes together "
-                "take as many samples as before. If it begins again within an epoch, as others last longer, use "
-                "loaders that all have a state, or resume from a step at the end of an epoch"
-            )
+    """Raise StateError where the batches drawn again took a loader with a position of all processes elsewhere."""
+    for index, state in epoch.misplaced(loaders, saved["loaders"], saved.get("replicated", ())):
+        raise StateError(
+            f"the {saved['consumed']} batches of the epoch, drawn again, end at {state!r:.80} for the data "
+            f"loader of loaders/{index}, which was at {saved['loaders'][index]!r:.80} "
+            f"(different: {epoch.difference(state, saved['loaders'][index])}). Leave out of its state what differs "
+            "without a batch, such as a time, and let load_state_dict bring back the rest. If another number of "
+            "processes continues, change the batch sizes of the loaders beside it, so that all processes together "
+            "take as many samples as before"
+        )
 
 
 def _reshard(

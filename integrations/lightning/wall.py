@@ -351,77 +351,20 @@ def iterator_of(combined: Any) -> Any:
     return combined._iterator
 
 
-def begin_counting(combined: Any) -> None:
-    """Forget, after the first batch, that a loader had ended, as its state was that of the end of an epoch."""
-    if hasattr(combined._iterator, "_consumed"):
-        combined._iterator._consumed = [False] * len(combined.flattened)
-
-
-class _Ending(Iterator[Any]):
-    """The iterator of a loader that gives None after its end, until all others have ended."""
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self.iterator = iterator
-        self.has_ended = False
-
-    def __next__(self) -> Any:
-        try:
-            return next(self.iterator)
-        except StopIteration:
-            self.has_ended = True
-            raise
-
-
-def stays_ended(combined: Any) -> bool:
-    """Return whether a loader that has ended does not begin again in an epoch that lasts until all have."""
-    return bool(combined._mode == "max_size")
-
-
-def follow_ends(combined: Any) -> None:
-    """Note in this epoch which loaders end, where Lightning does not."""
-    if stays_ended(combined):
-        iterators = combined._iterator.iterators
-        combined._iterator.iterators = [one if isinstance(one, _Ending) else _Ending(one) for one in iterators]
-
-
 def have_ended(combined: Any) -> list[bool]:
-    """Return which loaders have ended in this epoch, where an epoch lasts until all have."""
-    if stays_ended(combined):
-        return [getattr(one, "has_ended", False) for one in combined._iterator.iterators]
+    """Return which loaders have ended in this epoch, where each begins again until all have."""
     return list(getattr(combined._iterator, "_consumed", ()))
 
 
 def set_ended(combined: Any, ended: Sequence[bool]) -> None:
-    """Restore what :func:`have_ended` returned."""
-    if not stays_ended(combined):
-        if ended:
-            combined._iterator._consumed = list(ended)
-        return
-    follow_ends(combined)
-    for iterator, loader, has_ended in zip(combined._iterator.iterators, combined.flattened, ended, strict=False):
-        iterator.has_ended = has_ended
-        if has_ended and iterator.iterator is not loader:  # A loader that is its own iterator may give more.
-            iterator.iterator = iter(())
-
-
-def place_iterator(combined: Any, index: int, iterator: Iterator[Any]) -> None:
-    """Replace the iterator of one loader."""
-    iterators = combined._iterator.iterators
-    if isinstance(one := iterators[index], _Ending):
-        one.iterator = iterator
-    else:
-        iterators[index] = iterator
+    """Restore what :func:`have_ended` returned; a batch that was drawn since then may have ended others."""
+    if hasattr(combined._iterator, "_consumed") and ended:
+        combined._iterator._consumed = [one or now for one, now in zip(ended, have_ended(combined), strict=True)]
 
 
 def draws_ahead(fetcher: Any) -> bool:
     """Return whether a fetcher draws a batch ahead, to detect the last one of data without a length."""
     return fetcher.length is None and hasattr(fetcher, "batches")
-
-
-def draw_ahead(fetcher: Any) -> None:
-    """Draw the first batch ahead, as a fetcher does when it begins."""
-    with contextlib.suppress(StopIteration):
-        fetcher.batches.append(super(type(fetcher), fetcher).__next__())
 
 
 def reloaded_at_epoch(loop: Any) -> Any:

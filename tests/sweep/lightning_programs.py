@@ -159,13 +159,14 @@ class StatefulLoader:
         self.resumed = False
 
     def __iter__(self) -> Iterator[Any]:
-        if not self.resumed:
+        if not self.resumed or not self.order:
             self.order, self.place = torch.randperm(len(self.dataset)).tolist(), 0
         self.resumed = False
         while self.place * BATCH_SIZE < len(self.order):
             chosen = self.order[self.place * BATCH_SIZE : (self.place + 1) * BATCH_SIZE]
             self.place += 1
             yield self.dataset[chosen]
+        self.order = []  # The epoch has ended, and the next iterator begins another one.
 
     def state_dict(self) -> dict[str, Any]:
         return {"order": list(self.order), "place": self.place}
@@ -177,6 +178,11 @@ class StatefulLoader:
 class SizedStatefulLoader(StatefulLoader):
     def __len__(self) -> int:
         return BATCHES
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.place == BATCHES:  # A trainer that knows the length requests no batch behind the last one.
+            self.order = []
 
 
 class Stream(IterableDataset[Any]):

@@ -297,7 +297,6 @@ def test_schedules(program: Any, new_directory: NewDirectory, schedule: str, eve
     "options",
     [
         pytest.param({"limit_train_batches": 3}, id="part of the data"),
-        pytest.param({"limit_train_batches": 3, "loader": "stateful"}, id="part of a stateful loader's data"),
         pytest.param({"reload_dataloaders_every_n_epochs": 1}, id="new loaders every epoch"),
         pytest.param({"reload_dataloaders_every_n_epochs": 2, "max_epochs": 3}, id="new loaders every other epoch"),
         pytest.param({"max_steps": 12}, id="max_steps and max_epochs"),
