@@ -105,11 +105,6 @@ def all_stateful(loaders: Sequence[object]) -> bool:
     return all(map(_state_methods, loaders))
 
 
-def without_state(loaders: Sequence[Any]) -> list[Any]:
-    """Return the loaders that do not save their own position."""
-    return [loader for loader in loaders if not _state_methods(loader)]
-
-
 def set_sampler_epoch(loaders: Sequence[object], epoch: int) -> None:
     """Set the epoch of the samplers, as Lightning does, but before their iterators are made."""
     for loader in loaders:
@@ -311,17 +306,7 @@ def _metrics(module: Any) -> Iterator[tuple[str, Any]]:
             yield name, part
 
 
-# ---- random numbers that a dataset draws in the process that trains
-#
-# A resumed run draws the batches of its epoch again, without the model's steps between them. A dataset that runs in the
-# same process, and draws from the generators of the process, would then draw other numbers, and may fill its buffers
-# with other samples. So each batch for which the dataset draws from a generator notes the state of the generator before
-# it, where something else has drawn from that generator since the previous batch.
-
-
-MOST = 1000  # The limit on the states that are kept of an epoch, of about 5 KB each.
-
-_GENERATORS = ("torch", "numpy", "python")
+# ---- the sizes of batches, where another number of processes continues
 
 
 def batch_sizes(loaders: Sequence[Any]) -> list[int | None]:
@@ -346,50 +331,6 @@ def batch_size_ratio(saved: Sequence[int | None] | None, loaders: Sequence[Any])
             "them. Change the sizes of all batches by the same factor"
         )
     return ratios.pop() if ratios else Fraction(1)
-
-
-def draws_in_process(loaders: Sequence[Any]) -> bool:
-    """Return whether an iterable dataset runs in this process, and not in workers."""
-    return any(
-        isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset)
-        and not getattr(loader, "num_workers", 0)
-        for loader in loaders
-    )
-
-
-class Drawing:
-    """Follows the draws of one epoch, from the state of the generators at its first batch on."""
-
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        self._before: dict[str, Any] | None = None
-        self._after = dict(state)  # the state of each generator after the last batch that drew from it
-
-    def before(self) -> None:
-        """Note the generators before a batch."""
-        self._before = capture()
-
-    def after(self) -> dict[str, Any]:
-        """Return the generator states that a batch was drawn from, except those that an earlier batch left."""
-        before, self._before = self._before, None
-        if before is None:
-            return {}
-        after = capture()
-        moved = [name for name in _GENERATORS if not same_state(before[name], after[name])]
-        new = [name for name in moved if name not in self._after or not same_state(before[name], self._after[name])]
-        self._after |= {name: after[name] for name in moved}
-        tree = as_tree(before) if new else {}
-        return {name: tree[name] for name in new}
-
-
-def warn_of_draws() -> None:
-    """Warn that the dataset draws random numbers for more batches of an epoch than are noted."""
-    logger.warning(
-        "the dataset draws random numbers in the process that trains (num_workers=0), between those of the model, in "
-        "more than %d batches of an epoch: a run that resumes within the epoch draws others, and is not exact. Let "
-        "the dataset draw from a generator of its own, give the data loader a worker (num_workers=1), or use a loader "
-        "with state_dict and load_state_dict",
-        MOST,
-    )
 
 
 # ---- flags of a module that a program switches while it trains, and that no state dict holds

@@ -9,18 +9,16 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from ...engine.distributed import ProcessGroup
-from ...engine.errors import StateError
+from ...engine.errors import StateError, shortened
 from ...engine.generators import capture, same_state
-from ...engine.loaders import ChangedAttributes, check_stream
-from ...engine.stateful import decode_state, encode_state
+from ...engine.loaders import check_stream
 from ..options import Reshard
 from . import epoch
-from .epoch import MOST, Drawing, ModuleSwitches, draws_in_process, warn_of_draws
+from .epoch import ModuleSwitches
 from .store import GLOBAL_GENERATORS
 from .strategies import keeps_own_buffers, own_buffers, replicas
 from .trees import is_plain_tree
 from .wall import (
-    AFTER_FETCH,
     BEFORE_FETCH,
     FIRST_ITERATOR,
     SANITY_CHECK,
@@ -44,8 +42,6 @@ logger = logging.getLogger("holdfast")
 
 Point = Literal["batch", "validation", "epoch"]
 """After a batch and all that belongs to it, in the validation that follows a batch, or after an epoch."""
-
-_ATTRIBUTES = "attributes"  # those of loaders, beside the states of generators
 
 # These callbacks of Lightning set the trainer up when an epoch starts, and can do so again in the middle of it.
 # Other callbacks have seen the epoch start, and are not called again.
@@ -74,17 +70,13 @@ class Position:
         self._saved: dict[str, Any] | None = None
         self._replicated = replicated  # the names of state that is the same in all processes
         self._is_new = False  # whether the saved position is that of another process, as more continue than have saved
-        self._is_rescaled = False  # whether another number of processes continues
         self._keeps_random = False  # whether this process keeps the global generators that the program has seeded
-        self._attributes = ChangedAttributes()
         self._skip_batch = False
         self._ended: list[Any] | None = None  # states of loaders at the end of an epoch, which a resume has left
         self._is_one_for_all = False  # whether the states of all loaders are those of all processes
         # the states of such loaders before the batch that was drawn ahead, and which of them had ended
         self._before_batch: tuple[list[Any], list[bool]] = [], []
         self._has_warned = False
-        self._has_too_many_draws = False
-        self._drawing: Drawing | None = None  # where the dataset may draw random numbers in this process
         epoch_loop = self._fit.epoch_loop
         hooks.place(trainer, SANITY_CHECK, self._sanity_check)
         hooks.place(self._fit, "run", self._run)
@@ -94,7 +86,6 @@ class Position:
         hooks.place(epoch_loop, "on_run_start", self._batches_start)
         hooks.place(epoch_loop, "advance", self._batch)
         hooks.place(epoch_loop, BEFORE_FETCH, self._before_fetch)
-        hooks.place(epoch_loop, AFTER_FETCH, self._after_fetch)
         hooks.place(epoch_loop.val_loop, "run", self._validation)
 
     def begin(self) -> None:
@@ -162,7 +153,6 @@ class Position:
         if draws_alike:
             check_drawn_alike(shares or [saved])
         before, now = saved.get("replicas", 1), replicas(self._trainer.strategy)
-        self._is_rescaled = before != now
         one_for_all = check_replicated(saved, shares)
         if not one_for_all and (shares is not None or before != now):
             _reshard(saved, shares, reshard, processes)
@@ -223,7 +213,7 @@ class Position:
 
     def _batches_start(self, original: Callable[[Any], None], fetcher: Any) -> None:
         saved, self._saved = self._saved, None
-        self.fetcher, self._drawing = fetcher, None
+        self.fetcher = fetcher
         parts = self._loaders()
         declared = epoch.replicated_states(parts, self._replicated)
         self._is_one_for_all = epoch.all_stateful(parts) and len(declared) == len(parts)
@@ -231,14 +221,12 @@ class Position:
             self._find_batch(saved, fetcher)
             original(fetcher)
             self._go_to_batch(saved, fetcher)
-            self._follow_draws(from_start=False)
             return
         before, iterator = self._before_iterator(), iterator_of(fetcher.combined_loader)
         original(fetcher)
         if iterator_of(fetcher.combined_loader) is not iterator or not self._epoch:
             self._epoch = before
         self._epoch["at_first_batch"] = self._random()
-        self._follow_draws(from_start=True)
 
     def _batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         if self._skip_batch:
@@ -254,29 +242,10 @@ class Position:
             if epoch.has_restarted(marks, epoch.marks(iterator_of(fetcher.combined_loader).iterators)):
                 self._epoch.setdefault("restarts", {})[drawn] = before
 
-    def _follow_draws(self, *, from_start: bool) -> None:
-        parts = self._loaders()
-        if draws_in_process(parts) and not epoch.all_stateful(parts):
-            self._drawing = Drawing(capture() if from_start else {})
-
     def _before_fetch(self, original: Callable[[], None]) -> None:
         original()
         if self._is_one_for_all and self.fetcher.length is None:
             self._before_batch = epoch.loader_states(self._loaders()), have_ended(self.fetcher.combined_loader)
-        if self._drawing is not None:
-            self._drawing.before()
-
-    def _after_fetch(self, original: Callable[[], None]) -> None:
-        original()
-        if self._drawing is None or not (states := self._drawing.after()):
-            return
-        noted = self._epoch.setdefault("restarts", {})
-        noted.setdefault(self.fetcher.fetched, {}).update(states)
-        if len(noted) > MOST:
-            self._drawing = None
-            if not self._has_too_many_draws and self._trainer.is_global_zero:
-                self._has_too_many_draws = True
-                warn_of_draws()
 
     def _validation(self, original: Callable[[], Any]) -> Any:
         if self._trainer.sanity_checking:
@@ -292,6 +261,7 @@ class Position:
     def _go_to_epoch(self, saved: dict[str, Any]) -> None:
         self._restore_module(saved)
         self._warn_of_lasting_workers(saved)
+        self._warn_of_unknown(saved)
         clear_restart(self._fit)
         finish_epoch(self._fit.epoch_progress)
         set_reloaded_at_epoch(self._fit, saved["reloaded_at_epoch"])
@@ -357,6 +327,7 @@ class Position:
     def _go_to_batch(self, saved: dict[str, Any], fetcher: Any) -> None:
         self._restore_module(saved)
         self._warn_of_lasting_workers(saved)
+        self._warn_of_unknown(saved)
         fetcher.fetched = saved["fetched"]
         set_reloaded_at_epoch(self._fit, saved["reloaded_at_epoch"])
         epoch.restore_averages(self._trainer, saved["averages"])
@@ -375,6 +346,28 @@ class Position:
                 "the workers of a data loader live across epochs (persistent_workers=True), and their random "
                 "generators cannot be saved: each sample comes exactly when it would have come, but where a dataset "
                 "draws random numbers in the workers, as augmentation does, it draws others"
+            )
+
+    def _warn_of_unknown(self, saved: dict[str, Any]) -> None:
+        """Warn of what a step of an earlier version holds, and a resume no longer restores."""
+        random = saved["random"]
+        known = epoch.loader_generators(self._loaders()).keys()
+        ended = any(saved.get("ended", ())) and not have_ended(self.fetcher.combined_loader)
+        unknown = {
+            "attributes of data loaders": sorted(random.get("attributes", ())),
+            "generators of data loaders": sorted(random.get("loaders", {}).keys() - known),
+            "data loaders that have ended": ["their iterators"] if ended else [],
+            "results of searches": sorted(saved.get("found", ())),
+        }
+        if (listed := [f"{what} ({shortened(names)})" for what, names in unknown.items() if names]) and (
+            self._trainer.is_global_zero
+        ):
+            logger.warning(
+                "the step was saved by an earlier version of holdfast, and has more than a resume restores now: %s. If "
+                "the batches depend on that, they differ from those of a run without a stop: let state_dict() of the "
+                "data loader return it, and load_state_dict() take it, or on_save_checkpoint() and "
+                "on_load_checkpoint() of the module",
+                "; ".join(listed),
             )
 
     def _rescale(self, saved: dict[str, Any]) -> None:
@@ -448,22 +441,12 @@ class Position:
         }
 
     def _random(self) -> dict[str, Any]:
-        """Return the states of generators, and attributes of loaders without a state that epochs have changed."""
-        parts = self._loaders()
-        without_state = epoch.without_state(parts)
-        changed = {_ATTRIBUTES: encode_state(self._attributes.get(without_state))} if without_state else {}
-        return {**epoch.capture_generators(parts), **changed}
+        return epoch.capture_generators(self._loaders())
 
     def _restore_random(self, state: dict[str, Any]) -> None:
         if not self._keeps_random:
             own = [] if self._is_new else self._loaders()
             epoch.restore_generators(state, self._trainer.strategy.root_device, own)
-            without_state = epoch.without_state(own)
-            if _ATTRIBUTES in state:  # Steps of earlier versions do not have them.
-                values = decode_state(state[_ATTRIBUTES])
-                if self._is_rescaled:  # An order may be that of a share of the data.
-                    values = {name: one for name, one in values.items() if isinstance(one, int | float)}
-                self._attributes.set(without_state, values)
 
 
 def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None) -> bool:
@@ -491,7 +474,7 @@ def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | N
 
 def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
     """Refuse global generators that are declared to be those of all processes, and that differ."""
-    own = ("loaders", _ATTRIBUTES)
+    own = ("loaders", "attributes")
     states = [{name: one for name, one in share["random"].items() if name not in own} for share in shares]
     for state in states:
         if differing := [name for name in states[0] if not same_state(state.get(name), states[0][name])]:

@@ -40,6 +40,7 @@ from .wall import (
     has_done_all_batches,
     is_accumulating,
     lightnings_attributes,
+    searches_of,
     silent_parts,
 )
 
@@ -82,6 +83,8 @@ class FitSaver:
         self._hooks.place(self._fit, "on_advance_end", self._after_epoch)
         self._hooks.place(self._fit.epoch_loop.val_loop, "on_run_start", self._validation_starts)
         self._hooks.place(checkpoint_connector(trainer), "restore_loops", self._restore_loops)
+        for finder, search in searches_of(trainer):
+            self._hooks.place(finder, search, self._search)
         self._before_validation = StateBeforeValidation(trainer)
         self._point: Point | None = None
         self._copies = Copies() if options.save_on_exception else None
@@ -205,6 +208,17 @@ class FitSaver:
             original()
         finally:
             self._fit.max_epochs = limit
+
+    def _search(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Let a run search for a learning rate or a batch size unless it begins with a checkpoint."""
+        if self._begun or not self._resumed:
+            original(*args, **kwargs)
+            return
+        logger.warning(
+            "the run resumes, so that its %s does not search again: the optimizers continue with their saved options, "
+            "and the program has to give the module and its data what was found for them",
+            type(getattr(original, "__self__", None)).__name__,
+        )
 
     # ---- the points at which the state is consistent
 

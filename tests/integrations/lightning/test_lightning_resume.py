@@ -171,71 +171,54 @@ def test_two_optimizers(program: Any, new_directory: NewDirectory) -> None:
 
 
 class Draws(torch.utils.data.IterableDataset[Any]):
-    """Shuffles in a buffer with the generator of the process, from which the model's dropout draws, too."""
+    """Shuffles in a buffer, with a generator that each epoch seeds; ``kind`` says from which it draws."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
 
     def __iter__(self) -> Iterator[Any]:
-        buffer = list(torch.rand(4, 3))
+        own = torch.Generator().manual_seed(int(torch.randint(1 << 62, ())))
+        generator = own if self.kind == "a generator of its own" else None
+        buffer = list(torch.rand(4, 3, generator=generator))
         for _ in range(20):
-            place = int(torch.randint(len(buffer), ()))
+            place = int(torch.randint(len(buffer), (), generator=generator))
             yield buffer[place], buffer[place].sum(0, keepdim=True)
-            buffer[place] = torch.rand(3)
+            buffer[place] = torch.rand(3, generator=generator)
 
 
-class SizedDraws(Draws):
-    def __len__(self) -> int:
-        return 20
-
-
-@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
-@pytest.mark.parametrize("kind", [Draws, SizedDraws])
-@pytest.mark.parametrize("variant", [{}, {"val_check_interval": 3}], ids=str)
-def test_a_dataset_that_draws_in_the_process_of_the_model(
-    program: Any,
-    new_directory: NewDirectory,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: type[Draws],
-    variant: dict[str, Any],
-    every: bool,
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("kind", ["a generator of its own", "a worker"])
+def test_a_dataset_that_draws(
+    program: Any, new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch, kind: str, every: bool
 ) -> None:
-    monkeypatch.setattr(program, "training_loader", lambda _: DataLoader(kind(), batch_size=program.BATCH_SIZE))
-    # Together, both kinds are saved at and interrupted after every step of these with every variant.
-    part = slice(None) if every else slice([Draws, SizedDraws].index(kind), None, 2)
-    check(program, new_directory, [2, 4, 5, 8][part], **variant)
-
-    def fit(directory: str, signal_at: int | None = None) -> dict[str, Any]:
-        class Signalled(program.Model):  # type: ignore[misc]
-            def on_train_batch_end(self, *args: Any) -> None:  # after the hooks of all callbacks
-                super().on_train_batch_end(*args)
-                if self.trainer.global_step == signal_at:
-                    signal.raise_signal(signal.SIGTERM)
-
-        torch.manual_seed(1 if signal_at else 2)
-        callback, recorder = (
-            CheckpointCallback(directory, save_interval_steps=1000, save_at_end=False),
-            program.Recorder(),
-        )
-        trainer = Trainer(callbacks=[callback, recorder], max_epochs=3, **program.QUIET, **variant)
-        module = Signalled()
-        trainer.fit(module, program.training_loader(""), program.validation_loader())
-        return dict(program.Outcome(trainer, module, recorder).final)
-
-    whole = fit(new_directory(), 100)
-    for step in [3, 5, 7, 8][part]:
-        directory = new_directory()
-        with pytest.raises(SystemExit):
-            fit(directory, step)
-        assert fit(directory) == whole, f"preempted at the end of step {step}"
+    """A dataset that draws from the generator of the model, in its process, would draw other numbers."""
+    options = {"batch_size": program.BATCH_SIZE, "num_workers": int(kind == "a worker")}
+    monkeypatch.setattr(program, "training_loader", lambda _: DataLoader(Draws(kind), **options))
+    check(program, new_directory, [2, 4, 5, 8] if every else [2, 5])
 
 
-def test_more_random_numbers_than_are_noted(
+def add_unknown(module: Any, checkpoint: dict[str, Any]) -> None:
+    """Adds to checkpoints what earlier versions have saved."""
+    if (position := checkpoint.get("holdfast")) is not None:
+        position["random"]["attributes"] = {"0.loader.count": 3}
+        position["random"]["loaders"] = {"0.dataset.rng": torch.zeros(2), "0.dataset.transform.rng": torch.zeros(2)}
+        position |= {"found": {"lr": 0.1}, "earlier": []}
+
+
+def test_what_a_step_of_an_earlier_version_has_more_is_named(
     program: Any, new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(program, "training_loader", lambda _: DataLoader(Draws(), batch_size=program.BATCH_SIZE))
-    for most, said in ((5, False), (2, True)):
+    monkeypatch.setattr(program.Model, "on_save_checkpoint", add_unknown)
+    for step in (2, 5):  # within an epoch, and at its end
+        directory = new_directory()
+        interrupt(program, directory, step)
         caplog.clear()
-        monkeypatch.setattr("holdfast.integrations.lightning.position.MOST", most)
-        program.run(new_directory(), checkpoint=NEVER)
-        assert caplog.text.count("draws random numbers in the process that trains (num_workers=0)") == said
+        program.run(directory, checkpoint=NEVER, max_steps=step + 1)
+        (told,) = [one.getMessage() for one in caplog.records if "an earlier version of holdfast" in one.getMessage()]
+        assert (
+            "has more than a resume restores now: attributes of data loaders (0.loader.count); generators of data "
+            "loaders (0.dataset.rng, 0.dataset.transform.rng); results of searches (lr)."
+        ) in told
 
 
 @pytest.mark.parametrize("loader", ["shuffled", "stateful stream"])
