@@ -65,8 +65,10 @@ class CheckpointCallback(ResumingCallback):
     or one of Lightning's own files. Without one, only this directory decides: the files of a ``ModelCheckpoint`` beside
     this callback are never resumed from. ``trainer.test(ckpt_path="best")`` and ``"last"`` work as usual.
 
-    SIGTERM only sets a flag. The next point between two batches, or within a validation, saves, waits until the files
-    are durable, and ends the process with status 143; workers of data loaders survive until then. After other
+    SIGTERM only sets a flag. The next point between two batches, or before a validation, saves, waits until the files
+    are durable, and ends the process with status 143; workers of data loaders survive until then. A signal within a
+    validation ends the process at once, and the run resumes from the last step that was saved: nothing can be saved in
+    a validation, where callbacks may have put an average in the place of the weights. After other
     exceptions, the callback does not save (except with ``save_on_exception``), but lets a save that is under way
     finish. Under SLURM, the signal for requeueing saves in the same way, requeues the job, and ends the process with
     status 75; files that Lightning has saved for requeueing are left alone.

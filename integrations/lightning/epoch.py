@@ -259,17 +259,8 @@ def _generators(loaders: Sequence[object]) -> dict[str, Any]:
 # ---- averages over an epoch, of self.log(..., on_epoch=True) and of torchmetrics
 
 
-def update_counts(trainer: Any) -> dict[str, int]:
-    """Return the number of updates of each of the module's torchmetrics since its reset, by name."""
-    return {name: int(metric._update_count) for name, metric in _metrics(trainer.lightning_module)}
-
-
-def capture_averages(trainer: Any, before: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Return what has been accumulated since the epoch began, between two training batches.
-
-    ``before`` has the update counts at the start of a validation that will be repeated; metrics that the validation has
-    updated are left out.
-    """
+def capture_averages(trainer: Any) -> dict[str, Any]:
+    """Return what has been accumulated since the epoch began, between two training batches."""
     return {
         "logged": logged_averages(trainer),
         "metrics": {
@@ -278,7 +269,7 @@ def capture_averages(trainer: Any, before: Mapping[str, int] | None = None) -> d
                 "states": {state: getattr(metric, state) for state in metric._defaults},
             }
             for name, metric in _metrics(trainer.lightning_module)
-            if metric._update_count and (before is None or metric._update_count == before.get(name))
+            if metric._update_count
         },
     }
 

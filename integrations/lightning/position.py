@@ -41,7 +41,7 @@ from .wall import (
 logger = logging.getLogger("holdfast")
 
 Point = Literal["batch", "validation", "epoch"]
-"""After a batch and all that belongs to it, in the validation that follows a batch, or after an epoch."""
+"""After a batch and all that belongs to it, before the validation that follows a batch, or after an epoch."""
 
 # These callbacks of Lightning set the trainer up when an epoch starts, and can do so again in the middle of it.
 # Other callbacks have seen the epoch start, and are not called again.
@@ -66,7 +66,6 @@ class Position:
         self.fetcher: Any = None  # the data fetcher of the present epoch
         self._epoch: dict[str, Any] = {}
         self._switches = ModuleSwitches(trainer.lightning_module)
-        self._before_validation: tuple[dict[str, Any], dict[str, int]] | None = None
         self._saved: dict[str, Any] | None = None
         self._replicated = replicated  # the names of state that is the same in all processes
         self._is_new = False  # whether the saved position is that of another process, as more continue than have saved
@@ -86,24 +85,19 @@ class Position:
         hooks.place(epoch_loop, "on_run_start", self._batches_start)
         hooks.place(epoch_loop, "advance", self._batch)
         hooks.place(epoch_loop, BEFORE_FETCH, self._before_fetch)
-        hooks.place(epoch_loop.val_loop, "run", self._validation)
 
     def begin(self) -> None:
         """Note the switches of the module when training begins."""
         self._switches = ModuleSwitches(self._trainer.lightning_module)
 
-    @property
-    def in_validation(self) -> bool:
-        return self._before_validation is not None
-
     def capture(self, point: Point) -> dict[str, Any]:
         """Return the position as a tree that a checkpoint can hold; the run has just finished ``point``."""
         fetcher = self.fetcher
-        before = self._before_validation if point == "validation" else None
-        now, counts = before or (self._now(), None)
         position: dict[str, Any] = {
             "point": point,
-            **now,
+            "random": self._random(),
+            "validation": self._validation_loaders(),
+            "switched": self._switches.switched(),
             "loaders": epoch.loader_states(self._loaders()),
             "callback_metrics": dict(self._trainer.callback_metrics),
             "should_stop": bool(self._trainer.should_stop),
@@ -119,7 +113,7 @@ class Position:
             ahead = epoch.prefetched(fetcher)
             position["fetched"] = fetcher.fetched
             position["consumed"] = fetcher.fetched - len(ahead)
-            position["averages"] = epoch.capture_averages(self._trainer, counts)
+            position["averages"] = epoch.capture_averages(self._trainer)
             if not epoch.all_stateful(self._loaders()):
                 position["epoch"] = self._epoch
                 position["batch_sizes"] = epoch.batch_sizes(self._loaders())
@@ -246,15 +240,6 @@ class Position:
         original()
         if self._is_one_for_all and self.fetcher.length is None:
             self._before_batch = epoch.loader_states(self._loaders()), have_ended(self.fetcher.combined_loader)
-
-    def _validation(self, original: Callable[[], Any]) -> Any:
-        if self._trainer.sanity_checking:
-            return original()
-        self._before_validation = self._now(), epoch.update_counts(self._trainer)
-        try:
-            return original()
-        finally:
-            self._before_validation = None
 
     # ---- returning to where a checkpoint was saved
 
@@ -431,14 +416,6 @@ class Position:
         states = [] if epoch.all_stateful(parts) else ended or epoch.loader_states(parts)
         new = [index for index, part in enumerate(parts) if epoch.keeps_iterator(part) and part._iterator is None]
         return {"at_iterator": self._random(), "loaders": states, "new_workers": new}
-
-    def _now(self) -> dict[str, Any]:
-        """Return the state, apart from the averages, that a validation may change."""
-        return {
-            "random": self._random(),
-            "validation": self._validation_loaders(),
-            "switched": self._switches.switched(),
-        }
 
     def _random(self) -> dict[str, Any]:
         return epoch.capture_generators(self._loaders())

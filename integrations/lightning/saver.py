@@ -28,11 +28,12 @@ from ..loop import (
 from .fitting import Fitting
 from .io import ResumePath
 from .position import Point, Position
-from .stopping import Copies, StateBeforeValidation, leave
+from .stopping import Copies, leave
 from .store import CallbackArguments, Published, RunStore
 from .trees import POSITION
 from .wall import (
     LoopHooks,
+    begin_validation,
     callbacks_of,
     can_stop_early,
     checkpoint_connector,
@@ -53,6 +54,9 @@ class FitSaver:
     It considers saves at two points only: after a training batch with everything that belongs to it (the module's own
     hook, the validation, the schedulers), unless gradients are still being accumulated, and after an epoch with
     everything that belongs to it. After the last batch of an epoch, it waits for the end of the epoch.
+
+    After a signal, it saves before a validation as well, which the resumed run begins with. A signal within a
+    validation ends the run at once: it resumes from the last step that was saved.
     """
 
     def __init__(
@@ -81,11 +85,11 @@ class FitSaver:
         self._fitting = Fitting(trainer, None if options.partial is None else Misfits(), self._hooks)
         self._hooks.place(self._fit.epoch_loop, "on_advance_end", self._after_batch)
         self._hooks.place(self._fit, "on_advance_end", self._after_epoch)
-        self._hooks.place(self._fit.epoch_loop.val_loop, "on_run_start", self._validation_starts)
+        self._hooks.place(self._fit.epoch_loop.val_loop, "run", self._validation)
         self._hooks.place(checkpoint_connector(trainer), "restore_loops", self._restore_loops)
         for finder, search in searches_of(trainer):
             self._hooks.place(finder, search, self._search)
-        self._before_validation = StateBeforeValidation(trainer)
+        self._validates = False  # whether a validation is under way, apart from the sanity check
         self._point: Point | None = None
         self._copies = Copies() if options.save_on_exception else None
         self._held: tuple[int, dict[str, Any]] | None = None
@@ -97,7 +101,6 @@ class FitSaver:
         self._resumed = False
         self._begun = False
         self._metrics: Mapping[str, Any] = {}  # those of the checkpoint that the run resumes from
-        self._has_waited = False
         self._is_pruned = False
         self._gradients = TensorVersions()  # of a module with manual optimization
         self._has_warned_of_gradients = False
@@ -225,7 +228,6 @@ class FitSaver:
     def _after_batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         original(fetcher)
         self._store.observer.reached("batch", self._trainer.global_step)
-        self._before_validation.drop()
         if not self._trainer.lightning_module.automatic_optimization:
             self._gradients.note({"module": self._trainer.lightning_module})
         step, stop = self._trainer.global_step, self._stop.after_batch()
@@ -251,36 +253,42 @@ class FitSaver:
             return
         self._consider(step, "epoch", stop=stop, ended=self._is_over())
 
-    def _validation_starts(self, original: Callable[[], None]) -> None:
-        if self._position.in_validation:
-            if self._trainer.global_step != self._saved and not is_accumulating(self._fit):
-                # A process that fails here would leave the others in the collectives of the validation.
-                with self._store.processes.together("the state before a validation"):
-                    self._before_validation.take(lambda: self._dump("validation"))
-                    self._hold(self._trainer.global_step, "validation")
-            self.during_validation()
-        original()
+    def _validation(self, original: Callable[[], Any]) -> Any:
+        if self._trainer.sanity_checking:
+            return original()
+        step = self._trainer.global_step
+        if self._is_unsaved(step) and not is_accumulating(self._fit):
+            begin_validation(self._fit)
+            self._hold(step, "validation")
+            if self._stop.in_validation():
+                self._save_and_leave(step, "validation")
+        self._validates = True
+        try:
+            return original()
+        finally:
+            self._validates = False
 
     def during_validation(self) -> None:
-        """Leave a validation if the process is to end, as time may run out; save the state from before it."""
-        if not self._position.in_validation or not self._stop.in_validation():
+        """Leave a validation if the process is to end; nothing can be saved within it.
+
+        Callbacks may have put an average in the place of the weights, and modules count, cache and switch their modes.
+        While gradients are being accumulated, the validation runs to its end, and the next update is saved.
+        """
+        if not self._validates or not self._stop.in_validation():
             return
-        step, before = self._trainer.global_step, self._before_validation
-        if step != self._saved:
+        step = self._trainer.global_step
+        if self._is_unsaved(step):
             if is_accumulating(self._fit):
                 return
-            # All processes are at this batch, and must decide alike.
-            if not self._trainer.strategy.reduce_boolean_decision(before.is_intact(), all=True):
-                if not self._has_waited:
-                    self._has_waited = True
-                    logger.warning(
-                        "asked to stop in a validation that changes the module or the optimizer: it runs to its end "
-                        "before step %d is saved",
-                        step,
-                    )
-                return
-            self._save_and_leave(step, "validation", before.checkpoint)
+            logger.warning(
+                "preempted in the validation after step %d, which is not saved: the run resumes from step %s",
+                step,
+                next(iter(self._recorded), 0),
+            )
         self._leave()
+
+    def _is_unsaved(self, step: int) -> bool:
+        return step != self._saved and step not in self._recorded
 
     def notice_metrics(self) -> None:
         """Observe metrics that may be new, and store those that were logged after their step was saved."""
@@ -340,12 +348,11 @@ class FitSaver:
         self._ledger.observe(step, self._trainer.callback_metrics)
         self._held = step, self._copies.of(self._dump(point))
 
-    def _save(self, step: int, point: Point, reason: str, checkpoint: dict[str, Any] | None = None) -> None:
+    def _save(self, step: int, point: Point, reason: str) -> None:
         self._ledger.observe(step, self._trainer.callback_metrics)
         metrics, strategy = self._ledger.of(step), self._trainer.strategy
         with self._trainer.profiler.profile("save_checkpoint"):
-            dump = lambda: checkpoint or self._dump(point)  # noqa: E731
-            self._store.save(step, dump, strategy, metrics=metrics, reason=reason)
+            self._store.save(step, partial(self._dump, point), strategy, metrics=metrics, reason=reason)
             strategy.barrier("CheckpointCallback")
         self._saved, self._recorded = step, {step: metrics}
         self._outdated.discard(step)
@@ -392,9 +399,9 @@ class FitSaver:
         lightnings = lightnings_attributes(parts)
         return {path: mark for path, mark in unsaved_attributes(parts).items() if path not in lightnings}
 
-    def _save_and_leave(self, step: int, point: Point, checkpoint: dict[str, Any] | None = None) -> NoReturn:
+    def _save_and_leave(self, step: int, point: Point) -> NoReturn:
         try:
-            self._save(step, point, "preempted", checkpoint)
+            self._save(step, point, "preempted")
         except SaveFailedError:
             # The save before this one failed. The process is about to end, so the log must report it.
             logger.exception("an earlier save failed; step %d is being saved", step)

@@ -400,6 +400,11 @@ def restart_in_validation(fit: Any) -> None:
     fit.epoch_loop._restarting = True
 
 
+def begin_validation(fit: Any) -> None:
+    """Set the counters of the validation that is to run to 0, as Lightning does a moment later."""
+    fit.epoch_loop.val_loop.batch_progress.reset_on_run()
+
+
 def end_restart(fit: Any) -> None:
     fit.epoch_loop._restarting = False
 

@@ -289,7 +289,7 @@ def _cases(whole: Program, loader: str, setup: str, number: int) -> Iterator[tup
         batch = (number + index) % 2
         yield (
             f"SIGTERM in the validation of step {step}",
-            interrupted(Interruption("signal in validation", step, batch)),
+            interrupted(Interruption("signal in validation", step, batch), every=1),  # what is not saved is lost
         )
     if validations:
         step = validations[number % len(validations)]
