@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError, shortened
-from ...engine.generators import capture, same_state
+from ...engine.generators import same_state
 from ...engine.loaders import check_stream
 from ..options import Reshard
 from . import epoch

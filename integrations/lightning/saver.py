@@ -17,12 +17,9 @@ from ...engine.sources import Misfits
 from ..loop import (
     PreemptionSignal,
     Stop,
-    TensorVersions,
-    UnsavedAttributes,
     announce,
     barrier_exit,
     unfinished_neighbour,
-    unsaved_attributes,
     warn_of_misfits,
 )
 from .fitting import Fitting
@@ -40,9 +37,7 @@ from .wall import (
     dump_checkpoint,
     has_done_all_batches,
     is_accumulating,
-    lightnings_attributes,
     searches_of,
-    silent_parts,
 )
 
 logger = logging.getLogger("holdfast")
@@ -102,12 +97,6 @@ class FitSaver:
         self._begun = False
         self._metrics: Mapping[str, Any] = {}  # those of the checkpoint that the run resumes from
         self._is_pruned = False
-        self._gradients = TensorVersions()  # of a module with manual optimization
-        self._has_warned_of_gradients = False
-        self._attributes = UnsavedAttributes(
-            "make tensors of the module buffers (register_buffer), and let on_save_checkpoint() and "
-            "on_load_checkpoint() of the module, or state_dict() and load_state_dict() of the callback, keep the rest"
-        )
 
     @property
     def has_started(self) -> bool:
@@ -122,9 +111,6 @@ class FitSaver:
         """Begin to watch; refuse a directory with checkpoints if the trainer has loaded none."""
         self._stop.begin()
         self._begun = True
-        if not self._trainer.lightning_module.automatic_optimization:
-            self._gradients.watch({"module": self._trainer.lightning_module})
-        self._attributes.begin(self._unsaved_attributes())
         self._position.begin()
         self._fitting.begin(self._options.hyperparameters)
         if self._resumed:
@@ -228,8 +214,6 @@ class FitSaver:
     def _after_batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         original(fetcher)
         self._store.observer.reached("batch", self._trainer.global_step)
-        if not self._trainer.lightning_module.automatic_optimization:
-            self._gradients.note({"module": self._trainer.lightning_module})
         step, stop = self._trainer.global_step, self._stop.after_batch()
         if step == self._seen and not stop:
             return
@@ -280,11 +264,12 @@ class FitSaver:
         if self._is_unsaved(step):
             if is_accumulating(self._fit):
                 return
-            logger.warning(
-                "preempted in the validation after step %d, which is not saved: the run resumes from step %s",
-                step,
-                next(iter(self._recorded), 0),
-            )
+            if self._held is None:  # Else it is saved as after an exception.
+                logger.warning(
+                    "preempted in the validation after step %d, which is not saved: the run resumes from step %s",
+                    step,
+                    next(iter(self._recorded), 0),
+                )
         self._leave()
 
     def _is_unsaved(self, step: int) -> bool:
@@ -363,8 +348,6 @@ class FitSaver:
         try:
             checkpoint = dump_checkpoint(self._trainer)
             self._warn_of_pruning(checkpoint)
-            self._warn_of_gradients()
-            self._attributes.warn(self._unsaved_attributes)
             return checkpoint
         finally:
             self._point = None
@@ -381,23 +364,6 @@ class FitSaver:
                 "without the masks until it prunes again, and does not end as a run without a stop would: %s",
                 shortened(pruned),
             )
-
-    def _warn_of_gradients(self) -> None:
-        """Warn once that a module with manual optimization carries gradients to the next batch."""
-        if not self._has_warned_of_gradients and (carried := self._gradients.gradients(certain=True)):
-            self._has_warned_of_gradients = True
-            logger.warning(
-                "step %d is saved without the gradients of %s, which no optimizer has used yet: no checkpoint of "
-                "Lightning has gradients, so that a run that resumes from one continues without them. Let the "
-                "optimizer use them in the batch that they are of",
-                self._trainer.global_step,
-                shortened(list(carried)),
-            )
-
-    def _unsaved_attributes(self) -> Mapping[str, Any]:
-        parts = silent_parts(self._trainer)
-        lightnings = lightnings_attributes(parts)
-        return {path: mark for path, mark in unsaved_attributes(parts).items() if path not in lightnings}
 
     def _save_and_leave(self, step: int, point: Point) -> NoReturn:
         try:

@@ -1,7 +1,7 @@
 """How a run ends after a signal.
 
-The handlers of signals replace those of Lightning. A run saves at its next point between two batches, or before the next
-validation; a validation is left at once.
+The handlers of signals replace those of Lightning. A run saves at its next point between two batches, or before the
+next validation; a validation is left at once.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import PREEMPTED, HoldfastError

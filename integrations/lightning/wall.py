@@ -11,7 +11,6 @@ the first callback is made.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import logging
@@ -20,7 +19,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ NAMES = {  # by the object of a trainer that has them
         *("_should_accumulate", "advance", "batch_progress", "on_advance_end", "on_run_start", "reset"),
     ),
     "fit_loop.epoch_loop.val_loop": (
-        *("_combined_loader", "_has_run", "_last_val_dl_reload_epoch", "batch_progress", "on_run_start", "run"),
+        *("_combined_loader", "_has_run", "_last_val_dl_reload_epoch", "batch_progress", "run"),
         "setup_data",
     ),
 }
@@ -66,7 +65,7 @@ _CONNECTOR = "trainer.connectors.checkpoint_connector"
 NAMES_IN_MODULES = {  # of the package, by the module; for attributes of a class, those that its constructor sets
     "core.saving": ("_load_state", "_pl_migrate_checkpoint"),
     "utilities.combined_loader": (
-        *("CombinedLoader.flattened", "CombinedLoader._iterator", "CombinedLoader._mode"),
+        *("CombinedLoader.flattened", "CombinedLoader._iterator"),
         *("_MaxSizeCycle._consumed", "_ModeIterator.iterators"),
     ),
     "trainer.connectors.signal_connector": ("_HandlersCompose",),
@@ -278,29 +277,6 @@ def kinds_of(thing: Any) -> set[str]:
 def callbacks_of(trainer: Any, *names: str) -> list[Any]:
     """Return the callbacks of a trainer whose class, or a base of it, has one of the names."""
     return [one for one in trainer.callbacks if not kinds_of(one).isdisjoint(names)]
-
-
-def silent_parts(trainer: Any) -> list[tuple[str, Any]]:
-    """Return by name the module and its parts, and the callbacks of the program, that save nothing of their own."""
-    module = trainer.lightning_module
-    parts = [("module", module)] if _is_silent(module) else [(f"module.{n}", one) for n, one in module.named_children()]
-    own = [one for one in trainer.callbacks if not type(one).__module__.startswith((*_PACKAGES, "holdfast."))]
-    return parts + [(type(one).__qualname__, one) for one in own if _is_silent(one)]
-
-
-def lightnings_attributes(parts: Iterable[tuple[str, Any]]) -> set[str]:
-    """Return by path the attributes that constructors of Lightning's classes set, which Lightning saves if it must."""
-    return {
-        f"{path}.{name}"
-        for path, part in parts
-        for kind in type(part).__mro__
-        if kind.__module__.startswith(_PACKAGES) and "__init__" in vars(kind)
-        for name in vars(kind)["__init__"].__code__.co_names
-    }
-
-
-def _is_silent(part: Any) -> bool:
-    return str(type(part).on_save_checkpoint.__module__).startswith(_PACKAGES)
 
 
 def checkpoint_connector(trainer: Any) -> Any:
