@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...engine.errors import OptionError, StateError
-from ...engine.generators import as_tree, capture, differing_parts, is_generator, listed_parts, restore, same_state
+from ...engine.generators import as_tree, capture, differing_parts, is_generator, listed_parts, restore
 from ...engine.loaders import is_torchdata_loader, nodes_of, position_of, set_position
 from ...engine.pytree import loaded
 from ...engine.stateful import (
@@ -85,16 +85,6 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended
             _load(loader, state)
 
 
-def misplaced(loaders: Sequence[Any], states: Sequence[Any], declared: Collection[int]) -> Iterator[tuple[int, Any]]:
-    """Generate the number and the state of each loader that is elsewhere than at its state of these.
-
-    Only loaders whose states are ``declared`` to be those of all processes are compared.
-    """
-    for index, (loader, state) in enumerate(zip(_stateful(loaders), states, strict=True)):
-        if index in declared and not same_state(now := _state(loader), state):
-            yield index, now
-
-
 def difference(one: Any, other: Any) -> str:
     """Return where two states differ, for messages."""
     return listed_parts(differing_parts(one, other))
@@ -158,11 +148,11 @@ def keeps_iterator(loader: Any) -> bool:
     return bool(getattr(loader, "persistent_workers", False)) and hasattr(loader, "_iterator")
 
 
-def drop_iterator(loader: Any) -> None:
-    """Let the next ``iter()`` of a loader that keeps its iterator start new workers."""
-    if keeps_iterator(loader) and loader._iterator is not None:
-        loader._iterator._shutdown_workers()
-        loader._iterator = None
+def start_workers(loaders: Sequence[Any], indices: Collection[int]) -> None:
+    """Start the workers of some loaders that keep them, as earlier epochs have done."""
+    for loader in [one for index, one in enumerate(loaders) if index in indices]:
+        if keeps_iterator(loader) and loader._iterator is None:
+            iter(loader)
 
 
 def marks(iterators: Sequence[Any]) -> list[tuple[Any, int]]:

@@ -189,6 +189,8 @@ class Position:
             check_stream(f"training data loader {index}", loader)
         self._ended = None  # These loaders are new.
         self._epoch = self._before_iterator()
+        if self._saved is not None and self._saved["point"] != "epoch" and not epoch.all_stateful(self._loaders()):
+            self._begin_again(self._saved)
 
     def _epoch_starts(self, original: Callable[[], None]) -> None:
         saved = self._saved
@@ -265,12 +267,20 @@ class Position:
             end_epoch(self._fit.epoch_progress)  # The run has ended within this epoch.
         self._restore_random(saved["random"])
 
+    def _begin_again(self, saved: dict[str, Any]) -> None:
+        """Take loaders to the start of an epoch whose batches are drawn again; Lightning makes their iterators next."""
+        parts, now = self._loaders(), self._fit.epoch_progress.current.processed
+        epoch.set_sampler_epoch(parts, now)
+        is_first = saved["reloaded_at_epoch"] == now  # of these loaders
+        epoch.load_loader_states(parts, saved.get("epoch", saved)["loaders"], ended=not is_first)
+        epoch.start_workers(parts, set(range(len(parts))).difference(saved["epoch"].get("new_workers", ())))
+        self._restore_random(saved["epoch"]["at_iterator"])
+
     def _find_batch(self, saved: dict[str, Any], fetcher: Any) -> None:
         parts = self._loaders()
         self._rescale(saved)
         self._epoch = started = saved.get("epoch", {})
         self._set_up_epoch()
-        epoch.set_sampler_epoch(parts, self._fit.epoch_progress.current.processed)
         if epoch.all_stateful(parts):
             is_over = saved["point"] == "validation" and has_done_all_batches(self._fit)
             epoch.load_loader_states(parts, saved["loaders"], ended=is_over)
@@ -282,13 +292,7 @@ class Position:
             epoch.begin_within(fetcher, saved.get("ahead"), ended)
             self._before_batch = saved["loaders"], ended
             return
-        for index in started.get("new_workers", ()):
-            epoch.drop_iterator(parts[index])
         logger.info("drawing %d batches again to find the position in the epoch", saved["consumed"])
-        is_first = saved["reloaded_at_epoch"] == self._fit.epoch_progress.current.processed  # of these loaders
-        epoch.load_loader_states(parts, started["loaders"], ended=not is_first)
-        self._restore_random(started["at_iterator"])
-        iter(fetcher)
         self._restore_random(started["at_first_batch"])
         restarts = started.get("restarts", {})
 
@@ -404,9 +408,7 @@ class Position:
             self._trainer.training = True
         set_reloaded_at_epoch(loop, saved["reloaded_at_epoch"])
         parts = loaders_of(loop)
-        for index in saved["kept"]:
-            if index < len(parts) and epoch.keeps_iterator(parts[index]) and parts[index]._iterator is None:
-                iter(parts[index])
+        epoch.start_workers(parts, saved["kept"])
         if not self._is_new:
             epoch.restore_loader_generators(saved["generators"], parts)
 
@@ -464,11 +466,14 @@ def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
 
 def check_same_place(saved: dict[str, Any], loaders: Sequence[Any]) -> None:
     """Raise StateError where the batches drawn again took a loader with a position of all processes elsewhere."""
-    for index, state in epoch.misplaced(loaders, saved["loaders"], saved.get("replicated", ())):
+    declared = saved.get("replicated", ())
+    for index, (state, before) in enumerate(zip(epoch.loader_states(loaders), saved["loaders"], strict=True)):
+        if index not in declared or same_state(state, before):
+            continue
         raise StateError(
             f"the {saved['consumed']} batches of the epoch, drawn again, end at {state!r:.80} for the data "
-            f"loader of loaders/{index}, which was at {saved['loaders'][index]!r:.80} "
-            f"(different: {epoch.difference(state, saved['loaders'][index])}). Leave out of its state what differs "
+            f"loader of loaders/{index}, which was at {before!r:.80} "
+            f"(different: {epoch.difference(state, before)}). Leave out of its state what differs "
             "without a batch, such as a time, and let load_state_dict bring back the rest. If another number of "
             "processes continues, change the batch sizes of the loaders beside it, so that all processes together "
             "take as many samples as before"
