@@ -339,12 +339,14 @@ class Position:
 
     def _warn_of_unknown(self, saved: dict[str, Any]) -> None:
         """Warn of what a step of an earlier version holds, and a resume no longer restores."""
-        random = saved["random"]
-        known = epoch.loader_generators(self._loaders()).keys()
+        random, measured = saved["random"], saved.get("validation", {}).get("generators", {})
+        generators = random.get("loaders", {}).keys() - epoch.loader_generators(self._loaders()).keys()
+        others = measured.keys() - epoch.loader_generators(loaders_of(self._fit.epoch_loop.val_loop)).keys()
         ended = any(saved.get("ended", ())) and not have_ended(self.fetcher.combined_loader)
         unknown = {
             "attributes of data loaders": sorted(random.get("attributes", ())),
-            "generators of data loaders": sorted(random.get("loaders", {}).keys() - known),
+            "generators of data loaders": sorted(generators),
+            "generators of data loaders of the validation": sorted(others),
             "data loaders that have ended": ["their iterators"] if ended else [],
             "results of searches": sorted(saved.get("found", ())),
         }
