@@ -18,7 +18,9 @@ from ...engine.storage import Place
 from ..loop import (
     AgreedStop,
     PreemptionSignal,
+    Proof,
     Stop,
+    Witness,
     announce,
     barrier_exit,
     check_resume,
@@ -234,6 +236,7 @@ class CheckpointCallback(ResumingCallback):
         self._signals: Signals | None = None
         self._evaluation: Stop | None = None
         self._saver: FitSaver | None = None
+        self._witness: Witness | None = None
         self._has_weights = False
         self._decides = False  # whether the trainer was given no path, so that the directory decides
         follow_choices(CheckpointCallback)
@@ -250,6 +253,11 @@ class CheckpointCallback(ResumingCallback):
         A checkpoint saved by several processes has two items: ``state``, and ``process`` with the position of each.
         """
         return self._store.manager
+
+    @property
+    def proof(self) -> Proof:
+        """What the comparison of a resumed ``fit`` with the steps before the stop has shown so far."""
+        return Proof() if self._witness is None else self._witness.proof
 
     @property
     def preempted(self) -> bool:
@@ -324,7 +332,7 @@ class CheckpointCallback(ResumingCallback):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy of this callback for the same directory, which has not begun."""
         anew = {"_preemption": PreemptionSignal(self._options.preemption_signals())}
-        return {**vars(self), "_signals": None, "_evaluation": None, "_saver": None, **anew}
+        return {**vars(self), "_signals": None, "_evaluation": None, "_saver": None, "_witness": None, **anew}
 
     # ---- hooks of the trainer
 
@@ -378,6 +386,7 @@ class CheckpointCallback(ResumingCallback):
         self._saver = FitSaver(
             trainer, self._store, self._options, self._preemption, stop, callback=self, published=self._published
         )
+        self._witness = self._saver.witness
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the position in the data and the random generators to a checkpoint."""
@@ -398,6 +407,11 @@ class CheckpointCallback(ResumingCallback):
         """Begin to save."""
         if self._saver is not None:
             self._saver.begin()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Note the batch, which a resume compares."""
+        if self._saver is not None:
+            self._saver.begin_batch(batch)
 
     def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Leave a validation after a preemption, as the time may run out."""

@@ -60,8 +60,11 @@ class Position:
     repeats the first two with the saved generator states, and draws the earlier batches again.
     """
 
-    def __init__(self, trainer: Any, hooks: LoopHooks, replicated: Collection[str] = ()) -> None:
+    def __init__(
+        self, trainer: Any, hooks: LoopHooks, restored: Callable[[], None], replicated: Collection[str] = ()
+    ) -> None:
         self._trainer = trainer
+        self._restored = restored  # called when everything is as it was at the save
         self._fit = trainer.fit_loop
         self.fetcher: Any = None  # the data fetcher of the present epoch
         self._epoch: dict[str, Any] = {}
@@ -255,6 +258,7 @@ class Position:
         self._ended = saved["loaders"]
         epoch.load_loader_states(self._loaders(), self._ended, ended=True)
         self._restore_random(saved["random"])
+        self._restored()
 
     def _go_to_end(self, saved: dict[str, Any]) -> None:
         parts = self._loaders()
@@ -325,6 +329,7 @@ class Position:
             restart_in_validation(self._fit)
             self._skip_batch = True
         self._restore_random(saved["random"])
+        self._restored()
 
     def _warn_of_lasting_workers(self, saved: dict[str, Any]) -> None:
         parts = self._loaders()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import weakref
@@ -14,14 +15,20 @@ import torch
 from ...engine.errors import SaveFailedError, StateError, shortened
 from ...engine.manager import event_scalars, guarded, note_resume
 from ...engine.sources import Misfits
+from ...engine.witness import Seen
 from ..loop import (
+    AfterSignal,
+    Durations,
     PreemptionSignal,
     Stop,
+    Witness,
     announce,
     barrier_exit,
+    steps_after_signal,
     unfinished_neighbour,
     warn_of_misfits,
 )
+from .epoch import capture_generators
 from .fitting import Fitting
 from .io import ResumePath
 from .position import Point, Position
@@ -37,10 +44,13 @@ from .wall import (
     dump_checkpoint,
     has_done_all_batches,
     is_accumulating,
+    loaders_of,
     searches_of,
 )
 
 logger = logging.getLogger("holdfast")
+
+_NOTHING: Any = object()
 
 
 class FitSaver:
@@ -76,7 +86,7 @@ class FitSaver:
         self._ledger = MetricsLedger()
         # The tuner takes all callbacks away for its trials in the same loops.
         self._hooks = LoopHooks(lambda: any(one is callback for one in trainer.callbacks))
-        self._position = Position(trainer, self._hooks, options.replicated)
+        self._position = Position(trainer, self._hooks, self._compare_restored, options.replicated)
         self._fitting = Fitting(trainer, None if options.partial is None else Misfits(), self._hooks)
         self._hooks.place(self._fit.epoch_loop, "on_advance_end", self._after_batch)
         self._hooks.place(self._fit, "on_advance_end", self._after_epoch)
@@ -97,6 +107,10 @@ class FitSaver:
         self._begun = False
         self._metrics: Mapping[str, Any] = {}  # those of the checkpoint that the run resumes from
         self._is_pruned = False
+        self.witness = Witness(store.manager, enabled=options.witness, on_inexact=options.on_inexact)
+        self._batch: Any = _NOTHING  # the batch that is under way, for the witness
+        self._durations = Durations()
+        self._after_signal: AfterSignal | None = None  # the batches that follow the save of a preemption
 
     @property
     def has_started(self) -> bool:
@@ -123,6 +137,7 @@ class FitSaver:
             )
         directory = self._store.directory
         self._say("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
+        self.witness.begin(self._shown())
 
     def finish(self) -> None:
         """Announce that there was nothing left to do, if so, and give the trainer the metrics of the run's end."""
@@ -138,6 +153,7 @@ class FitSaver:
 
     def detach(self, *, orderly: bool) -> None:
         """Stop watching; ``orderly`` is False when training ends with an exception."""
+        self.witness.close()
         self._hooks.remove()
         self._stop.end(orderly=orderly)
 
@@ -209,11 +225,55 @@ class FitSaver:
             type(getattr(original, "__self__", None)).__name__,
         )
 
+    # ---- what the witness sees
+
+    def begin_batch(self, batch: Any) -> None:
+        """Note the batch of a step that begins, if the witness compares it."""
+        self._durations.note()
+        self._batch = batch if self.witness.watches else _NOTHING
+
+    def _shown(self, batch: Any = None) -> Seen:
+        trainer, loaders = self._trainer, loaders_of(self._fit)
+        generators = capture_generators(loaders)
+        own = {f"loader {name}": state for name, state in generators.pop("loaders").items()}
+        counters = {"batch": self._fit.epoch_loop.batch_idx, "epoch": trainer.current_epoch}
+        return Seen(
+            step=trainer.global_step,
+            root={"module": trainer.lightning_module, "optimizers": [*trainer.optimizers]},
+            objects={"loaders": loaders},
+            generators={**generators, **own},
+            batch=batch,
+            metrics=dict(trainer.callback_metrics),
+            counters={**counters, "step": trainer.global_step},
+        )
+
+    def _compare_restored(self) -> None:
+        path, directory = str(self._trainer.ckpt_path), str(self._store.directory)
+        why = ""
+        if not path.startswith(directory):
+            why = f"the run resumed from {path}"
+        elif self._options.resume == "best" or type(self._options.resume) is int:
+            why = f"resume={self._options.resume!r} chose the step"
+        elif self._options.hyperparameters == "program":
+            why = "hyperparameters='program' takes those of the program"
+        elif str(self._fitting.misfits or ""):
+            why = "partial='initialize' has initialized what the checkpoint lacks"
+        self.witness.resume(self._trainer.global_step, self._shown(), why)
+
     # ---- the points at which the state is consistent
 
     def _after_batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         original(fetcher)
         self._store.observer.reached("batch", self._trainer.global_step)
+        batch, self._batch = self._batch, _NOTHING
+        if batch is not _NOTHING:
+            self.witness.note(lambda: self._shown(batch), self._trainer.current_epoch)
+        if self._after_signal is not None:
+            after = self._after_signal.after(self._durations.longest, again=self._preemption.again)
+            self._after_signal = after
+            if after.left == 0 or self._fit.epoch_loop.done or has_done_all_batches(self._fit):
+                self._leave()
+            return
         step, stop = self._trainer.global_step, self._stop.after_batch()
         if step == self._seen and not stop:
             return
@@ -226,6 +286,8 @@ class FitSaver:
         self._consider(step, "batch", stop=stop, ended=loop.done)
 
     def _after_epoch(self, original: Callable[[], None]) -> None:
+        if self._after_signal is not None:  # The trainer was asked to stop.
+            self._leave()
         original()
         step, stop = self._trainer.global_step, self._stop.after_batch()
         self._seen = step
@@ -240,12 +302,14 @@ class FitSaver:
     def _validation(self, original: Callable[[], Any]) -> Any:
         if self._trainer.sanity_checking:
             return original()
+        if self._after_signal is not None:
+            self._leave()
         step = self._trainer.global_step
         if self._is_unsaved(step) and not is_accumulating(self._fit):
             begin_validation(self._fit)
             self._hold(step, "validation")
             if self._stop.in_validation():
-                self._save_and_leave(step, "validation")
+                self._save_at_signal(step, "validation")
         self._validates = True
         try:
             return original()
@@ -291,7 +355,8 @@ class FitSaver:
     def _consider(self, step: int, point: Point, *, stop: bool, ended: bool) -> None:
         self.announce()
         if stop:
-            self._save_and_leave(step, point)
+            self._save_at_signal(step, point)
+            return
         metrics, reports = None, self._new_metrics
         if reports:
             self._ledger.observe(step, self._trainer.callback_metrics)
@@ -316,7 +381,7 @@ class FitSaver:
     def save_after(self, exception: BaseException) -> None:
         """Save the last point between two batches, if it is not saved: the present state may be half an update."""
         held, self._held = self._held, None
-        if held is None or held[0] == self._saved:
+        if held is None or held[0] == self._saved or self.witness.refuses:
             return
         step, checkpoint = held
         name = type(exception).__name__
@@ -336,6 +401,7 @@ class FitSaver:
     def _save(self, step: int, point: Point, reason: str) -> None:
         self._ledger.observe(step, self._trainer.callback_metrics)
         metrics, strategy = self._ledger.of(step), self._trainer.strategy
+        self.witness.save(step, self._shown)
         with self._trainer.profiler.profile("save_checkpoint"):
             self._store.save(step, partial(self._dump, point), strategy, metrics=metrics, reason=reason)
             strategy.barrier("CheckpointCallback")
@@ -365,21 +431,45 @@ class FitSaver:
                 shortened(pruned),
             )
 
-    def _save_and_leave(self, step: int, point: Point) -> NoReturn:
+    def _save_at_signal(self, step: int, point: Point) -> None:
+        """Save a step, and leave, at once or after some batches that are only recorded."""
         try:
             self._save(step, point, "preempted")
         except SaveFailedError:
             # The save before this one failed. The process is about to end, so the log must report it.
             logger.exception("an earlier save failed; step %d is being saved", step)
-        self._leave()
+        loop, most = self._fit.epoch_loop, self._options.witness_steps_after_signal if self._options.witness else 0
+        left = self._fit.max_batches - loop.batch_idx - 1
+        if point != "batch" or loop.done or not most:
+            self._leave()
+        self._finish_saves()
+        after = steps_after_signal(
+            most,
+            self._durations.longest,
+            self._preemption,
+            self._options.grace_secs,
+            None if math.isinf(left) else int(left),
+        )
+        processes = self._store.processes
+        count = processes.decide("the batches after the signal", lambda: after.left)
+        if not count:
+            self._leave()
+        self._durations.restart()
+        self._after_signal = dataclasses.replace(after, left=count, alone=processes.alone)
+        text = "preempted: step %d is saved in %s; stopping after %d more batches, which the resume is compared with"
+        self._say(text, step, self._store.directory, count)
+
+    def _finish_saves(self) -> None:
+        self._store.manager.wait_until_finished()
+        self._store.manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
 
     def _leave(self) -> NoReturn:
         try:
-            self._store.manager.wait_until_finished()
-            self._store.manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
+            self._finish_saves()
         finally:
             barrier_exit(self._store.processes)
-        self._say("preempted: stopping after step %d in %s", self._trainer.global_step, self._store.directory)
+        step = self._trainer.global_step if self._after_signal is None else self._saved
+        self._say("preempted: stopping after step %d in %s", step, self._store.directory)
         leave(self._trainer, self._preemption)
 
     def _say(self, text: str, *args: object) -> None:
