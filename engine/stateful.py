@@ -14,12 +14,9 @@ have defined already: nothing is imported, and no constructor is called.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import inspect
 import io
-import itertools
 import logging
 import operator
 import sys
@@ -40,7 +37,6 @@ from .generators import (
     listed_parts,
     same_state,
     set_generator_state,
-    unchanged,
     unsteady_parts,
 )
 from .loaders import (
@@ -152,12 +148,8 @@ def restore_state(thing: object, state: Any) -> Any:
         set_position(thing, decoded, methods[1])
         if isinstance(thing, LoaderPosition):
             thing.begin()
-        elif is_stream(thing):
-            if nodes_of(thing):
-                warn_of_samplers(thing)
-            # Some begin an epoch when their state is requested; others may have none before they begin.
-            with contextlib.suppress(Exception):
-                warn_of_lost_parts(thing, decode_state(state), methods[0])
+        elif nodes_of(thing):
+            warn_of_samplers(thing)
         return thing
     if _writes_files(thing):
         _restore_files(thing, state)
@@ -387,24 +379,10 @@ def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
 
 
 def warn_of_samplers(loader: Any) -> None:
-    """Warn of a sampler whose order may be another one after a resume in the middle of an epoch.
-
-    This draws from samplers that have a state, to which the resume then returns.
-    """
+    """Warn of a sampler without a state, whose order may be another one after a resume in the middle of an epoch."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     is_torchs = type(batch_sampler).__module__.startswith(("torch.", "torchdata."))
-    own = not nodes_of(loader) and not type(batch_sampler).__module__.startswith("torchdata.")
     for sampler in [*samplers_of(loader), *([] if is_torchs else [batch_sampler])]:
-        if not own and _methods(sampler) == _METHODS[1] and _is_lost(sampler):
-            _logger.warning(
-                "the state of the %s of a %s does not change with an index that it gives: a resume within an epoch "
-                "begins the order of an epoch anew. Let state_dict count the indices, and the iterator after "
-                "load_state_dict continue behind them; or leave both methods out, if the order depends on set_epoch "
-                "alone",
-                type(sampler).__qualname__,
-                type(loader).__qualname__,
-            )
-            return
         kinds = {kind.__name__ for kind in type(sampler).__mro__}
         is_known = type(sampler).__module__.startswith("torchdata.") and is_torchdata_loader(loader)
         if not (sampler is None or is_known or kinds & set(_KNOWN_ORDER) or _methods(sampler)):
@@ -415,16 +393,6 @@ def warn_of_samplers(loader: Any) -> None:
                 type(loader).__qualname__,
             )
             return
-
-
-def _is_lost(sampler: Any) -> bool:
-    """Return whether the state of a sampler does not tell its place, although its iterators have no states either."""
-    with unchanged():
-        state = copy.deepcopy(sampler.state_dict())
-        indices = iter(sampler)
-        states = [copy.deepcopy(sampler.state_dict()) for _ in itertools.islice(indices, 2)]
-        sampler.load_state_dict(state)
-    return len(states) == 2 and same_state(*states) and not hasattr(indices, "state_dict")
 
 
 def warn_of_lost_parts(thing: Any, saved: Any, getter: str) -> None:
