@@ -302,10 +302,10 @@ def _with_generators(loader: Any, state: Any) -> Any:
     return {_OWN_STATE: state, _GENERATORS: {name: state_of(one) for name, one in generators.items()}}
 
 
-def restore_loader(loader: Any, state: Any, *, begins: bool = True) -> int | None:
+def restore_loader(loader: Any, state: Any) -> int | None:
     """Restore the position of a loader of torchdata; return the number of batches of its epoch if it had given all.
 
-    The next loop over such a loader begins a new epoch; without ``begins``, it has no batch left, as at the save.
+    The next loop over such a loader begins a new epoch.
     """
     own, generators = state, {}
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions had no generators
@@ -316,7 +316,7 @@ def restore_loader(loader: Any, state: Any, *, begins: bool = True) -> int | Non
     set_position(loader, decoded)
     loader.state_dict()  # this begins the epoch
     given, ended = 0 if decoded.get("_iterator_finished") else _yielded(decoded), None
-    if begins and given and _length(loader) in (given, None):
+    if given and _length(loader) in (given, None):
         nothing = object()
         if next(iter(loader), nothing) is nothing:  # the end of an iterable dataset shows in its next batch
             ended = given

@@ -42,7 +42,6 @@ from .extras import (
     is_own,
     restore_extras,
     templates_of,
-    warn_of_schedules,
 )
 from .initial import Hyperparameters, InitialState
 from .objects import environments, set_gradients
@@ -195,13 +194,12 @@ def restore(
         return None
     step = restored.step
     values: dict[str, Any] = {}
-    begun: dict[str, int] = {}
     saved: dict[str, Any] = {}
     if has_extras:
         saved, fresh = _saved_extras(manager, restored, extras, options)
         if GLOBAL_GENERATORS not in fresh:
             extras = _without_unsaved_generators(extras, saved, step)
-        values, begun = _restore_extras(manager, adapter, step, template, extras, saved, fresh)
+        values = _restore_extras(manager, adapter, step, extras, saved, fresh)
     state = adapter.from_tree(template, restored.items[STATE])
     if gradients := saved.get(GRADIENTS):
         _restore_gradients(state, values, gradients)
@@ -214,7 +212,6 @@ def restore(
     if chosen is not None:
         note_resume(manager, chosen)  # This warns of the later steps.
     warn_of_misfits(adapter.misfits, f"step {step}", STATE)
-    warn_of_schedules(step, {STATE: state, **values}, begun)
     return Resumed(step, state, values)
 
 
@@ -340,11 +337,10 @@ def _restore_extras(
     manager: CheckpointManager,
     adapter: StateAdapter,
     step: int,
-    template: Any,
     extras: Mapping[str, Any],
     saved: dict[str, Any],
     fresh: Collection[str],
-) -> tuple[dict[str, Any], dict[str, int]]:
+) -> dict[str, Any]:
     """Restore the extras: those with templates are read again with these, the others as they were saved."""
     kept = {name: extras[name] for name in fresh}
     if adapter.misfits is not None:
@@ -360,5 +356,4 @@ def _restore_extras(
             step, {"extras": templates}, restore_kwargs={"extras": {"select": patterns, "as_saved": True}}
         )
         saved = {**saved, **typed["extras"]}
-    values, begun = restore_extras(step, template, extras, saved)
-    return {**values, **kept}, begun
+    return {**restore_extras(extras, saved), **kept}

@@ -823,93 +823,29 @@ def test_a_loop_over_epochs_is_stopped_at_the_end_of_one_and_elsewhere(
         assert "data= had come to the end of an epoch: the next loop over it begins a new one" in caplog.text
 
 
-def loop_with_a_counter(
-    directory: Path, first: int, counted: bool, options: dict[str, Any], stop: int = 0
-) -> list[Any]:
-    """Three epochs whose number is an extra, beside their limit: the present one, or counted up with the last batch."""
+def loop_with_a_counter(directory: Path, first: int, stop: int = 0) -> list[Any]:
+    """Three epochs whose number is an extra, which the loop counts up with the last batch."""
     torch.manual_seed(0)
-    loader, taken, step = stateful_loader(**options), [], 0
+    loader, taken, step = stateful_loader(shuffle=True), [], 0
     with CheckpointCallback(directory, save_interval_steps=1 if stop in (0, 3) else stop) as checkpoint:
-        state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader, max_epochs=3, epoch=first)
+        state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader, epoch=first)
         for epoch in range(checkpoint.extras["epoch"], first + 3):
             for batch in loader:
                 taken.append((batch + torch.rand(())).tolist())
                 step += 1
-                done = counted and step % 4 == 0
-                checkpoint.on_step(step, state, data=loader, max_epochs=3, epoch=epoch + done)
+                checkpoint.on_step(step, state, data=loader, epoch=epoch + (step % 4 == 0))
                 if step == stop:
                     return taken
     return taken
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("options", [{"shuffle": True}, {"dataset": Stream}], ids=str)
 @pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("counted", [False, True])
-def test_a_counter_of_epochs_of_the_program(
-    first: int, counted: bool, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    whole = loop_with_a_counter(tmp_path / "whole", first, counted, options)
+def test_a_counter_of_epochs_counts_one_with_its_last_batch(first: int, tmp_path: Path) -> None:
+    whole = loop_with_a_counter(tmp_path / "whole", first)
     for stop in (3, 4, 8):
-        begun = loop_with_a_counter(tmp_path / f"{stop}", first, counted, options, stop)
-        assert begun + loop_with_a_counter(tmp_path / f"{stop}", first, counted, options) == whole, stop
-    assert "an epoch too many" not in caplog.text
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("place", ["state", "extra"])
-@pytest.mark.parametrize("is_stepped_after", [False, True])
-def test_a_schedule_that_lacks_the_last_epoch_is_told(
-    place: str, is_stepped_after: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for stop in (4, 6):
-        model = torch.nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-        extras: dict[str, Any] = {}
-        (state if place == "state" else extras)["schedule"] = schedule
-        loader = stateful_loader()
-        caplog.clear()
-        with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
-            _, step = checkpoint.restore_or_initialize(state, data=loader, **extras)
-            told = [one.getMessage() for one in caplog.records if "stays one epoch behind" in one.getMessage()]
-            assert len(told) == (is_stepped_after and step > 0)
-            assert all(f"schedule has counted {step // 4 - 1} epochs, and data= had given" in one for one in told)
-            for _ in range(step // 4, 3):
-                for batch in loader:
-                    optimizer.zero_grad()
-                    model(batch.view(-1, 1).float()).sum().backward()
-                    optimizer.step()
-                    step += 1
-                    if step % 4 == 0 and not is_stepped_after:
-                        schedule.step()
-                    checkpoint.on_step(step, state, data=loader, **extras)
-                    if step == stop:
-                        break
-                if step == stop:
-                    break
-                if is_stepped_after:
-                    schedule.step()
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize(("state", "extras"), [({"w": 0}, {"epoch": 0}), ({"w": 0, "epoch": 0}, {})], ids=str)
-def test_a_counter_that_cannot_be_compared_with_the_steps_is_told(
-    state: Any, extras: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    loader = stateful_loader()
-    with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
-        checkpoint.restore_or_initialize(state, data=loader, **extras)
-        for number, _ in enumerate(loader):
-            if number % 2:  # a step for two batches
-                checkpoint.on_step(number // 2 + 1, state, data=loader, **extras)
-                if number == 3:
-                    break
-    with CheckpointCallback(tmp_path) as checkpoint:
-        checkpoint.restore_or_initialize(state, data=stateful_loader(), **extras)
-    said = "epoch= must have" if extras else "epoch of the state must have"
-    assert f"{said} counted that one before on_step of its last batch" in caplog.text
+        begun = loop_with_a_counter(tmp_path / f"{stop}", first, stop)
+        assert begun + loop_with_a_counter(tmp_path / f"{stop}", first) == whole, stop
 
 
 class CountsEpochs(OwnOrder):
