@@ -18,7 +18,6 @@ import dataclasses
 import inspect
 import io
 import logging
-import operator
 import sys
 from collections import deque
 from collections.abc import Mapping
@@ -44,7 +43,6 @@ from .loaders import (
     generators_of,
     is_torchdata_loader,
     nodes_of,
-    parts_of,
     position_of,
     samplers_of,
     set_position,
@@ -293,6 +291,7 @@ def _restore_files(thing: Any, state: Any) -> None:
 # ---- torchdata's StatefulDataLoader
 
 _OWN_STATE, _GENERATORS = "holdfast.loader", "holdfast.generators"
+_FINISHED = "_iterator_finished"  # in the state of a loader: its next iterator begins an epoch
 _KNOWN_ORDER = ("SequentialSampler", "DistributedSampler", "_InfiniteConstantSampler")  # samplers that need no state
 
 
@@ -302,54 +301,33 @@ def _with_generators(loader: Any, state: Any) -> Any:
     return {_OWN_STATE: state, _GENERATORS: {name: state_of(one) for name, one in generators.items()}}
 
 
-def restore_loader(loader: Any, state: Any) -> int | None:
-    """Restore the position of a loader of torchdata; return the number of batches of its epoch if it had given all.
+def restore_loader(loader: Any, state: Any) -> str:
+    """Restore the position of a loader of torchdata, and return what users have to know of the next loop over it.
 
-    The next loop over such a loader begins a new epoch.
+    If the loader had given all batches of its epoch, the next loop begins a new one. Whether an iterable dataset had
+    ended is unknown until the program requests its next batch: if it had, the next loop yields nothing.
     """
     own, generators = state, {}
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions had no generators
         own, generators = state[_OWN_STATE], state[_GENERATORS]
     decoded = decode_state(own)
-    set_by_parts = _set_by_parts(loader, generators)
     warn_of_lost_draws(loader, decoded)
-    set_position(loader, decoded)
-    loader.state_dict()  # this begins the epoch
-    given, ended = 0 if decoded.get("_iterator_finished") else _yielded(decoded), None
-    if given and _length(loader) in (given, None):
-        nothing = object()
-        if next(iter(loader), nothing) is nothing:  # the end of an iterable dataset shows in its next batch
-            ended = given
-        else:
-            set_position(loader, decoded)
-            loader.state_dict()
+    given, length = 0 if decoded[_FINISHED] else _yielded(decoded), _length(loader)
+    ended = given == length != 0
+    set_position(loader, {**decoded, _FINISHED: True} if ended else decoded)
+    loader.state_dict()  # The loader draws a seed for its iterator, before the generators are restored.
+    if ended and type(loader.sampler).__name__ == "StatefulDistributedSampler":
+        loader.sampler.load_state_dict({"yielded": 0})  # Otherwise the new epoch would begin where the old one ended.
+    # A sampler with a state sets its generator itself, perhaps to draw its order again.
+    samplers_set_theirs = any(map(_methods, samplers_of(loader)))
     for name, generator in generators_of(loader).items():
-        if name in generators and name not in set_by_parts:
+        if name in generators and not (samplers_set_theirs and "sampler." in name):
             restore_state(generator, generators[name])
-    return ended
-
-
-def _set_by_parts(loader: Any, states: Mapping[str, Any]) -> set[str]:
-    """Return the names of the generators that a sampler or dataset sets from a state of its own, to draw again."""
-    found = set()
-    for name, generator in generators_of(loader).items():
-        place = max((one for one in parts_of(loader) if name.startswith(f"{one}.")), key=len)
-        is_part = place != "loader" and not (place == "dataset" and loader.num_workers)  # workers have copies of it
-        part = operator.attrgetter(place)(loader) if is_part else None
-        if name in states and _methods(part) == _METHODS[1] and _sets(part, generator, states[name]):
-            found.add(name)
-    return found
-
-
-def _sets(part: Any, generator: Any, state: Any) -> bool:
-    """Return whether a part of a loader sets a generator, which has a saved state, as it loads a state of its own."""
-    before, own = generator_state(generator), part.state_dict()
-    restore_state(generator, state)
-    saved = generator_state(generator)
-    part.load_state_dict(own)
-    is_set = not same_state(saved, generator_state(generator))
-    set_generator_state(generator, before)
-    return is_set
+    if ended:
+        return "had come to the end of an epoch: the next loop over it begins a new one"
+    if given and length is None:
+        return "reads an iterable dataset: if it had given its last batch, the next loop over it yields nothing"
+    return ""
 
 
 def _yielded(state: Mapping[str, Any]) -> int:
@@ -361,7 +339,8 @@ def _yielded(state: Mapping[str, Any]) -> int:
 
 def _length(loader: Any) -> int | None:
     """Return the number of batches of an epoch, or None for an iterable dataset, which can only guess it."""
-    if type(getattr(loader, "sampler", None)).__name__ == "_InfiniteConstantSampler":
+    torch: Any = loaded("torch")
+    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return None
     try:
         return len(loader)
@@ -371,7 +350,7 @@ def _length(loader: Any) -> int | None:
 
 def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
     """Warn of random numbers that will differ when a loader of torchdata continues in the middle of an epoch."""
-    ended = state.get("_iterator_finished") or _yielded(state) in (0, _length(loader))
+    ended = state[_FINISHED] or _yielded(state) in (0, _length(loader))
     if loader.num_workers and (not ended or loader.persistent_workers):
         warn_of_new_workers(loader)
     if not ended:

@@ -98,9 +98,8 @@ def restore_extras(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[
             values[name] = from_tree(extra, saved[name])
         elif is_torchdata_loader(extra):
             values[name] = extra
-            if restore_loader(extra, saved[name]) is not None:
-                text = "%s= had come to the end of an epoch: the next loop over it begins a new one"
-                announce(text, name, shown=shown)
+            if note := restore_loader(extra, saved[name]):
+                announce("%s= %s", name, note, shown=shown)
         elif is_stateful(extra) or is_plain(extra):
             values[name] = restore_state(extra, saved[name])
             if has_none_left(extra):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -768,6 +769,9 @@ def stateful_loader(dataset: Any = Samples, **options: Any) -> Any:
     kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     if callable(batches := options.get("batch_sampler")):
         return kind(dataset(), batch_sampler=batches())
+    if options.pop("of_several_processes", False):
+        samplers = importlib.import_module("torchdata.stateful_dataloader.sampler")
+        options["sampler"] = samplers.StatefulDistributedSampler(Samples(), num_replicas=1, rank=0)
     if callable(sampler := options.get("sampler")):
         options["sampler"] = sampler()
     if options.get("generator"):
@@ -778,18 +782,20 @@ def stateful_loader(dataset: Any = Samples, **options: Any) -> Any:
 def loop_over_epochs(directory: Path, stop: int = 0, **options: Any) -> list[Any]:
     """Three epochs of four steps, as most loops of torch are written; the batches of this process.
 
-    A run that stops saves that step alone, but for step 6, and others all steps: neither may change what follows.
+    Loops over streams go by steps: where a stream had ended, the first loop over it yields nothing. A run that stops
+    saves that step alone, but for step 6, and others all steps: neither may change what follows.
     """
     torch.manual_seed(0)
     loader, taken, step = stateful_loader(**options), [], 0
     with CheckpointCallback(directory, save_interval_steps=1 if stop in (0, 6) else stop) as checkpoint:
         state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader)
-        for _ in range(step // 4, 3):
+        is_stream = issubclass(options.get("dataset", Samples), Stream)
+        for _ in range(step // 4, 4 if is_stream else 3):
             for batch in loader:
                 taken.append((batch + torch.rand(())).tolist())
                 step += 1
                 checkpoint.on_step(step, state, data=loader)
-                if step == stop:
+                if step in (stop, 12):
                     return taken
     return taken
 
@@ -800,6 +806,7 @@ def loop_over_epochs(directory: Path, stop: int = 0, **options: Any) -> list[Any
         {},
         {"shuffle": True},
         {"shuffle": True, "generator": True},
+        {"of_several_processes": True},
         {"dataset": Drawing, "shuffle": True},
         {"dataset": Stream},
         {"dataset": StreamWithState},
@@ -819,8 +826,10 @@ def test_a_loop_over_epochs_is_stopped_at_the_end_of_one_and_elsewhere(
     for stop in (4, 6, 8):
         begun = loop_over_epochs(tmp_path / f"{stop}", stop, **options)
         assert begun + loop_over_epochs(tmp_path / f"{stop}", **options) == whole, stop
-    if "dataset" not in options:
-        assert "data= had come to the end of an epoch: the next loop over it begins a new one" in caplog.text
+    told = "data= had come to the end of an epoch: the next loop over it begins a new one"
+    if "dataset" in options and issubclass(options["dataset"], Stream):
+        told = "data= reads an iterable dataset: if it had given its last batch, the next loop over it yields nothing"
+    assert told in caplog.text
 
 
 def loop_with_a_counter(directory: Path, first: int, stop: int = 0) -> list[Any]:
@@ -1017,16 +1026,16 @@ class DrawsAgain(torch.utils.data.Sampler[int]):
     """Its state is that of its generator before the epoch, from which it draws its order again, and its place."""
 
     def __init__(self) -> None:
-        self.random = np.random.default_rng(0)
-        self.before: Any = self.random.bit_generator.state
+        self.generator = np.random.default_rng(0)
+        self.before: Any = self.generator.bit_generator.state
         self.place = self.start = 0
 
     def __len__(self) -> int:
         return 6
 
     def __iter__(self) -> Iterator[int]:
-        self.before, self.place, self.start = self.random.bit_generator.state, self.start, 0
-        for index in self.random.permutation(6)[self.place :]:
+        self.before, self.place, self.start = self.generator.bit_generator.state, self.start, 0
+        for index in self.generator.permutation(6)[self.place :]:
             self.place += 1
             yield int(index)
 
@@ -1034,7 +1043,7 @@ class DrawsAgain(torch.utils.data.Sampler[int]):
         return {"before": self.before, "place": self.place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.random.bit_generator.state, self.start = state["before"], state["place"]
+        self.generator.bit_generator.state, self.start = state["before"], state["place"]
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
