@@ -99,16 +99,6 @@ def set_position(thing: Any, state: Any, setter: str = "load_state_dict") -> Non
     getattr(thing, setter)(state)
 
 
-def has_none_left(thing: Any) -> bool:
-    """Return whether an object is a dataset of Hugging Face that was restored at the end of an epoch."""
-    if (dataset := _streamed(thing)) is None or dataset is not thing:
-        return False
-    state, nothing = position_of(dataset), object()
-    is_at_end = next(iter(dataset), nothing) is nothing
-    set_position(dataset, state)
-    return is_at_end
-
-
 def check_stream(name: str, thing: Any) -> None:
     """Warn of examples that a dataset of Hugging Face does not save; raise OptionError if its version loses a place."""
     if (dataset := _streamed(thing)) is None:

@@ -103,7 +103,7 @@ def state_of(thing: object) -> Any:
         return encode_state(generator_state(thing))
     methods = _methods(thing)
     if methods is not None:
-        state = encode_state(position_of(thing, methods[0]))
+        state = encode_state(getattr(thing, methods[0])())
         return _with_generators(thing, state) if is_torchdata_loader(thing) else state
     if _writes_files(thing):
         return _saved_files(thing)

@@ -15,7 +15,6 @@ from ...engine.handlers import DEFAULT_REGISTRY, fresh_types
 from ...engine.loaders import (
     check_stream,
     drawing_sampler,
-    has_none_left,
     is_accelerate_loader,
     is_torchdata_loader,
     nodes_of,
@@ -102,9 +101,6 @@ def restore_extras(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[
                 announce("%s= %s", name, note, shown=shown)
         elif is_stateful(extra) or is_plain(extra):
             values[name] = restore_state(extra, saved[name])
-            if has_none_left(extra):
-                text = "%s= had come to the end of an epoch: the next loop over it yields nothing, unless %s"
-                announce(text, name, "set_epoch has begun a later one", shown=shown)
     return values
 
 
