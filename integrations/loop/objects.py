@@ -115,7 +115,7 @@ class LiveAdapter(StateAdapter):
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         super().__init__(misfits)
-        self._versions = TensorVersions()
+        self._versions = VersionCounters()
         self._attributes = UnsavedAttributes(
             "make tensors buffers (register_buffer), give numbers a place in get_extra_state() and set_extra_state() "
             "of the module, or in param_groups of the optimizer, and pass generators as extras (rng=model.rng)"
@@ -131,8 +131,12 @@ class LiveAdapter(StateAdapter):
         super().note(state)
         self._versions.note(state)
 
-    def gradients(self, *, certain: bool = False) -> Mapping[str, Any]:
-        return self._versions.gradients(certain=certain)
+    @property
+    def has_updated(self) -> bool:
+        return self._versions.has_updated
+
+    def new_gradients(self) -> list[str]:
+        return self._versions.new_gradients()
 
     def why_lost(self, step: int, state: Any) -> str | None:
         return self._versions.why_lost() or super().why_lost(step, state)
@@ -290,6 +294,65 @@ class ComponentAdapter(LiveAdapter):
         for module, weights in zip(modules.values(), loaded, strict=True):
             module.load_state_dict(weights.tree)
         return state, ", ".join(f"{path} from {weights}" for path, weights in zip(modules, loaded, strict=True))
+
+
+class VersionCounters:
+    """Watches the torch tensors of live objects, which count their changes in place."""
+
+    def __init__(self) -> None:
+        self.has_updated = False  # whether the last step has changed a trained parameter
+        self._parts: list[Any] = []
+        self._names: list[str] = []
+        self._tensors: list[Any] = []
+        self._noted: list[int] = []
+        self._begun: dict[int, int] = {}
+        self._gradient: tuple[Callable[[], Any], int] = (lambda: None), 0  # one of the last step, in its version
+        self._has_new_gradient = False
+
+    def watch(self, state: Any) -> None:
+        """Store the counters before the first step; the program may create further tensors later."""
+        self._begun = {id(tensor): tensor._version for tensor in named_tensors(state).values()}
+
+    def note(self, state: Any) -> None:
+        """Store the counters after a step."""
+        parts, before = [part for _, part in located(state, _is_watched)], self._noted
+        if len(parts) != len(self._parts) or any(map(operator.is_not, parts, self._parts)):
+            known = self._begun | dict(zip(map(id, self._tensors), self._noted, strict=True))
+            self._parts = parts  # They are searched once, not at every step.
+            found = named_tensors(state)
+            self._names, self._tensors = list(found), list(found.values())
+            before = [known.get(id(tensor), -1) for tensor in self._tensors]
+        self._noted = [tensor._version for tensor in self._tensors]
+        steps = zip(self._tensors, before, self._noted, strict=True)
+        self.has_updated = any(old != new and tensor.requires_grad for tensor, old, new in steps)
+        self._note_gradient()
+
+    def _note_gradient(self) -> None:
+        """Note one gradient: if no backward has changed it since the step before, an optimizer may have used it."""
+        gradient: Any = next((one.grad for one in self._tensors if one.is_leaf and one.grad is not None), None)
+        tensor, version = self._gradient
+        self._has_new_gradient = gradient is not None and (tensor() is not gradient or version != gradient._version)
+        if self._has_new_gradient:
+            self._gradient = weakref.ref(gradient), gradient._version
+
+    def new_gradients(self) -> list[str]:
+        """Return the parameters whose gradients the last step has made; this may wait for a device."""
+        if not self._has_new_gradient:
+            return []
+        pairs = zip(self._names, self._tensors, strict=True)
+        return [name for name, one in pairs if one.is_leaf and one.grad is not None and _is_usable(one.grad)]
+
+    def why_lost(self) -> str | None:
+        """Return why the tensors are no longer those of the last step, or None if they are."""
+        if [tensor._version for tensor in self._tensors] != self._noted:
+            return "its tensors were changed since; call on_step after every update"
+        return None
+
+
+def _is_usable(gradient: Any) -> bool:
+    """Return whether an optimizer would use a gradient: not one that was cleared, or that overflows."""
+    values = local_values(gradient)
+    return bool(values.any()) and bool(values.isfinite().all())
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class StateAdapter:
 
     needs = "a state with params"  # what can take weights from another checkpoint, for error messages
     is_component_tree = False  # whether the item is one; such a checkpoint has other items only for extras
-    may_have_gradients = False  # whether a state may hold gradients that no optimizer has used
+    may_have_gradients = False  # whether earlier versions have saved gradients with such states
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         self.misfits = misfits  # of a partial restore; None if everything must match
@@ -94,9 +94,14 @@ class StateAdapter:
     def watch(self, state: Any) -> None:
         """Begin to watch the state, before the first step."""
 
-    def gradients(self, *, certain: bool = False) -> Mapping[str, Any]:
-        """Return the unused gradients of the last step by name; with ``certain``, those that an optimizer will use."""
-        return {}
+    @property
+    def has_updated(self) -> bool:
+        """Whether the last step has changed a parameter that has gradients."""
+        return False
+
+    def new_gradients(self) -> list[str]:
+        """Return the parameters whose gradients the last step has made; may wait for a device."""
+        return []
 
     def note(self, state: Any) -> None:
         """Remember the state of the step that was just reported."""

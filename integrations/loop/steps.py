@@ -14,11 +14,10 @@ from ...engine.handlers import check_savable
 from ...engine.loaders import without_generators
 from ...engine.manager import CheckpointManager, part_of_save, plain_metrics
 from ...engine.pytree import FreshTypes
-from ...engine.stateful import encode_state, is_actor, state_of
+from ...engine.stateful import is_actor, state_of
 from .extras import (
     CHECKSUMS,
     GLOBAL_GENERATORS,
-    GRADIENTS,
     changes_in_place,
     check_replicated,
     checksum_of,
@@ -26,7 +25,7 @@ from .extras import (
     moves,
     tree_of,
 )
-from .objects import TensorVersions, is_versioned, local_values
+from .objects import VersionCounters, is_versioned
 from .states import STATE, StateAdapter, StaticFields, is_deleted
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class LastStep:
     before it ends; so every step takes their positions, at any cost.
     """
 
-    def __init__(self, adapter: StateAdapter, versions: TensorVersions, replicated: Collection[str]) -> None:
+    def __init__(self, adapter: StateAdapter, versions: VersionCounters, replicated: Collection[str]) -> None:
         self.step: int | None = None
         self.metrics: Mapping[str, Any] | None = None
         self.state: Any = None
@@ -81,11 +80,6 @@ class LastStep:
         """Return the items of a checkpoint of this step; each process has its own extras, except arrays."""
         found = {STATE: self._adapter.to_tree(self.state)}
         extras = {name: self._tree_of(name, extra) for name, extra in self._extras.items()}
-        if gradients := self._gradients(certain=not alone):
-            if alone:
-                extras[GRADIENTS] = encode_state(gradients)
-            else:
-                self._warn_of_gradients(gradients)
         own = {}
         if not alone:
             kept = self._replicated
@@ -115,21 +109,18 @@ class LastStep:
             return "arrays of its extras were donated since; call on_step after every update"
         return self._versions.why_lost()
 
-    def _gradients(self, *, certain: bool) -> dict[str, Any]:
-        """Return the gradients that no optimizer has used, where each micro-batch is reported as a step."""
-        found = {f"state.{name}": one for name, one in self._adapter.gradients(certain=certain).items()}
-        return found | {f"extras.{name}": one for name, one in self._versions.gradients(certain=certain).items()}
-
-    def _warn_of_gradients(self, gradients: Mapping[str, Any]) -> None:
-        if not self._has_warned and all(map(_is_finite, gradients.values())):
+    def warn_of_gradients(self) -> None:
+        """Warn once of gradients that no optimizer has used; they are not saved. Each save calls this."""
+        if self._has_warned or self._adapter.has_updated or self._versions.has_updated:
+            return
+        if gradients := [*self._adapter.new_gradients(), *self._versions.new_gradients()]:
             self._has_warned = True
             logger.warning(
-                "step %d is saved without the gradients of %d parameters (%s), which no optimizer has used yet: "
-                "several processes do not save them. Call on_step after optimizer.step(), not for each micro-batch, "
-                "and before the next backward",
+                "step %d is saved without the gradients of %d parameters (%s), which no optimizer has used yet: a "
+                "resume from it continues without them. Call on_step after optimizer.step(), not for each micro-batch",
                 self.step,
                 len(gradients),
-                shortened(list(gradients)),
+                shortened(gradients),
             )
 
     def _tree_of(self, name: str, extra: Any) -> Any:
@@ -171,11 +162,6 @@ class LastStep:
         return self._moving
 
 
-def _is_finite(gradient: Any) -> bool:
-    """Return whether an optimizer would use a gradient: a scaler leaves out a step whose gradients overflow."""
-    return bool(local_values(gradient).isfinite().all())
-
-
 def _taking(extra: Any) -> Callable[[Any], Any]:
     """Return the function that takes the state of an extra that moves."""
     if isinstance(extra, GlobalGenerators):
@@ -191,7 +177,7 @@ class StepSaver:
         self._adapter = adapter
         self._saved: int | None = None
         self.fresh_extras: FreshTypes | None = None  # the types of the extras at the start of the run
-        self._extra_versions = TensorVersions()
+        self._extra_versions = VersionCounters()
         self._static = StaticFields()
         self._last = LastStep(adapter, self._extra_versions, replicated)
 
@@ -247,6 +233,7 @@ class StepSaver:
         with part_of_save(self._manager, step):
             if self._saved is None:
                 self._adapter.warn_of_step(step, last.state)
+            last.warn_of_gradients()
             self._static.warn(last.trees)
             self._adapter.warn_of_attributes(last.state)
             taken = self._taken()

@@ -321,7 +321,7 @@ def _object_extra(run: Run) -> Any:
 
 
 def _accelerated(run: Run) -> Any:
-    """Accelerate with gradients that are accumulated over two batches."""
+    """Accelerate with gradients that are accumulated over the two batches of a step."""
     accelerate: Any = importlib.import_module("accelerate")
     run.seed()
     model = network()
@@ -331,16 +331,16 @@ def _accelerated(run: Run) -> Any:
     prepared = accelerator.prepare(model, optimizer, schedule.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
     state = dict(zip(("model", "optimizer", "schedule"), prepared, strict=True))
     with run.callback() as checkpoint:
-        _, start = checkpoint.restore_or_initialize(state, micro=accelerator.step)
-        accelerator.step = checkpoint.extras["micro"]
+        _, start = checkpoint.restore_or_initialize(state)
         for step in range(start + 1, run.total + 1):
-            x, y = batch()
-            with accelerator.accumulate(state["model"]):
-                accelerator.backward(nn.functional.mse_loss(state["model"](x), y))
-                state["optimizer"].step()
-                state["schedule"].step()
-                state["optimizer"].zero_grad()
-            if run.report(checkpoint, step, state, micro=accelerator.step):
+            for _ in range(2):
+                x, y = batch()
+                with accelerator.accumulate(state["model"]):
+                    accelerator.backward(nn.functional.mse_loss(state["model"](x), y))
+                    state["optimizer"].step()
+                    state["schedule"].step()
+                    state["optimizer"].zero_grad()
+            if run.report(checkpoint, step, state):
                 break
     return state
 
