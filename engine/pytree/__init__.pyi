@@ -5,7 +5,6 @@ from .containers import opens_as as opens_as
 from .description import KnownLeaves as KnownLeaves
 from .description import check_leaves as check_leaves
 from .description import describe as describe
-from .description import is_environment as is_environment
 from .description import shared_memory as shared_memory
 from .device_arrays import Arrival as Arrival
 from .device_arrays import Copy as Copy

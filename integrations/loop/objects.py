@@ -19,7 +19,6 @@ from ...engine.errors import shortened
 from ...engine.handlers import DEFAULT_REGISTRY, AsyncCheckpointHandler
 from ...engine.pytree import (
     expand,
-    is_environment,
     is_jax_abstract,
     is_jax_array,
     is_nnx,
@@ -31,7 +30,7 @@ from ...engine.sources import Misfits, find_checkpoint, load_weights
 from ...engine.storage import Place, as_location
 from ..options import CallbackOptions
 from .announce import announce
-from .states import STATE, StateAdapter, UnsavedAttributes, Values, located, unsaved_attributes
+from .states import STATE, StateAdapter, located
 from .trees import TreeAdapter
 
 if TYPE_CHECKING:
@@ -77,14 +76,6 @@ def _is_of_keras(value: object) -> bool:
     return keras_kind(value) is not None
 
 
-def _is_unbuilt(value: Any) -> bool:
-    """Return whether a value is a compiled model of Keras that has not built its loss or metrics yet."""
-    if not _is_of_keras(value):
-        return False
-    parts = (getattr(value, name, None) for name in ("_compile_loss", "_compile_metrics"))
-    return any(getattr(part, "built", True) is False for part in parts)
-
-
 def adapter_for(state: Any, misfits: Misfits | None) -> StateAdapter:
     """Return an adapter for states of this kind."""
     if is_component(state):
@@ -116,16 +107,9 @@ class LiveAdapter(StateAdapter):
     def __init__(self, misfits: Misfits | None = None) -> None:
         super().__init__(misfits)
         self._versions = VersionCounters()
-        self._attributes = UnsavedAttributes(
-            "make tensors buffers (register_buffer), give numbers a place in get_extra_state() and set_extra_state() "
-            "of the module, or in param_groups of the optimizer, and pass generators as extras (rng=model.rng)"
-        )
-        self._unbuilt: list[str] = []  # models of Keras whose first fit draws a batch more
 
     def watch(self, state: Any) -> None:
         self._versions.watch(state)
-        self._attributes.begin(self._unsaved(state))
-        self._unbuilt = [path for path, one in searched(state) if _is_unbuilt(one)]
 
     def note(self, state: Any) -> None:
         super().note(state)
@@ -140,23 +124,6 @@ class LiveAdapter(StateAdapter):
 
     def why_lost(self, step: int, state: Any) -> str | None:
         return self._versions.why_lost() or super().why_lost(step, state)
-
-    def warn_of_step(self, step: int, state: Any) -> None:
-        super().warn_of_step(step, state)
-        found = dict(searched(state)) if self._unbuilt else {}
-        if fitted := [path for path in self._unbuilt if getattr(found.get(path), "history", None) is not None]:
-            logger.warning(
-                "the first fit of a compiled model of Keras draws a batch more than later ones, from which it builds "
-                "its loss and metrics, and a resumed run draws it again: with shuffle=True or dropout it differs from "
-                "a run without a stop. Call fit(x, y, epochs=0) once before restore_or_initialize: %s",
-                shortened(path.strip(".") or "the state" for path in fitted),
-            )
-
-    def warn_of_attributes(self, state: Any) -> None:
-        self._attributes.warn(lambda: self._unsaved(state))
-
-    def _unsaved(self, state: Any) -> Values:
-        return unsaved_attributes((path, one) for path, one in searched(state) if is_versioned(one))
 
 
 class TensorsAdapter(LiveAdapter, TreeAdapter):
@@ -517,17 +484,6 @@ def searched(state: Any) -> Iterator[tuple[str, Any]]:
             if id(value) not in seen:
                 seen.add(id(value))
                 yield name, value
-
-
-def environments(state: Any) -> list[str]:
-    """Return the paths of objects with ``step`` and ``reset``, as those of gymnasium have, in the form of leaves."""
-    found: list[str] = []
-    for name, value in searched(state):
-        path = name.strip(".").replace(".", "/")
-        is_inside = any(path.startswith(f"{one}/" if one else "") for one in found)
-        if not is_inside and is_environment(value):
-            found.append(path)
-    return found
 
 
 def _is_module(value: object) -> bool:

@@ -44,7 +44,7 @@ from .extras import (
     templates_of,
 )
 from .initial import Hyperparameters, InitialState
-from .objects import environments, set_gradients
+from .objects import set_gradients
 from .states import STATE, LoopArguments, StateAdapter
 
 logger = logging.getLogger("holdfast")
@@ -57,13 +57,6 @@ _CHANGED = (
     "A run resumes with the state that it had, or not at all. To continue with another model or optimizer, begin a run "
     "in another directory: init_from= takes weights. partial='initialize' restores what fits, also of the weights of "
     "init_from, and keeps the rest as it was initialized."
-)
-
-
-_ENVIRONMENT = (
-    "{} is an environment, which makes attributes when it is used first: call its reset(seed=...), and seed its spaces "
-    "(action_space.seed(...)), before restore_or_initialize. Or leave it out of the state, begin a run in another "
-    "directory, and begin an episode after a resume with a seed that follows from the step."
 )
 
 
@@ -181,14 +174,7 @@ def restore(
         else:
             restored = Restored(chosen, manager.restore(chosen, templates, restore_kwargs=kwargs))
     except TreeMismatchError as error:
-        others = list(error.differences)
-        for path in environments(template):
-            below = [line for line in others if line.startswith(f"{path}/" if path else "")]
-            others = [line for line in others if line not in below]
-            if below:
-                error.add_note(_ENVIRONMENT.format(path or "the state"))
-        if others:
-            error.add_note(_CHANGED)
+        error.add_note(_CHANGED)
         raise
     if restored is None:
         return None

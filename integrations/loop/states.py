@@ -22,9 +22,8 @@ import numpy as np
 from ...engine.errors import OptionError, shortened
 from ...engine.generators import generator_state, is_generator
 from ...engine.handlers import AsyncCheckpointHandler
-from ...engine.pytree import MAX_DEPTH, expand, flatten, is_leaf, is_nnx, is_torch_tensor, loaded
+from ...engine.pytree import MAX_DEPTH, flatten, is_torch_tensor, loaded
 from ...engine.sources import Misfits, load_weights
-from ...engine.stateful import is_plain
 from ...engine.storage import Place
 from ..options import CallbackOptions, ProgramOptions
 
@@ -87,9 +86,6 @@ class StateAdapter:
 
     def warn_of_step(self, step: int, state: Any) -> None:
         """Warn if the state is not that of this step; may wait for a device, and never raises."""
-
-    def warn_of_attributes(self, state: Any) -> None:
-        """Warn of attributes that steps have changed and that a checkpoint leaves out."""
 
     def watch(self, state: Any) -> None:
         """Begin to watch the state, before the first step."""
@@ -168,94 +164,6 @@ def is_deleted(tree: Any) -> bool:
     return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree))
 
 
-# ---- static fields of jax: attributes of objects that are part of the structure of a tree
-
-
-class StaticFields:
-    """Finds the static fields that steps have changed: a checkpoint has leaves, and a resume the program's fields.
-
-    Only plain values are compared, as programs make functions anew.
-    """
-
-    def __init__(self) -> None:
-        self._fields: dict[str, str] = {}  # what the static fields were at the first step, by path
-        self._structure: Any = None  # that of the tree then, which holds no arrays; None if it does not tell changes
-        self._saves = 0
-
-    def note(self, tree: Any) -> None:
-        """Remember the fields as they are at the first step."""
-        objects: list[Any] = []
-        jax: Any = loaded("jax")
-        self._fields = {} if jax is None else dict(_static_fields(tree, "", objects))
-        if self._fields and not objects:  # An nnx object may hold itself, of which jax finds no end.
-            self._structure = _structure(tree)
-
-    def warn(self, tree: Any) -> None:
-        """Warn once of the fields that have changed since, which are saved nowhere. Each save calls this."""
-        self._saves += 1
-        if not self._fields or not _looks_for_changes(self._saves):
-            return
-        if self._structure is not None and _is_same(self._structure, _structure(tree)):
-            return
-        now = dict(_static_fields(tree, "", []))
-        changed = sorted(path for path, one in self._fields.items() if one != now.get(path, one))
-        if changed:
-            listed = [f"{path} ({self._fields[path]:.40}, now {now[path]:.40})" for path in changed]
-            self._fields = {}
-            logger.warning(
-                "steps have changed static fields, which are no leaves of the state and are not saved: %s. A resume "
-                "begins with those of the program: set them again after restore_or_initialize, or make them leaves, "
-                "such as numbers in a field that is not static, or an nnx.Variable",
-                shortened(listed),
-            )
-
-
-def _looks_for_changes(saves: int) -> bool:
-    """Return whether the latest of so many saves looks for changes, as the 1st, 2nd and 4th do; that takes its time."""
-    return saves & (saves - 1) == 0
-
-
-def _structure(tree: Any) -> Any:
-    jax: Any = loaded("jax")
-    try:
-        return jax.tree.structure(tree)
-    except Exception:  # keys that jax cannot sort
-        return None
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except Exception:  # arrays among the static fields, whose comparison has no truth
-        return False
-
-
-def _static_fields(value: Any, path: str, objects: list[Any]) -> Iterator[tuple[str, str]]:
-    """Generate the paths and texts of attributes that are plain values and no leaves; collect the nnx objects."""
-    if is_nnx(value):
-        objects.append(value)
-        nnx: Any = loaded("flax.nnx")
-        for place, node in nnx.iter_graph(value):
-            if is_nnx(node):
-                yield from _plain_attributes(node, ".".join([path, *map(str, place)]))
-    elif not is_leaf(value) and (contents := expand(value)) is not None:
-        keys = range(len(contents.values)) if contents.keys is None else contents.keys
-        if not isinstance(value, (dict, list, tuple, deque)):
-            # A class that is registered with jax may give children without their names.
-            leaves = () if any(isinstance(key, str) for key in keys) else contents.values
-            yield from _plain_attributes(value, path, keys, leaves)
-        for key, child in zip(keys, contents.values, strict=True):
-            yield from _static_fields(child, f"{path}.{key}" if path else str(key), objects)
-
-
-def _plain_attributes(
-    value: Any, path: str, names: Collection[Any] = (), leaves: Collection[Any] = ()
-) -> Iterator[tuple[str, str]]:
-    for name, one in getattr(value, "__dict__", {}).items():
-        if name not in names and is_plain(one) and not any(one is leaf for leaf in leaves):
-            yield f"{path}.{name}", repr(one)
-
-
 # ---- attributes of torch modules and optimizers that steps change, and that state_dict() lacks
 
 Values = Mapping[str, Any]  # by path: what tells a value from that after a change
@@ -316,6 +224,11 @@ class UnsavedAttributes:
                 shortened(changed),
                 self._remedy,
             )
+
+
+def _looks_for_changes(saves: int) -> bool:
+    """Return whether the latest of so many saves looks for changes, as the 1st, 2nd and 4th do; that takes its time."""
+    return saves & (saves - 1) == 0
 
 
 def _decides_itself(part: Any) -> bool:

@@ -26,7 +26,7 @@ from .extras import (
     tree_of,
 )
 from .objects import VersionCounters, is_versioned
-from .states import STATE, StateAdapter, StaticFields, is_deleted
+from .states import STATE, StateAdapter, is_deleted
 
 if TYPE_CHECKING:
     from ...engine.manager import Decision
@@ -69,12 +69,6 @@ class LastStep:
         self._adapter.note(state)
         if extras or self._positions:
             self._take_positions()
-
-    @property
-    def trees(self) -> dict[str, Any]:
-        """The state, and the extras of which no snapshot is taken, by name."""
-        extras = {name: extra for name, extra in self._extras.items() if name not in self._positions}
-        return {**extras, STATE: self.state}
 
     def items(self, *, alone: bool) -> dict[str, Any]:
         """Return the items of a checkpoint of this step; each process has its own extras, except arrays."""
@@ -178,7 +172,6 @@ class StepSaver:
         self._saved: int | None = None
         self.fresh_extras: FreshTypes | None = None  # the types of the extras at the start of the run
         self._extra_versions = VersionCounters()
-        self._static = StaticFields()
         self._last = LastStep(adapter, self._extra_versions, replicated)
 
     @property
@@ -202,7 +195,6 @@ class StepSaver:
         self._last.update(step, state, metrics, extras)
         if is_first:
             self._last.check_savable()  # The first save may be an hour away.
-            self._static.note(self._last.trees)
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> bool:
         """Store metrics with the checkpoint of a step, and return whether there is one."""
@@ -234,8 +226,6 @@ class StepSaver:
             if self._saved is None:
                 self._adapter.warn_of_step(step, last.state)
             last.warn_of_gradients()
-            self._static.warn(last.trees)
-            self._adapter.warn_of_attributes(last.state)
             taken = self._taken()
         try:
             self._manager.save(step, force=True, reason=reason, **taken)
