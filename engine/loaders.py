@@ -211,6 +211,22 @@ class LoaderPosition(Iterator[Any]):
         return batch
 
     @property
+    def checksum(self) -> int | None:
+        """A checksum of the last batch, or None before the first one."""
+        return self._last
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the batches belong to, from 0."""
+        return self._epoch
+
+    @property
+    def left(self) -> int | None:
+        """How many batches of the epoch are left, or None if the loader has no length."""
+        length = self._length()
+        return -self.position % length if length else None
+
+    @property
     def replicated_state(self) -> bool:
         """Whether the position is one of all processes: the number of global samples before it."""
         return self._global_batch_size is not None

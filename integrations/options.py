@@ -16,6 +16,7 @@ from ..engine.storage import Place, as_location, hidden_address
 
 Resume = Literal["auto", "must", "never", "best"] | int
 Partial = Literal["initialize"] | None
+OnInexact = Literal["warn", "raise", "ignore"]
 Reshard = Callable[[str, Sequence[Any], int, int], Any]
 """A function that makes the state of one process from the states of all processes that saved.
 
@@ -43,9 +44,16 @@ class CallbackOptions(CheckpointOptions):
     signals: Collection[str | signal.Signals] = ("SIGTERM",)
     grace_secs: Duration | None = None
     replicated: Collection[str] = ()
+    witness: bool = True
+    on_inexact: OnInexact = "warn"
+    witness_steps_after_signal: int = field(default=4, metadata=limits(0))
 
     def __post_init__(self) -> None:
         self.preemption_signals()
+        if self.on_inexact not in get_args(OnInexact):
+            raise OptionError(
+                f"on_inexact={self.on_inexact!r} is not one of {', '.join(map(repr, get_args(OnInexact)))}"
+            )
         if self.grace_secs is not None:
             seconds(self.grace_secs, name="grace_secs")
         if self.init_from is not None:

@@ -173,4 +173,4 @@ def run(config: FlaxText, context: RunContext) -> Outcome:
             progress.update(step, metrics)
             if checkpoint.on_step(step, state, metrics=metrics, data=batches).should_stop:
                 break
-    return Outcome(start=start, step=step, preempted=checkpoint.should_stop and step < total)
+    return Outcome(start=start, step=step, preempted=checkpoint.should_stop)

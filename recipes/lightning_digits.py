@@ -151,5 +151,5 @@ def run(config: LightningDigits, context: RunContext) -> Outcome:
                 loader(validation, len(validation.labels), training=False),
             )
         except Preempted:
-            return Outcome(start=report.start, step=trainer.global_step, preempted=trainer.global_step < total)
+            return Outcome(start=report.start, step=trainer.global_step, preempted=True)
     return Outcome(start=report.start, step=trainer.global_step, preempted=False)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..engine.errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError
+from ..engine.errors import PREEMPTED, CheckpointNotFoundError, DamagedCheckpointError, OptionError
 from ..engine.format import RECORD
 from ..engine.manager import CheckpointManager, mirror_of
 from ..engine.observer import process_observer
@@ -61,7 +61,15 @@ def run(configuration: Configuration) -> Outcome:
         log_interval=config.logging.interval_steps,
     )
     began = time.monotonic()
-    outcome = program(config, context)
+    try:
+        outcome = program(config, context)
+    except SystemExit as end:  # The loop came to its end in the steps after the save of a preemption.
+        if end.code != PREEMPTED:
+            raise
+        outcome = Outcome(start=newest, step=newest, preempted=True)
+    if isinstance(outcome, Outcome) and outcome.preempted and (saved := all_steps(as_location(checkpoints))):
+        # Steps after the last one that is saved were only recorded.
+        outcome = replace(outcome, step=saved[-1], preempted=saved[-1] < config.train.steps)
     if not isinstance(outcome, Outcome):
         raise OptionError(
             f"the recipe {configuration.recipe.name} returned {type(outcome).__name__}; it must return an Outcome of "

@@ -19,7 +19,7 @@ from ..engine import clock
 from ..engine.errors import InvalidLocationError, OptionError
 from ..engine.manager import Local, Mirror, option_texts, save_interval
 from ..integrations.loop import CheckpointCallback
-from ..integrations.options import CallbackOptions
+from ..integrations.options import CallbackOptions, OnInexact
 from .problems import KeyPath, did_you_mean
 
 
@@ -143,6 +143,9 @@ class CheckpointSection(Section):
     signals: list[str] = _option(CallbackOptions, "signals")
     grace_secs: Duration | None = _option(CallbackOptions, "grace_secs")
     replicated: list[str] = _option(CallbackOptions, "replicated")
+    witness: bool = _option(CallbackOptions, "witness")
+    on_inexact: OnInexact = _option(CallbackOptions, "on_inexact")
+    witness_steps_after_signal: int = _option(CallbackOptions, "witness_steps_after_signal")
 
     def options(self) -> CallbackOptions:
         """Return the options of the callback."""

@@ -246,7 +246,7 @@ def run(config: SelfPlay, context: RunContext) -> Outcome:
                 metrics |= trainer.evaluate()
             progress.update(trainer.step, metrics)
             stopped = checkpoints.on_step(trainer.step, trainer, metrics=metrics).should_stop
-    return Outcome(start=start, step=trainer.step, preempted=stopped and trainer.step < total)
+    return Outcome(start=start, step=trainer.step, preempted=stopped)
 
 
 def new_trainer(config: SelfPlay) -> Trainer:

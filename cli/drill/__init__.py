@@ -6,6 +6,5 @@
 ``findings``       what was found: differences, their causes in words, the report
 ``plan``           what a start of the program must do: the interface between command and program
 ``rehearsal``      inside of the program: the observer that interrupts it and reports; folders for its directories
-``fingerprints``   inside of the program: what its next step depends on
 =================  ==============================================================================
 """

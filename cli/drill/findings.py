@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...engine.errors import shortened, shortened_steps
+from ...engine.fingerprints import STATELESS, Fact
 from ...engine.sources import LeafDifference
 from ..report import count, print_table
 from ..streams import say
-from .plan import STATELESS, Fact
 
 _SHOWN = 12  # leaves in the report
 _WIDTH = 100  # columns

@@ -6,7 +6,6 @@ import json
 import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 from ...engine.observer import Point
 
@@ -14,18 +13,6 @@ PLAN = "plan.json"  # file in the folder of a rehearsal: the plan of the current
 TRACES = "traces"  # folder: what the processes of each start report
 RUNS = "runs"  # folder: the directories of the current run
 CLAIMS = "claims.jsonl"  # file in it: the directories that were claimed, as lines of {"url": ..., "target": ...}
-
-Kind = Literal["generator", "position", "value", "array"]
-STATELESS = "no state"  # the digest of a generator of the operating system: no look tells what was drawn from it
-
-
-class Fact(NamedTuple):
-    """The fingerprint of one object of the program."""
-
-    kind: Kind
-    type: str
-    where: str  # the place where it was found
-    digest: str  # the digest of its state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

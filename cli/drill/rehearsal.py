@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.errors import PREEMPTED, StateError
+from ...engine.fingerprints import Fingerprints
 from ...engine.manager import CheckpointManagerOptions
 from ...engine.observer import Observer, Point, T
 from ...engine.storage import append_line
-from .fingerprints import Fingerprints
 from .plan import CLAIMS, RUNS, TRACES, DrillPlan
 
 _LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # The advice depends on these.

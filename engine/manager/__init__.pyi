@@ -24,8 +24,10 @@ from .manager import CheckpointManager as CheckpointManager
 from .manager import best_step_in as best_step_in
 from .manager import elsewhere as elsewhere
 from .manager import note_resume as note_resume
+from .manager import on_commit as on_commit
 from .manager import part_of_save as part_of_save
 from .manager import settle_mirror as settle_mirror
+from .manager import whole_step as whole_step
 from .metrics import Metric as Metric
 from .metrics import better as better
 from .metrics import metric_name as metric_name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -13,6 +13,7 @@ from ..checkpoint import Checkpointer
 from ..clock import Clock, SystemClock, seconds
 from ..distributed import Alone, Coordinator, ProcessGroup, missed_a_process
 from ..errors import CheckpointNotFoundError, OptionError, SaveFailedError
+from ..format import CheckpointRecord
 from ..observer import Observer, process_observer
 from ..peer_names import refuse_unknown
 from ..storage import Location, Place, as_location
@@ -623,6 +624,18 @@ def note_resume(manager: CheckpointManager, step: int) -> list[int]:
     later = manager._resume.resumes_from(valid_step(step))
     manager._rollback.warn(later)
     return later
+
+
+def on_commit(manager: CheckpointManager, listener: Callable[[Location, CheckpointRecord], None]) -> None:
+    """Call a function with the place and the record of each step, on the thread that saves, once it is committed."""
+    manager._saves.committed = listener
+
+
+def whole_step(manager: CheckpointManager, step: int) -> tuple[Location, CheckpointRecord] | None:
+    """Return the place and the record of a step in the directory, or None if it is not there, or is damaged."""
+    if step not in manager._run:
+        return None
+    return manager._run.step_location(step), manager._run.record(step)
 
 
 def elsewhere(manager: CheckpointManager, step: object) -> str:

@@ -6,12 +6,13 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import Save, leave_save
 from ..errors import SaveFailedError
 from ..format import CheckpointRecord, ItemRecord
+from ..storage import Location
 from .access import RunAccess
 from .decisions import Decision, EverySteps, Rollback, SaveDecisions
 from .directory import check_json
@@ -41,6 +42,7 @@ class Saves:
         self._items = items
         self._decisions = decisions
         self._rollback = rollback
+        self.committed: Callable[[Location, CheckpointRecord], None] | None = None  # called after each commit
         self._pending: PendingSave | None = None  # the save that is under way
         self._watch: MetricWatch | None = None  # None once the metric that ranks checkpoints has come
         if self._options.best_fn is not None and self._processes.is_primary:
@@ -254,6 +256,8 @@ class Saves:
             metrics=few(record.metrics),
         )
         self._access.tell_interval()
+        if self.committed is not None:
+            self.committed(self._run.step_location(step), record)
         self._observer.reached("committed", step)
         try:
             with self._items.steps_deleted():

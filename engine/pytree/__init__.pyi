@@ -77,6 +77,9 @@ from .names import join as join
 from .names import split as split
 from .names import unescape_key as unescape_key
 from .names import unwrapped_name as unwrapped_name
+from .sampling import Sampler as Sampler
+from .sampling import Samples as Samples
+from .sampling import full_sum as full_sum
 from .template import FreshTypes as FreshTypes
 from .template import GrowthProblem as GrowthProblem
 from .template import LeafRequest as LeafRequest
@@ -110,3 +113,6 @@ from .transform import apply_transformations as apply_transformations
 from .transform import has_values as has_values
 from .transform import plan_transformations as plan_transformations
 from .transform import unfilled_error as unfilled_error
+from .ways import MISSING as MISSING
+from .ways import Ways as Ways
+from .ways import leaves_of as leaves_of

@@ -26,7 +26,7 @@ from ..loop import (
     stop_of,
     warn_of_misfits,
 )
-from ..options import Partial, Reshard, Resume
+from ..options import OnInexact, Partial, Reshard, Resume
 from .io import ResumePath, ResumingCallback, install, redirect_resume
 from .saver import FitSaver
 from .stopping import Preempted, Signals, leave
@@ -130,6 +130,14 @@ class CheckpointCallback(ResumingCallback):
             of a loop checks that the states are equal, and holds one; a Lightning trainer checks it when another number
             of processes resumes. Objects with an attribute ``replicated_state = True``, ``hf.skip_to`` with a
             ``global_batch_size`` and Grain's ``ElasticIterator`` need not be named.
+        witness: Record the steps after each save beside it, and let a resume compare its first steps with them. A line
+            says which steps were the same, and a warning what differs.
+        on_inexact: What follows if a resumed run does other steps than before the stop: a warning (``"warn"``), a
+            ``StateError`` at that step, after which nothing is saved (``"raise"``), or nothing but ``proof``
+            and an event (``"ignore"``).
+        witness_steps_after_signal: After SIGTERM, when the step is saved, go on for up to so many steps that are
+            recorded but not saved, if a quarter of ``grace_secs`` (2 seconds without it) has time for them, so that the
+            resume can be compared with them. 0 stops at the saved step.
         clock: Where the time comes from, for tests.
         metadata: JSON about the run, such as its configuration, stored with the checkpoints.
         hyperparameters: Which hyperparameters count in a resume where they differ, such as a new learning rate:
@@ -195,6 +203,9 @@ class CheckpointCallback(ResumingCallback):
         signals: Sequence[str | signal.Signals] = ("SIGTERM",),
         grace_secs: Duration | None = None,
         replicated: Sequence[str] = (),
+        witness: bool = True,
+        on_inexact: OnInexact = "warn",
+        witness_steps_after_signal: int = 4,
         clock: Clock | None = None,
         metadata: Mapping[str, Any] | None = None,
         hyperparameters: Literal["saved", "program"] = "saved",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import operator
 import signal
@@ -31,7 +32,7 @@ from ...engine.manager import (
 )
 from ...engine.sources import Misfits
 from ...engine.storage import Place
-from ..options import Partial, Reshard, Resume
+from ..options import OnInexact, Partial, Reshard, Resume
 from .announce import announce
 from .extras import (
     GLOBAL_GENERATORS,
@@ -46,8 +47,9 @@ from .objects import adapter_for
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, peek, restore, unfinished_neighbour, warn_of_misfits
 from .states import STATE, LoopArguments, StateAdapter, check_depth
-from .steps import StepSaver, check_metrics
-from .stopping import AgreedStop, Stop, barrier_exit, stop_of
+from .steps import StepSaver, check_metrics, seen
+from .stopping import AfterSignal, AgreedStop, Durations, Stop, barrier_exit, steps_after_signal, stop_of
+from .witnessing import Proof, Witness
 
 logger = logging.getLogger("holdfast")
 
@@ -189,6 +191,14 @@ class CheckpointCallback:
             of a loop checks that the states are equal, and holds one; a Lightning trainer checks it when another number
             of processes resumes. Objects with an attribute ``replicated_state = True``, ``hf.skip_to`` with a
             ``global_batch_size`` and Grain's ``ElasticIterator`` need not be named.
+        witness: Record the steps after each save beside it, and let a resume compare its first steps with them. A line
+            says which steps were the same, and a warning what differs.
+        on_inexact: What follows if a resumed run does other steps than before the stop: a warning (``"warn"``), a
+            ``StateError`` at that step, after which nothing is saved (``"raise"``), or nothing but ``proof``
+            and an event (``"ignore"``).
+        witness_steps_after_signal: After SIGTERM, when the step is saved, go on for up to so many steps that are
+            recorded but not saved, if a quarter of ``grace_secs`` (2 seconds without it) has time for them, so that the
+            resume can be compared with them. 0 stops at the saved step.
         clock: Where the time comes from, for tests.
         metadata: JSON about the run, such as its configuration, stored with the checkpoints.
         hyperparameters: Which hyperparameters count in a resume where they differ, such as a new learning rate:
@@ -248,6 +258,9 @@ class CheckpointCallback:
         signals: Collection[str | signal.Signals] = ("SIGTERM",),
         grace_secs: Duration | None = None,
         replicated: Collection[str] = (),
+        witness: bool = True,
+        on_inexact: OnInexact = "warn",
+        witness_steps_after_signal: int = 4,
         clock: Clock | None = None,
         metadata: Mapping[str, Any] | None = None,
         hyperparameters: Literal["saved", "program"] = "saved",
@@ -280,7 +293,10 @@ class CheckpointCallback:
         if options.grace_secs is not None:
             self._manager.events.add_listener(grace_check(seconds(options.grace_secs)))
         self._adapter: StateAdapter = StateAdapter()  # It is replaced at the first state.
-        self._saver = StepSaver(self._manager, self._adapter, self._options.replicated)
+        self._witness = Witness(self._manager, enabled=options.witness, on_inexact=options.on_inexact)
+        self._saver = StepSaver(self._manager, self._adapter, self._options.replicated, self._witness)
+        self._after_signal: AfterSignal | None = None  # the steps that follow the save of a preemption
+        self._durations = Durations()
         self._is_adapted = False
         self._preemption = self._signal(options.preemption_signals())
         self._stop = Stop(self._preemption)  # It is replaced when the run begins.
@@ -308,6 +324,11 @@ class CheckpointCallback:
         """
         self._manager.observer.reached("validation", self._saver.step)
         return self._preemption.received
+
+    @property
+    def proof(self) -> Proof:
+        """What the comparison of a resumed run with the steps before the stop has shown so far."""
+        return self._witness.proof
 
     @property
     def should_stop(self) -> bool:
@@ -384,7 +405,16 @@ class CheckpointCallback:
             check_resume("must", self._all_steps(), self._manager.directory)
         return peek(self._manager, self._options.resume)
 
-    def on_step(self, step: int, state: Any, *, metrics: Mapping[str, Any] | None = None, **extras: Any) -> StepOutcome:
+    def on_step(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        batch: Any = None,
+        epoch: Any = None,
+        **extras: Any,
+    ) -> StepOutcome:
         """Report that an update is done, and save if a save is due. Call it after every update.
 
         When nothing is due it takes some tens of microseconds, most of them to take the state of the global generators,
@@ -395,6 +425,9 @@ class CheckpointCallback:
             state: The state after the update.
             metrics: Metrics of this step by name: numbers or scalars still on the device, which are fetched only if a
                 save needs them.
+            batch: The batch of the step, if the witness shall compare it in a resume; it is not saved. A name that
+                ``restore_or_initialize`` was given is an extra like any other, which is saved.
+            epoch: The number of the epoch, if the witness shall compare it; as for ``batch``.
             **extras: Everything that was passed to ``restore_or_initialize``, and more if you like.
 
         Returns:
@@ -402,7 +435,8 @@ class CheckpointCallback:
 
         Raises:
             SaveFailedError: An earlier save failed in the background; this step is saved nevertheless.
-            StateError: The callback is closed, or the directory holds checkpoints that were not restored.
+            StateError: The callback is closed, or the directory holds checkpoints that were not restored; or the steps
+                since the resume are not those of before the stop, with ``on_inexact="raise"``.
         """
         if type(step) is not int:
             step = operator.index(step)
@@ -410,12 +444,20 @@ class CheckpointCallback:
             self._begin_without_restore(state)
         if metrics is not None:
             check_metrics(metrics)
+        if self._names:
+            extras |= {name: value for name, value in (("batch", batch), ("epoch", epoch)) if name in self._names}
         check_no_options(extras)
+        self._durations.note()
         self._check_order(step)
         self._adapter.check_step(step, state)
         if not self._names <= extras.keys():
             raise StateError(missing_extras(self._names - extras.keys()))
-        self._saver.update(step, state, metrics, self._with_generators(extras))
+        if self._after_signal is not None:
+            self._saver.show(step, state, metrics, self._with_generators(extras), batch, epoch)
+            after = self._after_signal = self._after_signal.after(self._durations.longest, again=self._preemption.again)
+            self._should_stop |= after.left == 0
+            return StepOutcome(False, "preempted; the step is recorded and not saved", self._should_stop)
+        self._saver.update(step, state, metrics, self._with_generators(extras), batch, epoch)
         decision = self._manager.decide(step, metrics=metrics)
         if self._stop.after_batch():
             return self._on_preemption(decision.save, decision.reason)
@@ -440,6 +482,8 @@ class CheckpointCallback:
         check_metrics(metrics)
         step = operator.index(step)
         self._manager.observer.reached("validation", step)
+        if self._after_signal is not None and not self._saver.holds(step):
+            return StepOutcome(False, "preempted; the step is recorded and not saved", self._should_stop)
         if self._saver.record(step, metrics):
             return StepOutcome(False, f"metrics recorded with step {step}", self._should_stop)
         decision = self._saver.reconsider(step, metrics)
@@ -461,21 +505,29 @@ class CheckpointCallback:
         self._closed = True
         if self._saver.step is None and self._restored is not None and not self._preemption.received:
             self._announce("nothing left to do after step %d in %s", self._restored, self._manager.directory)
-        orderly = False
+        orderly, ends_early = False, self._after_signal is not None and not self._should_stop
         try:
             try:
                 # Perhaps only one of several processes has received the signal after the last step.
                 preempted = self._preemption.received and not isinstance(self._stop, AgreedStop)
-                if not self._saver.is_saved and (self._options.save_at_end or preempted):
+                if not self._saver.is_saved and (self._options.save_at_end or preempted) and not self._witness.refuses:
                     self._saver.save_at_end()
             finally:
+                self._witness.close()
                 self._manager.close()
             orderly = True
         finally:
             self._end(orderly=orderly)
-        if self._begun and not self._should_stop:
+        if self._begun and not self._should_stop and self._after_signal is None:
             last = self._restored if self._saver.step is None else self._saver.step
             self._manager.events.write("preempted" if self._preemption.received else "finished", step=last)
+        if ends_early:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        """End the program, as the loop has ended by itself in the steps after a preemption: none may follow."""
+        self._preemption.hand_on()
+        raise SystemExit(self.exit_status)
 
     def __enter__(self) -> Self:
         self._preemption.install()
@@ -491,6 +543,7 @@ class CheckpointCallback:
         if self._begun:
             self._manager.events.write("failed", step=self._saver.step, error=described(error))
         try:
+            self._witness.close()
             self._manager.finish_mirror(WITHOUT_GRACE)
             self._manager.close()
         except Exception:
@@ -539,6 +592,7 @@ class CheckpointCallback:
                 logger.info("took the weights from %s; everything else starts fresh", taken)
                 warn_of_misfits(adapter.misfits, f"init_from={str(place)!r}", "weights")
             self._begin_steps(state, extras)
+            self._witness.begin(seen(0, state, self._with_generators(extras), {}))
             self._announce_first_save()
             return state, 0
         if place is not None:
@@ -547,7 +601,20 @@ class CheckpointCallback:
         self._restored = restored.step
         state = initial.completed(adapter, restored.state)
         self._begin_steps(state, extras)
+        shown = seen(restored.step, state, self._with_generators(self.extras), {})
+        self._witness.resume(restored.step, shown, self._why_not_comparable())
         return state, restored.step
+
+    def _why_not_comparable(self) -> str:
+        """Return why the program asks for other steps than those of before the stop, or an empty text."""
+        options = self._options
+        if options.resume == "best" or type(options.resume) is int:
+            return f"resume={options.resume!r} chose the step"
+        if options.hyperparameters == "program":
+            return "hyperparameters='program' takes those of the program"
+        if self._adapter.misfits is not None and str(self._adapter.misfits):
+            return "partial='initialize' has initialized what the checkpoint lacks"
+        return ""
 
     def _all_steps(self) -> list[int]:
         """Return the steps in the directory, damaged ones among them, and that of the hosts."""
@@ -567,7 +634,7 @@ class CheckpointCallback:
             check_depth(state)
             self._adapter = adapter_for(state, None if self._options.partial is None else Misfits())
             self._state_checkpointer.handler = self._adapter.handler(self._options)
-            self._saver = StepSaver(self._manager, self._adapter, self._options.replicated)
+            self._saver = StepSaver(self._manager, self._adapter, self._options.replicated, self._witness)
             self._is_adapted = True
         return self._adapter
 
@@ -633,6 +700,7 @@ class CheckpointCallback:
             )
         self._adapt(state)
         self._begin_steps((), {})  # The state before the first step is not known.
+        self._witness.begin(seen(0, state, {}, {}))
 
     def _on_preemption(self, due: bool, why: str) -> StepOutcome:
         if self._should_stop:  # The loop continues although it was asked to stop: save by the ordinary rules.
@@ -644,7 +712,17 @@ class CheckpointCallback:
             self._saver.save("preempted")
         self._manager.wait_until_finished()
         self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
-        self._should_stop = True
         self._manager.events.write("preempted", step=self._saver.step)
-        self._announce("preempted: step %d is saved in %s; stopping", self._saver.step, self._manager.directory)
-        return StepOutcome(save, "preempted", should_stop=True)
+        most = self._options.witness_steps_after_signal if self._options.witness else 0
+        after = steps_after_signal(
+            most, self._durations.longest, self._preemption, self._options.grace_secs, self._saver.left_in_epoch
+        )
+        count = self._manager.processes.decide("the steps after the signal", lambda: after.left) if most else 0
+        self._should_stop = not count
+        if count:
+            self._after_signal = dataclasses.replace(after, left=count, alone=self._manager.processes.alone)
+        what = f"stopping after {count} more steps, which the resume is compared with" if count else "stopping"
+        self._durations.restart()
+        text = "preempted: step %d is saved in %s; %s"
+        self._announce(text, self._saver.step, self._manager.directory, what)
+        return StepOutcome(save, "preempted", should_stop=self._should_stop)

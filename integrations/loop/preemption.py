@@ -57,6 +57,7 @@ class PreemptionSignal:
         self.signals = tuple(signals)
         self._received: int | None = None
         self._since = 0.0  # when the signal arrived, on the monotonic clock
+        self.again = False  # whether it has arrived once more, and is not the same one that a launcher forwards
         self._statuses: dict[int, int] = {}
         self._process: int | None = None
         self._previous: dict[int, Handler] = {}
@@ -91,6 +92,18 @@ class PreemptionSignal:
         """Set the flag as the signal does, for tests and for other sources of preemptions."""
         if self._received is None:
             self._received, self._since = number, time.monotonic()
+        elif time.monotonic() - self._since >= _ONE_CTRL_C:
+            self.again = True
+
+    @property
+    def age(self) -> float:
+        """Seconds since the signal arrived."""
+        return time.monotonic() - self._since
+
+    def hand_on(self) -> None:
+        """Send the signal to the handler that was there before, if a program has set one; after :meth:`restore`."""
+        if callable(signal.getsignal(self.number)) and signal.getsignal(self.number) is not signal.default_int_handler:
+            signal.raise_signal(self.number)
 
     def seconds_left(self, grace: Duration | None) -> float:
         """Return the seconds left of ``grace`` since the signal, minus a reserve."""

@@ -6,15 +6,17 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
+from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
 from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError, shortened
-from ...engine.generators import GlobalGenerators, capture
+from ...engine.generators import GlobalGenerators, capture, is_generator
 from ...engine.handlers import check_savable
-from ...engine.loaders import without_generators
+from ...engine.loaders import LoaderPosition, without_generators
 from ...engine.manager import CheckpointManager, part_of_save, plain_metrics
 from ...engine.pytree import FreshTypes
 from ...engine.stateful import is_actor, state_of
+from ...engine.witness import Seen
 from .extras import (
     CHECKSUMS,
     GLOBAL_GENERATORS,
@@ -27,6 +29,7 @@ from .extras import (
 )
 from .objects import VersionCounters, is_versioned
 from .states import STATE, StateAdapter, is_deleted
+from .witnessing import Witness
 
 if TYPE_CHECKING:
     from ...engine.manager import Decision
@@ -59,16 +62,41 @@ class LastStep:
         self._clock = time.thread_time
         self._watched: list[str] = []
         self._has_warned = False
+        self._epoch: int | None = None
 
-    def update(self, step: int, state: Any, metrics: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
+    def update(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None,
+        extras: Mapping[str, Any],
+        epoch: int | None = None,
+    ) -> None:
         """Note a step that the loop has finished."""
         self.step = step
         self.metrics = metrics
         self.state = state
         self._extras = extras
+        self._epoch = epoch
         self._adapter.note(state)
         if extras or self._positions:
             self._take_positions()
+
+    @property
+    def epochs(self) -> tuple[int, ...]:
+        """The epochs of the step, as far as the program shows them: another one begins a record of the witness."""
+        return _epochs(self._extras, self._epoch)
+
+    @property
+    def left_in_epoch(self) -> int | None:
+        """How many batches of the epoch are left, as far as loaders tell it."""
+        left = [extra.left for extra in self._extras.values() if isinstance(extra, LoaderPosition)]
+        return min((one for one in left if one is not None), default=None)
+
+    def seen(self, batch: Any = None) -> Seen:
+        """Return what the step shows to the witness."""
+        assert self.step is not None
+        return seen(self.step, self.state, self._extras, self._positions, self.metrics, batch, self._epoch)
 
     def items(self, *, alone: bool) -> dict[str, Any]:
         """Return the items of a checkpoint of this step; each process has its own extras, except arrays."""
@@ -156,6 +184,46 @@ class LastStep:
         return self._moving
 
 
+def _epochs(extras: Mapping[str, Any], epoch: int | None) -> tuple[int, ...]:
+    shown = [extra.epoch for extra in extras.values() if isinstance(extra, LoaderPosition)]
+    return (*shown, -1 if epoch is None else epoch)
+
+
+def seen(
+    step: int,
+    state: Any,
+    extras: Mapping[str, Any],
+    positions: Mapping[str, Any],
+    metrics: Mapping[str, Any] | None = None,
+    batch: Any = None,
+    epoch: int | None = None,
+) -> Seen:
+    """Return what a step shows to the witness; ``positions`` are snapshots of the extras that move."""
+    generators = {
+        name: positions[name] if name in positions else state_of(extra)
+        for name, extra in extras.items()
+        if is_generator(extra) and not isinstance(extra, SystemRandom)
+    }
+    if GLOBAL_GENERATORS in extras:
+        generators |= positions.get(GLOBAL_GENERATORS) or capture()
+    moving = {name for name, extra in extras.items() if moves(extra)} - {GLOBAL_GENERATORS}
+    loaders = {name: extra for name, extra in extras.items() if isinstance(extra, LoaderPosition)}
+    counters = {"step": step} | ({} if epoch is None else {"epoch": epoch})
+    counters |= {name: extra for name, extra in extras.items() if name in ("batch", "epoch") and type(extra) is int}
+    fixed = {name: extra for name, extra in extras.items() if name not in moving and name != GLOBAL_GENERATORS}
+    return Seen(
+        step=step,
+        root={STATE: state, **fixed},
+        objects={name: extras[name] for name in sorted(moving)},
+        generators=generators,
+        positions={name: positions[name] for name in moving if name in positions},
+        batch=batch,
+        checksums={name: one.checksum for name, one in loaders.items() if one.checksum is not None},
+        metrics=metrics,
+        counters=counters,
+    )
+
+
 def _taking(extra: Any) -> Callable[[Any], Any]:
     """Return the function that takes the state of an extra that moves."""
     if isinstance(extra, GlobalGenerators):
@@ -166,8 +234,11 @@ def _taking(extra: Any) -> Callable[[Any], Any]:
 class StepSaver:
     """Saves the last step that the loop has reported."""
 
-    def __init__(self, manager: CheckpointManager, adapter: StateAdapter, replicated: Collection[str]) -> None:
+    def __init__(
+        self, manager: CheckpointManager, adapter: StateAdapter, replicated: Collection[str], witness: Witness
+    ) -> None:
         self._manager = manager
+        self._witness = witness
         self._adapter = adapter
         self._saved: int | None = None
         self.fresh_extras: FreshTypes | None = None  # the types of the extras at the start of the run
@@ -182,23 +253,51 @@ class StepSaver:
     @property
     def is_saved(self) -> bool:
         """Whether the last step is saved, or no step was reported."""
-        return self.step is None or self._holds(self.step)
+        return self.step is None or self.holds(self.step)
 
     def watch(self, state: Any, extras: Mapping[str, Any]) -> None:
         """Begin to watch the state before the first step."""
         self._adapter.watch(state)
         self._extra_versions.watch({name: extra for name, extra in extras.items() if is_versioned(extra)})
 
-    def update(self, step: int, state: Any, metrics: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
-        """Note a step that the loop has finished."""
+    @property
+    def left_in_epoch(self) -> int | None:
+        """How many batches of the epoch are left, as far as loaders tell it."""
+        return self._last.left_in_epoch
+
+    def update(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None,
+        extras: Mapping[str, Any],
+        batch: Any = None,
+        epoch: int | None = None,
+    ) -> None:
+        """Note a step that the loop has finished, and compare it with that of before the stop."""
         is_first = self.step is None
-        self._last.update(step, state, metrics, extras)
+        self._last.update(step, state, metrics, extras, epoch)
         if is_first:
             self._last.check_savable()  # The first save may be an hour away.
+        if self._witness.watches:
+            self._witness.note(lambda: self._last.seen(batch), self._last.epochs)
+
+    def show(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None,
+        extras: Mapping[str, Any],
+        batch: Any = None,
+        epoch: int | None = None,
+    ) -> None:
+        """Let the witness record a step that is never saved, as it follows the save of a preemption."""
+        positions = {name: _taking(extra)(extra) for name, extra in extras.items() if moves(extra)}
+        self._witness.note(lambda: seen(step, state, extras, positions, metrics, batch, epoch), _epochs(extras, epoch))
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> bool:
         """Store metrics with the checkpoint of a step, and return whether there is one."""
-        if not self._holds(step):
+        if not self.holds(step):
             return False
         try:
             self._manager.record_metrics(step, host_metrics(metrics))
@@ -227,6 +326,7 @@ class StepSaver:
                 self._adapter.warn_of_step(step, last.state)
             last.warn_of_gradients()
             taken = self._taken()
+            self._witness.save(step, last.seen)
         try:
             self._manager.save(step, force=True, reason=reason, **taken)
         except SaveFailedError:  # The save before this one has failed.
@@ -259,7 +359,8 @@ class StepSaver:
         else:
             logger.warning("step %d is not saved at the end: %s", self.step, lost)
 
-    def _holds(self, step: int) -> bool:
+    def holds(self, step: int) -> bool:
+        """Return whether a step is saved, or being saved."""
         return step == self._saved or step in self._manager.all_steps()
 
 

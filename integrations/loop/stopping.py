@@ -3,25 +3,88 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
+import math
 import signal
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
+from ...engine.clock import Duration, seconds
 from ...engine.distributed import ProcessGroup, Rendezvous
 from ...engine.errors import BarrierTimeoutError, PeerFailedError
 from .preemption import PreemptionSignal
 
 logger = logging.getLogger("holdfast")
 
+_WITHOUT_GRACE = 2.0  # seconds for the steps after a preemption, if the grace is not known
 _INTERVAL = 0.1  # seconds between two requests to the store
 _REQUESTS = 1000  # the most requests a second that all processes together send to the store
 _PATIENCE = 60.0  # seconds to wait for the others, which are at most a batch away from the point where they answer
 
 _Progress = tuple[int, int]  # finished batches and epochs, and batches of a validation since then
+
+
+class Durations:
+    """The seconds between the last reports of steps."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._seconds: deque[float] = deque(maxlen=20)
+
+    def note(self) -> None:
+        """Note a report."""
+        now = time.monotonic()
+        if self._last is not None:
+            self._seconds.append(now - self._last)
+        self._last = now
+
+    def restart(self) -> None:
+        """Count the next step from now on, and not what was done in between."""
+        self._last = time.monotonic()
+
+    @property
+    def longest(self) -> float:
+        """The longest step; without limit as long as none is known."""
+        return max(self._seconds, default=math.inf)
+
+
+@dataclass(frozen=True)
+class AfterSignal:
+    """The steps that follow the save of a preemption, so that the resume can be compared with them.
+
+    Attributes:
+        left: How many steps may follow.
+        until: When none may begin any more, on the monotonic clock.
+        alone: Whether this process decides for itself whether there is time for another step.
+    """
+
+    left: int
+    until: float
+    alone: bool = True
+
+    def after(self, longest: float, *, again: bool) -> AfterSignal:
+        """Return what is left after one of the steps; ``again`` is whether the signal has come once more."""
+        has_time = time.monotonic() + 2 * longest <= self.until and not again
+        return dataclasses.replace(self, left=self.left - 1 if has_time or not self.alone else 0)
+
+
+def steps_after_signal(
+    most: int, longest: float, preemption: PreemptionSignal, grace: Duration | None, left_in_epoch: int | None
+) -> AfterSignal:
+    """Return the steps that may follow a save: while a quarter of the grace lasts, and not beyond the epoch's end."""
+    if preemption.number in (signal.SIGINT, signal.SIGHUP) or preemption.again:
+        most = 0
+    seconds_left = _WITHOUT_GRACE if grace is None else seconds(grace) / 4 - preemption.age
+    fitting = int(max(0.0, seconds_left) / (2 * longest)) if longest > 0 else most
+    count = min(most, fitting, most if left_in_epoch is None else left_in_epoch)
+    return AfterSignal(count, time.monotonic() + seconds_left)
 
 
 class Stop:

@@ -18,7 +18,7 @@ from tests.starts import run
 
 from holdfast.cli.drill.findings import Causes, Report, StepDifference, Trace, kind_of_state
 from holdfast.cli.drill.interruptions import KINDS, DrillOptions, Interruption, choose, places_to_save
-from holdfast.cli.drill.plan import STATELESS, Fact
+from holdfast.engine.fingerprints import STATELESS, Fact
 from holdfast.engine.sources import LeafDifference
 
 pytestmark = pytest.mark.xdist_group("programs")

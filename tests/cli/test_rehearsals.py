@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.cli.drill import fingerprints
-from holdfast.cli.drill.fingerprints import Fingerprints, facts
-from holdfast.cli.drill.plan import STATELESS, DrillPlan
+from holdfast.cli.drill.plan import DrillPlan
 from holdfast.cli.drill.rehearsal import Rehearsal
+from holdfast.engine import fingerprints
+from holdfast.engine.fingerprints import STATELESS, Fingerprints, facts
 from holdfast.engine.manager import read_events
 from holdfast.engine.observer import Observer, Point, Unobserved
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.earlier_versions import programs
+from tests.earlier_versions import programs, runs
 from tests.equality import assert_same
+from tests.lightning_advice import ADVICE
 
 import holdfast as hf
 from holdfast import graph
@@ -17,12 +19,52 @@ from holdfast import graph
 VERSIONS = sorted(path for path in Path(__file__).parent.glob("v*") if path.is_dir())
 RUNS = {"flax": programs.flax_run, "lightning": programs.lightning_run}
 
+# Runs that were saved within an epoch, an accumulation or a validation. All of them resume; those that are true here go
+# on to the end that they have if nothing stops them.
+SAME_END = {
+    "skip_generators": True,
+    "skip_generators_end": True,
+    "skip_attributes": True,
+    "skip_attributes_end": True,
+    "skip_global": True,
+    "torchdata": True,
+    "torchdata_end": True,
+    "torchdata_epoch": True,
+    "torchdata_sampler": True,
+    "nodes": True,
+    "stream": True,
+    "stream_in_torchdata": True,
+    "accumulation": True,
+    "global_generators": True,
+    "trainer_generators": True,
+    "trainer_attributes": True,
+    "trainer_attributes_end": True,
+    "trainer_state": True,
+    "trainer_ahead": True,
+    "trainer_ahead_end": True,
+    "trainer_torchdata": True,
+    "trainer_several": True,
+    "trainer_several_plain": True,
+    "trainer_draws": True,
+    "trainer_validation": True,
+    "trainer_validation_end": True,
+    "trainer_accumulation": True,
+}
+
 pytestmark = [
-    pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name),
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    *ADVICE,
     pytest.mark.filterwarnings("ignore:Starting from v1.9"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:The loaded checkpoint was produced with Lightning"),  # by a newer one
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata with torch 2.13
 ]
+
+
+def holding(name: str) -> pytest.MarkDecorator:
+    """Returns a mark that runs a test with each version that a file or folder is kept of."""
+    found = [version for version in VERSIONS if (version / name).exists()]
+    assert found
+    return pytest.mark.parametrize("version", found, ids=lambda path: path.name)
 
 
 def copied(version: Path, name: str, tmp_path: Path) -> Path:
@@ -31,26 +73,31 @@ def copied(version: Path, name: str, tmp_path: Path) -> Path:
     return tmp_path / name
 
 
+@holding("trees")
 def test_everything_verifies(version: Path) -> None:
     places = [path.parent for path in version.rglob("checkpoint.json")]
     assert len(places) > 15
     assert [place for place in places if not hf.verify(place).ok] == []
 
 
+@holding("trees")
 @pytest.mark.parametrize("name", programs.TREES)
 def test_trees(version: Path, name: str) -> None:
     expected = programs.TREES[name]()
     assert_same(hf.load(version / "trees" / name, like=expected), expected)
 
 
+@holding("trees")
 def test_a_tree_without_a_template(version: Path) -> None:
     assert_same(hf.load(version / "trees" / "numpy"), programs.numpy_tree())
 
 
+@holding("trees")
 def test_compressed_and_aggregated_leaves(version: Path) -> None:
     assert_same(hf.load(version / "trees" / "options"), programs.options_tree())
 
 
+@holding("torch")
 def test_states_of_torch_that_were_saved_by_their_attributes(version: Path, tmp_path: Path) -> None:
     place = copied(version, "torch", tmp_path)
     with hf.CheckpointCallback(place, save_interval_steps=1) as checkpoint:
@@ -69,6 +116,7 @@ def test_states_of_torch_that_were_saved_by_their_attributes(version: Path, tmp_
     assert_same(again["model"].state_dict(), objects["model"].state_dict())
 
 
+@holding("manager")
 def test_a_manager(version: Path, tmp_path: Path) -> None:
     with programs.open_manager(copied(version, "manager", tmp_path)) as manager:
         assert manager.all_steps() == [1, 3, 4, 6]
@@ -80,6 +128,7 @@ def test_a_manager(version: Path, tmp_path: Path) -> None:
         assert manager.all_steps() == [1, 3, 7]
 
 
+@holding("graphs")
 def test_a_graph(version: Path) -> None:
     expected, objects = programs.graph_objects(), programs.graph_objects()
     with torch.no_grad():
@@ -95,6 +144,7 @@ def test_a_graph(version: Path) -> None:
     assert (int(objects["step"]), objects["notes"]["a"]) == (4, [1, 2])
 
 
+@holding("graphs")
 def test_a_run_of_graphs(version: Path, tmp_path: Path) -> None:
     objects = programs.graph_objects()
     place = copied(version, "graphs", tmp_path) / "run"
@@ -105,6 +155,7 @@ def test_a_run_of_graphs(version: Path, tmp_path: Path) -> None:
     assert len(manager.checkpoints) == 2
 
 
+@holding("components")
 def test_components(version: Path) -> None:
     expected, trainer = programs.make_trainer(), programs.make_trainer()
     for _ in range(programs.END):
@@ -117,6 +168,7 @@ def test_components(version: Path) -> None:
     assert_same(programs.component_values(trainer), programs.component_values(expected))
 
 
+@holding("together")
 @pytest.mark.parametrize("name", ["rows", "whole"])
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_what_two_processes_saved(version: Path, backend: str, name: str) -> None:
@@ -124,7 +176,7 @@ def test_what_two_processes_saved(version: Path, backend: str, name: str) -> Non
     assert_same(found[name], programs.together_values())
 
 
-@pytest.mark.filterwarnings("ignore:The loaded checkpoint was produced with Lightning")  # by a newer one
+@holding("flax")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_resumes(version: Path, name: str, tmp_path: Path) -> None:
     ended = RUNS[name](copied(version, name, tmp_path))
@@ -132,3 +184,23 @@ def test_a_run_resumes(version: Path, name: str, tmp_path: Path) -> None:
         for key, expected in kept.items():
             assert_same(np.asarray(ended[key]), expected, key)
     assert ended.get("start", programs.MIDDLE) == programs.MIDDLE
+
+
+@holding("ends.json")
+@pytest.mark.parametrize(("name", "same_end"), SAME_END.items(), ids=SAME_END)
+def test_a_run_that_was_saved_within(version: Path, name: str, same_end: bool, tmp_path: Path) -> None:
+    kept = json.loads((version / "ends.json").read_text())[name]
+    shutil.unpack_archive(version / f"{name}.tar.xz", tmp_path, filter="data")
+    assert hf.verify(tmp_path).ok
+
+    resumed = runs.RUNS[name].whole(tmp_path)
+
+    assert (resumed["start"], resumed["saved"]) == (kept["start"], kept["saved"])
+    ends = (resumed["seen"], resumed["end"]), (kept["seen"], kept["end"])
+    assert ends[0] == ends[1] if same_end else ends[0] != ends[1]
+
+
+@holding("ends.json")
+def test_each_run_that_was_saved_within(version: Path) -> None:
+    kept = {path.name.removesuffix(".tar.xz") for path in version.glob("*.tar.xz")}
+    assert kept == json.loads((version / "ends.json").read_text()).keys() == SAME_END.keys()

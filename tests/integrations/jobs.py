@@ -137,7 +137,11 @@ def loop_with_position(kind: str, directory: str, signal_at: int | None) -> None
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     data = (with_grain if "grain" in kind else with_torchdata)(kind)
     step, steps = 0, 20
-    with CheckpointCallback(directory, save_interval_steps=1000) as checkpoint, open(f"{directory}.log", "a") as log:
+    options: dict[str, Any] = {
+        "save_interval_steps": 1000,
+        "witness_steps_after_signal": 0,
+    }  # The log has what is done once.
+    with CheckpointCallback(directory, **options) as checkpoint, open(f"{directory}.log", "a") as log:
         _, step = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer}, data=data)
         while step < steps and not checkpoint.should_stop:
             for batch in data:

@@ -33,10 +33,14 @@ def test_a_loop_says_where_it_is(
         said.append(capfd.readouterr().err.splitlines())
     assert said == [
         [f"holdfast: started fresh: no checkpoint in {place}"],
-        [f"holdfast: resumed from step 3 in {place}"],
+        [
+            f"holdfast: resumed from step 3 in {place}",
+            "holdfast: not witnessed: step 3 was restored as it was saved, and no step was recorded after it",
+        ],
         [f"holdfast: resumed from step 5 in {place}", f"holdfast: nothing left to do after step 5 in {place}"],
         [
             f"holdfast: resumed from step 5 in {place}",
+            "holdfast: not witnessed: step 5 was restored as it was saved, and no step was recorded after it",
             f"holdfast: preempted: step 6 is saved in {place}; stopping",
         ],
     ]

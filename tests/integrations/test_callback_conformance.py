@@ -408,7 +408,7 @@ def test_a_damaged_newest_step_is_passed_over_loudly(
 @pytest.mark.parametrize("options", [NEVER, EVERY_STEP], ids=["nothing due", "due anyway"])
 def test_sigterm_saves_the_step_and_stops(driver: Driver, place: str, options: dict[str, Any]) -> None:
     whole = driver.train(f"{place}/whole", 7, **NEVER)
-    stopped = driver.train(f"{place}/run", 7, during={3: preempt}, **options)
+    stopped = driver.train(f"{place}/run", 7, during={3: preempt}, witness_steps_after_signal=0, **options)
     assert stopped.last == 3
     assert steps_in(f"{place}/run") == ([3] if options is NEVER else [1, 2, 3])
     if options is NEVER:

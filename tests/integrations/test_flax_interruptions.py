@@ -128,7 +128,7 @@ class Run:
     def __init__(self, directory: Path, *, stop: int | None = None, how: str = "raised", **options: Any) -> None:
         self.stop = stop
         self.how = how
-        self.callback = CheckpointCallback(directory, **options)
+        self.callback = CheckpointCallback(directory, witness_steps_after_signal=0, **options)
         self.data = ShuffledBatches()
         self.start = -1
 

@@ -82,7 +82,9 @@ def test_weights_for_a_state_without_params(tmp_path: Path) -> None:
 def test_the_exit_status_after_a_preemption(tmp_path: Path) -> None:
     statuses = []
     for last in (2, 5):
-        with CheckpointCallback(tmp_path, signals=["SIGUSR1"], grace_secs="1h") as checkpoint:
+        with CheckpointCallback(
+            tmp_path, signals=["SIGUSR1"], grace_secs="1h", witness_steps_after_signal=0
+        ) as checkpoint:
             state, start = checkpoint.restore_or_initialize({"w": np.zeros(2)})
             for step in range(start + 1, 6):
                 if last == step == 2:

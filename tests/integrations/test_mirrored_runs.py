@@ -84,7 +84,11 @@ def test_a_preempted_run_uploads_its_last_step_if_there_is_time(
 ) -> None:
     mirror = hf.Mirror(place, save_interval_steps=100)
     with hf.CheckpointCallback(
-        tmp_path / "run", save_interval_steps=100, mirror=mirror, grace_secs=grace
+        tmp_path / "run",
+        save_interval_steps=100,
+        mirror=mirror,
+        grace_secs=grace,
+        witness_steps_after_signal=0,
     ) as checkpoint:
         state, _ = checkpoint.restore_or_initialize({"w": np.arange(9.0)})
         checkpoint.on_step(100, state)

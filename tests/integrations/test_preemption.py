@@ -323,7 +323,7 @@ class Sensitive:
 def resumed_run(directory: Path, event: Callable[[str], None]) -> int:
     """Go on to step 20 from what is there; return how many steps were done in this life. ``event`` says where it is."""
     done = 0
-    with hf.CheckpointCallback(directory, save_interval_steps=3) as checkpoint:
+    with hf.CheckpointCallback(directory, save_interval_steps=3, witness_steps_after_signal=0) as checkpoint:
         event("callback made")
         sensitive = Sensitive(event)
         state, start = checkpoint.restore_or_initialize({"w": np.zeros(3)}, sensitive=sensitive)

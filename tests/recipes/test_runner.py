@@ -77,7 +77,8 @@ def test_preemptions_change_no_bit(recipe: str, stops: list[int], monkeypatch: p
     preempt_at(monkeypatch, *stops)
     start = 0
     for stop in stops:
-        assert train(recipe, "run_dir=cut") == Outcome(start=start, step=stop, preempted=True)
+        arguments = ["run_dir=cut", "checkpoint.witness_steps_after_signal=0"]
+        assert train(recipe, *arguments) == Outcome(start=start, step=stop, preempted=True)
         assert steps_in("cut")[-1] == stop
         start = stop
 

@@ -23,14 +23,26 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import FrameType, FunctionType, GeneratorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ...engine.generators import as_tree, capture, is_generator
-from ...engine.pytree import is_torch_tensor, loaded
-from ...engine.stateful import state_of
-from .plan import STATELESS, Fact, Kind
+from .generators import as_tree, capture, is_generator
+from .pytree import is_torch_tensor, loaded
+from .stateful import state_of
+
+Kind = Literal["generator", "position", "value", "array"]
+STATELESS = "no state"  # the digest of a generator of the operating system: no look tells what was drawn from it
+
+
+class Fact(NamedTuple):
+    """The fingerprint of one object of the program."""
+
+    kind: Kind
+    type: str
+    where: str  # the place where it was found
+    digest: str  # the digest of its state
+
 
 _Space = tuple[str, str, dict[str, Any]]  # (prefix of the names, place in the program, variables)
 
@@ -43,7 +55,7 @@ _TEXT = 200  # characters
 _LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in {
-        str(Path(__file__).parents[2]),  # holdfast
+        str(Path(__file__).parents[1]),  # holdfast
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     }
 )
@@ -77,6 +89,18 @@ def facts() -> dict[str, Fact]:
     for group in groups:
         _look(group, found, known, looked)
     return found
+
+
+def not_handed_over() -> list[str]:
+    """Return the generators and iterators in reach of the functions that are running, to explain a difference.
+
+    Which of them the program has handed over is not known here; the global generators are always saved.
+    """
+    return [
+        f"{name} ({fact.type}; {fact.where})"
+        for name, fact in facts().items()
+        if fact.kind in ("generator", "position") and fact.where and fact.digest != STATELESS
+    ]
 
 
 def _look(spaces: list[_Space], found: dict[str, Fact], known: set[int], looked: list[Any]) -> None:

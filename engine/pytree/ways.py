@@ -1,0 +1,341 @@
+"""Ways to leaves: a state is searched once, and its chosen leaves are found again at every later step.
+
+A way is a chain of keys and attributes from the root, so it leads to the present leaf of an immutable tree that each
+step makes anew as well as of a module that steps change in place. Nothing is ever written, and no method of an object
+is called.
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .containers import expand, is_nnx
+from .jax_leaves import is_key
+from .leaves import is_jax_array, is_torch_tensor, loaded
+
+MISSING: Any = object()
+"""What a way leads to that has ended, as an entry or an attribute is gone."""
+
+_MOST_NODES = 60_000  # objects and leaves that are visited
+_MOST_ATTRIBUTES = 4_000
+_MOST_RATES = 32
+_LONG = 200  # characters of a text that is kept whole
+_SMALL = 1 << 10  # bytes of an array whose values are a text
+_MOST_ENTRIES = 256  # of a container whose entries are a text
+_PLAIN = (str, bytes, bool, int, float, complex, type(None))
+_CLOSED = (str, bytes, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_LIBRARIES = ("torch", "numpy", "jax", "jaxlib", "optax", "builtins", "threading", "logging")  # Attributes stay theirs.
+
+_Get = Callable[[Any, Any], Any]
+
+
+class _Child(NamedTuple):
+    name: str
+    get: _Get
+    key: Any
+    value: Any
+
+
+class _Node(NamedTuple):
+    parent: int
+    get: _Get
+    key: Any
+
+
+class Ways:
+    """Ways from a root to leaves, at most ``most`` of them, and to the plain attributes of the objects between.
+
+    Args:
+        root: The first root: containers, modules, optimizers, and objects of the program.
+        most: How many leaves are chosen: learning rates, parameters that are trained and the state of their optimizers
+            come first, and then the order is that of a checksum of the name, which is the same in every process.
+        names: Names of the leaves to choose instead.
+
+    Attributes:
+        names: The names of the chosen leaves, keys and attributes joined by dots.
+        total: The number of all leaves.
+        structure: A checksum of the names of all leaves.
+    """
+
+    def __init__(self, root: Any, most: int, names: Collection[str] | None = None) -> None:
+        nodes: list[_Node] = []
+        leaves: list[tuple[str, int, int]] = []  # name, place among the nodes, rank
+        attributes: list[tuple[str, int, str]] = []
+        queue: deque[tuple[str, int, Any, tuple[int, ...]]] = deque([("", -1, root, ())])
+        while queue and len(nodes) < _MOST_NODES:
+            path, place, value, above = queue.popleft()
+            if id(value) in above or len(above) > 64:
+                continue
+            children = _children(value)
+            prefix = f"{path}." if path else ""
+            if len(attributes) < _MOST_ATTRIBUTES:
+                taken = {child.key for child in children if child.get is getattr}
+                attributes += [(f"{prefix}{name}", place, name) for name in _attributes(value) if name not in taken]
+            for child in children:
+                nodes.append(_Node(place, child.get, child.key))
+                name = f"{prefix}{child.name}"
+                if _is_array(child.value) or type(child.value) in (bool, int, float):
+                    leaves.append((name, len(nodes) - 1, _rank(child)))
+                elif not isinstance(child.value, _CLOSED) and child.value is not None:
+                    queue.append((name, len(nodes) - 1, child.value, (*above, id(value))))
+        self.total = len(leaves)
+        self.structure = zlib.crc32("\n".join(sorted(name for name, _, _ in leaves)).encode())
+        if names is None:
+            ordered = sorted(leaves, key=lambda leaf: (leaf[2], zlib.crc32(leaf[0].encode())))
+            chosen = {name: place for name, place, _ in ordered[:most]}
+        else:
+            places = {name: place for name, place, _ in leaves}
+            chosen = {name: places.get(name, -2) for name in names}
+        self.names = list(chosen)
+        self._attributes = [(name, place, key) for name, place, key in attributes]
+        self._nodes: list[_Node] = []
+        self._moved: dict[int, int] = {-1: -1}
+        self._leaves = [self._keep(place, nodes) if place >= 0 else -2 for place in chosen.values()]
+        self._owners = {place: self._keep(place, nodes) for _, place, _ in attributes}
+
+    def _keep(self, place: int, nodes: list[_Node]) -> int:
+        """Keep a node and those on the way to it; return its new place."""
+        if place not in self._moved:
+            parent, get, key = nodes[place]
+            above = self._keep(parent, nodes)
+            self._nodes.append(_Node(above, get, key))
+            self._moved[place] = len(self._nodes) - 1
+        return self._moved[place]
+
+    def follow(self, root: Any) -> list[Any]:
+        """Return the chosen leaves of another root, in the order of :attr:`names`; MISSING for those that are gone."""
+        found = self._follow(root)
+        return [MISSING if place == -2 else found[place] for place in self._leaves]
+
+    def attributes(self, root: Any) -> dict[str, str]:
+        """Return the attributes that are plain values, functions, generators or containers of them, as texts."""
+        found = self._follow(root)
+        texts: dict[str, str] = {}
+        for name, place, key in self._attributes:
+            owner = found[self._owners[place]] if place >= 0 else root
+            value = vars(owner).get(key, MISSING) if hasattr(owner, "__dict__") else MISSING
+            if value is not MISSING and (text := text_of(value)) is not None:
+                texts[name] = text
+        return texts
+
+    def _follow(self, root: Any) -> list[Any]:
+        found: list[Any] = []
+        for parent, get, key in self._nodes:
+            owner = root if parent < 0 else found[parent]
+            try:
+                found.append(get(owner, key))
+            except Exception:  # An entry or an attribute is gone, or MISSING has none.
+                found.append(MISSING)
+        return found
+
+
+def _children(value: Any) -> list[_Child]:
+    """Return what a way leads on to from an object: nothing from an array."""
+    torch: Any = loaded("torch")
+    if type(value) is dict or isinstance(value, Mapping):
+        return [_Child(str(key), operator.getitem, key, one) for key, one in [*value.items()]]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        pairs = zip(value._fields, value, strict=True)
+        return [_Child(name, operator.getitem, index, one) for index, (name, one) in enumerate(pairs)]
+    if isinstance(value, list | tuple | deque):
+        return [_Child(str(index), operator.getitem, index, one) for index, one in enumerate([*value])]
+    if _is_array(value) or isinstance(value, _CLOSED):
+        return []
+    if torch is not None and isinstance(value, torch.nn.Module):
+        return list(_of_module(value))
+    if torch is not None and isinstance(value, torch.optim.Optimizer):
+        return list(_of_optimizer(value))
+    if is_nnx(value):
+        return [_Child(name, getattr, name, one) for name, one in [*vars(value).items()] if _is_open(name, one)]
+    if _is_variable(value):
+        return [_Child("value", _value_of, None, _value_of(value, None))]
+    if (contents := expand(value)) is not None and contents.keys is not None:
+        return [
+            _Child(str(key), getattr, str(key), one)
+            for key, one in zip(contents.keys, contents.values, strict=True)
+            if getattr(value, str(key), MISSING) is one
+        ]
+    if hasattr(value, "__dict__") and not _is_of_library(value):
+        return [_Child(name, getattr, name, one) for name, one in [*vars(value).items()] if _is_open(name, one)]
+    return []
+
+
+def _of_module(module: Any) -> Iterator[_Child]:
+    for getter, entries in ((_parameter, module._parameters), (_buffer, module._buffers), (_module, module._modules)):
+        for name, one in [*entries.items()]:
+            if one is not None:
+                yield _Child(name, getter, name, one)
+
+
+def _of_optimizer(optimizer: Any) -> Iterator[_Child]:
+    number = 0
+    for index, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            for key, one in [*optimizer.state.get(parameter, {}).items()]:
+                yield _Child(f"state.{number}.{key}", _moment, (index, place, key), one)
+            number += 1
+        for key, one in [*group.items()]:
+            if type(one) in (bool, int, float):
+                yield _Child(f"param_groups.{index}.{key}", _option, (index, key), one)
+
+
+def _parameter(module: Any, name: str) -> Any:
+    return module._parameters[name]
+
+
+def _buffer(module: Any, name: str) -> Any:
+    return module._buffers[name]
+
+
+def _module(module: Any, name: str) -> Any:
+    return module._modules[name]
+
+
+def _moment(optimizer: Any, place: tuple[int, int, Any]) -> Any:
+    index, number, key = place
+    return optimizer.state.get(optimizer.param_groups[index]["params"][number])[key]
+
+
+def _option(optimizer: Any, place: tuple[int, str]) -> Any:
+    index, key = place
+    return optimizer.param_groups[index][key]
+
+
+def _value_of(variable: Any, _: object) -> Any:
+    return variable.get_value() if hasattr(variable, "get_value") else variable.value
+
+
+def _is_variable(value: Any) -> bool:
+    """Return whether an object is a variable of nnx or of Keras, which holds one array."""
+    nnx: Any = loaded("flax.nnx")
+    if nnx is not None and isinstance(value, nnx.Variable):
+        return True
+    return type(value).__module__.startswith("keras.") and hasattr(value, "value") and hasattr(value, "assign")
+
+
+def _is_open(name: str, value: Any) -> bool:
+    """Return whether an attribute of an object of the program is on a way, and not only a text."""
+    return not name.startswith(_INTERNAL) and not isinstance(value, (*_PLAIN, *_CLOSED, np.generic, Enum))
+
+
+def _is_of_library(value: Any) -> bool:
+    """Return whether a library made the class of an object, whose attributes are its own; loaders lead on to data."""
+    module = type(value).__module__
+    return module.partition(".")[0] in _LIBRARIES and not module.startswith("torch.utils.data")
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray | np.generic) or is_torch_tensor(value) or is_jax_array(value)
+
+
+def _rank(child: _Child) -> int:
+    """Return 0 for learning rates, 1 for what an optimizer trains and what it keeps, 2 for other leaves."""
+    if child.get is _option:
+        return 0 if child.key[1] == "lr" and child.key[0] < _MOST_RATES else 2
+    is_trained = child.get is _moment or (is_torch_tensor(child.value) and child.value.requires_grad)
+    return 1 if is_trained else 2
+
+
+# ---- attributes as texts
+
+
+def _attributes(value: Any) -> list[str]:
+    """Return the names of attributes that may be plain values, of objects that are not those of a library."""
+    torch: Any = loaded("torch")
+    is_schedule = torch is not None and isinstance(value, torch.optim.lr_scheduler.LRScheduler)
+    if (_is_of_library(value) and not is_schedule) or _is_variable(value):
+        return []
+    own = getattr(value, "__dict__", None)
+    if not isinstance(own, dict):
+        return []
+    known = _BASES.get("module") or _BASES.setdefault("module", () if torch is None else (*vars(torch.nn.Module()),))
+    return [name for name in [*own] if isinstance(name, str) and name not in known and not name.startswith(_INTERNAL)]
+
+
+_BASES: dict[str, tuple[str, ...]] = {}
+_INTERNAL = ("__", "_pytree__", "_nnx", "_object__", "_TrackedList", "_self_")  # names that libraries give
+
+
+def text_of(value: Any, depth: int = 3) -> str | None:
+    """Return a plain value as a text that is the same in every process, without addresses; None for other objects.
+
+    >>> text_of({"b", "a"}), text_of(len), text_of(object()), text_of([1.5, None])
+    ("{'a', 'b'}", 'builtins.len', None, '[1.5, None]')
+    """
+    text = _text_of(value, depth)
+    if text is not None and len(text) > _LONG:
+        return f"{text[:40]}... ({len(text)} characters, checksum {zlib.crc32(text.encode()):08x})"
+    return text
+
+
+def _text_of(value: Any, depth: int) -> str | None:
+    from ..generators import generator_state, is_generator  # not at the top: generators are built on this package
+
+    if isinstance(value, _PLAIN):
+        return repr(value) if not isinstance(value, Enum) else str(value)
+    if isinstance(value, np.generic):
+        return repr(value.item())
+    if isinstance(value, Enum):
+        return str(value)
+    if isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType | type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if is_torch_tensor(value):
+        if value.device.type != "cpu" or value.requires_grad or value.numel() * value.element_size() > _SMALL:
+            return None
+        return repr(value.tolist())
+    if isinstance(value, np.ndarray):
+        return repr(value.tolist()) if value.nbytes <= _SMALL and not value.dtype.hasobject else None
+    if is_jax_array(value):
+        is_small = not is_key(value) and value.nbytes <= _SMALL and value.is_fully_addressable and value.is_ready()
+        return repr(np.asarray(value).tolist()) if is_small else None
+    if is_generator(value):
+        try:
+            return f"generator {zlib.crc32(repr(generator_state(value)).encode()):08x}"
+        except Exception:  # one of the operating system has no state
+            return None
+    if not depth or not isinstance(value, list | tuple | deque | dict | set | frozenset):
+        return None
+    if len(value) > _MOST_ENTRIES:
+        return f"{type(value).__name__} of {len(value)}"
+    if isinstance(value, dict):
+        pairs = [(_text_of(key, depth - 1), _text_of(one, depth - 1)) for key, one in [*value.items()]]
+        return None if any(None in pair for pair in pairs) else f"{{{', '.join(f'{a}: {b}' for a, b in pairs)}}}"
+    texts = [_text_of(one, depth - 1) for one in [*value]]
+    known = [text for text in texts if text is not None]
+    if len(known) < len(texts):
+        return None
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(known))}}}"
+    return f"[{', '.join(known)}]"
+
+
+def leaves_of(value: Any, most: int = 1000) -> tuple[list[Any], str]:
+    """Return the arrays in a value, such as a batch or a state, and a text of its plain values."""
+    arrays: list[Any] = []
+    texts: list[str] = []
+    queue: deque[Any] = deque([value])
+    for _ in range(most):
+        if not queue:
+            break
+        one = queue.popleft()
+        if _is_array(one):
+            arrays.append(one)
+        elif isinstance(one, list | tuple) and len(one) > 16 and all(type(item) in _PLAIN for item in one):
+            texts.append(repr(one))
+        elif isinstance(one, Mapping | list | tuple | deque):
+            if isinstance(one, Mapping):
+                texts.append(repr([*map(str, one)]))
+            queue.extend(one.values() if isinstance(one, Mapping) else one)
+        elif isinstance(one, _PLAIN):
+            texts.append(repr(one))
+        elif not isinstance(one, _CLOSED) and (contents := expand(one)) is not None:
+            queue.extend(contents.values)
+    return arrays, "\n".join(texts)

@@ -1,0 +1,462 @@
+"""The witness: records of the steps after a save, which a resume compares with the steps that it does again.
+
+The running program knows what the steps after a save have given, and a resumed one does them again. If batch, random
+generators, metrics, state and counters agree, the resume is exact, whatever the program holds. A record is taken at the
+save itself (k = 0), at the reports 1, 2, 4, 8, ... after it and at the next save, and lies beside the step's files in
+``witness.jsonl``, outside of the commit record: a file that is missing, damaged or of another version is no error.
+
+Layers that decide: ``batch``, ``generators``, ``metrics``, ``state`` (samples of leaves), ``gradients`` and
+``counters``. Opaque positions, the structure and plain attributes of objects only explain.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import platform
+import re
+import sys
+import threading
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import HoldfastError, shortened
+from .pytree import Sampler, Samples, Ways, full_sum, is_torch_tensor, leaves_of, loaded
+from .storage import Location, append_line
+
+FILE = "witness.jsonl"
+VERSION = 1
+LIMIT = 64 << 10  # bytes of a file
+_LEAVES = 256
+_NUMBERS = 768  # elements whose values are recorded, so that a difference has a size
+_FULL = 32 << 20  # bytes of leaves whose elements are all added up
+# Metrics with these words in their names measure the machine, and not the run.
+_TIMES = {"time", "times", "elapsed", "duration", "seconds", "secs", "sec", "s", "ms", "hz", "timestamp", "eta", "wall"}
+_TIMES |= {"speed", "fps", "throughput", "memory"}
+_LOSS, _UPDATE = 1e-4, 1e-2  # relative differences that rounding explains where another kind of processor computes
+_SHOWN = 3
+
+Layers = dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a program shows at a step.
+
+    Attributes:
+        step: The number of the step.
+        root: The state, and all that is saved with it whose values lie in arrays and numbers, by name.
+        objects: Other objects that were handed over, such as loaders, whose plain attributes explain a difference.
+        generators: Snapshots of the states of random generators, by name.
+        positions: Snapshots of opaque states, such as places in the data, by name.
+        batch: The batch of the step, or None where it is not visible.
+        checksums: Checksums of batches that were taken already, by name of the loader.
+        metrics: The metrics as they were reported.
+        counters: Numbers that must agree, such as the epoch.
+    """
+
+    step: int
+    root: Any
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    generators: Mapping[str, Any] = field(default_factory=dict)
+    positions: Mapping[str, Any] = field(default_factory=dict)
+    batch: Any = None
+    checksums: Mapping[str, int] = field(default_factory=dict)
+    metrics: Mapping[str, Any] | None = None
+    counters: Mapping[str, int] = field(default_factory=dict)
+
+
+Record = dict[str, Any]
+"""One line of the file, without its checksum: ``k``, ``step`` and the layers."""
+
+
+class Recorder:
+    """Takes records of steps; the leaves that it samples are chosen once.
+
+    Args:
+        seen: What the program shows as the run begins: its state, of which records have samples.
+        names: The leaves that a resume is compared in; None chooses them.
+    """
+
+    def __init__(self, seen: Seen, names: tuple[str, ...] | None = None) -> None:
+        self._names = names
+        self._samplers = {layer: Sampler() for layer in ("state", "gradients", "full", "metrics", "batch")}
+        self._ways = Ways(seen.root, _LEAVES, names)
+        self._begun = self._before = self._attributes(seen)
+
+    def release(self) -> None:
+        """Choose other leaves at the next save, as nothing is compared any more."""
+        self._names = None
+
+    def take(self, k: int, seen: Seen) -> Pending:
+        """Begin the record of a step; what lies on a device arrives later."""
+        if k == 0:
+            self._ways = Ways(seen.root, _LEAVES, self._names)
+        ways = self._ways
+        leaves = ways.follow(seen.root)
+        metrics = _named_numbers(seen.metrics or {}) if k else {}
+        gradients = [_gradient(leaf) for leaf in leaves] if k else []
+        full = _full_sums(ways.names, leaves, k, every=not seen.metrics)
+        batch, text = leaves_of(seen.batch if k else None)
+        layers = {"state": leaves, "full": [*full.values()], "metrics": [*metrics.values()], "batch": batch}
+        layers |= {"gradients": gradients} if any(one is not None for one in gradients) else {}
+        taken = {layer: self._samplers[layer].take(values) for layer, values in layers.items()}
+        record: Record = {"k": k, "step": seen.step, "generators": _checksums(seen.generators)}
+        record["positions"] = _checksums(seen.positions)
+        if k:
+            record["counters"] = {**seen.counters}
+            record["batch"] = {**seen.checksums} | ({} if seen.batch is None else {"batch": zlib.crc32(text.encode())})
+        else:
+            # Only attributes that steps have changed are kept, and whether the steps before changed them as well.
+            before, self._before = self._before, self._attributes(seen)
+            now = self._before
+            changed = {name: text for name, text in now.items() if self._begun.get(name, text) != text}
+            moves = before != self._begun
+            record["attributes"] = {name: [text, moves and before.get(name) != text] for name, text in changed.items()}
+            record["structure"] = ways.structure
+        shown = max(1, min(16, _NUMBERS // max(1, len(ways.names))))
+        return Pending(record, tuple(ways.names), ways.total, taken, (*metrics,), (*full,), shown)
+
+    def _attributes(self, seen: Seen) -> dict[str, str]:
+        """Return the plain attributes of the objects that a program shows as texts, by name."""
+        return self._ways.attributes(seen.root) | Ways(seen.objects, 0).attributes(seen.objects)
+
+
+class RecordFile:
+    """The records of the steps after one save, in a file beside that of the step.
+
+    Args:
+        step: The step of the save.
+        process: The index of this process, which has a file of its own.
+        key: What a comparison needs to be alike: the number of processes, versions, devices.
+        first: The record of the save; None for the file of a step that the run has resumed from.
+    """
+
+    def __init__(self, step: int, process: int, key: Mapping[str, Any], first: Pending | None) -> None:
+        self.step = step
+        self._name = file_name(process)
+        self._key = key
+        self._lock = threading.Lock()
+        self._place: Location | None = None  # where the step is, once it is committed
+        self._first = first
+        self._waiting = [] if first is None else [first]
+        self._lines: list[str] = []
+        self._size = 0
+        self.known = {0}  # which records there are, by their k
+
+    @classmethod
+    def of(cls, step: int, process: int, place: Location, records: Records) -> RecordFile:
+        """Return the file of a step that the run has resumed from; its lines stay as they are."""
+        found = cls(step, process, records.key, None)
+        found._place, found._size, found.known = place, records.size, {*records.by_k}
+        return found
+
+    def add(self, pending: Pending) -> None:
+        """Add a later record, and write what has arrived."""
+        with self._lock:
+            if pending.record["k"] not in self.known:
+                self.known.add(pending.record["k"])
+                self._waiting.append(pending)
+                if self._place is not None and self._place.is_local:
+                    self._flush(wait=False)
+
+    def commit(self, place: Location, checkpoint: str) -> None:
+        """Write the records that there are, now that the commit of the step is known."""
+        with self._lock:
+            if (first := self._first) is None:
+                return
+            header = {"version": VERSION, "checkpoint": checkpoint, "names": first.names, "total": first.total}
+            self._lines = [_line({**header, "key": {**self._key, "devices": first.taken["state"].devices}})]
+            self._size = len(self._lines[0]) + 1
+            self._place, self._first = place, None
+            self._flush(wait=True, new=True)
+
+    def finish(self) -> None:
+        """Write what is left, as the next step is saved or the run ends; in a store, the object is replaced."""
+        with self._lock:
+            if self._place is not None and self._waiting:
+                self._flush(wait=True)
+
+    def _flush(self, *, wait: bool, new: bool = False) -> None:
+        """Write records in their order; nothing depends on the file, so no error goes further."""
+        lines = []
+        while self._waiting and (wait or self._waiting[0].is_ready):
+            with contextlib.suppress(RuntimeError):  # The computation on the device has failed.
+                line = _line(self._waiting[0].finish())
+                if self._size + len(line) < LIMIT:
+                    self._size += len(line) + 1
+                    lines.append(line)
+            self._waiting.pop(0)
+        place, self._lines = self._place, self._lines + lines
+        assert place is not None
+        with contextlib.suppress(OSError, HoldfastError):
+            if new or (lines and not place.is_local):
+                (place / self._name).write_bytes(("\n".join(self._lines) + "\n").encode(), atomic=False)
+            elif lines:
+                append_line(place.path / self._name, "\n".join(lines))
+
+
+@dataclass
+class Pending:
+    """A record whose samples may still be on their way from a device."""
+
+    record: Record
+    names: tuple[str, ...]
+    total: int
+    taken: Mapping[str, Samples]
+    metrics: tuple[str, ...]
+    full: tuple[str, ...]
+    shown: int
+    _finished: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        return all(samples.is_ready for samples in self.taken.values())
+
+    def finish(self) -> Record:
+        """Return the whole record; waits for what has not arrived."""
+        if not self._finished:
+            self._finished, record = True, self.record
+            for layer in ("state", "gradients"):
+                if layer in self.taken:
+                    digests, values = self.taken[layer].fetch(self.shown)
+                    record[layer] = [_packed(digests)] + ([_packed(values)] if layer == "state" else [])
+            digests, values = self.taken["full"].fetch(1)
+            record["full"] = dict(zip(self.full, digests.tolist(), strict=True))
+            digests, values = self.taken["metrics"].fetch(1)
+            pairs = zip(digests.tolist(), values[:, 0].tolist(), strict=True)
+            record["metrics"] = {name: [*pair] for name, pair in zip(self.metrics, pairs, strict=True) if pair[0]}
+            if self.taken["batch"].count:
+                record["batch"]["batch"] ^= zlib.crc32(self.taken["batch"].fetch(1)[0].tobytes())
+        return self.record
+
+
+@dataclass(frozen=True)
+class Records:
+    """The records of a save that a run resumes from.
+
+    Attributes:
+        names: The leaves whose samples they have.
+        by_k: The records by the number of reports since the save.
+        size: The bytes of the file.
+        why: Why they cannot be compared with this run, or "".
+    """
+
+    names: tuple[str, ...] = ()
+    total: int = 0
+    by_k: Mapping[int, Record] = field(default_factory=dict)
+    size: int = 0
+    why: str = ""
+    key: Mapping[str, Any] = field(default_factory=dict)
+
+
+def file_name(process: int) -> str:
+    return FILE if process == 0 else f"witness-{process}.jsonl"
+
+
+def read_records(place: Location, process: int, checkpoint: str) -> Records:
+    """Read the records beside a checkpoint; none if there is no whole file that belongs to it."""
+    try:
+        content = (place / file_name(process)).read_bytes(2 * LIMIT)
+    except (OSError, HoldfastError):
+        return Records(why="it has no record")
+    entries = []
+    for line in content.split(b"\n"):
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            entry = json.loads(line)
+            if entry["crc"] == zlib.crc32(_text(entry["record"]).encode()):
+                entries.append(entry["record"])
+    try:
+        header, *records = entries
+        if header["version"] != VERSION or header["checkpoint"] != checkpoint:
+            return Records(why="its record is of another checkpoint or version")
+        by_k = {int(record["k"]): record for record in reversed(records)}
+        return Records(tuple(header["names"]), int(header["total"]), by_k, len(content), "", header["key"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Records(why="its record is damaged")
+
+
+def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[str], Layers]:
+    """Return the layers in which two records of a step agree, and those that differ with their differences."""
+    same: list[str] = []
+    differs: Layers = {}
+
+    def judge(layer: str, text: str | None) -> None:
+        if text is None:
+            same.append(layer)
+        else:
+            differs[layer] = text
+
+    for layer in ("batch", "generators", "counters"):
+        one, other = saved.get(layer) or {}, now.get(layer) or {}
+        if both := one.keys() & other.keys():
+            changed = sorted(name for name in both if one[name] != other[name])
+            shown = [f"{name} {one[name]}, now {other[name]}" if layer == "counters" else name for name in changed]
+            judge(layer, shortened(shown, _SHOWN) if changed else None)
+    one, other = saved.get("metrics") or {}, now.get("metrics") or {}
+    if both := {name for name in one.keys() & other.keys() if not _is_time(name)}:
+        changed = sorted(name for name in both if one[name][0] != other[name][0])
+        shown = [f"{name} {one[name][1]:.6g}, now {other[name][1]:.6g}" for name in changed]
+        judge("metrics", shortened(shown, _SHOWN) if changed else None)
+    for layer in ("state", "gradients"):
+        if layer not in saved or layer not in now:
+            continue
+        first, second = (_unpacked(record[layer][0], np.uint32) for record in (saved, now))
+        both = (first != 0) & (second != 0) if len(first) == len(second) == len(names) else np.zeros(0, bool)
+        if both.any():
+            changed = [names[index] for index in np.flatnonzero(both & (first != second))]
+            full = [] if layer == "gradients" else _differing(saved.get("full"), now.get("full"))
+            leaves = list(dict.fromkeys([*changed, *full]))
+            size = _difference(saved, now) if changed and layer == "state" else None
+            text = f"{len(leaves)} of {int(both.sum())} leaves: {shortened(map(shown_name, leaves), _SHOWN)}"
+            judge(layer, (text + (f"; relative difference {size:.1g}" if size else "")) if leaves else None)
+    return same, differs
+
+
+def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
+    """Return the greatest relative difference of metrics and update at k = 1 if rounding explains it, or None."""
+    found = [0.0]
+    for name, (digest, value) in (saved.get("metrics") or {}).items():
+        other = (now.get("metrics") or {}).get(name, [digest, value])
+        if digest != other[0] and not _is_time(name):
+            size = abs(value - other[1]) / max(abs(value), 1e-30)
+            if not size <= _LOSS:
+                return None
+            found.append(size)
+    before, one, other = (_unpacked(record["state"][1], np.float32) for record in (first, saved, now))
+    if not len(before) == len(one) == len(other):
+        return None
+    with np.errstate(all="ignore"):
+        moved = one.astype(np.float64) - before
+        apart = np.linalg.norm(np.nan_to_num(other.astype(np.float64) - one))
+        size = float(apart / max(float(np.linalg.norm(np.nan_to_num(moved))), 1e-300)) if apart else 0.0
+    return max(found + [size]) if size <= _UPDATE else None
+
+
+def changed_attributes(saved: Record, now: Record) -> dict[str, tuple[str, str, bool]]:
+    """Return the attributes that steps had changed before a save, and that are other ones now.
+
+    By name: the value at the save, the value now, and whether two saves showed that steps change it.
+    """
+    own, found = now.get("attributes") or {}, {}
+    for name, (text, moves) in (saved.get("attributes") or {}).items():
+        if name in own and own[name] != text:
+            found[shown_name(name)] = (text, own[name], bool(moves))
+    return found
+
+
+def shown_name(name: str) -> str:
+    return name.removeprefix("state.")
+
+
+def not_comparable(key: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return what changed between the run that was recorded and this one, so that they cannot be compared, or ""."""
+    for name, what in _KEYS.items():
+        if key.get(name) != now.get(name):
+            return f"{what} changed ({key.get(name)}, now {now.get(name)})"
+    return ""
+
+
+_KEYS = {"processes": "the number of processes", "devices": "the devices", "versions": "the versions of libraries"}
+
+
+def key_of(processes: int) -> dict[str, Any]:
+    """Return what has to be alike for a comparison, and which processor computes, as that may explain rounding."""
+    names = ("torch", "jax", "numpy", "lightning")
+    found = {name: getattr(sys.modules.get(name), "__version__", None) for name in names}
+    versions = [f"{name} {version}" for name, version in found.items() if version]
+    torch: Any = loaded("torch")
+    threads = [os.cpu_count(), None if torch is None else torch.get_num_threads()]
+    return {"processes": processes, "versions": ", ".join(versions), "processor": [_processor(), *threads]}
+
+
+@cache
+def _processor() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
+    return f"{platform.machine()} {sys.platform}"
+
+
+def _named_numbers(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return the metrics, which may be nested, by names; what is no number or array is left out later."""
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            found |= _named_numbers(value, f"{path}{name}/")
+        else:
+            found[f"{path}{name}"] = value
+    return found
+
+
+def _is_time(name: str) -> bool:
+    return not _TIMES.isdisjoint(re.split(r"[^a-z]+", name.lower()))
+
+
+def _checksums(states: Mapping[str, Any]) -> dict[str, int]:
+    """Return checksums of snapshots of states: of all their plain values and of all bytes of their arrays."""
+    found = {}
+    for name, state in states.items():
+        arrays, text = leaves_of(state)
+        total = zlib.crc32(text.encode("utf-8", "surrogatepass"))
+        for array in arrays:
+            with contextlib.suppress(Exception):  # one on a device, or of an unknown kind, only explains
+                array = array.numpy() if is_torch_tensor(array) else np.asarray(array)
+                total = zlib.crc32(array.tobytes(), total)
+        found[name] = total
+    return found
+
+
+def _gradient(leaf: Any) -> Any:
+    return leaf.grad if is_torch_tensor(leaf) and leaf.is_leaf and leaf.requires_grad else None
+
+
+def _full_sums(names: list[str], leaves: list[Any], k: int, *, every: bool) -> dict[str, Any]:
+    """Return sums of all bits of leaves with sparse gradients, or with ``every`` of some leaves, others at each k."""
+    found, left = {}, _FULL
+    first = k.bit_length() * 7 % max(1, len(names))
+    for index in [*range(first, len(names)), *range(first)] if every else range(len(names)):
+        leaf = leaves[index]
+        gradient = _gradient(leaf)
+        if every or (gradient is not None and gradient.is_sparse):
+            size = getattr(leaf, "nbytes", 0)
+            if 512 < size <= left and (total := full_sum(leaf)) is not None:
+                found[names[index]], left = total, left - size
+    return found
+
+
+def _differing(one: Mapping[str, int] | None, other: Mapping[str, int] | None) -> list[str]:
+    one, other = one or {}, other or {}
+    return sorted(name for name in one.keys() & other.keys() if one[name] != other[name])
+
+
+def _difference(saved: Record, now: Record) -> float | None:
+    one, other = (_unpacked(record["state"][1], np.float32).astype(np.float64) for record in (saved, now))
+    with np.errstate(all="ignore"):
+        apart = np.abs(one - other) / np.maximum(np.abs(one), 1e-30)
+    known = apart[np.isfinite(apart)]
+    return float(known.max()) if known.size else None
+
+
+def _packed(array: NDArray[Any]) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _unpacked(text: str, dtype: Any) -> NDArray[Any]:
+    return np.frombuffer(base64.b64decode(text), dtype)
+
+
+def _text(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, sort_keys=True, separators=(",", ":"))
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    text = _text(record)
+    return f'{{"crc":{zlib.crc32(text.encode())},"record":{text}}}'

@@ -1,0 +1,348 @@
+"""The witness of a run: takes records of its steps, compares those of a resume, and says what the comparison shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ...engine.errors import StateError, shortened
+from ...engine.format import CheckpointRecord
+from ...engine.manager import CheckpointManager, on_commit, whole_step
+from ...engine.storage import Location
+from ...engine.witness import (
+    Pending,
+    Record,
+    Recorder,
+    RecordFile,
+    Records,
+    Seen,
+    changed_attributes,
+    compare,
+    is_rounding,
+    key_of,
+    not_comparable,
+    read_records,
+)
+from ..options import OnInexact
+from .announce import announce
+
+logger = logging.getLogger("holdfast")
+
+_LAST = 4  # reports after a save; what was compared until then is said in one line
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the comparison of a resumed run with the steps before the stop has shown so far.
+
+    Attributes:
+        exact: True if all steps that were compared are those of before the stop; False if one is not; None as long as
+            nothing was compared, if nothing can be compared, or if only rounding differs.
+        steps: The steps that were compared and are those of before the stop.
+        differs: The layers that differ, such as ``batch``, ``generators``, ``metrics``, ``state`` and ``counters``.
+        rounding: The greatest relative difference that counts as rounding, or None.
+        why: Why nothing can be compared, or an empty text.
+    """
+
+    exact: bool | None = None
+    steps: tuple[int, ...] = ()
+    differs: tuple[str, ...] = ()
+    rounding: float | None = None
+    why: str = ""
+
+
+class _Comparison(NamedTuple):
+    k: int
+    pending: Pending
+
+
+class Witness:
+    """Follows one run: each report of a step, each save, and a resume at the start.
+
+    Args:
+        manager: The manager whose steps get a record.
+        enabled: Whether anything is recorded and compared.
+        on_inexact: What follows a difference: a warning, an error as well, or nothing.
+    """
+
+    def __init__(self, manager: CheckpointManager, *, enabled: bool, on_inexact: OnInexact) -> None:
+        self.proof = Proof()
+        self._manager = manager
+        self._processes = manager.processes
+        self._on_inexact = on_inexact
+        self._enabled = enabled
+        self._key: Mapping[str, Any] = {}
+        self._recorder: Recorder | None = None
+        self._k = 0  # reports since the last save
+        self._mark: Any = None  # the epoch at the last report
+        self._last: Pending | None = None  # the record of the present report
+        self._file: RecordFile | None = None
+        self._earlier: list[RecordFile] = []  # files of earlier saves that may lack records
+        self._records = Records()  # of the step that the run has resumed from
+        self._resumed: int | None = None
+        self._waiting: list[_Comparison] = []
+        self._layers: dict[str, str] = {}  # the layers that agreed, in words
+        self._has_concluded = True
+        self._error: StateError | None = None
+        if enabled:
+            on_commit(manager, self._committed)
+
+    @property
+    def watches(self) -> bool:
+        """Whether there is a save whose next steps are recorded, or a resume whose first steps are compared."""
+        return self._file is not None or not self._has_concluded
+
+    @property
+    def refuses(self) -> bool:
+        """Whether nothing may be saved any more, as the resume is not exact."""
+        return self._error is not None
+
+    # ---- in the order of a run
+
+    def begin(self, seen: Seen) -> None:
+        """Begin without a checkpoint."""
+        if self._enabled:
+            self._key = key_of(self._processes.count)
+            self._recorder = Recorder(seen)
+
+    def resume(self, step: int, seen: Seen, why_not: str = "") -> None:
+        """Begin from a checkpoint: compare what was restored with the record of its save.
+
+        Args:
+            step: The step of the checkpoint.
+            seen: What the program shows right after the restore.
+            why_not: Why the steps that follow are not comparable with those of before the stop, or an empty text.
+        """
+        if not self._enabled:
+            return
+        self._key = key_of(self._processes.count)
+        self._resumed = step
+        found = whole_step(self._manager, step)
+        records = Records(why="the step is not in the directory of the run")
+        if found is not None:
+            records = read_records(found[0], self._processes.index, found[1].fingerprint)
+        comparable = not records.why
+        self._recorder = Recorder(seen, records.names if comparable and not why_not else None)
+        if not comparable:
+            self.proof = Proof(why=f"{records.why}")
+            return
+        now = self._recorder.take(0, seen).finish()
+        why = why_not or not_comparable(records.key, {**self._key, "devices": self._devices(seen)})
+        if why:
+            self._recorder.release()
+            self.proof = Proof(why=why)
+            self._say("not witnessed: %s, so the steps after step %d are not comparable with those before", why, step)
+            return
+        self._records, self._has_concluded = records, False
+        assert found is not None
+        self._file = RecordFile.of(step, self._processes.index, found[0], records)
+        self._compare_restored(records.by_k.get(0, {}), now)
+
+    def _devices(self, seen: Seen) -> str:
+        assert self._recorder is not None
+        return self._recorder.take(1, dataclasses.replace(seen, batch=None)).taken["state"].devices
+
+    def note(self, look: Callable[[], Seen], mark: Any = None) -> None:
+        """Note the report of a step, before it is decided whether to save it.
+
+        Args:
+            look: Returns what the program shows; called only if the step is recorded or compared.
+            mark: The epoch or epochs of the step; the first step with another one is recorded as well.
+
+        Raises:
+            StateError: The resume is not exact, with ``on_inexact="raise"``.
+        """
+        if self._error is not None:
+            raise self._error
+        self._k += 1
+        k, self._last = self._k, None
+        is_new, self._mark = mark != self._mark and self._mark is not None, mark
+        if k & (k - 1) == 0 or is_new or (not self._has_concluded and k in self._records.by_k):
+            self._take(look)
+        if self._waiting:
+            self._compare_arrived(wait=self._on_inexact == "raise")
+        if k >= _LAST and not self._waiting:
+            self._conclude()
+
+    def _take(self, look: Callable[[], Seen]) -> None:
+        assert self._recorder is not None
+        self._last = self._recorder.take(self._k, look())
+        if not self._has_concluded and self._k in self._records.by_k:
+            self._waiting.append(_Comparison(self._k, self._last))
+        if self._file is not None and self.proof.exact is not False:
+            self._file.add(self._last)
+
+    def save(self, step: int, look: Callable[[], Seen]) -> None:
+        """Note that the present step is about to be saved: it is the last one that is compared with the save before.
+
+        Raises:
+            StateError: The resume is not exact, with ``on_inexact="raise"``.
+        """
+        if self._recorder is None:
+            return
+        if self._k and self._last is None and self.watches:
+            self._take(look)
+        self._compare_arrived(wait=True)
+        self._conclude()
+        self._recorder.release()
+        if self._file is not None:
+            self._earlier.append(self._file)
+        first = self._recorder.take(0, look())
+        self._file = RecordFile(step, self._processes.index, self._key, first)
+        self._k = 0
+
+    def _committed(self, place: Location, record: CheckpointRecord) -> None:
+        """Write the records of a step that was committed; called on the thread that saves."""
+        earlier, self._earlier = self._earlier, []
+        for file in earlier:
+            file.finish()
+        for file in (*earlier, *([] if self._file is None else [self._file])):
+            if file.step == record.step:
+                file.commit(place, record.fingerprint)
+
+    def close(self) -> None:
+        """Compare and write what is left, as the run ends; raises nothing."""
+        if self._recorder is None:
+            return
+        on_inexact, self._on_inexact = self._on_inexact, "warn" if self._on_inexact == "raise" else self._on_inexact
+        self._compare_arrived(wait=True)
+        self._on_inexact = on_inexact
+        self._conclude()
+        for file in (*self._earlier, *([] if self._file is None else [self._file])):
+            file.finish()
+
+    # ---- comparisons
+
+    def _compare_restored(self, saved: Record, now: Record) -> None:
+        same, differs = compare(saved, now, self._records.names)
+        attributes = changed_attributes(saved, now)
+        if attributes:
+            shown = [f"{name} ({was}, now {is_now})" for name, (was, is_now, _) in attributes.items()]
+            moves = any(moves for _, _, moves in attributes.values())
+            text = "resumed from step %d: as saved, except %s, which steps before the stop had changed and no save has"
+            if moves and self._on_inexact != "ignore":
+                text += ". If later steps depend on it, hand it over as an extra"
+                logger.warning(text, self._resumed, shortened(shown))
+            else:
+                self._say(text, self._resumed, shortened(shown))
+        if differs:
+            self._found(self._resumed or 0, 0, same, differs)
+
+    def _compare_arrived(self, *, wait: bool) -> None:
+        while self._waiting and (wait or self._waiting[0].pending.is_ready):
+            k, pending = self._waiting.pop(0)
+            now, saved = pending.finish(), self._records.by_k[k]
+            same, differs = compare(saved, now, self._records.names)
+            if not differs:
+                if self.proof.exact is not False:
+                    steps = (*self.proof.steps, int(now["step"]))
+                    exact = None if self.proof.rounding is not None else True
+                    self.proof = dataclasses.replace(self.proof, exact=exact, steps=steps)
+                self._layers |= {layer: self._in_words(layer, saved) for layer in same}
+                continue
+            if (rounding := self._rounding(k, saved, now, differs)) is not None:
+                self.proof = dataclasses.replace(self.proof, exact=None, rounding=rounding)
+                self._has_concluded = True
+                self._event(tuple(differs))
+                logger.info(
+                    "step %d differs from before the stop by at most %.1g (relative), as another processor rounds",
+                    now["step"],
+                    rounding,
+                )
+                self._waiting.clear()
+                return
+            self._found(int(now["step"]), k, same, differs)
+
+    def _rounding(self, k: int, saved: Record, now: Record, differs: Mapping[str, str]) -> float | None:
+        """Return the size of a difference that another processor explains, or None."""
+        if self.proof.rounding is not None:
+            return self.proof.rounding
+        bitwise = {"batch", "generators", "counters"}
+        is_other = self._records.key.get("processor") != self._key.get("processor")
+        on_cpu = str(self._records.key.get("devices", "cpu")).startswith("cpu")
+        if k != 1 or bitwise & differs.keys() or (on_cpu and not is_other) or 0 not in self._records.by_k:
+            return None
+        return is_rounding(saved, now, self._records.by_k[0])
+
+    def _found(self, step: int, k: int, same: list[str], differs: Mapping[str, str]) -> None:
+        """Say that a step is not that of before the stop; of several, the first."""
+        is_first = self.proof.exact is not False
+        layers = tuple(dict.fromkeys([*self.proof.differs, *differs]))
+        self.proof = dataclasses.replace(self.proof, exact=False, differs=layers)
+        if not is_first:
+            return
+        self._has_concluded = True
+        self._event(layers)
+        what = "; ".join(
+            f"{layer} ({text})" if layer != "batch" else "the batch is another one" for layer, text in differs.items()
+        )
+        where = f"not exact from step {step} on" if k else f"not exact: step {step} was not restored as it was saved"
+        agrees = f". The same as before the stop: {', '.join(same)}" if same else ""
+        text = f"{where}: {what}{agrees}. {advice(differs)}"
+        if self._on_inexact == "raise":
+            self._error = StateError(f"{text} (on_inexact='raise': nothing is saved after this)")
+            raise self._error
+        if self._on_inexact == "warn":
+            logger.warning("%s", text)
+
+    def _conclude(self) -> None:
+        """Say in one line what was compared, once."""
+        if self._has_concluded:
+            return
+        self._has_concluded = True
+        steps = self.proof.steps
+        if not steps and self._k:
+            why = "no step was recorded after it" if not max(self._records.by_k, default=0) else "no step was compared"
+            self._say("not witnessed: step %d was restored as it was saved, and %s", self._resumed, why)
+        if not steps:
+            return
+        listed = f"step {steps[0]} is that" if len(steps) == 1 else f"steps {_listed(steps)} are those"
+        self._event(tuple(self._layers))
+        self._say("exact: %s of before the stop (%s)", listed, ", ".join(self._layers.values()))
+
+    def _in_words(self, layer: str, saved: Record) -> str:
+        if layer == "state":
+            return f"{len(self._records.names)} of {self._records.total} leaves"
+        if layer == "generators":
+            return f"{len(saved['generators'])} generators"
+        if layer in ("metrics", "counters"):
+            return shortened(list(saved[layer]), 3)
+        return layer
+
+    def _event(self, layers: tuple[str, ...]) -> None:
+        exact = self.proof.exact
+        step = self._resumed if not self.proof.steps else self.proof.steps[-1]
+        self._manager.events.write("witness", step=step, saved_step=self._resumed, exact=exact, layers=list(layers))
+
+    def _say(self, text: str, *args: object) -> None:
+        announce(text, *args, shown=self._processes.is_primary and self._on_inexact != "ignore")
+
+
+def _listed(steps: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, steps[:-1]))} and {steps[-1]}"
+
+
+def advice(differs: Mapping[str, str]) -> str:
+    """Return the likely cause of a difference and what to hand over, with what the program holds in reach."""
+    from ...engine.fingerprints import not_handed_over  # It imports what few runs need.
+
+    if "batch" in differs:
+        cause = (
+            "The data does not continue where it stopped: pass the iterator or loader to restore_or_initialize and "
+            "on_step (data=...), with a state of its own or through hf.skip_to; a batch that was fetched ahead is state"
+        )
+    elif "generators" in differs:
+        cause = "A random generator was drawn from or seeded in another way: pass it as an extra, such as rng=generator"
+    elif "counters" in differs:
+        cause = "The run counts its steps or epochs in another way: pass the counter as an extra"
+    else:
+        cause = (
+            "The steps depend on something that was not handed over: pass it to restore_or_initialize and on_step as "
+            "an extra, or make it part of the state"
+        )
+    held = not_handed_over()
+    reach = f" In reach of the program: {shortened(held, 4)}." if held else ""
+    return f"{cause}, or the program or its data have changed.{reach} `holdfast drill` looks for the cause"
