@@ -313,7 +313,7 @@ class LoaderPosition(Iterator[Any]):
         if lasts or (workers and taken and not states):
             warn_of_new_workers(self._loader)
         before = as_tree(capture())
-        self._warn_of_other_parts(saved, known={*before, *self._generators})
+        told = self._warn_of_other_parts(saved, known={*before, *self._generators})
         for name in states.keys() & self._generators.keys():
             set_generator_state(self._generators[name], states[name])
         if self._state is not None and _ORDER in saved:
@@ -329,7 +329,8 @@ class LoaderPosition(Iterator[Any]):
         # A dataset that draws from global generators draws other numbers here, without those of the model between.
         draws = not same_state(at_first, capture())
         restore(before)
-        if taken and self._last is not None and not draws and not lasts and self._last != _fingerprint(batch):
+        is_known = taken and self._last is not None and not (draws or lasts or told)
+        if is_known and self._last != _fingerprint(batch):
             _warn_of_other_batches(self._loader, taken)
 
     def _begin(self, epoch: int) -> None:
@@ -361,8 +362,8 @@ class LoaderPosition(Iterator[Any]):
         self._begin(self._epoch + 1)
         return self._draw()
 
-    def _warn_of_other_parts(self, saved: Mapping[str, Any], known: Collection[str]) -> None:
-        """Warn of what was saved and is not understood, and of what is handed over now and was not saved."""
+    def _warn_of_other_parts(self, saved: Mapping[str, Any], known: Collection[str]) -> bool:
+        """Warn of what was saved and is not understood, and of what is handed over now and was not saved, if any."""
         states = saved.get(_BEGUN, {})
         parts = [f"{name} (saved)" for name in (*states, *saved.get(_VALUES, ())) if name not in known]
         if _ORDER in saved and self._state is None:
@@ -381,6 +382,7 @@ class LoaderPosition(Iterator[Any]):
                 type(self._loader).__qualname__,
                 shortened(parts),
             )
+        return bool(parts)
 
 
 _SMALL = 1 << 17  # elements of the largest array among them, as each step copies it

@@ -27,7 +27,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from .errors import DamagedCheckpointError, OptionError, StateError
+from .errors import DamagedCheckpointError, OptionError, StateError, shortened
 from .format import is_inside
 from .generators import (
     differing_parts,
@@ -319,9 +319,18 @@ def restore_loader(loader: Any, state: Any) -> str:
     if ended and type(loader.sampler).__name__ == "StatefulDistributedSampler":
         loader.sampler.load_state_dict({"yielded": 0})  # Otherwise the new epoch would begin where the old one ended.
     # A sampler with a state sets its generator itself, perhaps to draw its order again.
-    samplers_set_theirs = any(map(_methods, samplers_of(loader)))
-    for name, generator in generators_of(loader).items():
-        if name in generators and not (samplers_set_theirs and "sampler." in name):
+    if any(map(_methods, samplers_of(loader))):
+        generators = {name: one for name, one in generators.items() if "sampler." not in name}
+    known = generators_of(loader)
+    if unknown := generators.keys() - known.keys():  # as earlier versions have found them in a loader
+        _logger.warning(
+            "a %s was saved with generators that it does not show, and that stay as the program has set them: %s. If "
+            "its batches depend on them, pass them as extras beside it, such as rng=dataset.rng",
+            type(loader).__qualname__,
+            shortened(sorted(unknown)),
+        )
+    for name, generator in known.items():
+        if name in generators:
             restore_state(generator, generators[name])
     if ended:
         return "had come to the end of an epoch: the next loop over it begins a new one"
