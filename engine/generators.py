@@ -5,9 +5,8 @@ Only libraries that the program has loaded are touched. jax has no global genera
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -195,20 +194,7 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@contextlib.contextmanager
-def unchanged() -> Iterator[None]:
-    """Return the global generators to where they were before the block."""
-    before = capture()
-    try:
-        yield
-    finally:
-        restore(as_tree(before))
-
-
 # ---- parts of a state, by the keys that lead there
-
-
-Paths = frozenset[tuple[Any, ...]]
 
 
 def differing_parts(one: Any, other: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -221,21 +207,6 @@ def differing_parts(one: Any, other: Any, path: tuple[Any, ...] = ()) -> Iterato
             yield from differing_parts(*parts, (*path, index))
     elif not same_state(one, other):
         yield path
-
-
-def unsteady_parts(look: Callable[[], Any]) -> Paths:
-    """Return the parts of a state that change without a batch, such as a time, or a global generator's state.
-
-    Two looks differ in them, between which this draws from the global generators.
-    """
-    with unchanged():
-        first = look()
-        random.random()
-        np.random.random()
-        if (torch := loaded("torch")) is not None:
-            torch.rand(1)
-        second = look()
-    return frozenset(differing_parts(first, second))
 
 
 def listed_parts(paths: Iterable[tuple[Any, ...]]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import logging
 import random
@@ -13,14 +12,13 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from .errors import OptionError, StateError, shortened
 from .generators import as_tree, capture, generator_state, is_generator, restore, same_state, set_generator_state
-from .pytree import expand, is_dense, is_jax_array, is_leaf, is_torch_tensor, loaded
+from .pytree import expand, is_dense, is_leaf, is_torch_tensor, loaded
 
 _logger = logging.getLogger("holdfast")
 
@@ -385,148 +383,6 @@ class LoaderPosition(Iterator[Any]):
         return bool(parts)
 
 
-_SMALL = 1 << 17  # elements of the largest array among them, as each step copies it
-_SHORT = 1 << 10  # entries of the longest list among them
-_MOST_PARTS = 64  # parts of a loader whose attributes are looked at, about
-
-
-class ChangedAttributes:
-    """The numbers, small arrays and short lists among the attributes of loaders that epochs have changed."""
-
-    def __init__(self) -> None:
-        self._fresh: list[tuple[Any, dict[str, Any]]] = []  # loaders, and their attributes when they were first seen
-
-    def get(self, loaders: Sequence[Any]) -> dict[str, Any]:
-        """Return those that have changed since the loaders were first seen, by the index of the loader and the name."""
-        self._fresh = [(one, self._fresh_of(one)) for one in loaders]
-        return {
-            f"{index}.{name}": value
-            for index, (loader, fresh) in enumerate(self._fresh)
-            for name, value in _changed(_attributes_of(loader), fresh).items()
-            if type(value) is not _Order
-        }
-
-    def set(self, loaders: Sequence[Any], values: Mapping[str, Any]) -> None:
-        """Set those that :meth:`get` returned; all others become as they were first, as an iterator may have begun."""
-        self._fresh = [(one, self._fresh_of(one)) for one in loaders]
-        for index, (loader, fresh) in enumerate(self._fresh):
-            begin = f"{index}."
-            own = {name.removeprefix(begin): one for name, one in values.items() if name.startswith(begin)}
-            _go_back(loader, fresh, own)
-
-    def _fresh_of(self, loader: Any) -> dict[str, Any]:
-        found = next((fresh for one, fresh in self._fresh if one is loader), None)
-        return _attributes_of(loader) if found is None else found
-
-
-_NOTHING = object()
-
-
-def _changed(now: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: one for name, one in now.items() if not _is_same(one, fresh.get(name, _NOTHING))}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Order:
-    """What tells whether a large array or list is in another order."""
-
-    owner: int  # the identity of the array or list
-    total: Any  # the same in every order
-    entries: Any  # some of them
-
-
-def _attributes_of(loader: object) -> dict[str, Any]:
-    """Return copies of the numbers, small arrays and short lists in the attributes of a loader and its parts, by name.
-
-    Flags and texts are left out: a flag may say that a file is open, and a resumed process has not opened it.
-    """
-    found = {
-        f"{part}.{name}": _copy_of(value)
-        for part, owner in _all_parts_of(loader).items()
-        for name, value in _own_attributes(owner).items()
-    }
-    return {name: one for name, one in found.items() if one is not None}
-
-
-def _own_attributes(owner: object) -> dict[str, Any]:
-    return dict(getattr(owner, "__dict__", {}))  # A thread of the loader may add others meanwhile.
-
-
-def _copy_of(value: Any) -> Any:
-    if type(value) in (int, float) or isinstance(value, np.number):
-        return value
-    if is_jax_array(value):
-        return value if value.size <= _SMALL else None
-    if is_torch_tensor(value):
-        is_plain = is_dense(value) and value.device.type == "cpu" and not value.requires_grad
-        return value.clone() if is_plain and value.numel() <= _SMALL else None
-    if type(value) is np.ndarray and value.dtype.kind in "biuf":
-        if value.size <= _SMALL:
-            return value.copy()
-        is_order = value.ndim == 1 and value.dtype.kind in "iu" and value.flags.writeable
-        return _Order(id(value), int(value.sum()), value[:: 1 + value.size // _SMALL].copy()) if is_order else None
-    if type(value) is list:
-        if _is_short(value):
-            return copy.deepcopy(value)
-        return _Order(id(value), sum(map(id, value)), [id(one) for one in value[:: 1 + len(value) // _SHORT]])
-    return None
-
-
-def _is_short(values: list[Any]) -> bool:
-    """Return whether a list and the lists in it have a few numbers and short texts only."""
-    found: list[Any] = [values]
-    size = 0
-    for one in found:
-        if type(one) in (list, tuple):
-            size += len(one)
-            found += one if size <= _SHORT else []
-        elif type(one) is str:
-            size += len(one) // _SHORT
-        elif type(one) not in (int, float):
-            return False
-        if size > _SHORT:
-            return False
-    return True
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if is_jax_array(one):
-        return one is other  # It never changes.
-    if type(one) is type(other) is _Order:  # Other entries are no other order.
-        return one.total != other.total or _is_same(one.entries, other.entries)
-    return same_state(one, other)
-
-
-def _set_attributes(loader: object, values: Mapping[str, Any]) -> None:
-    parts = {part: getattr(owner, "__dict__", {}) for part, owner in _all_parts_of(loader).items()}
-    kept = [one for part, own in parts.items() for name, one in [*own.items()] if f"{part}.{name}" not in values]
-    for place, value in values.items():
-        part, _, name = place.rpartition(".")
-        if not isinstance(own := parts.get(part), dict):
-            continue
-        held: Any = own.get(name)
-        # Other objects may hold the same array or list, and change it, too, unless what is kept shows another one.
-        is_own = not any(_is_shared(one, held) for one in kept)
-        are_arrays = isinstance(held, np.ndarray) and isinstance(value, np.ndarray)
-        if is_own and are_arrays and held.shape == value.shape and held.flags.writeable:
-            held[...] = value
-        elif is_own and isinstance(held, list) and isinstance(value, list):
-            held[:] = copy.deepcopy(value)
-        else:  # No property is called, and the object may be frozen.
-            own[name] = _copy_of(value)
-
-
-def _is_shared(one: Any, held: Any) -> bool:
-    are_arrays = isinstance(one, np.ndarray) and isinstance(held, np.ndarray)
-    return one is held or (are_arrays and np.may_share_memory(one, held))
-
-
-def _go_back(loader: object, fresh: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Set attributes of a loader; all others that have changed become as they were first."""
-    moved = _changed(_attributes_of(loader), fresh).keys() & fresh.keys()
-    _set_attributes(loader, {name: fresh[name] for name in moved if type(fresh[name]) is not _Order} | {**values})
-
-
 def skip_to(
     loader: Iterable[Any],
     n: int = 0,
@@ -745,44 +601,6 @@ def _without_global_ones(generators: Mapping[str, Any]) -> dict[str, Any]:
     shared = [getattr(random.random, "__self__", None), getattr(np.random.rand, "__self__", None)]
     shared.append(None if torch is None else torch.default_generator)
     return {name: one for name, one in generators.items() if not any(one is known for known in shared)}
-
-
-def _is_closed(value: Any) -> bool:
-    """Return whether a value holds no generators of a loader; those of torch's iterators have a place of their own."""
-    is_code_or_array = isinstance(value, type | ModuleType | np.ndarray) or is_torch_tensor(value)
-    return is_code_or_array or (isinstance(value, Iterator) and type(value).__module__.startswith("torch"))
-
-
-def parts_of(loader: object) -> dict[str, Any]:
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    return {
-        "loader": loader,
-        "sampler": getattr(loader, "sampler", None),
-        "batch_sampler": batch_sampler,
-        "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
-        "dataset": getattr(loader, "dataset", None),
-    }
-
-
-def _all_parts_of(loader: object) -> dict[str, Any]:
-    """Return the parts of a loader and the loaders, samplers and datasets in their attributes, by name."""
-    found = list(parts_of(loader).items())
-    seen = {id(owner) for _, owner in found}
-    for part, owner in found:
-        for name, value in _own_attributes(owner).items():
-            if id(value) not in seen and _is_part(value):
-                seen.add(id(value))
-                found.append((f"{part}.{name}", value))
-        if len(found) > _MOST_PARTS:
-            break
-    return dict(found)
-
-
-def _is_part(value: object) -> bool:
-    kind = type(value)
-    is_open = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
-    # The iterators of torch count the tasks of their workers in attributes. A proxy has no attributes of its own.
-    return is_open and kind.__dictoffset__ != 0 and not (_is_closed(value) or is_jax_array(value))
 
 
 def samplers_of(loader: Any) -> list[Any]:

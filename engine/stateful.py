@@ -30,20 +30,15 @@ import numpy as np
 from .errors import DamagedCheckpointError, OptionError, StateError, shortened
 from .format import is_inside
 from .generators import (
-    differing_parts,
     generator_state,
     is_generator,
-    listed_parts,
-    same_state,
     set_generator_state,
-    unsteady_parts,
 )
 from .loaders import (
     LoaderPosition,
     generators_of,
     is_torchdata_loader,
     nodes_of,
-    position_of,
     samplers_of,
     set_position,
     warn_of_new_workers,
@@ -62,7 +57,6 @@ _FIELDS = "fields"
 _classes: WeakValueDictionary[str, type] = WeakValueDictionary()  # classes of instances that were encoded, by name
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
-_LIBRARIES = ("numpy.", "torch.", "torchdata.", "datasets.", "grain.", "holdfast.")  # Their objects restore all.
 
 
 def is_stateful(thing: object) -> bool:
@@ -381,22 +375,6 @@ def warn_of_samplers(loader: Any) -> None:
                 type(loader).__qualname__,
             )
             return
-
-
-def warn_of_lost_parts(thing: Any, saved: Any, getter: str) -> None:
-    """Warn of parts of a state that an object of the program has loaded, and has not brought back."""
-    state = position_of(thing, getter)
-    if type(thing).__module__.startswith(_LIBRARIES) or same_state(saved, state):
-        return
-    lost = {*differing_parts(saved, state)} - unsteady_parts(lambda: position_of(thing, getter))
-    if lost:
-        _logger.warning(
-            "the state of a %s that was restored is not the saved one (different: %s): if what comes next depends on "
-            "that, it differs from that of a run without a stop. Let its method that loads a state bring back all that "
-            "the other one returns, and leave out what differs without a batch, such as a time",
-            type(thing).__qualname__,
-            listed_parts(lost),
-        )
 
 
 def warn_of_held_records(name: str, thing: object) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from .announce import announce
 from .callback import CheckpointCallback, StepOutcome
 from .initial import Hyperparameters
-from .objects import TensorVersions
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour, warn_of_misfits
-from .states import LoopArguments, StateAdapter, UnsavedAttributes, unsaved_attributes
+from .states import LoopArguments, StateAdapter
 from .stopping import AgreedStop, Stop, barrier_exit, stop_of
 
 __all__ = [
@@ -21,8 +20,6 @@ __all__ = [
     "StateAdapter",
     "StepOutcome",
     "Stop",
-    "TensorVersions",
-    "UnsavedAttributes",
     "all_steps",
     "announce",
     "barrier_exit",
@@ -31,6 +28,5 @@ __all__ = [
     "resume_step",
     "stop_of",
     "unfinished_neighbour",
-    "unsaved_attributes",
     "warn_of_misfits",
 ]
