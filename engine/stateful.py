@@ -20,7 +20,7 @@ import io
 import logging
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -40,7 +40,6 @@ from .loaders import (
     is_torchdata_loader,
     nodes_of,
     samplers_of,
-    set_position,
     warn_of_new_workers,
 )
 from .pytree import STRIDES, expand, is_dense, is_jax_array, is_key, is_torch_tensor, loaded, tensor_of, with_strides
@@ -119,7 +118,10 @@ def begins_epoch(thing: object) -> bool:
     return isinstance(thing, LoaderPosition) or (is_iterable and _methods(thing) == _METHODS[1])
 
 
-def restore_state(thing: object, state: Any) -> Any:
+Prepare = Callable[[Any, Any], Any]  # returns what is passed to an object, given the object and its decoded state
+
+
+def restore_state(thing: object, state: Any, prepare: Prepare = lambda _, state: state) -> Any:
     """Restore the state that :func:`state_of` returned, and return the object, or plain data itself."""
     if is_actor(thing):
         restore_state(adapted(thing), state)
@@ -129,7 +131,7 @@ def restore_state(thing: object, state: Any) -> Any:
         return thing
     methods = _methods(thing)
     if is_torchdata_loader(thing):
-        restore_loader(thing, state)
+        restore_loader(thing, state, prepare)
         return thing
     if methods is not None:
         try:
@@ -137,7 +139,7 @@ def restore_state(thing: object, state: Any) -> Any:
         except StateError:
             encode_state(getattr(thing, methods[0])())  # a class in a function is known by its instances only
             decoded = decode_state(state)
-        set_position(thing, decoded, methods[1])
+        getattr(thing, methods[1])(prepare(thing, decoded))
         if isinstance(thing, LoaderPosition):
             thing.begin()
         elif nodes_of(thing):
@@ -295,7 +297,7 @@ def _with_generators(loader: Any, state: Any) -> Any:
     return {_OWN_STATE: state, _GENERATORS: {name: state_of(one) for name, one in generators.items()}}
 
 
-def restore_loader(loader: Any, state: Any) -> str:
+def restore_loader(loader: Any, state: Any, prepare: Prepare = lambda _, state: state) -> str:
     """Restore the position of a loader of torchdata, and return what users have to know of the next loop over it.
 
     If the loader had given all batches of its epoch, the next loop begins a new one. Whether an iterable dataset had
@@ -306,9 +308,9 @@ def restore_loader(loader: Any, state: Any) -> str:
         own, generators = state[_OWN_STATE], state[_GENERATORS]
     decoded = decode_state(own)
     warn_of_lost_draws(loader, decoded)
-    given, length = 0 if decoded[_FINISHED] else _yielded(decoded), _length(loader)
+    given, length = 0 if decoded.get(_FINISHED) else _yielded(decoded), _length(loader)
     ended = given == length != 0
-    set_position(loader, {**decoded, _FINISHED: True} if ended else decoded)
+    loader.load_state_dict(prepare(loader, {**decoded, _FINISHED: True} if ended else decoded))
     loader.state_dict()  # The loader draws a seed for its iterator, before the generators are restored.
     if ended and type(loader.sampler).__name__ == "StatefulDistributedSampler":
         loader.sampler.load_state_dict({"yielded": 0})  # Otherwise the new epoch would begin where the old one ended.
@@ -353,7 +355,7 @@ def _length(loader: Any) -> int | None:
 
 def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
     """Warn of random numbers that will differ when a loader of torchdata continues in the middle of an epoch."""
-    ended = state[_FINISHED] or _yielded(state) in (0, _length(loader))
+    ended = state.get(_FINISHED) or _yielded(state) in (0, _length(loader))
     if loader.num_workers and (not ended or loader.persistent_workers):
         warn_of_new_workers(loader)
     if not ended:

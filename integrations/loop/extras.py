@@ -13,7 +13,6 @@ from ...engine.errors import OptionError, TreeMismatchError
 from ...engine.generators import is_generator
 from ...engine.handlers import DEFAULT_REGISTRY, fresh_types
 from ...engine.loaders import (
-    check_stream,
     drawing_sampler,
     is_accelerate_loader,
     is_torchdata_loader,
@@ -30,6 +29,7 @@ from ...engine.stateful import (
     state_of,
     warn_of_held_records,
 )
+from ..hugging_face import as_start, check_stream
 from .announce import announce
 from .objects import is_versioned
 from .states import LoopArguments, check_depth
@@ -97,10 +97,10 @@ def restore_extras(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[
             values[name] = from_tree(extra, saved[name])
         elif is_torchdata_loader(extra):
             values[name] = extra
-            if note := restore_loader(extra, saved[name]):
+            if note := restore_loader(extra, saved[name], as_start):
                 announce("%s= %s", name, note, shown=shown)
         elif is_stateful(extra) or is_plain(extra):
-            values[name] = restore_state(extra, saved[name])
+            values[name] = restore_state(extra, saved[name], as_start)
     return values
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import holdfast as hf
-from holdfast.engine.loaders import check_stream
+from holdfast.integrations.hugging_face import check_stream
 
 torch: Any = pytest.importorskip("torch")
 stateful_dataloader: Any = pytest.importorskip("torchdata.stateful_dataloader")
