@@ -222,9 +222,8 @@ class LoaderPosition(Iterator[Any]):
             set_generator_state(self._generators[name], states[name])
         if self._state is not None and _ORDER in saved:
             self._state[1](copy.deepcopy(saved[_ORDER]))
-        if not (states and taken):
-            before = {}
-        restore({name: states[name] for name in states.keys() & before.keys()})
+        if taken:
+            restore({name: states[name] for name in states.keys() & before.keys()})
         self._begin(epoch)
         batch, at_first = None, None
         for _ in range(taken):
@@ -232,7 +231,8 @@ class LoaderPosition(Iterator[Any]):
             at_first = capture() if at_first is None else at_first
         # A dataset that draws from global generators draws other numbers here, without those of the model between.
         draws = not same_state(at_first, capture())
-        restore(before)
+        if taken:
+            restore(before)
         is_known = taken and self._last is not None and not (draws or lasts or told)
         if is_known and self._last != _fingerprint(batch):
             _warn_of_other_batches(self._loader, taken)
