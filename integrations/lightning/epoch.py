@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...engine.errors import OptionError, StateError
-from ...engine.generators import as_tree, capture, differing_parts, is_generator, listed_parts, restore
+from ...engine.generators import as_tree, capture, is_generator, restore
 from ...engine.loaders import is_torchdata_loader, nodes_of
 from ...engine.pytree import loaded
 from ...engine.stateful import (
@@ -86,11 +86,6 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended
             _load(loader, state)
 
 
-def difference(one: Any, other: Any) -> str:
-    """Return where two states differ, for messages."""
-    return listed_parts(differing_parts(one, other))
-
-
 def all_stateful(loaders: Sequence[object]) -> bool:
     """Return whether every loader saves its own position, so that no batch need be drawn again."""
     return all(map(_state_methods, loaders))
@@ -99,9 +94,8 @@ def all_stateful(loaders: Sequence[object]) -> bool:
 def set_sampler_epoch(loaders: Sequence[object], epoch: int) -> None:
     """Set the epoch of the samplers, as Lightning does, but before their iterators are made."""
     for loader in loaders:
-        parts = _samplers(loader).values()
-        for part in {id(part): part for part in parts}.values():
-            if callable(method := getattr(part, "set_epoch", None)):
+        for sampler in {id(one): one for one in _samplers(loader).values()}.values():
+            if callable(method := getattr(sampler, "set_epoch", None)):
                 method(epoch)
 
 
@@ -181,13 +175,9 @@ def _stateful(loaders: Sequence[Any]) -> list[Any]:
     return [loader for loader in loaders if _state_methods(loader)]
 
 
-def _getter(loader: object) -> str:
-    getter, _ = _state_methods(loader) or ("", "")
-    return getter
-
-
 def _state(loader: object) -> Any:
-    return _copied(getattr(loader, _getter(loader))())
+    getter, _ = _state_methods(loader) or ("", "")
+    return _copied(getattr(loader, getter)())
 
 
 def _load(loader: object, state: Any) -> None:

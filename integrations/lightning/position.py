@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from fractions import Fraction
 from typing import Any, Literal
 
 from ...engine.distributed import ProcessGroup
-from ...engine.errors import StateError, shortened
-from ...engine.generators import same_state
+from ...engine.errors import shortened
 from ..hugging_face import check_stream
 from ..options import Reshard
 from . import epoch
 from .epoch import ModuleSwitches
+from .resharding import check_drawn_alike, check_replicated, check_same_place, describe_left, reshard_states
 from .store import GLOBAL_GENERATORS
 from .strategies import keeps_own_buffers, own_buffers, replicas
 from .trees import is_plain_tree
@@ -149,7 +149,7 @@ class Position:
         before, now = saved.get("replicas", 1), replicas(self._trainer.strategy)
         one_for_all = check_replicated(saved, shares)
         if not one_for_all and (shares is not None or before != now):
-            _reshard(saved, shares, reshard, processes)
+            reshard_states(saved, shares, reshard, processes)
         if before != now and saved["point"] != "epoch" and not one_for_all:
             saved["point"] = "batch"
             saved["rescaled"] = Fraction(before, now)
@@ -164,7 +164,7 @@ class Position:
                 before,
                 now,
                 "the data continues in the order that all processes share" if one_for_all else samples,
-                "" if shares is None else _left(len(shares), processes.count, draws_alike),
+                "" if shares is None else describe_left(len(shares), processes.count, draws_alike),
             )
 
     # ---- in the order in which the loops call
@@ -339,12 +339,14 @@ class Position:
 
     def _warn_of_unknown(self, saved: dict[str, Any]) -> None:
         """Warn of what a step of an earlier version holds, and a resume no longer restores."""
-        random = saved["random"]
-        known = epoch.loader_generators(self._loaders()).keys()
+        random, measured = saved["random"], saved.get("validation", {}).get("generators", {})
+        generators = random.get("loaders", {}).keys() - epoch.loader_generators(self._loaders()).keys()
+        others = measured.keys() - epoch.loader_generators(loaders_of(self._fit.epoch_loop.val_loop)).keys()
         ended = any(saved.get("ended", ())) and not have_ended(self.fetcher.combined_loader)
         unknown = {
             "attributes of data loaders": sorted(random.get("attributes", ())),
-            "generators of data loaders": sorted(random.get("loaders", {}).keys() - known),
+            "generators of data loaders": sorted(generators),
+            "generators of data loaders of the validation": sorted(others),
             "data loaders that have ended": ["their iterators"] if ended else [],
             "results of searches": sorted(saved.get("found", ())),
         }
@@ -426,100 +428,3 @@ class Position:
         if not self._keeps_random:
             own = [] if self._is_new else self._loaders()
             epoch.restore_generators(state, self._trainer.strategy.root_device, own)
-
-
-def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None) -> bool:
-    """Return whether all data loaders declared one state for all processes; refuse states that differ."""
-    replicated = saved.get("replicated", [])
-    if any(len(share["loaders"]) <= max(replicated, default=-1) for share in shares or [saved]):
-        raise StateError(
-            f"the step declares {len(replicated)} data loaders whose state is the same in all processes "
-            "(replicated_state), and does not hold their states, so the position in the data is not known: name an "
-            "earlier step with fit(ckpt_path=...), or delete this step, and the run resumes from the one before it"
-        )
-    for index in replicated:
-        states = [share["loaders"][index] for share in shares or [saved]]
-        other = next((state for state in states if not same_state(state, states[0])), None)
-        if other is not None:
-            raise StateError(
-                f"the data loader of loaders/{index} declares that its state is the same in all processes "
-                f"(replicated_state), and {len(states)} processes saved different ones: {states[0]!r:.80} and "
-                f"{other!r:.80} (different: {epoch.difference(states[0], other)}); leave out of the state what differs "
-                f"without a batch, such as a time; resume from a step before they differed, or as {len(states)} "
-                "processes without the declaration"
-            )
-    return bool(replicated) and len(replicated) == len(saved["loaders"]) and not saved.keys() & {"epoch", "ahead"}
-
-
-def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
-    """Refuse global generators that are declared to be those of all processes, and that differ."""
-    own = ("loaders", "attributes")
-    states = [{name: one for name, one in share["random"].items() if name not in own} for share in shares]
-    for state in states:
-        if differing := [name for name in states[0] if not same_state(state.get(name), states[0][name])]:
-            raise StateError(
-                f"replicated names 'global_generators', and the {len(states)} processes of the checkpoint saved "
-                f"different states of {', '.join(differing)}: seed and draw alike on all processes; or leave the name "
-                "out, and each generator belongs to the rank that saved it"
-            )
-
-
-def check_same_place(saved: dict[str, Any], loaders: Sequence[Any]) -> None:
-    """Raise StateError where the batches drawn again took a loader with a position of all processes elsewhere."""
-    declared = saved.get("replicated", ())
-    for index, (state, before) in enumerate(zip(epoch.loader_states(loaders), saved["loaders"], strict=True)):
-        if index not in declared or same_state(state, before):
-            continue
-        raise StateError(
-            f"the {saved['consumed']} batches of the epoch, drawn again, end at {state!r:.80} for the data "
-            f"loader of loaders/{index}, which was at {before!r:.80} "
-            f"(different: {epoch.difference(state, before)}). Leave out of its state what differs "
-            "without a batch, such as a time, and let load_state_dict bring back the rest. If another number of "
-            "processes continues, change the batch sizes of the loaders beside it, so that all processes together "
-            "take as many samples as before"
-        )
-
-
-def _reshard(
-    saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None, reshard: Reshard | None, processes: ProcessGroup
-) -> None:
-    """Replace the saved states of data loaders by those that ``reshard`` makes for this process."""
-    owners = {"": saved, "epoch/": saved.get("epoch", {})}  # at the save, and at the start of the epoch
-    replicated = saved.get("replicated", ())  # those are the same in all processes
-    places = [
-        (prefix, index)
-        for prefix, one in owners.items()
-        for index in range(len(one.get("loaders", ())))
-        if index not in replicated
-    ]
-    has_ahead = any("ahead" in share for share in shares or [saved])
-    names = [f"{prefix}loaders/{index}" for prefix, index in places] + ["ahead"] * has_ahead
-    if not names:
-        return
-    if shares is None or reshard is None:
-        way = (
-            "continue with as many shares as before"
-            if shares is None
-            else "give CheckpointCallback reshard=, a function of (name, states, process_index, process_count) that "
-            "returns the state of one process"
-        )
-        raise StateError(
-            f"the checkpoint was saved with the training data divided among {saved.get('replicas', 1)} processes, and "
-            f"another number is to continue: the states of its data loaders ({', '.join(names)}) are places in the "
-            "data of one process each, and nothing says which belong to other processes. Use data loaders without a "
-            f"state, whose batches are counted, from the start of a run; or {way}"
-        )
-    for prefix, index in places:
-        states = [(share["epoch"] if prefix else share)["loaders"][index] for share in shares]
-        mine = reshard(f"{prefix}loaders/{index}", states, processes.index, processes.count)
-        owners[prefix]["loaders"] = [*owners[prefix]["loaders"][:index], mine, *owners[prefix]["loaders"][index + 1 :]]
-    if has_ahead:
-        saved["ahead"] = reshard("ahead", [share.get("ahead") for share in shares], processes.index, processes.count)
-
-
-def _left(before: int, now: int, draws_alike: bool) -> str:
-    """Describe what happens to state that belongs to single processes."""
-    what = "averages over the epoch" if draws_alike else "random generators and averages over the epoch"
-    if now > before:
-        return f"Processes from {before} on begin with fresh {what}"
-    return f"The {what} that processes from {now} on had are left" if now < before else ""

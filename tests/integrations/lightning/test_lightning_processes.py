@@ -15,7 +15,7 @@ from tests.sweep.lightning_programs import BATCHES
 
 import holdfast as hf
 from holdfast.integrations.lightning import load_checkpoint
-from holdfast.integrations.lightning.position import check_replicated, check_same_place
+from holdfast.integrations.lightning.resharding import check_replicated, check_same_place
 from holdfast.integrations.lightning.strategies import check_strategy
 
 Run = Callable[..., list[tuple[int, Any, str]]]
