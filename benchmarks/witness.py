@@ -160,7 +160,7 @@ def _jax(count: int) -> tuple[Any, Callable[[Any], Any]]:
 
     def ready(old: Any) -> Any:
         new = step(old) if step is not None else {name: value * 0.99 for name, value in old.items()}
-        return jax.block_until_ready(new)
+        return jax.block_until_ready(new)  # type: ignore[no-untyped-call]
 
     return jax.device_put(state), ready
 

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import HoldfastError, shortened
-from .pytree import MISSING, Sampler, Samples, Ways, full_sum, is_torch_tensor, leaves_of, loaded
+from .pytree import MISSING, Sampler, Samples, Ways, full_sum, is_torch_tensor, leaves_of, loaded, size_of
 from .storage import Location, append_line
 
 FILE = "witness.jsonl"
@@ -430,7 +430,7 @@ def _full_sums(names: list[str], leaves: list[Any], k: int, *, every: bool) -> d
         leaf = leaves[index]
         gradient = _gradient(leaf)
         if every or (gradient is not None and gradient.is_sparse):
-            size = getattr(leaf, "nbytes", 0)
+            size = size_of(leaf)
             if 512 < size <= left and (total := full_sum(leaf)) is not None:
                 found[names[index]], left = total, left - size
     return found

@@ -79,7 +79,7 @@ class Ways:
             children = _children(value)
             prefix = f"{path}." if path else ""
             if len(attributes) < _MOST_ATTRIBUTES:
-                taken = {child.key for child in children if child.get is getattr}
+                taken = {child.key for child in children if child.get is getattr and _is_open("", child.value)}
                 attributes += [(f"{prefix}{name}", place, name) for name in _attributes(value) if name not in taken]
             for child in children:
                 nodes.append(_Node(place, child.get, child.key))

@@ -17,7 +17,7 @@ import torch
 
 from ...engine.errors import OptionError, StateError
 from ...engine.generators import as_tree, capture, is_generator, restore
-from ...engine.loaders import is_torchdata_loader, nodes_of, position_of, set_position
+from ...engine.loaders import is_torchdata_loader, nodes_of
 from ...engine.pytree import loaded
 from ...engine.stateful import (
     is_replicated,
@@ -26,6 +26,7 @@ from ...engine.stateful import (
     warn_of_lost_draws,
     warn_of_samplers,
 )
+from ..hugging_face import as_start
 from .wall import draws_ahead, logged_averages, restore_logged, set_ended
 
 logger = logging.getLogger("holdfast")
@@ -176,12 +177,12 @@ def _stateful(loaders: Sequence[Any]) -> list[Any]:
 
 def _state(loader: object) -> Any:
     getter, _ = _state_methods(loader) or ("", "")
-    return _copied(position_of(loader, getter))
+    return _copied(getattr(loader, getter)())
 
 
 def _load(loader: object, state: Any) -> None:
     _, setter = _state_methods(loader) or ("", "")
-    set_position(loader, _copied(state), setter)
+    getattr(loader, setter)(as_start(loader, _copied(state)))
 
 
 def _copied(state: Any) -> Any:

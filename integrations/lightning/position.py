@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import shortened
-from ...engine.loaders import check_stream
+from ..hugging_face import check_stream
 from ..options import Reshard
 from . import epoch
 from .epoch import ModuleSwitches

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -248,9 +249,8 @@ class FitSaver:
         )
 
     def _compare_restored(self) -> None:
-        path, directory = str(self._trainer.ckpt_path), str(self._store.directory)
-        why = ""
-        if not path.startswith(directory):
+        path, why = self._trainer.ckpt_path, ""
+        if not isinstance(path, ResumePath) and not os.path.abspath(path).startswith(str(self._store.directory)):
             why = f"the run resumed from {path}"
         elif self._options.resume == "best" or type(self._options.resume) is int:
             why = f"resume={self._options.resume!r} chose the step"

@@ -5,10 +5,9 @@ from __future__ import annotations
 from .announce import announce
 from .callback import CheckpointCallback, StepOutcome
 from .initial import Hyperparameters
-from .objects import TensorVersions
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour, warn_of_misfits
-from .states import LoopArguments, StateAdapter, UnsavedAttributes, unsaved_attributes
+from .states import LoopArguments, StateAdapter
 from .stopping import AfterSignal, AgreedStop, Durations, Stop, barrier_exit, steps_after_signal, stop_of
 from .witnessing import Proof, Witness
 
@@ -25,8 +24,6 @@ __all__ = [
     "StateAdapter",
     "StepOutcome",
     "Stop",
-    "TensorVersions",
-    "UnsavedAttributes",
     "Witness",
     "all_steps",
     "announce",
@@ -37,6 +34,5 @@ __all__ = [
     "steps_after_signal",
     "stop_of",
     "unfinished_neighbour",
-    "unsaved_attributes",
     "warn_of_misfits",
 ]

@@ -98,11 +98,11 @@ def test_tensors_are_read_where_they_are_now() -> None:
 
 
 def test_sums_see_what_samples_do_not() -> None:
-    for make in (np.zeros, torch.zeros, jnp.zeros):
-        table: Any = make((1000, 3))
-        other = table.at[501, 1].set(1.0) if hasattr(table, "at") else table.copy() if make is np.zeros else table + 0
-        if make is not jnp.zeros:
-            other[501, 1] = 1.0
+    for make in (np.array, torch.tensor, jnp.asarray):
+        array = np.zeros((1000, 3))
+        table: Any = make(array)
+        array[501, 1] = 1.0
+        other: Any = make(array.copy())
         sampled, _ = Sampler().take([table, other]).fetch(1)
         assert sampled[0] == sampled[1]
         assert int(full_sum(table)) != int(full_sum(other))
@@ -144,9 +144,10 @@ def trained() -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-def flax_state() -> TrainState:
+def flax_state() -> Any:
     params = {"dense": {"kernel": jnp.ones((2, 2))}}
-    return TrainState.create(apply_fn=print, params=params, tx=optax.adam(0.1))
+    create: Any = TrainState.create
+    return create(apply_fn=print, params=params, tx=optax.adam(0.1))
 
 
 MOMENTS = [f"optimizer.state.{number}.{name}" for number in (0, 1) for name in ("exp_avg", "exp_avg_sq", "step")]
@@ -163,7 +164,7 @@ LEAVES: dict[str, tuple[Callable[[], Any], set[str]]] = {
     ),
     "nnx": (lambda: {"m": nnx.Linear(2, 2, rngs=nnx.Rngs(0))}, {"m.kernel.value", "m.bias.value"}),
     "an object": (lambda: {"plain": Plain()}, {"plain.array"}),
-    "a value of a graph": (lambda: {"n": graph.Value(3)}, {"n.value"}),
+    "a value of a graph": (lambda: {"n": graph.Value(np.ones(2))}, {"n.value"}),
 }
 
 
@@ -186,7 +187,7 @@ def test_ways_lead_to_the_present_leaf_and_end_where_it_is_gone() -> None:
     root["model"][0].weight = torch.nn.Parameter(torch.full((1, 1), 5.0))  # type: ignore[index]
     found = dict(zip(ways.names, ways.follow(later), strict=True))
     assert found["a.w"] == 2.0
-    assert float(found["model.0.weight"]) == 5.0
+    assert found["model.0.weight"].item() == 5.0
     assert ways.follow({"model": root["model"]})[ways.names.index("a.w")] is MISSING
 
 
@@ -237,7 +238,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
     "counters": ({"counters": {"step": 1, "epoch": 2}}, "counters"),
     "state": ({"w": 2.0}, "state"),
 }
-SAME = {
+SAME: dict[str, Any] = {
     "batch": {"x": np.zeros(3)},
     "checksums": {"data": 5},
     "generators": {"rng": {"words": np.zeros(3)}},
@@ -275,7 +276,7 @@ def test_what_only_explains(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("noise", "loss", "explained"),
-    [(1e-6, 0.5, True), (1e-6, 0.50001, True), (1e-6, 0.501, False), (1e-2, 0.5, False), (float("nan"), 0.5, True)],
+    [(1e-6, 0.5, True), (1e-6, 0.50001, True), (1e-6, 0.501, False), (2e-2, 0.5, False), (float("nan"), 0.5, True)],
 )
 def test_rounding(noise: float, loss: float, explained: bool) -> None:
     """A step changes w from 1 to 2; another processor rounds the change."""
