@@ -101,7 +101,7 @@ def test_sums_see_what_samples_do_not() -> None:
     for make in (np.array, torch.tensor, jnp.asarray):
         array = np.zeros((1000, 3))
         table: Any = make(array)
-        array[501, 1] = 1.0
+        array[501, 2] = 1.0  # between two elements that are sampled
         other: Any = make(array.copy())
         sampled, _ = Sampler().take([table, other]).fetch(1)
         assert sampled[0] == sampled[1]
