@@ -5,9 +5,8 @@ Only libraries that the program has loaded are touched. jax has no global genera
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -133,9 +132,8 @@ class GlobalGenerators:
 
     def __init__(self) -> None:
         self._begun: dict[str, Any] = {}
-        self._arrays: dict[str, Any] = {}  # the same states as arrays
-        self._restored: dict[str, Any] | None = None
         self._drawn: set[str] = set()
+        self._restored: dict[str, Any] | None = None
 
     def get_state(self) -> dict[str, Any]:
         """Return the states as they are now."""
@@ -143,10 +141,8 @@ class GlobalGenerators:
 
     def state_of(self, states: Mapping[str, Any]) -> dict[str, Any]:
         """Return states that :func:`capture` has returned as what :meth:`set_state` takes."""
-        moved = {name: state for name, state in states.items() if self._has_moved(name, state)}
-        drawn = self._drawn | moved.keys()
-        # Most generators of a loop never move: their arrays are those of the beginning.
-        tree = {name: _array_of(name, moved[name]) if name in moved else self._arrays[name] for name in states}
+        drawn = self._drawn | {name for name, one in states.items() if not same_state(self._begun.get(name), one)}
+        tree = as_tree(states)
         return {
             DRAWN: {name: state for name, state in tree.items() if name in drawn},
             IDLE: {name: state for name, state in tree.items() if name not in drawn},
@@ -168,15 +164,7 @@ class GlobalGenerators:
             self._drawn = set(self._restored[DRAWN])
             missing = restore({**self._restored[DRAWN], **self._restored[IDLE]})
         self._begun = capture()
-        self._arrays = as_tree(self._begun)
         return [name for name in missing if name.partition(":")[0] in self._drawn]
-
-    def _has_moved(self, name: str, state: Any) -> bool:
-        if name not in self._begun:
-            return True
-        begun = self._begun[name]
-        # That of Python is a tuple of hundreds of numbers, for which == is faster.
-        return bool(begun != state) if name == "python" else not _equal(begun, state)
 
 
 def same_state(one: Any, other: Any) -> bool:
@@ -206,20 +194,7 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@contextlib.contextmanager
-def unchanged() -> Iterator[None]:
-    """Return the global generators to where they were before the block."""
-    before = capture()
-    try:
-        yield
-    finally:
-        restore(as_tree(before))
-
-
 # ---- parts of a state, by the keys that lead there
-
-
-Paths = frozenset[tuple[Any, ...]]
 
 
 def differing_parts(one: Any, other: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -232,21 +207,6 @@ def differing_parts(one: Any, other: Any, path: tuple[Any, ...] = ()) -> Iterato
             yield from differing_parts(*parts, (*path, index))
     elif not same_state(one, other):
         yield path
-
-
-def unsteady_parts(look: Callable[[], Any]) -> Paths:
-    """Return the parts of a state that change without a batch, such as a time, or a global generator's state.
-
-    Two looks differ in them, between which this draws from the global generators.
-    """
-    with unchanged():
-        first = look()
-        random.random()
-        np.random.random()
-        if (torch := loaded("torch")) is not None:
-            torch.rand(1)
-        second = look()
-    return frozenset(differing_parts(first, second))
 
 
 def listed_parts(paths: Iterable[tuple[Any, ...]]) -> str:

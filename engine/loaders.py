@@ -1,52 +1,43 @@
-"""The places of loaders in their data: of plain ones, and of iterable datasets of Hugging Face, which need care."""
+"""The places of plain loaders in their data, and which loaders of other libraries are known."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import logging
 import random
-import sys
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 
-from .errors import OptionError, StateError
+from .errors import OptionError, StateError, shortened
 from .generators import as_tree, capture, generator_state, is_generator, restore, same_state, set_generator_state
-from .pytree import expand, is_dense, is_jax_array, is_leaf, is_torch_tensor, loaded
+from .pytree import expand, is_dense, is_leaf, is_torch_tensor, loaded
 
 _logger = logging.getLogger("holdfast")
 
-# ---- iterable datasets of Hugging Face, alone or in a loader of torchdata
-#
-# Until an iterator has begun where such a dataset was restored, the dataset tells an earlier place; and it lets all
-# later iterators of the epoch begin there as well. So a state is passed to it as one that only its next iterator takes.
-
-_STREAM = "examples_iterable"  # the place in the data, beside the epoch, in a state of such a dataset
-_DATASET, _FINISHED = "dataset_state", "_iterator_finished"  # of a dataset, in the state of a loader of torchdata
+# ---- loaders of other libraries
 
 
 def is_torchdata_loader(thing: object) -> bool:
     kind: Any = type(thing)  # mypy does not take a class for hashable.
-    return _derives(kind, "StatefulDataLoader", "torchdata.")
+    return derives(kind, "StatefulDataLoader", "torchdata.")
 
 
 def nodes_of(thing: Any) -> list[Any]:
     """Return the nodes of a ``Loader`` of torchdata.nodes, from its root on; none of other objects."""
     kind: Any = type(thing)
     found: list[Any] = []
-    left = [thing.root] if _derives(kind, "Loader", "torchdata.nodes.") else []
+    left = [thing.root] if derives(kind, "Loader", "torchdata.nodes.") else []
     while left:
         node = left.pop()
         kind = type(node)
-        if _derives(kind, "BaseNode", "torchdata.nodes.") and not any(node is one for one in found):
+        if derives(kind, "BaseNode", "torchdata.nodes.") and not any(node is one for one in found):
             found.append(node)
             left += [part for one in vars(node).values() for part in (one.values() if isinstance(one, dict) else [one])]
     return found
@@ -55,177 +46,63 @@ def nodes_of(thing: Any) -> list[Any]:
 def is_accelerate_loader(thing: object) -> bool:
     """Return whether an object is a loader that ``Accelerator.prepare`` has made, which passes for the one in it."""
     kind: Any = type(thing)
-    return _derives(kind, "DataLoaderAdapter", "accelerate.")
+    return derives(kind, "DataLoaderAdapter", "accelerate.")
 
 
 @functools.lru_cache(maxsize=256)  # Every step asks.
-def _derives(kind: Any, name: str, package: str) -> bool:
+def derives(kind: Any, name: str, package: str) -> bool:
     """Return whether a class is one of a package, by its name, or derived from it."""
     return any(one.__name__ == name and one.__module__.startswith(package) for one in kind.__mro__)
 
 
-class _Start(dict[str, Any]):
-    """A state of a dataset that its next iterator takes; the dataset lets all iterators of an epoch begin there."""
-
-    def __getitem__(self, key: str) -> Any:
-        value = super().__getitem__(key)
-        if key == _STREAM:  # An iterator asks for it last.
-            self.clear()
-        return value
-
-
-def position_of(thing: Any, getter: str = "state_dict") -> Any:
-    """Return what the method of an object returns as its state.
-
-    A dataset of Hugging Face tells an earlier place until an iterator has begun where it was restored.
-    """
-    state, dataset = getattr(thing, getter)(), _streamed(thing)
-    start = getattr(dataset, "_starting_state_dict", None)
-    if dataset is None or not isinstance(start, _Start) or start.get("epoch") != dataset.epoch:
-        return state
-    return dict(start.items()) if dataset is thing else {**state, _DATASET: dict(start.items())}
-
-
-def set_position(thing: Any, state: Any, setter: str = "load_state_dict") -> None:
-    """Pass a state to the method of an object; a dataset of Hugging Face begins there once, in the saved epoch."""
-    if (dataset := _streamed(thing)) is not None:
-        for epoch in _epochs_of(state):
-            dataset.set_epoch(epoch)
-        if dataset is thing:
-            state = _Start(state)
-        elif not thing.num_workers:
-            is_left = state.get(_DATASET) and not state[_FINISHED]
-            state = {**state, _DATASET: _Start(state[_DATASET]) if is_left else None}
-    getattr(thing, setter)(state)
-
-
-def has_none_left(thing: Any) -> bool:
-    """Return whether an object is a dataset of Hugging Face that was restored at the end of an epoch."""
-    if (dataset := _streamed(thing)) is None or dataset is not thing:
-        return False
-    state, nothing = position_of(dataset), object()
-    is_at_end = next(iter(dataset), nothing) is nothing
-    set_position(dataset, state)
-    return is_at_end
-
-
-def check_stream(name: str, thing: Any) -> None:
-    """Warn of examples that a dataset of Hugging Face does not save; raise OptionError if its version loses a place."""
-    if (dataset := _streamed(thing)) is None:
-        return
-    version = getattr(sys.modules.get("datasets"), "__version__", "unknown")
-    if version == "5.0.0" or "epoch" not in dataset.state_dict():
-        raise OptionError(
-            f"{name} reads a dataset of datasets {version}, whose state does not follow its place after a resume: "
-            "install datasets 3.4 or newer, but not 5.0.0, or pass hf.skip_to(loader)"
-        )
-    if getattr(thing, "persistent_workers", False):
-        _logger.warning(
-            "%s reads a dataset of Hugging Face in workers that live across epochs: after a resume, each later epoch "
-            "begins there again, unless the program calls set_epoch of the dataset at every epoch; "
-            "persistent_workers=False needs no set_epoch",
-            name,
-        )
-    if _is_buffered(dataset):
-        _logger.warning(
-            "%s shuffles a dataset of Hugging Face in a buffer, whose examples are not in its state: a resume leaves "
-            "them out of their epoch. hf.skip_to(loader) continues exactly, if shuffle has a seed: it draws the "
-            "earlier batches again. So does a Dataset that is shuffled before to_iterable_dataset()",
-            name,
-        )
-
-
-def _streamed(thing: Any) -> Any | None:
-    """Return an iterable dataset of Hugging Face, or the one that a loader of torchdata reads."""
-    found = thing.dataset if is_torchdata_loader(thing) else thing
-    is_stream = _derives(found.__class__, "IterableDataset", "datasets.") and hasattr(found, "state_dict")
-    return found if is_stream else None
-
-
-def _epochs_of(state: Any) -> Iterator[int]:
-    """Generate the epochs in a state of a dataset, or of each worker of a loader; all are the same."""
-    if isinstance(state, dict):
-        if state.keys() == {_STREAM, "epoch"}:
-            yield state["epoch"]
-        else:
-            for part in state.values():
-                yield from _epochs_of(part)
-
-
-def _is_buffered(dataset: Any) -> bool:
-    open_ = [getattr(dataset, "_ex_iterable", None)]
-    for one in open_:
-        if type(one).__name__ == "BufferShuffledExamplesIterable":
-            return True
-        open_ += [getattr(one, "ex_iterable", None), *getattr(one, "ex_iterables", ())] if one is not None else []
-    return False
-
-
 # ---- loaders without a state
 
-_FABRIC_EPOCH = "_num_iter_calls"  # loaders of Lightning's Fabric tell their sampler the epoch by this attribute
 _DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # samplers of torch
 _TAKEN = "taken"  # the epoch, and how many of its batches were taken
 _BEGUN = "generators"  # their states by name when the epoch began, or at its end
-_VALUES = "attributes"  # numbers and small arrays of the loader that epochs have changed, as they were then
-_SMALL = 1 << 17  # elements of the largest array among them, as each step copies it
-_SHORT = 1 << 10  # entries of the longest list among them
+_ORDER = "state"  # what the order depends on, as the program's function returned it then
+_VALUES = "attributes"  # numbers and small arrays of the loader, which earlier versions saved
 _LAST = "last"  # a checksum of the last batch: it tells whether a resume has drawn the same one again
-_MOST_HELD = 100  # parts of a loader that are searched for generators, at every step of a loop with torchdata
-_MOST_ROWS = 10  # containers in containers among them
-_CONTAINERS = (dict, list, tuple)
+_HANDED = "generators."  # the beginning of the names of generators that the program has handed over
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _MOST_VALUES = 1000  # values of a batch that are looked at
-_MOST_PARTS = 64  # parts of a loader whose attributes are looked at, about
+
+OrderState = tuple[Callable[[], Any], Callable[[Any], object]]  # returns, and takes, what an order depends on
 
 
 class LoaderPosition(Iterator[Any]):
     """The batches of a loader, epoch after epoch, from one of them on; see :func:`skip_to`.
 
-    A resume draws the earlier batches of the epoch again, from the states that random generators had when it began, and
-    with the numbers and small arrays among the attributes that earlier epochs have changed: a loader may draw its order
-    from them, and the seeds of its workers.
+    A resume draws the earlier batches of the epoch again, from the state that the random generators had when it began.
 
     Attributes:
         position: The number of batches that were taken, over all epochs.
     """
 
-    def __init__(self, loader: Any, position: int, global_batch_size: int | None = None) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        position: int,
+        global_batch_size: int | None = None,
+        generators: Sequence[Any] = (),
+        state: OrderState | None = None,
+    ) -> None:
         self._loader: Any = loader
         self._global_batch_size = global_batch_size
-        if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
-            raise OptionError(
-                f"skip_to needs a loader that can be restarted, such as a list or a DataLoader, not an iterator "
-                f"({type(loader).__qualname__}); an iterator with get_state and set_state needs no skip_to"
-            )
-        if (sampler := drawing_sampler(loader)) is not None:
-            raise OptionError(
-                f"this {type(loader).__qualname__} draws its order from a random generator ({sampler}), so that its "
-                "batches would be others; use torchdata's StatefulDataLoader(shuffle=True), or a sampler whose order "
-                "depends on set_epoch alone"
-            )
-        if is_accelerate_loader(loader) and getattr(loader, "use_stateful_dataloader", False):
-            raise OptionError(
-                f"this {type(loader).__qualname__} of accelerate was made with use_stateful_dataloader=True, and "
-                "begins its first epoch before the first batch is requested, so that a resume would draw other random "
-                "numbers: leave use_stateful_dataloader out"
-            )
+        _check_loader(loader, has_state=state is not None)
+        _check_handed(global_batch_size, generators, state)
         if global_batch_size is not None:
             _check_batch_size(loader, global_batch_size)
+        handed = {f"{_HANDED}{index}": one for index, one in enumerate(generators)}
+        self._generators = _without_global_ones(_each_once(generators_of(loader) | handed))
+        self._state = state
         self._batches: Iterator[Any] | None = None
         self._epoch = self._taken = 0  # the epoch, and how many of its batches were taken
         self._begun: dict[str, Any] = {}  # states of generators when the epoch began
-        self._drawn: list[str] = []  # its own, and those of the global ones that have changed by its first batch
+        self._order: dict[str, Any] = {}  # what the program's function returned then
+        self._drawn: list[str] = []  # the global generators that have changed by its first batch
         self._restored: Mapping[str, Any] = {}
         self._last: int | None = None  # a checksum of some values of the last batch
-        self._fresh = _states_of_own(loader), _attributes_of(loader)
-        # When the epoch began, or at its end: all attributes; the generators and attributes that had changed since the
-        # loader was made; and those in another order that are too large to be saved.
-        self._now: dict[str, Any] = {}
-        self._moved: list[str] = []
-        self._changed: dict[str, Any] = {}
-        self._shuffled: list[str] = []
-        self._has_warned = False
         self._next: list[Any] = []  # a batch beyond the length of the loader
         self.position = position
 
@@ -261,11 +138,12 @@ class LoaderPosition(Iterator[Any]):
     def get_state(self) -> dict[str, Any]:
         """Return the position: in batches, or with ``global_batch_size`` as an epoch and the samples taken of it.
 
-        With batches, it holds the states of generators from which the loader draws.
+        With batches, it holds what the order of the epoch was drawn from: the states of generators, and the state of
+        the program's functions.
         """
         if self._global_batch_size is None:
             last = {} if self._last is None else {_LAST: self._last}
-            return {"position": self.position, **self._generators(), **last}
+            return {"position": self.position, **self._beginning(), **last}
         epoch, batches = divmod(self.position, self._length()) if self._length() else (0, self.position)
         return {"epoch": epoch, "samples": batches * self._global_batch_size}
 
@@ -311,41 +189,41 @@ class LoaderPosition(Iterator[Any]):
         except TypeError:  # It has no length, or its dataset has none.
             return 0
 
-    def _generators(self) -> dict[str, Any]:
-        """Return the part of the state that tells from which generators and attributes the next iterator begins."""
+    def _beginning(self) -> dict[str, Any]:
+        """Return the part of the state that tells how the epoch began, or at its end how the next one will begin."""
         if self._batches is None:
-            return {name: self._restored[name] for name in (_TAKEN, _BEGUN, _VALUES) if name in self._restored}
-        states = self._begun
+            return {name: self._restored[name] for name in (_TAKEN, _BEGUN, _ORDER) if name in self._restored}
         if self._taken == self._length():
-            # The next epoch begins from what the loader's own generators are then, and from what global ones are.
-            states = _states_of_own(self._loader)
-            self._note_changes(states)
-        names = [name for name in states if name in self._drawn or name in self._moved]
-        if not names and not self._changed:
-            return {}
-        return {
-            _TAKEN: [self._epoch, self._taken],
-            _BEGUN: {name: states[name] for name in names},
-            _VALUES: self._changed,
-        }
+            # The next epoch draws from global generators as they are when it begins, which others save.
+            states, order = self._own_states(), self._order_now()
+        else:
+            states, order = {name: self._begun[name] for name in (*self._drawn, *self._generators)}, self._order
+        return {_TAKEN: [self._epoch, self._taken], **({_BEGUN: states} if states else {}), **order}
+
+    def _own_states(self) -> dict[str, Any]:
+        return {name: generator_state(one) for name, one in self._generators.items()}
+
+    def _order_now(self) -> dict[str, Any]:
+        # The program may return what it changes later.
+        return {} if self._state is None else {_ORDER: copy.deepcopy(self._state[0]())}
 
     def _go_to(self, position: int) -> None:
         """Draw the batches of the epoch before a position again; then, global generators are as they were before."""
-        length, states = self._length(), self._restored.get(_BEGUN, {})
-        epoch, taken = divmod(position, length) if length else self._restored.get(_TAKEN, (0, position))
-        # Earlier epochs of this process may have changed others; a position without a batch is one of the program.
-        fresh = self._fresh[1] if self._now and _LAST in self._restored else {}
-        _go_back(self._loader, fresh, self._restored.get(_VALUES, {}))
-        self._restored = {}
+        saved, self._restored = self._restored, {}
+        length, states = self._length(), saved.get(_BEGUN, {})
+        epoch, taken = divmod(position, length) if length else saved.get(_TAKEN, (0, position))
         workers = getattr(self._loader, "num_workers", 0)
         lasts = bool(workers and epoch and getattr(self._loader, "persistent_workers", False))
         if lasts or (workers and taken and not states):
             warn_of_new_workers(self._loader)
-        own = _own_generators(self._loader)
-        for name in states.keys() & own.keys():
-            set_generator_state(own[name], states[name])
-        before = as_tree(capture()) if states and taken else {}
-        restore({name: states[name] for name in states.keys() & before.keys()})
+        before = as_tree(capture())
+        told = self._warn_of_other_parts(saved, known={*before, *self._generators})
+        for name in states.keys() & self._generators.keys():
+            set_generator_state(self._generators[name], states[name])
+        if self._state is not None and _ORDER in saved:
+            self._state[1](copy.deepcopy(saved[_ORDER]))
+        if taken:
+            restore({name: states[name] for name in states.keys() & before.keys()})
         self._begin(epoch)
         batch, at_first = None, None
         for _ in range(taken):
@@ -353,8 +231,10 @@ class LoaderPosition(Iterator[Any]):
             at_first = capture() if at_first is None else at_first
         # A dataset that draws from global generators draws other numbers here, without those of the model between.
         draws = not same_state(at_first, capture())
-        restore(before)
-        if taken and self._last is not None and not draws and not lasts and self._last != _fingerprint(batch):
+        if taken:
+            restore(before)
+        is_known = taken and self._last is not None and not (draws or lasts or told)
+        if is_known and self._last != _fingerprint(batch):
             _warn_of_other_batches(self._loader, taken)
 
     def _begin(self, epoch: int) -> None:
@@ -365,12 +245,9 @@ class LoaderPosition(Iterator[Any]):
         ):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
-        if _FABRIC_EPOCH in getattr(self._loader, "__dict__", ()):
-            setattr(self._loader, _FABRIC_EPOCH, epoch)
-        own = _states_of_own(self._loader)
-        self._begun, self._drawn, self._next = as_tree(capture()) | own, [], []
-        self._note_changes(own)
-        self._epoch, self._taken, self._batches = epoch, 0, iter(self._loader)
+        self._begun, self._order = as_tree(capture()) | self._own_states(), self._order_now()
+        self._epoch, self._taken, self._drawn, self._next = epoch, 0, [], []
+        self._batches = iter(self._loader)
 
     def _draw(self) -> Any:
         assert self._batches is not None
@@ -378,8 +255,7 @@ class LoaderPosition(Iterator[Any]):
         for batch in chain(later, self._batches):
             if not self._taken:
                 now = as_tree(capture())
-                self._drawn = [name for name, one in self._begun.items() if not same_state(one, now.get(name))]
-                self._warn_of_shuffled()
+                self._drawn = [name for name, one in now.items() if not same_state(self._begun.get(name), one)]
             self._taken += 1
             if self._taken == self._length() and not is_accelerate_loader(self._loader):
                 # What a loader does after its last batch belongs to this epoch: a resume begins with the next one.
@@ -390,180 +266,51 @@ class LoaderPosition(Iterator[Any]):
         self._begin(self._epoch + 1)
         return self._draw()
 
-    def _note_changes(self, own: Mapping[str, Any]) -> None:
-        """Note the generators, whose states are given, and attributes that have changed since the loader was made."""
-        states, values = self._fresh
-        self._moved = [name for name, one in own.items() if not same_state(one, states.get(name))]
-        self._now = _attributes_of(self._loader)
-        changed = _changed(self._now, values)
-        self._changed = {name: one for name, one in changed.items() if type(one) is not _Order}
-        self._shuffled = [name for name, one in changed.items() if type(one) is type(values.get(name)) is _Order]
-
-    def _warn_of_shuffled(self) -> None:
-        """Warn of orders that were changed in earlier epochs, and that this one, which has begun, has not made anew."""
-        now = _attributes_of(self._loader) if self._shuffled else {}
-        kept = [name for name in self._shuffled if getattr(now.get(name), "owner", None) == self._now[name].owner]
-        if kept and not self._has_warned:
-            self._has_warned = True
+    def _warn_of_other_parts(self, saved: Mapping[str, Any], known: Collection[str]) -> bool:
+        """Warn of what was saved and is not understood, and of what is handed over now and was not saved, if any."""
+        states = saved.get(_BEGUN, {})
+        parts = [f"{name} (saved)" for name in (*states, *saved.get(_VALUES, ())) if name not in known]
+        if _ORDER in saved and self._state is None:
+            parts.append("state (saved)")
+        if saved.get("position"):
+            handed = [name for name in self._generators if name.startswith(_HANDED)]
+            parts += [f"{name} (not saved)" for name in handed if name not in states]
+            if self._state is not None and _ORDER not in saved:
+                parts.append("state (not saved)")
+        if parts:
             _logger.warning(
-                "earlier epochs have shuffled what this %s holds, which is too large to be saved with each step, or "
-                "has other than plain values: %s. If the order of its batches depends on that, a resume has another "
-                "one: draw it anew in each epoch, as by self.order = generator.permutation(count), or give the loader "
-                "get_state and set_state",
+                "the position of a %s was saved with other parts than skip_to is given now: %s. They stay as the "
+                "program has set them; if the order of the batches depends on them, it is another one. Hand over all "
+                "generators that the loader draws from, and what else its order depends on, before the run is saved: "
+                "skip_to(loader, generators=[...], state=(get, set))",
                 type(self._loader).__qualname__,
-                ", ".join(kept),
+                shortened(parts),
             )
+        return bool(parts)
 
 
-class ChangedAttributes:
-    """The attributes of loaders that epochs have changed, as those of :class:`LoaderPosition`."""
-
-    def __init__(self) -> None:
-        self._fresh: list[tuple[Any, dict[str, Any]]] = []  # loaders, and their attributes when they were first seen
-
-    def get(self, loaders: Sequence[Any]) -> dict[str, Any]:
-        """Return those that have changed since the loaders were first seen, by the index of the loader and the name."""
-        self._fresh = [(one, self._fresh_of(one)) for one in loaders]
-        return {
-            f"{index}.{name}": value
-            for index, (loader, fresh) in enumerate(self._fresh)
-            for name, value in _changed(_attributes_of(loader), fresh).items()
-            if type(value) is not _Order
-        }
-
-    def set(self, loaders: Sequence[Any], values: Mapping[str, Any]) -> None:
-        """Set those that :meth:`get` returned; all others become as they were first, as an iterator may have begun."""
-        self._fresh = [(one, self._fresh_of(one)) for one in loaders]
-        for index, (loader, fresh) in enumerate(self._fresh):
-            begin = f"{index}."
-            own = {name.removeprefix(begin): one for name, one in values.items() if name.startswith(begin)}
-            _go_back(loader, fresh, own)
-
-    def _fresh_of(self, loader: Any) -> dict[str, Any]:
-        found = next((fresh for one, fresh in self._fresh if one is loader), None)
-        return _attributes_of(loader) if found is None else found
-
-
-_NOTHING = object()
-
-
-def _changed(now: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: one for name, one in now.items() if not _is_same(one, fresh.get(name, _NOTHING))}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Order:
-    """What tells whether a large array or list is in another order."""
-
-    owner: int  # the identity of the array or list
-    total: Any  # the same in every order
-    entries: Any  # some of them
-
-
-def _attributes_of(loader: object) -> dict[str, Any]:
-    """Return copies of the numbers, small arrays and short lists in the attributes of a loader and its parts, by name.
-
-    Flags and texts are left out: a flag may say that a file is open, and a resumed process has not opened it.
-    """
-    found = {
-        f"{part}.{name}": _copy_of(value)
-        for part, owner in _all_parts_of(loader).items()
-        for name, value in _own_attributes(owner).items()
-    }
-    return {name: one for name, one in found.items() if one is not None}
-
-
-def _own_attributes(owner: object) -> dict[str, Any]:
-    return dict(getattr(owner, "__dict__", {}))  # A thread of the loader may add others meanwhile.
-
-
-def _copy_of(value: Any) -> Any:
-    if type(value) in (int, float) or isinstance(value, np.number):
-        return value
-    if is_jax_array(value):
-        return value if value.size <= _SMALL else None
-    if is_torch_tensor(value):
-        is_plain = is_dense(value) and value.device.type == "cpu" and not value.requires_grad
-        return value.clone() if is_plain and value.numel() <= _SMALL else None
-    if type(value) is np.ndarray and value.dtype.kind in "biuf":
-        if value.size <= _SMALL:
-            return value.copy()
-        is_order = value.ndim == 1 and value.dtype.kind in "iu" and value.flags.writeable
-        return _Order(id(value), int(value.sum()), value[:: 1 + value.size // _SMALL].copy()) if is_order else None
-    if type(value) is list:
-        if _is_short(value):
-            return copy.deepcopy(value)
-        return _Order(id(value), sum(map(id, value)), [id(one) for one in value[:: 1 + len(value) // _SHORT]])
-    return None
-
-
-def _is_short(values: list[Any]) -> bool:
-    """Return whether a list and the lists in it have a few numbers and short texts only."""
-    found: list[Any] = [values]
-    size = 0
-    for one in found:
-        if type(one) in (list, tuple):
-            size += len(one)
-            found += one if size <= _SHORT else []
-        elif type(one) is str:
-            size += len(one) // _SHORT
-        elif type(one) not in (int, float):
-            return False
-        if size > _SHORT:
-            return False
-    return True
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if is_jax_array(one):
-        return one is other  # It never changes.
-    if type(one) is type(other) is _Order:  # Other entries are no other order.
-        return one.total != other.total or _is_same(one.entries, other.entries)
-    return same_state(one, other)
-
-
-def _set_attributes(loader: object, values: Mapping[str, Any]) -> None:
-    parts = {part: getattr(owner, "__dict__", {}) for part, owner in _all_parts_of(loader).items()}
-    kept = [one for part, own in parts.items() for name, one in [*own.items()] if f"{part}.{name}" not in values]
-    for place, value in values.items():
-        part, _, name = place.rpartition(".")
-        if not isinstance(own := parts.get(part), dict):
-            continue
-        held: Any = own.get(name)
-        # Other objects may hold the same array or list, and change it, too, unless what is kept shows another one.
-        is_own = not any(_is_shared(one, held) for one in kept)
-        are_arrays = isinstance(held, np.ndarray) and isinstance(value, np.ndarray)
-        if is_own and are_arrays and held.shape == value.shape and held.flags.writeable:
-            held[...] = value
-        elif is_own and isinstance(held, list) and isinstance(value, list):
-            held[:] = copy.deepcopy(value)
-        else:  # No property is called, and the object may be frozen.
-            own[name] = _copy_of(value)
-
-
-def _is_shared(one: Any, held: Any) -> bool:
-    are_arrays = isinstance(one, np.ndarray) and isinstance(held, np.ndarray)
-    return one is held or (are_arrays and np.may_share_memory(one, held))
-
-
-def _go_back(loader: object, fresh: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Set attributes of a loader; all others that have changed become as they were first."""
-    moved = _changed(_attributes_of(loader), fresh).keys() & fresh.keys()
-    _set_attributes(loader, {name: fresh[name] for name in moved if type(fresh[name]) is not _Order} | {**values})
-
-
-def skip_to(loader: Iterable[Any], n: int = 0, *, global_batch_size: int | None = None) -> LoaderPosition:
+def skip_to(
+    loader: Iterable[Any],
+    n: int = 0,
+    *,
+    global_batch_size: int | None = None,
+    generators: Sequence[Any] = (),
+    state: tuple[Callable[[], Any], Callable[[Any], object]] | None = None,
+) -> LoaderPosition:
     """Return the batches of a plain loader from one of them on, as an iterator whose position can be saved.
 
-    The loader starts again in each epoch, without end. It must give the same batches each time, or depend on the epoch
-    alone: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called. Unless
-    its position is one of all processes (``global_batch_size``, or ``replicated`` of a callback), it may also draw its
-    order, or the seeds of its workers, from random generators as an epoch begins: from the global ones of Python, numpy
-    and torch, or those that it, its sampler, its dataset or their parts hold, such as a transform. A warning tells if
-    the last batch before a stop is another one when it is drawn again. The loader, its sampler and its dataset, or
-    those of a loader in it, may change other attributes, too: a number, such as a count of epochs; an array or tensor
-    of up to 131,072 elements, such as an order or a key of jax; a list of up to 1,024 plain values.
-    Where the loader has a length, whole epochs are skipped at once; the other batches are drawn again and dropped.
+    The loader starts again in each epoch, without end. A resume skips whole epochs at once where the loader has a
+    length, and draws the earlier batches of its epoch again. So each epoch must give the same batches when it is begun
+    again, which holds if their order depends on nothing but
+
+    - the epoch: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called;
+    - random generators, as they are when an epoch begins: the global ones of Python, numpy and torch, and those in the
+      attribute ``generator`` of the loader, its ``sampler`` and ``batch_sampler.sampler`` are known. Hand over all
+      others, such as that of a transform, in ``generators``;
+    - what ``state`` returns when an epoch begins, such as a count of epochs or a key of jax.
+
+    A warning tells if the last batch before a stop is another one when it is drawn again. A position that is one of all
+    processes (``global_batch_size``) depends on the epoch alone.
 
     Args:
         loader: What ``for batch in loader`` goes through: a ``DataLoader``, a list, an object with ``__iter__``.
@@ -574,6 +321,12 @@ def skip_to(loader: Iterable[Any], n: int = 0, *, global_batch_size: int | None 
             process has batches of ``global_batch_size`` divided by the number of processes. With ``drop_last``, give
             it to the sampler and to the loader. The last samples of an epoch are those that the sampler makes of them:
             torch's repeats some, or with ``drop_last`` leaves some out, where the processes do not divide the epoch.
+        generators: The generators of Python, numpy and torch from which the loader draws, in this process. Their states
+            at the start of the epoch are saved, and restored before the earlier batches are drawn again. Hand over the
+            same ones in the same order when the run is resumed.
+        state: Two functions, ``get`` and ``set``. ``get()`` is called when an epoch begins, and returns what its order
+            depends on: plain data, arrays and tensors, which are saved. ``set(value)`` is called in a resume before the
+            earlier batches are drawn again.
 
     Returns:
         The iterator. It has ``get_state`` and ``set_state``, so that callbacks and ``holdfast.graph`` save and restore
@@ -581,13 +334,75 @@ def skip_to(loader: Iterable[Any], n: int = 0, *, global_batch_size: int | None 
 
     Raises:
         OptionError: The loader is an iterator, which cannot be restarted, or a ``DataLoader`` that shuffles by a
-            random generator; or its batches are not the share of one process in ``global_batch_size``.
+            random generator; or its batches are not the share of one process in ``global_batch_size``; or
+            ``generators`` has something else than generators with a state; or ``state`` is no pair of functions; or one
+            of these is given with ``global_batch_size``.
 
     >>> batches = skip_to(["a", "b", "c"], 4)
     >>> next(batches), next(batches), next(batches), batches.position
     ('b', 'c', 'a', 7)
+
+    A loader that shuffles with a generator of its own, and counts its epochs::
+
+        batches = hf.skip_to(
+            loader,
+            generators=[loader.dataset.rng],
+            state=(lambda: loader.epoch, lambda epoch: setattr(loader, "epoch", epoch)),
+        )
     """
-    return LoaderPosition(loader, _position(n), global_batch_size)
+    return LoaderPosition(loader, _position(n), global_batch_size, generators, state)
+
+
+def _check_loader(loader: Any, *, has_state: bool) -> None:
+    """Raise OptionError for a loader whose batches would be others after a resume."""
+    name = type(loader).__qualname__
+    if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
+        raise OptionError(
+            f"skip_to needs a loader that can be restarted, such as a list or a DataLoader, not an iterator ({name}); "
+            "an iterator with get_state and set_state needs no skip_to"
+        )
+    if (sampler := drawing_sampler(loader)) is not None:
+        raise OptionError(
+            f"this {name} draws its order from a random generator ({sampler}), so that its batches would be others; "
+            "use torchdata's StatefulDataLoader(shuffle=True), or a sampler whose order depends on set_epoch alone"
+        )
+    if is_accelerate_loader(loader) and getattr(loader, "use_stateful_dataloader", False):
+        raise OptionError(
+            f"this {name} of accelerate was made with use_stateful_dataloader=True, and begins its first epoch before "
+            "the first batch is requested, so that a resume would draw other random numbers: leave "
+            "use_stateful_dataloader out"
+        )
+    is_counting = type(loader).__name__ == "_FabricDataLoader" and not has_state
+    if is_counting and any(hasattr(sampler, "set_epoch") for sampler in samplers_of(loader)):
+        raise OptionError(
+            f"this {name} of Lightning's Fabric counts the epochs itself, and sets that of its sampler: after a "
+            "resume, it would count from 0 again. Pass the DataLoader that Fabric was given: "
+            "batches = skip_to(loader), and fabric.to_device(next(batches))"
+        )
+
+
+def _check_handed(global_batch_size: int | None, generators: Any, state: Any) -> None:
+    """Raise OptionError for arguments that are no generators, or no functions for a state."""
+    if isinstance(generators, str | Mapping) or not isinstance(generators, Sequence):
+        raise OptionError(f"generators={generators!r:.60} must be a sequence of generators, such as [rng]")
+    for index, one in enumerate(generators):
+        if not is_generator(one):
+            raise OptionError(
+                f"generators[{index}] is a {type(one).__qualname__}, which is no generator: hand over objects such as "
+                "np.random.default_rng(), random.Random() or torch.Generator(), and other state as state=(get, set)"
+            )
+        generator_state(one)  # This refuses one that has no state.
+    is_pair = isinstance(state, tuple | list) and len(state) == 2 and all(map(callable, state))
+    if state is not None and not is_pair:
+        raise OptionError(
+            f"state={state!r:.60} must be a pair of functions, (get, set): get() returns what the order of an epoch "
+            "depends on, and set(value) takes it again"
+        )
+    if global_batch_size is not None and (len(generators) or state is not None):
+        raise OptionError(
+            "global_batch_size= makes the position one of all processes, and generators= and state= belong to one "
+            "process: leave them out, and let set_epoch alone decide the order"
+        )
 
 
 def _fingerprint(batch: Any) -> int:
@@ -615,8 +430,8 @@ def _warn_of_other_batches(loader: Any, taken: int) -> None:
     _logger.warning(
         "batch %d of an epoch, which a %s has drawn again, is another one than before the stop, and so may be the rest "
         "of the epoch: it depends on what is not as it was when the epoch began, such as scores that training changes, "
-        "other data, or a generator that the loader does not hold. Give the loader a state of its own (state_dict and "
-        "load_state_dict), or let set_epoch alone decide",
+        "other data, a count of epochs, or a generator in the dataset. Hand them over: skip_to(loader, "
+        "generators=[...], state=(get, set)). Or let set_epoch alone decide",
         taken,
         type(loader).__qualname__,
     )
@@ -645,11 +460,14 @@ def _position(value: Any) -> int:
 def without_generators(thing: object, state: Any) -> Any:
     """Return what :func:`state_of` returned of an object, without states of generators that differ between processes.
 
-    Each process draws other seeds for the workers of its loader, and perhaps another order.
+    Each process draws other seeds for the workers of its loader, and other batches. What the program has handed over is
+    declared to be the same.
     """
     if not isinstance(thing, LoaderPosition) or not isinstance(state, dict):
         return state
-    return {name: part for name, part in state.items() if name not in (_BEGUN, _VALUES, _LAST)}
+    handed = {name: one for name, one in state.get(_BEGUN, {}).items() if name.startswith(_HANDED)}
+    kept = {name: part for name, part in state.items() if name not in (_BEGUN, _LAST)}
+    return {**kept, **({_BEGUN: handed} if handed else {})}
 
 
 def drawing_sampler(loader: Any) -> str | None:
@@ -664,95 +482,31 @@ def drawing_sampler(loader: Any) -> str | None:
     return None
 
 
-def generators_of(loader: object) -> dict[str, Any]:
-    """Return the generators that a loader or its parts hold, each once, by a name such as ``dataset.transform.rng``."""
-    parts = parts_of(loader)
-    found: dict[str, Any] = {}
-    # Objects, containers that they hold, and containers in containers, of which long lists of samples have many.
-    queues, seen = (deque(parts.items()), deque[Any](), deque[Any]()), {id(part) for part in parts.values()}
-    for _ in range(_MOST_HELD):
-        queue = next(filter(None, queues), None)
-        if queue is None:
-            break
-        path, owner = queue.popleft()
-        is_container = isinstance(owner, _CONTAINERS)
-        for name, value in _held(owner):
-            if type(value) in _PLAIN or id(value) in seen:
-                continue
-            seen.add(id(value))
-            if is_generator(value) and (path in parts or not isinstance(value, random.SystemRandom)):
-                found[f"{path}.{name}"] = value
-            elif not _is_closed(value):
-                place = (1 + is_container) if isinstance(value, _CONTAINERS) else 0
-                if len(queues[2]) < _MOST_ROWS or place < 2:
-                    queues[place].append((f"{path}.{name}", value))
-    return found
-
-
-def _is_closed(value: Any) -> bool:
-    """Return whether a value holds no generators of a loader; those of torch's iterators have a place of their own."""
-    is_code_or_array = isinstance(value, type | ModuleType | np.ndarray) or is_torch_tensor(value)
-    return is_code_or_array or (isinstance(value, Iterator) and type(value).__module__.startswith("torch"))
-
-
-def _held(owner: Any) -> Iterable[tuple[Any, Any]]:
-    """Return what a part of a loader holds; a function holds the variables of the function around it."""
-    if isinstance(owner, _CONTAINERS):
-        return islice(owner.items() if isinstance(owner, dict) else enumerate(owner), _MOST_HELD)
-    if isinstance(owner, MethodType):
-        return [("__self__", owner.__self__)]
-    if isinstance(owner, functools.partial):
-        return [("func", owner.func), *enumerate(owner.args), *owner.keywords.items()]
-    if isinstance(owner, FunctionType):
-        names, cells = owner.__code__.co_freevars, owner.__closure__ or ()
-        with contextlib.suppress(ValueError):  # a variable that is not set yet
-            return [(name, cell.cell_contents) for name, cell in zip(names, cells, strict=True)]
-    return list(getattr(owner, "__dict__", {}).items())
-
-
-def parts_of(loader: object) -> dict[str, Any]:
+def generators_of(loader: Any) -> dict[str, Any]:
+    """Return the generators in the public attribute ``generator`` of a loader and its samplers, each once, by name."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    return {
+    owners = {
         "loader": loader,
         "sampler": getattr(loader, "sampler", None),
-        "batch_sampler": batch_sampler,
         "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
-        "dataset": getattr(loader, "dataset", None),
     }
+    found = {f"{name}.generator": getattr(owner, "generator", None) for name, owner in owners.items()}
+    return _each_once({name: one for name, one in found.items() if is_generator(one)})
 
 
-def _all_parts_of(loader: object) -> dict[str, Any]:
-    """Return the parts of a loader and the loaders, samplers and datasets in their attributes, by name."""
-    found = list(parts_of(loader).items())
-    seen = {id(owner) for _, owner in found}
-    for part, owner in found:
-        for name, value in _own_attributes(owner).items():
-            if id(value) not in seen and _is_part(value):
-                seen.add(id(value))
-                found.append((f"{part}.{name}", value))
-        if len(found) > _MOST_PARTS:
-            break
-    return dict(found)
+def _each_once(generators: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[int, tuple[str, Any]] = {}
+    for name, one in generators.items():
+        found.setdefault(id(one), (name, one))
+    return dict(found.values())
 
 
-def _is_part(value: object) -> bool:
-    kind = type(value)
-    is_open = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
-    # The iterators of torch count the tasks of their workers in attributes. A proxy has no attributes of its own.
-    return is_open and kind.__dictoffset__ != 0 and not (_is_closed(value) or is_jax_array(value))
-
-
-def _own_generators(loader: object) -> dict[str, Any]:
-    """Return the generators of a loader without the global ones, which a loader may hold as well."""
+def _without_global_ones(generators: Mapping[str, Any]) -> dict[str, Any]:
+    """Return generators without the global ones of Python, numpy and torch, which a loader may hold as well."""
     torch: Any = loaded("torch")
     shared = [getattr(random.random, "__self__", None), getattr(np.random.rand, "__self__", None)]
     shared.append(None if torch is None else torch.default_generator)
-    found = generators_of(loader)
-    return {name: one for name, one in found.items() if not any(one is known for known in shared)}
-
-
-def _states_of_own(loader: object) -> dict[str, Any]:
-    return {name: generator_state(one) for name, one in _own_generators(loader).items()}
+    return {name: one for name, one in generators.items() if not any(one is known for known in shared)}
 
 
 def samplers_of(loader: Any) -> list[Any]:

@@ -14,44 +14,32 @@ have defined already: nothing is imported, and no constructor is called.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import inspect
 import io
-import itertools
 import logging
-import operator
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from .errors import DamagedCheckpointError, OptionError, StateError
+from .errors import DamagedCheckpointError, OptionError, StateError, shortened
 from .format import is_inside
 from .generators import (
-    differing_parts,
     generator_state,
     is_generator,
-    listed_parts,
-    same_state,
     set_generator_state,
-    unchanged,
-    unsteady_parts,
 )
 from .loaders import (
     LoaderPosition,
     generators_of,
     is_torchdata_loader,
     nodes_of,
-    parts_of,
-    position_of,
     samplers_of,
-    set_position,
     warn_of_new_workers,
 )
 from .pytree import STRIDES, expand, is_dense, is_jax_array, is_key, is_torch_tensor, loaded, tensor_of, with_strides
@@ -68,7 +56,6 @@ _FIELDS = "fields"
 _classes: WeakValueDictionary[str, type] = WeakValueDictionary()  # classes of instances that were encoded, by name
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
-_LIBRARIES = ("numpy.", "torch.", "torchdata.", "datasets.", "grain.", "holdfast.")  # Their objects restore all.
 
 
 def is_stateful(thing: object) -> bool:
@@ -109,7 +96,7 @@ def state_of(thing: object) -> Any:
         return encode_state(generator_state(thing))
     methods = _methods(thing)
     if methods is not None:
-        state = encode_state(position_of(thing, methods[0]))
+        state = encode_state(getattr(thing, methods[0])())
         return _with_generators(thing, state) if is_torchdata_loader(thing) else state
     if _writes_files(thing):
         return _saved_files(thing)
@@ -131,7 +118,10 @@ def begins_epoch(thing: object) -> bool:
     return isinstance(thing, LoaderPosition) or (is_iterable and _methods(thing) == _METHODS[1])
 
 
-def restore_state(thing: object, state: Any) -> Any:
+Prepare = Callable[[Any, Any], Any]  # returns what is passed to an object, given the object and its decoded state
+
+
+def restore_state(thing: object, state: Any, prepare: Prepare = lambda _, state: state) -> Any:
     """Restore the state that :func:`state_of` returned, and return the object, or plain data itself."""
     if is_actor(thing):
         restore_state(adapted(thing), state)
@@ -141,7 +131,7 @@ def restore_state(thing: object, state: Any) -> Any:
         return thing
     methods = _methods(thing)
     if is_torchdata_loader(thing):
-        restore_loader(thing, state)
+        restore_loader(thing, state, prepare)
         return thing
     if methods is not None:
         try:
@@ -149,15 +139,11 @@ def restore_state(thing: object, state: Any) -> Any:
         except StateError:
             encode_state(getattr(thing, methods[0])())  # a class in a function is known by its instances only
             decoded = decode_state(state)
-        set_position(thing, decoded, methods[1])
+        getattr(thing, methods[1])(prepare(thing, decoded))
         if isinstance(thing, LoaderPosition):
             thing.begin()
-        elif is_stream(thing):
-            if nodes_of(thing):
-                warn_of_samplers(thing)
-            # Some begin an epoch when their state is requested; others may have none before they begin.
-            with contextlib.suppress(Exception):
-                warn_of_lost_parts(thing, decode_state(state), methods[0])
+        elif nodes_of(thing):
+            warn_of_samplers(thing)
         return thing
     if _writes_files(thing):
         _restore_files(thing, state)
@@ -301,6 +287,7 @@ def _restore_files(thing: Any, state: Any) -> None:
 # ---- torchdata's StatefulDataLoader
 
 _OWN_STATE, _GENERATORS = "holdfast.loader", "holdfast.generators"
+_FINISHED = "_iterator_finished"  # in the state of a loader: its next iterator begins an epoch
 _KNOWN_ORDER = ("SequentialSampler", "DistributedSampler", "_InfiniteConstantSampler")  # samplers that need no state
 
 
@@ -310,54 +297,42 @@ def _with_generators(loader: Any, state: Any) -> Any:
     return {_OWN_STATE: state, _GENERATORS: {name: state_of(one) for name, one in generators.items()}}
 
 
-def restore_loader(loader: Any, state: Any, *, begins: bool = True) -> int | None:
-    """Restore the position of a loader of torchdata; return the number of batches of its epoch if it had given all.
+def restore_loader(loader: Any, state: Any, prepare: Prepare = lambda _, state: state) -> str:
+    """Restore the position of a loader of torchdata, and return what users have to know of the next loop over it.
 
-    The next loop over such a loader begins a new epoch; without ``begins``, it has no batch left, as at the save.
+    If the loader had given all batches of its epoch, the next loop begins a new one. Whether an iterable dataset had
+    ended is unknown until the program requests its next batch: if it had, the next loop yields nothing.
     """
     own, generators = state, {}
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions had no generators
         own, generators = state[_OWN_STATE], state[_GENERATORS]
     decoded = decode_state(own)
-    set_by_parts = _set_by_parts(loader, generators)
     warn_of_lost_draws(loader, decoded)
-    set_position(loader, decoded)
-    loader.state_dict()  # this begins the epoch
-    given, ended = 0 if decoded.get("_iterator_finished") else _yielded(decoded), None
-    if begins and given and _length(loader) in (given, None):
-        nothing = object()
-        if next(iter(loader), nothing) is nothing:  # the end of an iterable dataset shows in its next batch
-            ended = given
-        else:
-            set_position(loader, decoded)
-            loader.state_dict()
-    for name, generator in generators_of(loader).items():
-        if name in generators and name not in set_by_parts:
+    given, length = 0 if decoded.get(_FINISHED) else _yielded(decoded), _length(loader)
+    ended = given == length != 0
+    loader.load_state_dict(prepare(loader, {**decoded, _FINISHED: True} if ended else decoded))
+    loader.state_dict()  # The loader draws a seed for its iterator, before the generators are restored.
+    if ended and type(loader.sampler).__name__ == "StatefulDistributedSampler":
+        loader.sampler.load_state_dict({"yielded": 0})  # Otherwise the new epoch would begin where the old one ended.
+    # A sampler with a state sets its generator itself, perhaps to draw its order again.
+    if any(map(_methods, samplers_of(loader))):
+        generators = {name: one for name, one in generators.items() if "sampler." not in name}
+    known = generators_of(loader)
+    if unknown := generators.keys() - known.keys():  # as earlier versions have found them in a loader
+        _logger.warning(
+            "a %s was saved with generators that it does not show, and that stay as the program has set them: %s. If "
+            "its batches depend on them, pass them as extras beside it, such as rng=dataset.rng",
+            type(loader).__qualname__,
+            shortened(sorted(unknown)),
+        )
+    for name, generator in known.items():
+        if name in generators:
             restore_state(generator, generators[name])
-    return ended
-
-
-def _set_by_parts(loader: Any, states: Mapping[str, Any]) -> set[str]:
-    """Return the names of the generators that a sampler or dataset sets from a state of its own, to draw again."""
-    found = set()
-    for name, generator in generators_of(loader).items():
-        place = max((one for one in parts_of(loader) if name.startswith(f"{one}.")), key=len)
-        is_part = place != "loader" and not (place == "dataset" and loader.num_workers)  # workers have copies of it
-        part = operator.attrgetter(place)(loader) if is_part else None
-        if name in states and _methods(part) == _METHODS[1] and _sets(part, generator, states[name]):
-            found.add(name)
-    return found
-
-
-def _sets(part: Any, generator: Any, state: Any) -> bool:
-    """Return whether a part of a loader sets a generator, which has a saved state, as it loads a state of its own."""
-    before, own = generator_state(generator), part.state_dict()
-    restore_state(generator, state)
-    saved = generator_state(generator)
-    part.load_state_dict(own)
-    is_set = not same_state(saved, generator_state(generator))
-    set_generator_state(generator, before)
-    return is_set
+    if ended:
+        return "had come to the end of an epoch: the next loop over it begins a new one"
+    if given and length is None:
+        return "reads an iterable dataset: if it had given its last batch, the next loop over it yields nothing"
+    return ""
 
 
 def _yielded(state: Mapping[str, Any]) -> int:
@@ -369,7 +344,8 @@ def _yielded(state: Mapping[str, Any]) -> int:
 
 def _length(loader: Any) -> int | None:
     """Return the number of batches of an epoch, or None for an iterable dataset, which can only guess it."""
-    if type(getattr(loader, "sampler", None)).__name__ == "_InfiniteConstantSampler":
+    torch: Any = loaded("torch")
+    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return None
     try:
         return len(loader)
@@ -379,7 +355,7 @@ def _length(loader: Any) -> int | None:
 
 def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
     """Warn of random numbers that will differ when a loader of torchdata continues in the middle of an epoch."""
-    ended = state.get("_iterator_finished") or _yielded(state) in (0, _length(loader))
+    ended = state.get(_FINISHED) or _yielded(state) in (0, _length(loader))
     if loader.num_workers and (not ended or loader.persistent_workers):
         warn_of_new_workers(loader)
     if not ended:
@@ -387,24 +363,10 @@ def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
 
 
 def warn_of_samplers(loader: Any) -> None:
-    """Warn of a sampler whose order may be another one after a resume in the middle of an epoch.
-
-    This draws from samplers that have a state, to which the resume then returns.
-    """
+    """Warn of a sampler without a state, whose order may be another one after a resume in the middle of an epoch."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     is_torchs = type(batch_sampler).__module__.startswith(("torch.", "torchdata."))
-    own = not nodes_of(loader) and not type(batch_sampler).__module__.startswith("torchdata.")
     for sampler in [*samplers_of(loader), *([] if is_torchs else [batch_sampler])]:
-        if not own and _methods(sampler) == _METHODS[1] and _is_lost(sampler):
-            _logger.warning(
-                "the state of the %s of a %s does not change with an index that it gives: a resume within an epoch "
-                "begins the order of an epoch anew. Let state_dict count the indices, and the iterator after "
-                "load_state_dict continue behind them; or leave both methods out, if the order depends on set_epoch "
-                "alone",
-                type(sampler).__qualname__,
-                type(loader).__qualname__,
-            )
-            return
         kinds = {kind.__name__ for kind in type(sampler).__mro__}
         is_known = type(sampler).__module__.startswith("torchdata.") and is_torchdata_loader(loader)
         if not (sampler is None or is_known or kinds & set(_KNOWN_ORDER) or _methods(sampler)):
@@ -415,32 +377,6 @@ def warn_of_samplers(loader: Any) -> None:
                 type(loader).__qualname__,
             )
             return
-
-
-def _is_lost(sampler: Any) -> bool:
-    """Return whether the state of a sampler does not tell its place, although its iterators have no states either."""
-    with unchanged():
-        state = copy.deepcopy(sampler.state_dict())
-        indices = iter(sampler)
-        states = [copy.deepcopy(sampler.state_dict()) for _ in itertools.islice(indices, 2)]
-        sampler.load_state_dict(state)
-    return len(states) == 2 and same_state(*states) and not hasattr(indices, "state_dict")
-
-
-def warn_of_lost_parts(thing: Any, saved: Any, getter: str) -> None:
-    """Warn of parts of a state that an object of the program has loaded, and has not brought back."""
-    state = position_of(thing, getter)
-    if type(thing).__module__.startswith(_LIBRARIES) or same_state(saved, state):
-        return
-    lost = {*differing_parts(saved, state)} - unsteady_parts(lambda: position_of(thing, getter))
-    if lost:
-        _logger.warning(
-            "the state of a %s that was restored is not the saved one (different: %s): if what comes next depends on "
-            "that, it differs from that of a run without a stop. Let its method that loads a state bring back all that "
-            "the other one returns, and leave out what differs without a batch, such as a time",
-            type(thing).__qualname__,
-            listed_parts(lost),
-        )
 
 
 def warn_of_held_records(name: str, thing: object) -> None:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from .errors import HoldfastError, shortened
 from .format import WITNESS, WITNESS_LIMIT
-from .pytree import Sampler, Samples, Ways, full_sum, is_torch_tensor, leaves_of, loaded
+from .pytree import MISSING, Sampler, Samples, Ways, full_sum, is_torch_tensor, leaves_of, loaded, size_of
 from .storage import Location, append_line
 
 VERSION = 1
@@ -90,6 +90,7 @@ class Recorder:
         self._names = names
         self._samplers = {layer: Sampler() for layer in ("state", "gradients", "full", "metrics", "batch")}
         self._ways = Ways(seen.root, _LEAVES, names)
+        self._saves = 0
         self._begun = self._before = self._attributes(seen)
 
     def release(self) -> None:
@@ -98,10 +99,13 @@ class Recorder:
 
     def take(self, k: int, seen: Seen) -> Pending:
         """Begin the record of a step; what lies on a device arrives later."""
-        if k == 0:
+        leaves = self._ways.follow(seen.root)
+        self._saves += k == 0
+        # The first steps of a run make leaves, such as the state of an optimizer; later ones hardly do.
+        if k == 0 and (self._saves & (self._saves - 1) == 0 or any(leaf is MISSING for leaf in leaves)):
             self._ways = Ways(seen.root, _LEAVES, self._names)
+            leaves = self._ways.follow(seen.root)
         ways = self._ways
-        leaves = ways.follow(seen.root)
         metrics = _named_numbers(seen.metrics or {}) if k else {}
         gradients = [_gradient(leaf) for leaf in leaves] if k else []
         full = _full_sums(ways.names, leaves, k, every=not seen.metrics)
@@ -433,7 +437,7 @@ def _full_sums(names: list[str], leaves: list[Any], k: int, *, every: bool) -> d
         leaf = leaves[index]
         gradient = _gradient(leaf)
         if every or (gradient is not None and gradient.is_sparse):
-            size = getattr(leaf, "nbytes", 0)
+            size = size_of(leaf)
             if 512 < size <= left and (total := full_sum(leaf)) is not None:
                 found[names[index]], left = total, left - size
     return found

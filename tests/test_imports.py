@@ -38,7 +38,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {  # of modules and folders: ea
         ("api", "inspection", "listing"),
     ),
     "integrations": (
-        ("options",),
+        ("hugging_face", "options"),
         ("formats",),
         ("graph",),
         ("components",),

@@ -5,7 +5,6 @@ from .containers import opens_as as opens_as
 from .description import KnownLeaves as KnownLeaves
 from .description import check_leaves as check_leaves
 from .description import describe as describe
-from .description import is_environment as is_environment
 from .description import shared_memory as shared_memory
 from .device_arrays import Arrival as Arrival
 from .device_arrays import Copy as Copy
@@ -81,6 +80,7 @@ from .names import unwrapped_name as unwrapped_name
 from .sampling import Sampler as Sampler
 from .sampling import Samples as Samples
 from .sampling import full_sum as full_sum
+from .sampling import size_of as size_of
 from .template import FreshTypes as FreshTypes
 from .template import GrowthProblem as GrowthProblem
 from .template import LeafRequest as LeafRequest

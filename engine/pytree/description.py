@@ -170,7 +170,7 @@ def _refuse(value: Any) -> ArrayLeaf:
         raise LeafProblem(
             f"is of type {kind}, which is code; leave it out of the tree, as eqx.partition(tree, eqx.is_array) does"
         )
-    if is_environment(value):
+    if _is_environment(value):
         raise LeafProblem(
             f"is an environment ({kind}); leave it out, and begin an episode after a resume with a seed that follows "
             "from the step, as in reset(seed=step); or pass an object as an extra whose get_state and set_state keep "
@@ -179,7 +179,7 @@ def _refuse(value: Any) -> ArrayLeaf:
     raise LeafProblem(f"is of type {kind}; leaves are arrays, numbers, strings, bytes and None")
 
 
-def is_environment(value: object) -> bool:
+def _is_environment(value: object) -> bool:
     """Return whether an object has ``step`` and ``reset``, as environments of gymnasium and the like have."""
     return callable(getattr(value, "step", None)) and callable(getattr(value, "reset", None))
 

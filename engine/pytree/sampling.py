@@ -274,6 +274,12 @@ def _float(number: Any) -> float:
         return float("nan")
 
 
+def size_of(leaf: Any) -> int:
+    """Return the bytes of an array in ordinary memory, and 0 of other leaves."""
+    is_sparse = is_torch_tensor(leaf) and not is_dense(leaf)
+    return 0 if is_sparse else int(getattr(leaf, "nbytes", 0))
+
+
 def full_sum(leaf: Any) -> Any:
     """Return the sum of the bits of all elements, perhaps on their device, or None for other leaves than arrays."""
     if is_torch_tensor(leaf):

@@ -7,7 +7,9 @@ is called.
 
 from __future__ import annotations
 
+import functools
 import operator
+import sys
 import types
 import zlib
 from collections import deque
@@ -77,7 +79,7 @@ class Ways:
             children = _children(value)
             prefix = f"{path}." if path else ""
             if len(attributes) < _MOST_ATTRIBUTES:
-                taken = {child.key for child in children if child.get is getattr}
+                taken = {child.key for child in children if child.get is getattr and _is_open("", child.value)}
                 attributes += [(f"{prefix}{name}", place, name) for name in _attributes(value) if name not in taken]
             for child in children:
                 nodes.append(_Node(place, child.get, child.key))
@@ -256,11 +258,22 @@ def _attributes(value: Any) -> list[str]:
     own = getattr(value, "__dict__", None)
     if not isinstance(own, dict):
         return []
-    known = _BASES.get("module") or _BASES.setdefault("module", () if torch is None else (*vars(torch.nn.Module()),))
+    known = _attributes_of_modules(sys.modules.get("lightning.pytorch")) if _is_module(torch, value) else ()
     return [name for name in [*own] if isinstance(name, str) and name not in known and not name.startswith(_INTERNAL)]
 
 
-_BASES: dict[str, tuple[str, ...]] = {}
+def _is_module(torch: Any, value: Any) -> bool:
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+@functools.cache
+def _attributes_of_modules(lightning: Any) -> frozenset[str]:
+    """Return the attributes that every module has: those of torch, and of Lightning where that is imported."""
+    torch: Any = loaded("torch")
+    kinds = [torch.nn.Module, *([lightning.LightningModule] if hasattr(lightning, "LightningModule") else [])]
+    return frozenset(name for kind in kinds for name in vars(kind()))
+
+
 _INTERNAL = ("__", "_pytree__", "_nnx", "_object__", "_TrackedList", "_self_")  # names that libraries give
 
 

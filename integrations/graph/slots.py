@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from ...engine.errors import OptionError, TreeMismatchError, shortened
 from ...engine.pytree import expand, format_path, is_python_value, key_segments, pack_tree, unescape_key
 from ...engine.stateful import begins_epoch, is_stream, restore_state, state_of
+from ..hugging_face import as_start
 
 Path = tuple[str, ...]  # the names of the edges from the root to a node, each escaped
 
@@ -112,7 +113,7 @@ class StateSlot:
         return pack_tree(state_of(self.thing))
 
     def set(self, value: Any) -> None:
-        restore_state(self.thing, value)
+        restore_state(self.thing, value, as_start)
 
 
 class PartState(StateSlot):

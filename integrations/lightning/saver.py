@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,36 +16,42 @@ import torch
 from ...engine.errors import SaveFailedError, StateError, shortened
 from ...engine.manager import event_scalars, guarded, note_resume
 from ...engine.sources import Misfits
+from ...engine.witness import Seen
 from ..loop import (
+    AfterSignal,
+    Durations,
     PreemptionSignal,
     Stop,
-    TensorVersions,
-    UnsavedAttributes,
+    Witness,
     announce,
     barrier_exit,
+    steps_after_signal,
     unfinished_neighbour,
-    unsaved_attributes,
     warn_of_misfits,
 )
+from .epoch import capture_generators
 from .fitting import Fitting
 from .io import ResumePath
 from .position import Point, Position
-from .stopping import Copies, StateBeforeValidation, leave
+from .stopping import Copies, leave
 from .store import CallbackArguments, Published, RunStore
 from .trees import POSITION
 from .wall import (
     LoopHooks,
+    begin_validation,
     callbacks_of,
     can_stop_early,
     checkpoint_connector,
     dump_checkpoint,
     has_done_all_batches,
     is_accumulating,
-    lightnings_attributes,
-    silent_parts,
+    loaders_of,
+    searches_of,
 )
 
 logger = logging.getLogger("holdfast")
+
+_NOTHING: Any = object()
 
 
 class FitSaver:
@@ -52,6 +60,9 @@ class FitSaver:
     It considers saves at two points only: after a training batch with everything that belongs to it (the module's own
     hook, the validation, the schedulers), unless gradients are still being accumulated, and after an epoch with
     everything that belongs to it. After the last batch of an epoch, it waits for the end of the epoch.
+
+    After a signal, it saves before a validation as well, which the resumed run begins with. A signal within a
+    validation ends the run at once: it resumes from the last step that was saved.
     """
 
     def __init__(
@@ -76,13 +87,15 @@ class FitSaver:
         self._ledger = MetricsLedger()
         # The tuner takes all callbacks away for its trials in the same loops.
         self._hooks = LoopHooks(lambda: any(one is callback for one in trainer.callbacks))
-        self._position = Position(trainer, self._hooks, options.replicated)
+        self._position = Position(trainer, self._hooks, self._compare_restored, options.replicated)
         self._fitting = Fitting(trainer, None if options.partial is None else Misfits(), self._hooks)
         self._hooks.place(self._fit.epoch_loop, "on_advance_end", self._after_batch)
         self._hooks.place(self._fit, "on_advance_end", self._after_epoch)
-        self._hooks.place(self._fit.epoch_loop.val_loop, "on_run_start", self._validation_starts)
+        self._hooks.place(self._fit.epoch_loop.val_loop, "run", self._validation)
         self._hooks.place(checkpoint_connector(trainer), "restore_loops", self._restore_loops)
-        self._before_validation = StateBeforeValidation(trainer)
+        for finder, search in searches_of(trainer):
+            self._hooks.place(finder, search, self._search)
+        self._validates = False  # whether a validation is under way, apart from the sanity check
         self._point: Point | None = None
         self._copies = Copies() if options.save_on_exception else None
         self._held: tuple[int, dict[str, Any]] | None = None
@@ -94,14 +107,11 @@ class FitSaver:
         self._resumed = False
         self._begun = False
         self._metrics: Mapping[str, Any] = {}  # those of the checkpoint that the run resumes from
-        self._has_waited = False
         self._is_pruned = False
-        self._gradients = TensorVersions()  # of a module with manual optimization
-        self._has_warned_of_gradients = False
-        self._attributes = UnsavedAttributes(
-            "make tensors of the module buffers (register_buffer), and let on_save_checkpoint() and "
-            "on_load_checkpoint() of the module, or state_dict() and load_state_dict() of the callback, keep the rest"
-        )
+        self.witness = Witness(store.manager, enabled=options.witness, on_inexact=options.on_inexact)
+        self._batch: Any = _NOTHING  # the batch that is under way, for the witness
+        self._durations = Durations()
+        self._after_signal: AfterSignal | None = None  # the batches that follow the save of a preemption
 
     @property
     def has_started(self) -> bool:
@@ -116,9 +126,6 @@ class FitSaver:
         """Begin to watch; refuse a directory with checkpoints if the trainer has loaded none."""
         self._stop.begin()
         self._begun = True
-        if not self._trainer.lightning_module.automatic_optimization:
-            self._gradients.watch({"module": self._trainer.lightning_module})
-        self._attributes.begin(self._unsaved_attributes())
         self._position.begin()
         self._fitting.begin(self._options.hyperparameters)
         if self._resumed:
@@ -131,6 +138,7 @@ class FitSaver:
             )
         directory = self._store.directory
         self._say("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
+        self.witness.begin(self._shown())
 
     def finish(self) -> None:
         """Announce that there was nothing left to do, if so, and give the trainer the metrics of the run's end."""
@@ -146,6 +154,7 @@ class FitSaver:
 
     def detach(self, *, orderly: bool) -> None:
         """Stop watching; ``orderly`` is False when training ends with an exception."""
+        self.witness.close()
         self._hooks.remove()
         self._stop.end(orderly=orderly)
 
@@ -206,14 +215,65 @@ class FitSaver:
         finally:
             self._fit.max_epochs = limit
 
+    def _search(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Let a run search for a learning rate or a batch size unless it begins with a checkpoint."""
+        if self._begun or not self._resumed:
+            original(*args, **kwargs)
+            return
+        logger.warning(
+            "the run resumes, so that its %s does not search again: the optimizers continue with their saved options, "
+            "and the program has to give the module and its data what was found for them",
+            type(getattr(original, "__self__", None)).__name__,
+        )
+
+    # ---- what the witness sees
+
+    def begin_batch(self, batch: Any) -> None:
+        """Note the batch of a step that begins, if the witness compares it."""
+        self._durations.note()
+        self._batch = batch if self.witness.watches else _NOTHING
+
+    def _shown(self, batch: Any = None) -> Seen:
+        trainer, loaders = self._trainer, loaders_of(self._fit)
+        generators = capture_generators(loaders)
+        own = {f"loader {name}": state for name, state in generators.pop("loaders").items()}
+        counters = {"batch": self._fit.epoch_loop.batch_idx, "epoch": trainer.current_epoch}
+        return Seen(
+            step=trainer.global_step,
+            root={"module": trainer.lightning_module, "optimizers": [*trainer.optimizers]},
+            objects={"loaders": loaders},
+            generators={**generators, **own},
+            batch=batch,
+            metrics=dict(trainer.callback_metrics),
+            counters={**counters, "step": trainer.global_step},
+        )
+
+    def _compare_restored(self) -> None:
+        path, why = self._trainer.ckpt_path, ""
+        if not isinstance(path, ResumePath) and not os.path.abspath(path).startswith(str(self._store.directory)):
+            why = f"the run resumed from {path}"
+        elif self._options.resume == "best" or type(self._options.resume) is int:
+            why = f"resume={self._options.resume!r} chose the step"
+        elif self._options.hyperparameters == "program":
+            why = "hyperparameters='program' takes those of the program"
+        elif str(self._fitting.misfits or ""):
+            why = "partial='initialize' has initialized what the checkpoint lacks"
+        self.witness.resume(self._trainer.global_step, self._shown(), why)
+
     # ---- the points at which the state is consistent
 
     def _after_batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         original(fetcher)
         self._store.observer.reached("batch", self._trainer.global_step)
-        self._before_validation.drop()
-        if not self._trainer.lightning_module.automatic_optimization:
-            self._gradients.note({"module": self._trainer.lightning_module})
+        batch, self._batch = self._batch, _NOTHING
+        if batch is not _NOTHING:
+            self.witness.note(lambda: self._shown(batch), self._trainer.current_epoch)
+        if self._after_signal is not None:
+            after = self._after_signal.after(self._durations.longest, again=self._preemption.again)
+            self._after_signal = after
+            if after.left == 0 or self._fit.epoch_loop.done or has_done_all_batches(self._fit):
+                self._leave()
+            return
         step, stop = self._trainer.global_step, self._stop.after_batch()
         if step == self._seen and not stop:
             return
@@ -226,6 +286,8 @@ class FitSaver:
         self._consider(step, "batch", stop=stop, ended=loop.done)
 
     def _after_epoch(self, original: Callable[[], None]) -> None:
+        if self._after_signal is not None:  # The trainer was asked to stop.
+            self._leave()
         original()
         step, stop = self._trainer.global_step, self._stop.after_batch()
         self._seen = step
@@ -237,36 +299,45 @@ class FitSaver:
             return
         self._consider(step, "epoch", stop=stop, ended=self._is_over())
 
-    def _validation_starts(self, original: Callable[[], None]) -> None:
-        if self._position.in_validation:
-            if self._trainer.global_step != self._saved and not is_accumulating(self._fit):
-                # A process that fails here would leave the others in the collectives of the validation.
-                with self._store.processes.together("the state before a validation"):
-                    self._before_validation.take(lambda: self._dump("validation"))
-                    self._hold(self._trainer.global_step, "validation")
-            self.during_validation()
-        original()
+    def _validation(self, original: Callable[[], Any]) -> Any:
+        if self._trainer.sanity_checking:
+            return original()
+        if self._after_signal is not None:
+            self._leave()
+        step = self._trainer.global_step
+        if self._is_unsaved(step) and not is_accumulating(self._fit):
+            begin_validation(self._fit)
+            self._hold(step, "validation")
+            if self._stop.in_validation():
+                self._save_at_signal(step, "validation")
+        self._validates = True
+        try:
+            return original()
+        finally:
+            self._validates = False
 
     def during_validation(self) -> None:
-        """Leave a validation if the process is to end, as time may run out; save the state from before it."""
-        if not self._position.in_validation or not self._stop.in_validation():
+        """Leave a validation if the process is to end; nothing can be saved within it.
+
+        Callbacks may have put an average in the place of the weights, and modules count, cache and switch their modes.
+        While gradients are being accumulated, the validation runs to its end, and the next update is saved.
+        """
+        if not self._validates or not self._stop.in_validation():
             return
-        step, before = self._trainer.global_step, self._before_validation
-        if step != self._saved:
+        step = self._trainer.global_step
+        if self._is_unsaved(step):
             if is_accumulating(self._fit):
                 return
-            # All processes are at this batch, and must decide alike.
-            if not self._trainer.strategy.reduce_boolean_decision(before.is_intact(), all=True):
-                if not self._has_waited:
-                    self._has_waited = True
-                    logger.warning(
-                        "asked to stop in a validation that changes the module or the optimizer: it runs to its end "
-                        "before step %d is saved",
-                        step,
-                    )
-                return
-            self._save_and_leave(step, "validation", before.checkpoint)
+            if self._held is None:  # Else it is saved as after an exception.
+                logger.warning(
+                    "preempted in the validation after step %d, which is not saved: the run resumes from step %s",
+                    step,
+                    next(iter(self._recorded), 0),
+                )
         self._leave()
+
+    def _is_unsaved(self, step: int) -> bool:
+        return step != self._saved and step not in self._recorded
 
     def notice_metrics(self) -> None:
         """Observe metrics that may be new, and store those that were logged after their step was saved."""
@@ -284,7 +355,8 @@ class FitSaver:
     def _consider(self, step: int, point: Point, *, stop: bool, ended: bool) -> None:
         self.announce()
         if stop:
-            self._save_and_leave(step, point)
+            self._save_at_signal(step, point)
+            return
         metrics, reports = None, self._new_metrics
         if reports:
             self._ledger.observe(step, self._trainer.callback_metrics)
@@ -309,7 +381,7 @@ class FitSaver:
     def save_after(self, exception: BaseException) -> None:
         """Save the last point between two batches, if it is not saved: the present state may be half an update."""
         held, self._held = self._held, None
-        if held is None or held[0] == self._saved:
+        if held is None or held[0] == self._saved or self.witness.refuses:
             return
         step, checkpoint = held
         name = type(exception).__name__
@@ -326,12 +398,12 @@ class FitSaver:
         self._ledger.observe(step, self._trainer.callback_metrics)
         self._held = step, self._copies.of(self._dump(point))
 
-    def _save(self, step: int, point: Point, reason: str, checkpoint: dict[str, Any] | None = None) -> None:
+    def _save(self, step: int, point: Point, reason: str) -> None:
         self._ledger.observe(step, self._trainer.callback_metrics)
         metrics, strategy = self._ledger.of(step), self._trainer.strategy
+        self.witness.save(step, self._shown)
         with self._trainer.profiler.profile("save_checkpoint"):
-            dump = lambda: checkpoint or self._dump(point)  # noqa: E731
-            self._store.save(step, dump, strategy, metrics=metrics, reason=reason)
+            self._store.save(step, partial(self._dump, point), strategy, metrics=metrics, reason=reason)
             strategy.barrier("CheckpointCallback")
         self._saved, self._recorded = step, {step: metrics}
         self._outdated.discard(step)
@@ -342,8 +414,6 @@ class FitSaver:
         try:
             checkpoint = dump_checkpoint(self._trainer)
             self._warn_of_pruning(checkpoint)
-            self._warn_of_gradients()
-            self._attributes.warn(self._unsaved_attributes)
             return checkpoint
         finally:
             self._point = None
@@ -361,38 +431,45 @@ class FitSaver:
                 shortened(pruned),
             )
 
-    def _warn_of_gradients(self) -> None:
-        """Warn once that a module with manual optimization carries gradients to the next batch."""
-        if not self._has_warned_of_gradients and (carried := self._gradients.gradients(certain=True)):
-            self._has_warned_of_gradients = True
-            logger.warning(
-                "step %d is saved without the gradients of %s, which no optimizer has used yet: no checkpoint of "
-                "Lightning has gradients, so that a run that resumes from one continues without them. Let the "
-                "optimizer use them in the batch that they are of",
-                self._trainer.global_step,
-                shortened(list(carried)),
-            )
-
-    def _unsaved_attributes(self) -> Mapping[str, Any]:
-        parts = silent_parts(self._trainer)
-        lightnings = lightnings_attributes(parts)
-        return {path: mark for path, mark in unsaved_attributes(parts).items() if path not in lightnings}
-
-    def _save_and_leave(self, step: int, point: Point, checkpoint: dict[str, Any] | None = None) -> NoReturn:
+    def _save_at_signal(self, step: int, point: Point) -> None:
+        """Save a step, and leave, at once or after some batches that are only recorded."""
         try:
-            self._save(step, point, "preempted", checkpoint)
+            self._save(step, point, "preempted")
         except SaveFailedError:
             # The save before this one failed. The process is about to end, so the log must report it.
             logger.exception("an earlier save failed; step %d is being saved", step)
-        self._leave()
+        loop, most = self._fit.epoch_loop, self._options.witness_steps_after_signal if self._options.witness else 0
+        most, left = self._store.manager.observer.steps_after_signal(most), self._fit.max_batches - loop.batch_idx - 1
+        if point != "batch" or loop.done or not most:
+            self._leave()
+        self._finish_saves()
+        after = steps_after_signal(
+            most,
+            self._durations.longest,
+            self._preemption,
+            self._options.grace_secs,
+            None if math.isinf(left) else int(left),
+        )
+        processes = self._store.processes
+        count = processes.decide("the batches after the signal", lambda: after.left)
+        if not count:
+            self._leave()
+        self._durations.restart()
+        self._after_signal = dataclasses.replace(after, left=count, alone=processes.alone)
+        text = "preempted: step %d is saved in %s; stopping after %d more batches, which the resume is compared with"
+        self._say(text, step, self._store.directory, count)
+
+    def _finish_saves(self) -> None:
+        self._store.manager.wait_until_finished()
+        self._store.manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
 
     def _leave(self) -> NoReturn:
         try:
-            self._store.manager.wait_until_finished()
-            self._store.manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
+            self._finish_saves()
         finally:
             barrier_exit(self._store.processes)
-        self._say("preempted: stopping after step %d in %s", self._trainer.global_step, self._store.directory)
+        step = self._trainer.global_step if self._after_signal is None else self._saved
+        self._say("preempted: stopping after step %d in %s", step, self._store.directory)
         leave(self._trainer, self._preemption)
 
     def _say(self, text: str, *args: object) -> None:

@@ -5,32 +5,34 @@ from __future__ import annotations
 from .announce import announce
 from .callback import CheckpointCallback, StepOutcome
 from .initial import Hyperparameters
-from .objects import TensorVersions
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour, warn_of_misfits
-from .states import LoopArguments, StateAdapter, UnsavedAttributes, unsaved_attributes
-from .stopping import AgreedStop, Stop, barrier_exit, stop_of
+from .states import LoopArguments, StateAdapter
+from .stopping import AfterSignal, AgreedStop, Durations, Stop, barrier_exit, steps_after_signal, stop_of
+from .witnessing import Proof, Witness
 
 __all__ = [
     "WITHOUT_GRACE",
+    "AfterSignal",
     "AgreedStop",
     "CheckpointCallback",
+    "Durations",
     "Hyperparameters",
     "LoopArguments",
     "PreemptionSignal",
+    "Proof",
     "StateAdapter",
     "StepOutcome",
     "Stop",
-    "TensorVersions",
-    "UnsavedAttributes",
+    "Witness",
     "all_steps",
     "announce",
     "barrier_exit",
     "check_resume",
     "grace_check",
     "resume_step",
+    "steps_after_signal",
     "stop_of",
     "unfinished_neighbour",
-    "unsaved_attributes",
     "warn_of_misfits",
 ]

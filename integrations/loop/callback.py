@@ -126,9 +126,8 @@ class CheckpointCallback:
     - plain data (None, numbers, strings, bytes, and dicts, lists and tuples of them): ``checkpoint.extras[name]`` is
       the restored value as it was saved; the passed value is no template.
 
-    Of torch modules in the state or the extras, and of tensors in the state, a checkpoint also holds the gradients that
-    no optimizer has used yet, so that ``on_step`` may be called for each micro-batch. Several processes save none, and
-    warn.
+    No checkpoint holds gradients of torch. So where gradients are accumulated over several batches, ``on_step`` comes
+    after ``optimizer.step()``, not after each batch; a warning tells if it does not.
 
     The global random generators of Python, numpy and torch, which ``torch.randn``, dropout and ``np.random.shuffle``
     draw from, are saved with the extras, and restored after everything else. So draw random values that the program

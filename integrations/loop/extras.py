@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import math
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,9 +13,7 @@ from ...engine.errors import OptionError, TreeMismatchError
 from ...engine.generators import is_generator
 from ...engine.handlers import DEFAULT_REGISTRY, fresh_types
 from ...engine.loaders import (
-    check_stream,
     drawing_sampler,
-    has_none_left,
     is_accelerate_loader,
     is_torchdata_loader,
     nodes_of,
@@ -33,12 +29,11 @@ from ...engine.stateful import (
     state_of,
     warn_of_held_records,
 )
+from ..hugging_face import as_start, check_stream
 from .announce import announce
-from .objects import is_versioned, searched
+from .objects import is_versioned
 from .states import LoopArguments, check_depth
 from .trees import from_tree, is_stream, to_tree
-
-logger = logging.getLogger("holdfast")
 
 GRADIENTS = "accumulated_gradients"
 CHECKSUMS = "replicated_checksums"  # of the arrays of replicated extras, which are compared as plain values are
@@ -93,81 +88,20 @@ def fresh_extras(extras: Mapping[str, Any]) -> FreshTypes | None:
     return fresh_types(templates, list(templates)) if templates else None
 
 
-def restore_extras(
-    step: int, state: Any, extras: Mapping[str, Any], saved: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """Restore the extras, and return by name the object if it was changed in place, otherwise the restored value.
-
-    The loaders that begin a new epoch are returned, too, by name with the number of batches of one.
-    """
-    values, begun = {name: saved[name] for name in extras}, {}
+def restore_extras(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Restore the extras, and return by name the object if it was changed in place, otherwise the restored value."""
+    values = {name: saved[name] for name in extras}
+    shown = current_coordinator().process_index == 0
     for name, extra in sorted(extras.items(), key=lambda item: not begins_epoch(item[1])):
         if is_nnx(extra):
             values[name] = from_tree(extra, saved[name])
         elif is_torchdata_loader(extra):
-            values[name], batches = extra, restore_loader(extra, saved[name])
-            if batches is not None:
-                counters = _epoch_counters(state, extras, saved)
-                if step in [epochs * batches for epochs in counters.values()]:
-                    counters = {}  # One has counted the epoch; others, such as limits, do not matter.
-                uncounted = [counter for counter, epochs in counters.items() if (epochs + 1) * batches == step]
-                if uncounted:
-                    restore_loader(extra, saved[name], begins=False)
-                else:
-                    begun[name] = batches
-                _tell_of_ended_epoch(name, uncounted, [*counters])
+            values[name] = extra
+            if note := restore_loader(extra, saved[name], as_start):
+                announce("%s= %s", name, note, shown=shown)
         elif is_stateful(extra) or is_plain(extra):
-            values[name] = restore_state(extra, saved[name])
-            if has_none_left(extra):
-                text = "%s= had come to the end of an epoch: the next loop over it yields nothing, unless %s"
-                shown = current_coordinator().process_index == 0
-                announce(text, name, "set_epoch has begun a later one", shown=shown)
-    return values, begun
-
-
-def warn_of_schedules(step: int, restored: Mapping[str, Any], begun: Mapping[str, int]) -> None:
-    """Warn of schedules of torch that lack the last epoch of a loader, as they are stepped after the loop over it."""
-    for path, schedule in searched(restored) if begun else ():
-        counted = getattr(schedule, "last_epoch", None)
-        for name, batches in begun.items():
-            if type(counted) is int and (counted + 1) * batches == step:
-                logger.warning(
-                    "%s has counted %d epochs, and %s= had given the last batch of %d: step such a schedule before "
-                    "on_step of the last batch, as code that follows the loop over the batches does not run after a "
-                    "resume, or it stays one epoch behind",
-                    path,
-                    counted,
-                    name,
-                    counted + 1,
-                )
-
-
-def _epoch_counters(state: Any, extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, float]:
-    """Return how many epochs the program has counted, by the name of the counter; NaN for counters in its state."""
-    found = {
-        f"{name}=": float(saved[name] - fresh)
-        for name, fresh in extras.items()
-        if "epoch" in name.lower() and type(fresh) is int and type(saved[name]) is int
-    }
-    held = state if isinstance(state, dict) else getattr(state, "__dict__", {})
-    names = [name for name, value in held.items() if type(value) is int and "epoch" in str(name).lower()]
-    return {**found, **{f"{name} of the state": math.nan for name in names}}
-
-
-def _tell_of_ended_epoch(name: str, uncounted: Sequence[str], unknown: Sequence[str]) -> None:
-    shown = current_coordinator().process_index == 0
-    if uncounted:
-        text = "%s= had come to the end of an epoch, which %s still counts: the next loop over it has no batch left"
-        announce(text, name, uncounted[0], shown=shown)
-        return
-    announce("%s= had come to the end of an epoch: the next loop over it begins a new one", name, shown=shown)
-    if unknown:
-        logger.warning(
-            "%s= begins a new epoch, as it had given the last batch of one: %s must have counted that one before "
-            "on_step of its last batch, or the run has an epoch too many",
-            name,
-            unknown[0],
-        )
+            values[name] = restore_state(extra, saved[name], as_start)
+    return values
 
 
 def check_extras(extras: Mapping[str, Any]) -> None:

@@ -19,7 +19,6 @@ from ...engine.errors import shortened
 from ...engine.handlers import DEFAULT_REGISTRY, AsyncCheckpointHandler
 from ...engine.pytree import (
     expand,
-    is_environment,
     is_jax_abstract,
     is_jax_array,
     is_nnx,
@@ -31,7 +30,7 @@ from ...engine.sources import Misfits, find_checkpoint, load_weights
 from ...engine.storage import Place, as_location
 from ..options import CallbackOptions
 from .announce import announce
-from .states import STATE, StateAdapter, UnsavedAttributes, Values, located, unsaved_attributes
+from .states import STATE, StateAdapter, located
 from .trees import TreeAdapter
 
 if TYPE_CHECKING:
@@ -77,14 +76,6 @@ def _is_of_keras(value: object) -> bool:
     return keras_kind(value) is not None
 
 
-def _is_unbuilt(value: Any) -> bool:
-    """Return whether a value is a compiled model of Keras that has not built its loss or metrics yet."""
-    if not _is_of_keras(value):
-        return False
-    parts = (getattr(value, name, None) for name in ("_compile_loss", "_compile_metrics"))
-    return any(getattr(part, "built", True) is False for part in parts)
-
-
 def adapter_for(state: Any, misfits: Misfits | None) -> StateAdapter:
     """Return an adapter for states of this kind."""
     if is_component(state):
@@ -115,44 +106,24 @@ class LiveAdapter(StateAdapter):
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         super().__init__(misfits)
-        self._versions = TensorVersions()
-        self._attributes = UnsavedAttributes(
-            "make tensors buffers (register_buffer), give numbers a place in get_extra_state() and set_extra_state() "
-            "of the module, or in param_groups of the optimizer, and pass generators as extras (rng=model.rng)"
-        )
-        self._unbuilt: list[str] = []  # models of Keras whose first fit draws a batch more
+        self._versions = VersionCounters()
 
     def watch(self, state: Any) -> None:
         self._versions.watch(state)
-        self._attributes.begin(self._unsaved(state))
-        self._unbuilt = [path for path, one in searched(state) if _is_unbuilt(one)]
 
     def note(self, state: Any) -> None:
         super().note(state)
         self._versions.note(state)
 
-    def gradients(self, *, certain: bool = False) -> Mapping[str, Any]:
-        return self._versions.gradients(certain=certain)
+    @property
+    def has_updated(self) -> bool:
+        return self._versions.has_updated
+
+    def new_gradients(self) -> list[str]:
+        return self._versions.new_gradients()
 
     def why_lost(self, step: int, state: Any) -> str | None:
         return self._versions.why_lost() or super().why_lost(step, state)
-
-    def warn_of_step(self, step: int, state: Any) -> None:
-        super().warn_of_step(step, state)
-        found = dict(searched(state)) if self._unbuilt else {}
-        if fitted := [path for path in self._unbuilt if getattr(found.get(path), "history", None) is not None]:
-            logger.warning(
-                "the first fit of a compiled model of Keras draws a batch more than later ones, from which it builds "
-                "its loss and metrics, and a resumed run draws it again: with shuffle=True or dropout it differs from "
-                "a run without a stop. Call fit(x, y, epochs=0) once before restore_or_initialize: %s",
-                shortened(path.strip(".") or "the state" for path in fitted),
-            )
-
-    def warn_of_attributes(self, state: Any) -> None:
-        self._attributes.warn(lambda: self._unsaved(state))
-
-    def _unsaved(self, state: Any) -> Values:
-        return unsaved_attributes((path, one) for path, one in searched(state) if is_versioned(one))
 
 
 class TensorsAdapter(LiveAdapter, TreeAdapter):
@@ -292,133 +263,63 @@ class ComponentAdapter(LiveAdapter):
         return state, ", ".join(f"{path} from {weights}" for path, weights in zip(modules, loaded, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class _Gradient:
-    """A gradient of a parameter in its present version; a later backward makes another tensor or version."""
-
-    tensor: Callable[[], Any]  # a weak reference
-    version: int
-
-    @classmethod
-    def of(cls, gradient: Any) -> _Gradient:
-        return cls(weakref.ref(gradient), gradient._version)
-
-    def is_now(self, gradient: Any) -> bool:
-        return gradient is not None and self.tensor() is gradient and self.version == gradient._version
-
-
-class UsedGradients:
-    """The last gradient of each parameter that an optimizer has used."""
+class VersionCounters:
+    """Watches the torch tensors of live objects, which count their changes in place."""
 
     def __init__(self) -> None:
-        # By parameter, gradients of a backward after the optimizer's step, as they were at the last step.
-        self.later: dict[int, _Gradient] = {}
-        self.are_carried = False  # whether an optimizer has used one of them, after later backwards added to it
-        self._used: dict[int, _Gradient] = {}
-        self._is_watching = False
-
-    def watch(self) -> None:
-        """Begin to note every step of an optimizer of torch."""
-        torch: Any = loaded("torch")
-        if self._is_watching or torch is None:
-            return
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        self._is_watching = True
-        reference = weakref.ref(self)
-
-        def after_step(optimizer: Any, *_: Any) -> None:
-            if not torch.compiler.is_compiling() and (watcher := reference()) is not None:
-                watcher._note(optimizer)
-
-        hook = register_optimizer_step_post_hook(after_step)
-        weakref.finalize(self, hook.remove).atexit = False
-
-    def is_older_than(self, parameter: Any, gradient: Any) -> bool:
-        """Return whether a gradient is of a later backward than the one that an optimizer has used."""
-        used = self._used.get(id(parameter))
-        return used is not None and not used.is_now(gradient)
-
-    def _note(self, optimizer: Any) -> None:
-        for group in optimizer.param_groups:
-            for one in group["params"]:
-                if (gradient := one.grad) is not None:
-                    later = self.later.get(id(one))
-                    self.are_carried |= later is not None and later.tensor() is gradient
-                    self._used[id(one)] = _Gradient.of(gradient)
-
-
-class TensorVersions:
-    """Watches the torch tensors of live objects, which count their changes in place, and their gradients."""
-
-    def __init__(self) -> None:
+        self.has_updated = False  # whether the last step has changed a trained parameter
         self._parts: list[Any] = []
         self._names: list[str] = []
         self._tensors: list[Any] = []
-        self._before: list[int] = []  # the versions at the step before the last one
         self._noted: list[int] = []
         self._begun: dict[int, int] = {}
-        self._used = UsedGradients()
-        self._unused: dict[str, tuple[Any, _Gradient]] = {}  # parameters and their gradients at the last step
+        self._gradient: tuple[Callable[[], Any], int] = (lambda: None), 0  # one of the last step, in its version
+        self._has_new_gradient = False
 
     def watch(self, state: Any) -> None:
-        """Store the versions before the first step; the program may create further tensors later."""
+        """Store the counters before the first step; the program may create further tensors later."""
         self._begun = {id(tensor): tensor._version for tensor in named_tensors(state).values()}
-        if self._begun:
-            self._used.watch()
 
     def note(self, state: Any) -> None:
-        """Store the present versions."""
-        parts = [part for _, part in located(state, _is_watched)]
-        self._before = self._noted
+        """Store the counters after a step."""
+        parts, before = [part for _, part in located(state, _is_watched)], self._noted
         if len(parts) != len(self._parts) or any(map(operator.is_not, parts, self._parts)):
             known = self._begun | dict(zip(map(id, self._tensors), self._noted, strict=True))
             self._parts = parts  # They are searched once, not at every step.
             found = named_tensors(state)
             self._names, self._tensors = list(found), list(found.values())
-            self._before = [known.get(id(tensor), -1) for tensor in self._tensors]
-            if self._tensors:
-                self._used.watch()
+            before = [known.get(id(tensor), -1) for tensor in self._tensors]
         self._noted = [tensor._version for tensor in self._tensors]
-        self._unused, self._used.later = {}, {}
-        for name, tensor, before, now in zip(self._names, self._tensors, self._before, self._noted, strict=True):
-            if not tensor.is_leaf or (gradient := tensor.grad) is None:
-                continue
-            if before == now:
-                self._unused[name] = tensor, _Gradient.of(gradient)
-            elif self._used.is_older_than(tensor, gradient):
-                self._unused[name] = tensor, _Gradient.of(gradient)
-                self._used.later[id(tensor)] = self._unused[name][1]
+        steps = zip(self._tensors, before, self._noted, strict=True)
+        self.has_updated = any(old != new and tensor.requires_grad for tensor, old, new in steps)
+        self._note_gradient()
 
-    def gradients(self, *, certain: bool = False) -> dict[str, Any]:
-        """Return by name the gradients at the last step that no optimizer has used.
+    def _note_gradient(self) -> None:
+        """Note one gradient: if no backward has changed it since the step before, an optimizer may have used it."""
+        gradient: Any = next((one.grad for one in self._tensors if one.is_leaf and one.grad is not None), None)
+        tensor, version = self._gradient
+        self._has_new_gradient = gradient is not None and (tensor() is not gradient or version != gradient._version)
+        if self._has_new_gradient:
+            self._gradient = weakref.ref(gradient), gradient._version
 
-        They are those of parameters that the step has not changed, and those of a backward after the optimizer's step.
-        If a step has left a parameter out, its gradient may be one that an optimizer has used earlier; it is part of
-        the program's state as well. ``certain`` leaves out gradients that the program may clear unused, such as those
-        in the other network of a GAN.
-        """
-        found = {}
-        for name, (tensor, _) in self._unused.items():
-            is_later = id(tensor) in self._used.later  # or it was only set to zero
-            if is_later and ((certain and not self._used.are_carried) or not _is_set(tensor.grad)):
-                continue
-            if tensor.grad is not None:
-                found[name] = tensor.grad
-        return found
+    def new_gradients(self) -> list[str]:
+        """Return the parameters whose gradients the last step has made; this may wait for a device."""
+        if not self._has_new_gradient:
+            return []
+        pairs = zip(self._names, self._tensors, strict=True)
+        return [name for name, one in pairs if one.is_leaf and one.grad is not None and _is_usable(one.grad)]
 
     def why_lost(self) -> str | None:
+        """Return why the tensors are no longer those of the last step, or None if they are."""
         if [tensor._version for tensor in self._tensors] != self._noted:
             return "its tensors were changed since; call on_step after every update"
-        now = [(tensor.grad, gradient) for tensor, gradient in self._unused.values()]
-        if any(_is_set(found) and not gradient.is_now(found) for found, gradient in now):
-            return "its gradients were changed since; call on_step after every backward"
         return None
 
 
-def _is_set(gradient: Any) -> bool:
-    """Return whether a gradient has not been cleared."""
-    return gradient is not None and bool(local_values(gradient).any())
+def _is_usable(gradient: Any) -> bool:
+    """Return whether an optimizer would use a gradient: not one that was cleared, or that overflows."""
+    values = local_values(gradient)
+    return bool(values.any()) and bool(values.isfinite().all())
 
 
 def local_values(gradient: Any) -> Any:
@@ -454,17 +355,6 @@ def searched(state: Any) -> Iterator[tuple[str, Any]]:
             if id(value) not in seen:
                 seen.add(id(value))
                 yield name, value
-
-
-def environments(state: Any) -> list[str]:
-    """Return the paths of objects with ``step`` and ``reset``, as those of gymnasium have, in the form of leaves."""
-    found: list[str] = []
-    for name, value in searched(state):
-        path = name.strip(".").replace(".", "/")
-        is_inside = any(path.startswith(f"{one}/" if one else "") for one in found)
-        if not is_inside and is_environment(value):
-            found.append(path)
-    return found
 
 
 def _is_module(value: object) -> bool:

@@ -42,10 +42,9 @@ from .extras import (
     is_own,
     restore_extras,
     templates_of,
-    warn_of_schedules,
 )
 from .initial import Hyperparameters, InitialState
-from .objects import environments, set_gradients
+from .objects import set_gradients
 from .states import STATE, LoopArguments, StateAdapter
 
 logger = logging.getLogger("holdfast")
@@ -58,13 +57,6 @@ _CHANGED = (
     "A run resumes with the state that it had, or not at all. To continue with another model or optimizer, begin a run "
     "in another directory: init_from= takes weights. partial='initialize' restores what fits, also of the weights of "
     "init_from, and keeps the rest as it was initialized."
-)
-
-
-_ENVIRONMENT = (
-    "{} is an environment, which makes attributes when it is used first: call its reset(seed=...), and seed its spaces "
-    "(action_space.seed(...)), before restore_or_initialize. Or leave it out of the state, begin a run in another "
-    "directory, and begin an episode after a resume with a seed that follows from the step."
 )
 
 
@@ -182,26 +174,18 @@ def restore(
         else:
             restored = Restored(chosen, manager.restore(chosen, templates, restore_kwargs=kwargs))
     except TreeMismatchError as error:
-        others = list(error.differences)
-        for path in environments(template):
-            below = [line for line in others if line.startswith(f"{path}/" if path else "")]
-            others = [line for line in others if line not in below]
-            if below:
-                error.add_note(_ENVIRONMENT.format(path or "the state"))
-        if others:
-            error.add_note(_CHANGED)
+        error.add_note(_CHANGED)
         raise
     if restored is None:
         return None
     step = restored.step
     values: dict[str, Any] = {}
-    begun: dict[str, int] = {}
     saved: dict[str, Any] = {}
     if has_extras:
         saved, fresh = _saved_extras(manager, restored, extras, options)
         if GLOBAL_GENERATORS not in fresh:
             extras = _without_unsaved_generators(extras, saved, step)
-        values, begun = _restore_extras(manager, adapter, step, template, extras, saved, fresh)
+        values = _restore_extras(manager, adapter, step, extras, saved, fresh)
     state = adapter.from_tree(template, restored.items[STATE])
     if gradients := saved.get(GRADIENTS):
         _restore_gradients(state, values, gradients)
@@ -214,7 +198,6 @@ def restore(
     if chosen is not None:
         note_resume(manager, chosen)  # This warns of the later steps.
     warn_of_misfits(adapter.misfits, f"step {step}", STATE)
-    warn_of_schedules(step, {STATE: state, **values}, begun)
     return Resumed(step, state, values)
 
 
@@ -340,11 +323,10 @@ def _restore_extras(
     manager: CheckpointManager,
     adapter: StateAdapter,
     step: int,
-    template: Any,
     extras: Mapping[str, Any],
     saved: dict[str, Any],
     fresh: Collection[str],
-) -> tuple[dict[str, Any], dict[str, int]]:
+) -> dict[str, Any]:
     """Restore the extras: those with templates are read again with these, the others as they were saved."""
     kept = {name: extras[name] for name in fresh}
     if adapter.misfits is not None:
@@ -360,5 +342,4 @@ def _restore_extras(
             step, {"extras": templates}, restore_kwargs={"extras": {"select": patterns, "as_saved": True}}
         )
         saved = {**saved, **typed["extras"]}
-    values, begun = restore_extras(step, template, extras, saved)
-    return {**values, **kept}, begun
+    return {**restore_extras(extras, saved), **kept}

@@ -8,23 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import pickle
-import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from random import SystemRandom
 from typing import Any
 
-import numpy as np
-
-from ...engine.errors import OptionError, shortened
-from ...engine.generators import generator_state, is_generator
+from ...engine.errors import OptionError
 from ...engine.handlers import AsyncCheckpointHandler
-from ...engine.pytree import MAX_DEPTH, expand, flatten, is_leaf, is_nnx, is_torch_tensor, loaded
+from ...engine.pytree import MAX_DEPTH, flatten, loaded
 from ...engine.sources import Misfits, load_weights
-from ...engine.stateful import is_plain
 from ...engine.storage import Place
 from ..options import CallbackOptions, ProgramOptions
 
@@ -47,7 +38,7 @@ class StateAdapter:
 
     needs = "a state with params"  # what can take weights from another checkpoint, for error messages
     is_component_tree = False  # whether the item is one; such a checkpoint has other items only for extras
-    may_have_gradients = False  # whether a state may hold gradients that no optimizer has used
+    may_have_gradients = False  # whether earlier versions have saved gradients with such states
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         self.misfits = misfits  # of a partial restore; None if everything must match
@@ -88,15 +79,17 @@ class StateAdapter:
     def warn_of_step(self, step: int, state: Any) -> None:
         """Warn if the state is not that of this step; may wait for a device, and never raises."""
 
-    def warn_of_attributes(self, state: Any) -> None:
-        """Warn of attributes that steps have changed and that a checkpoint leaves out."""
-
     def watch(self, state: Any) -> None:
         """Begin to watch the state, before the first step."""
 
-    def gradients(self, *, certain: bool = False) -> Mapping[str, Any]:
-        """Return the unused gradients of the last step by name; with ``certain``, those that an optimizer will use."""
-        return {}
+    @property
+    def has_updated(self) -> bool:
+        """Whether the last step has changed a parameter that has gradients."""
+        return False
+
+    def new_gradients(self) -> list[str]:
+        """Return the parameters whose gradients the last step has made; may wait for a device."""
+        return []
 
     def note(self, state: Any) -> None:
         """Remember the state of the step that was just reported."""
@@ -161,215 +154,3 @@ def is_deleted(tree: Any) -> bool:
     if jax is None:
         return False
     return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree))
-
-
-# ---- static fields of jax: attributes of objects that are part of the structure of a tree
-
-
-class StaticFields:
-    """Finds the static fields that steps have changed: a checkpoint has leaves, and a resume the program's fields.
-
-    Only plain values are compared, as programs make functions anew.
-    """
-
-    def __init__(self) -> None:
-        self._fields: dict[str, str] = {}  # what the static fields were at the first step, by path
-        self._structure: Any = None  # that of the tree then, which holds no arrays; None if it does not tell changes
-        self._saves = 0
-
-    def note(self, tree: Any) -> None:
-        """Remember the fields as they are at the first step."""
-        objects: list[Any] = []
-        jax: Any = loaded("jax")
-        self._fields = {} if jax is None else dict(_static_fields(tree, "", objects))
-        if self._fields and not objects:  # An nnx object may hold itself, of which jax finds no end.
-            self._structure = _structure(tree)
-
-    def warn(self, tree: Any) -> None:
-        """Warn once of the fields that have changed since, which are saved nowhere. Each save calls this."""
-        self._saves += 1
-        if not self._fields or not _looks_for_changes(self._saves):
-            return
-        if self._structure is not None and _is_same(self._structure, _structure(tree)):
-            return
-        now = dict(_static_fields(tree, "", []))
-        changed = sorted(path for path, one in self._fields.items() if one != now.get(path, one))
-        if changed:
-            listed = [f"{path} ({self._fields[path]:.40}, now {now[path]:.40})" for path in changed]
-            self._fields = {}
-            logger.warning(
-                "steps have changed static fields, which are no leaves of the state and are not saved: %s. A resume "
-                "begins with those of the program: set them again after restore_or_initialize, or make them leaves, "
-                "such as numbers in a field that is not static, or an nnx.Variable",
-                shortened(listed),
-            )
-
-
-def _looks_for_changes(saves: int) -> bool:
-    """Return whether the latest of so many saves looks for changes, as the 1st, 2nd and 4th do; that takes its time."""
-    return saves & (saves - 1) == 0
-
-
-def _structure(tree: Any) -> Any:
-    jax: Any = loaded("jax")
-    try:
-        return jax.tree.structure(tree)
-    except Exception:  # keys that jax cannot sort
-        return None
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except Exception:  # arrays among the static fields, whose comparison has no truth
-        return False
-
-
-def _static_fields(value: Any, path: str, objects: list[Any]) -> Iterator[tuple[str, str]]:
-    """Generate the paths and texts of attributes that are plain values and no leaves; collect the nnx objects."""
-    if is_nnx(value):
-        objects.append(value)
-        nnx: Any = loaded("flax.nnx")
-        for place, node in nnx.iter_graph(value):
-            if is_nnx(node):
-                yield from _plain_attributes(node, ".".join([path, *map(str, place)]))
-    elif not is_leaf(value) and (contents := expand(value)) is not None:
-        keys = range(len(contents.values)) if contents.keys is None else contents.keys
-        if not isinstance(value, (dict, list, tuple, deque)):
-            # A class that is registered with jax may give children without their names.
-            leaves = () if any(isinstance(key, str) for key in keys) else contents.values
-            yield from _plain_attributes(value, path, keys, leaves)
-        for key, child in zip(keys, contents.values, strict=True):
-            yield from _static_fields(child, f"{path}.{key}" if path else str(key), objects)
-
-
-def _plain_attributes(
-    value: Any, path: str, names: Collection[Any] = (), leaves: Collection[Any] = ()
-) -> Iterator[tuple[str, str]]:
-    for name, one in getattr(value, "__dict__", {}).items():
-        if name not in names and is_plain(one) and not any(one is leaf for leaf in leaves):
-            yield f"{path}.{name}", repr(one)
-
-
-# ---- attributes of torch modules and optimizers that steps change, and that state_dict() lacks
-
-Values = Mapping[str, Any]  # by path: what tells a value from that after a change
-_SMALL = 1 << 16  # bytes of arrays of numpy whose values are all compared; of larger ones, some are
-_MOST = 1024  # entries of a container that are compared
-_OF_OPTIMIZERS = frozenset({"state", "defaults", "param_groups"})
-
-
-def unsaved_attributes(objects: Iterable[tuple[str, Any]]) -> Values:
-    """Return what tells whether attributes have changed that a checkpoint leaves out, as ``state_dict()`` does.
-
-    ``objects`` come with paths; modules are searched. Those that define their own state are left out, and so are those
-    of torch.
-    """
-    from ..graph import is_module
-
-    found: dict[str, Any] = {}
-    for path, value in objects:
-        for below, part in value.named_modules() if is_module(value) else [("", value)]:
-            if not _decides_itself(part):
-                name = ".".join(filter(None, (path, below)))
-                marks = {f"{name}.{key}": _mark(one) for key, one in _unsaved(part)}
-                found |= {key: mark for key, mark in marks.items() if mark is not None}
-    return found
-
-
-class UnsavedAttributes:
-    """Watches attributes that a checkpoint leaves out; saves warn of those that have changed, once of each.
-
-    Args:
-        remedy: What the program can do about them.
-    """
-
-    def __init__(self, remedy: str) -> None:
-        self._remedy = remedy
-        self._before: Values = {}
-        self._warned: set[str] = set()
-        self._saves = 0
-
-    def begin(self, before: Values) -> None:
-        """Note the attributes before the first step."""
-        self._before = before
-
-    def warn(self, find: Callable[[], Values]) -> None:
-        """Warn of attributes that have changed; from now on, watch those that are new, too. Each save calls this."""
-        self._saves += 1
-        if not _looks_for_changes(self._saves):
-            return
-        now, before = find(), self._before
-        known = before.keys() - self._warned
-        changed = [path for path, one in now.items() if path in known and before[path] != one]
-        self._before = {**now, **before}
-        self._warned.update(changed)
-        if changed:
-            logger.warning(
-                "steps have changed attributes that no state_dict() has, so they are not saved: %s. If later steps "
-                "depend on them, %s; if not, name them in __untracked__ of the class",
-                shortened(changed),
-                self._remedy,
-            )
-
-
-def _decides_itself(part: Any) -> bool:
-    from ..graph import has_own_protocol, is_module
-
-    if type(part).__module__.startswith(("torch.", "torchmetrics.")) or has_own_protocol(part):
-        return True
-    torch: Any = loaded("torch")
-    return is_module(part) and type(part).get_extra_state is not torch.nn.Module.get_extra_state
-
-
-def _unsaved(part: Any) -> list[tuple[str, Any]]:
-    """Return the attributes that the class of the program has, and the buffers that are not persistent."""
-    from ..graph import is_module, is_optimizer, tracked_attributes
-
-    own: Collection[str] = _OF_OPTIMIZERS if is_optimizer(part) else ()
-    passing: list[tuple[str, Any]] = []
-    if is_module(part):
-        torch: Any = loaded("torch")
-        own = vars(torch.nn.Module())
-        passing = [(name, part._buffers[name]) for name in part._non_persistent_buffers_set]
-    return [(name, one) for name, one in tracked_attributes(part) if name not in own] + passing
-
-
-@dataclass(frozen=True, eq=False)
-class _Version:
-    """A tensor in a version. A later tensor may have the address, and so the ``id``, of one that is gone."""
-
-    tensor: Callable[[], Any]
-    version: int
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Version) or (mine := self.tensor()) is None:
-            return False
-        return mine is other.tensor() and self.version == other.version
-
-
-def _mark(value: Any, depth: int = 4, most: int = _MOST) -> Any:
-    """Return what differs after a change of a plain value, array or generator, or a container of them; or None.
-
-    Of large arrays of numpy and large containers, such as a replay buffer, evenly spaced entries are looked at.
-    """
-    if isinstance(value, int | float | complex | str | bytes | np.number | Enum | type(None)):
-        return (value,)
-    if is_generator(value) and not isinstance(value, SystemRandom):
-        state = generator_state(value)  # A pickled tensor holds its address.
-        return state.numpy().tobytes() if is_torch_tensor(state) else pickle.dumps(state)
-    if isinstance(value, np.ndarray):
-        is_fixed = not value.flags.writeable  # as a mapped file is that the program reads
-        return value.shape, None if is_fixed else hash(value.flat[:: 1 + value.nbytes // _SMALL].tobytes())
-    if is_torch_tensor(value):
-        is_trained = value.is_inference() or (value.is_leaf and value.requires_grad)  # An optimizer may change it.
-        return None if is_trained else _Version(weakref.ref(value), value._version)
-    if isinstance(value, set | frozenset):
-        return len(value), hash(frozenset(value))
-    if not isinstance(value, list | tuple | deque | dict) or not depth:
-        return None
-    pairs = list(value.items() if isinstance(value, dict) else enumerate(value))  # Another thread may change the value.
-    seen = pairs[:: 1 + len(pairs) // most]
-    marks = [_mark(one, depth - 1, max(most // len(seen), 8)) for _, one in seen]
-    # Keys that are tensors cannot be compared by their values.
-    return None if None in marks else (len(pairs), marks, [hash(key) for key, _ in seen])

@@ -15,12 +15,11 @@ from ...engine.handlers import check_savable
 from ...engine.loaders import LoaderPosition, without_generators
 from ...engine.manager import CheckpointManager, part_of_save, plain_metrics
 from ...engine.pytree import FreshTypes
-from ...engine.stateful import encode_state, is_actor, state_of
+from ...engine.stateful import is_actor, state_of
 from ...engine.witness import Seen
 from .extras import (
     CHECKSUMS,
     GLOBAL_GENERATORS,
-    GRADIENTS,
     changes_in_place,
     check_replicated,
     checksum_of,
@@ -28,8 +27,8 @@ from .extras import (
     moves,
     tree_of,
 )
-from .objects import TensorVersions, is_versioned, local_values
-from .states import STATE, StateAdapter, StaticFields, is_deleted
+from .objects import VersionCounters, is_versioned
+from .states import STATE, StateAdapter, is_deleted
 from .witnessing import Witness
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class LastStep:
     before it ends; so every step takes their positions, at any cost.
     """
 
-    def __init__(self, adapter: StateAdapter, versions: TensorVersions, replicated: Collection[str]) -> None:
+    def __init__(self, adapter: StateAdapter, versions: VersionCounters, replicated: Collection[str]) -> None:
         self.step: int | None = None
         self.metrics: Mapping[str, Any] | None = None
         self.state: Any = None
@@ -84,12 +83,6 @@ class LastStep:
             self._take_positions()
 
     @property
-    def trees(self) -> dict[str, Any]:
-        """The state, and the extras of which no snapshot is taken, by name."""
-        extras = {name: extra for name, extra in self._extras.items() if name not in self._positions}
-        return {**extras, STATE: self.state}
-
-    @property
     def epochs(self) -> tuple[int, ...]:
         """The epochs of the step, as far as the program shows them: another one begins a record of the witness."""
         return _epochs(self._extras, self._epoch)
@@ -109,11 +102,6 @@ class LastStep:
         """Return the items of a checkpoint of this step; each process has its own extras, except arrays."""
         found = {STATE: self._adapter.to_tree(self.state)}
         extras = {name: self._tree_of(name, extra) for name, extra in self._extras.items()}
-        if gradients := self._gradients(certain=not alone):
-            if alone:
-                extras[GRADIENTS] = encode_state(gradients)
-            else:
-                self._warn_of_gradients(gradients)
         own = {}
         if not alone:
             kept = self._replicated
@@ -143,21 +131,18 @@ class LastStep:
             return "arrays of its extras were donated since; call on_step after every update"
         return self._versions.why_lost()
 
-    def _gradients(self, *, certain: bool) -> dict[str, Any]:
-        """Return the gradients that no optimizer has used, where each micro-batch is reported as a step."""
-        found = {f"state.{name}": one for name, one in self._adapter.gradients(certain=certain).items()}
-        return found | {f"extras.{name}": one for name, one in self._versions.gradients(certain=certain).items()}
-
-    def _warn_of_gradients(self, gradients: Mapping[str, Any]) -> None:
-        if not self._has_warned and all(map(_is_finite, gradients.values())):
+    def warn_of_gradients(self) -> None:
+        """Warn once of gradients that no optimizer has used; they are not saved. Each save calls this."""
+        if self._has_warned or self._adapter.has_updated or self._versions.has_updated:
+            return
+        if gradients := [*self._adapter.new_gradients(), *self._versions.new_gradients()]:
             self._has_warned = True
             logger.warning(
-                "step %d is saved without the gradients of %d parameters (%s), which no optimizer has used yet: "
-                "several processes do not save them. Call on_step after optimizer.step(), not for each micro-batch, "
-                "and before the next backward",
+                "step %d is saved without the gradients of %d parameters (%s), which no optimizer has used yet: a "
+                "resume from it continues without them. Call on_step after optimizer.step(), not for each micro-batch",
                 self.step,
                 len(gradients),
-                shortened(list(gradients)),
+                shortened(gradients),
             )
 
     def _tree_of(self, name: str, extra: Any) -> Any:
@@ -239,11 +224,6 @@ def seen(
     )
 
 
-def _is_finite(gradient: Any) -> bool:
-    """Return whether an optimizer would use a gradient: a scaler leaves out a step whose gradients overflow."""
-    return bool(local_values(gradient).isfinite().all())
-
-
 def _taking(extra: Any) -> Callable[[Any], Any]:
     """Return the function that takes the state of an extra that moves."""
     if isinstance(extra, GlobalGenerators):
@@ -262,8 +242,7 @@ class StepSaver:
         self._adapter = adapter
         self._saved: int | None = None
         self.fresh_extras: FreshTypes | None = None  # the types of the extras at the start of the run
-        self._extra_versions = TensorVersions()
-        self._static = StaticFields()
+        self._extra_versions = VersionCounters()
         self._last = LastStep(adapter, self._extra_versions, replicated)
 
     @property
@@ -300,7 +279,6 @@ class StepSaver:
         self._last.update(step, state, metrics, extras, epoch)
         if is_first:
             self._last.check_savable()  # The first save may be an hour away.
-            self._static.note(self._last.trees)
         if self._witness.watches:
             self._witness.note(lambda: self._last.seen(batch), self._last.epochs)
 
@@ -346,8 +324,7 @@ class StepSaver:
         with part_of_save(self._manager, step):
             if self._saved is None:
                 self._adapter.warn_of_step(step, last.state)
-            self._static.warn(last.trees)
-            self._adapter.warn_of_attributes(last.state)
+            last.warn_of_gradients()
             taken = self._taken()
             self._witness.save(step, last.seen)
         try:

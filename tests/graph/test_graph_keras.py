@@ -6,7 +6,6 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -120,22 +119,6 @@ def test_a_callback_resumes_a_model(tmp_path: Path, backend: str, monkeypatch: p
     with CheckpointCallback(tmp_path, save_interval_steps=1) as callback:
         callback.restore_or_initialize({"model": fresh})
     assert keras_like.values(fresh) == keras_like.values(saved)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("built", [False, True])
-def test_a_first_fit_that_draws_a_batch_more_is_told(
-    built: bool, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "keras", keras_like)
-    model = keras_like.model(backend)
-    model._compile_loss = SimpleNamespace(built=built)
-    with CheckpointCallback(tmp_path, save_interval_steps=1) as callback:
-        callback.restore_or_initialize({"net": model})
-        keras_like.train(model)
-        model._compile_loss.built, model.history = True, SimpleNamespace()  # as fit() does
-        callback.on_step(1, {"net": model})
-    assert ("Call fit(x, y, epochs=0) once before restore_or_initialize: net" in caplog.text) is not built
 
 
 _PROGRAM = """

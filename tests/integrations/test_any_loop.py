@@ -22,6 +22,7 @@ from tests.versions import nnx_update
 import holdfast as hf
 from holdfast import graph
 from holdfast.components import Checkpointable
+from holdfast.engine.stateful import encode_state, state_of
 
 pytestmark = pytest.mark.usefixtures("default_sigterm")
 
@@ -464,8 +465,8 @@ class SparseNet(torch.nn.Module):
         return self.embedding((x.abs() * 3).long().clamp(max=8))
 
 
-def accumulate(directory: Path, kind: str, stop: int = 0) -> list[Any]:
-    """Each micro-batch is a step; the optimizer takes one step for three of them."""
+def accumulate(directory: Path, kind: str, stop: int = 0, batches_a_step: int = 3) -> list[Any]:
+    """The optimizer takes one step for three batches; ``on_step`` comes after each, or after each batch."""
     torch.manual_seed(4)
     net: Any = SparseNet() if kind == "sparse" else torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.0 if kind == "sparse" else 0.9)
@@ -475,49 +476,82 @@ def accumulate(directory: Path, kind: str, stop: int = 0) -> list[Any]:
         state = Trainer(net, optimizer)
     with hf.CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
         state, start = checkpoint.restore_or_initialize(state, **extras)
-        for step in range(start + 1, 10):
+        for number in range(batches_a_step * start + 1, 10):
             net(torch.randn(4, 3)).square().mean().backward()
-            if step % 3 == 0:
+            if number % 3 == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-            checkpoint.on_step(step, state, **extras)
-            if step == stop:
-                break
+            step, rest = divmod(number, batches_a_step)
+            if not rest:
+                checkpoint.on_step(step, state, **extras)
+                if step == stop:
+                    break
     return list(net.state_dict().values())
 
 
 @pytest.mark.parametrize("kind", ["dict", "extras", "object", "sparse"])
-def test_gradients_that_no_optimizer_has_used_are_saved(kind: str, tmp_path: Path) -> None:
+def test_steps_of_several_batches_come_after_the_optimizers(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     whole = accumulate(tmp_path / "whole", kind)
-    for stop in (1, 3, 5):
+    for stop in (1, 2):
         accumulate(tmp_path / f"{stop}", kind, stop)
         assert all(map(torch.equal, accumulate(tmp_path / f"{stop}", kind), whole)), stop
-    held = {
-        step: "accumulated_gradients" in hf.load(tmp_path / "whole" / f"{step}", item="extras") for step in (1, 5, 9)
-    }
-    assert held == {1: True, 5: True, 9: False}
+    assert "gradients" not in caplog.text
+    accumulate(tmp_path / "each batch", kind, batches_a_step=1)
+    (said,) = [one.getMessage() for one in caplog.records if "gradients" in one.getMessage()]
+    assert said.startswith("step 1 is saved without the gradients of ")
+    assert said.endswith("Call on_step after optimizer.step(), not for each micro-batch")
+    assert "accumulated_gradients" not in hf.load(tmp_path / "each batch" / "1", item="extras")
 
 
-@pytest.mark.parametrize("has_module", [False, True], ids=["tree", "objects"])
-def test_gradients_of_tensors_outside_of_modules_are_saved(has_module: bool, tmp_path: Path) -> None:
-    def train(directory: Path, stop: int) -> list[Any]:
-        torch.manual_seed(4)
-        state: Any = {"weights": [torch.randn(3, 2, requires_grad=True), torch.zeros(2, requires_grad=True)]}
-        state |= {"module": torch.nn.Linear(1, 1)} if has_module else {}
-        with hf.CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
-            state, start = checkpoint.restore_or_initialize(state)
-            for step in range(start + 1, stop + 1):
-                (torch.randn(4, 3) @ state["weights"][0] + state["weights"][1]).square().mean().backward()
-                for one in state["weights"] if step % 3 == 0 else ():
-                    one.data -= 0.1 * one.grad
-                    one.grad = None
-                checkpoint.on_step(step, state)
-        return list(state["weights"])
+def every_other_step(net: Any, optimizer: Any, step: int) -> None:
+    """Gradients that an optimizer has used stay until the next backward."""
+    if step % 2:
+        optimizer.zero_grad()
+        net(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
 
-    whole = train(tmp_path / "whole", 9)
-    for stop in (3, 4, 5):
-        train(tmp_path / f"{stop}", stop)
-        assert all(map(torch.equal, train(tmp_path / f"{stop}", 9), whole)), stop
+
+def overflowing(net: Any, optimizer: Any, _: int) -> None:
+    """A scaler leaves out steps whose gradients overflow."""
+    (net(torch.ones(4, 3)).sum() * float("inf")).backward()
+
+
+def cleared(net: Any, optimizer: Any, _: int) -> None:
+    net(torch.ones(4, 3)).sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("update", [every_other_step, overflowing, cleared])
+def test_gradients_that_no_optimizer_will_use_are_not_told(
+    update: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = torch.nn.Linear(3, 2)
+    state = {"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
+    with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
+        checkpoint.restore_or_initialize(state)
+        for step in range(1, 5):
+            update(net, state["optimizer"], step)
+            checkpoint.on_step(step, state)
+    assert "gradients" not in caplog.text
+
+
+def test_gradients_that_an_earlier_version_has_saved_are_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = {"state.weights.0": torch.ones(3, 2), "state.gone": torch.ones(1), "extras.net.bias": torch.full((2,), 2.0)}
+    net = torch.nn.Linear(3, 2)
+    with hf.CheckpointCallback(tmp_path) as checkpoint:
+        state, _ = checkpoint.restore_or_initialize({"weights": [torch.zeros(3, 2, requires_grad=True)]}, net=net)
+        extras = {"net": dict(state_of(net)), "accumulated_gradients": encode_state(saved)}
+        checkpoint.manager.save(1, {"state": state, "extras": extras}, force=True)
+    net = torch.nn.Linear(3, 2)
+    with hf.CheckpointCallback(tmp_path) as checkpoint:
+        state, _ = checkpoint.restore_or_initialize({"weights": [torch.zeros(3, 2, requires_grad=True)]}, net=net)
+    gradients: list[Any] = [state["weights"][0].grad, net.bias.grad]
+    assert [one.tolist() for one in gradients] == [[[1, 1]] * 3, [2, 2]]
+    assert "accumulated gradients are lost, as their parameters are gone: state.gone" in caplog.text
 
 
 def test_tensors_of_a_tree_that_were_changed_since_the_last_step_are_not_saved(
@@ -529,65 +563,6 @@ def test_tensors_of_a_tree_that_were_changed_since_the_last_step_are_not_saved(
         checkpoint.on_step(1, state)
         state["mean"].add_(1)
     assert "step 1 is not saved at the end: its tensors were changed since" in caplog.text
-
-
-def step_before_backward(net: Any, optimizer: Any, step: int) -> None:
-    """The optimizer's step of the last three micro-batches comes with the next one."""
-    if step % 3 == 1:
-        optimizer.step()
-        optimizer.zero_grad()
-    net(torch.randn(4, 3)).square().mean().backward()
-
-
-def two_losses(net: Any, optimizer: Any, step: int) -> None:
-    """The gradient of a second loss goes into the next step."""
-    net(torch.randn(4, 3)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=step % 2 == 0)
-    net(torch.randn(4, 3)).abs().mean().backward()
-
-
-def cleared_after_the_step(net: Any, optimizer: Any, step: int) -> None:
-    net(torch.randn(4, 3)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-
-
-@pytest.mark.parametrize("one", [step_before_backward, two_losses, cleared_after_the_step])
-def test_gradients_of_a_backward_after_the_optimizers_step_are_saved(one: Any, tmp_path: Path) -> None:
-    def train(directory: Path, stop: int) -> list[Any]:
-        torch.manual_seed(4)
-        net = torch.nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        state = {"net": net, "optimizer": optimizer}
-        with hf.CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
-            state, start = checkpoint.restore_or_initialize(state)
-            for step in range(start + 1, stop + 1):
-                one(net, optimizer, step)
-                checkpoint.on_step(step, state)
-        return list(net.state_dict().values())
-
-    whole = train(tmp_path / "whole", 9)
-    for stop in (3, 4, 5):
-        train(tmp_path / f"{stop}", stop)
-        assert all(map(torch.equal, train(tmp_path / f"{stop}", 9), whole)), stop
-    held = "accumulated_gradients" in hf.load(tmp_path / "whole" / "4", item="extras")
-    assert held == (one is not cleared_after_the_step)
-
-
-def test_a_step_whose_gradients_have_grown_since_is_not_saved_at_the_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    net = torch.nn.Linear(3, 2)
-    state = {"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
-    with hf.CheckpointCallback(tmp_path, save_interval_steps=100) as checkpoint:
-        checkpoint.restore_or_initialize(state)
-        for step in (1, 2):
-            net(torch.randn(4, 3)).square().mean().backward()
-            if step == 1:
-                checkpoint.on_step(step, state)
-    assert "step 1 is not saved at the end: its gradients were changed since" in caplog.text
-    assert checkpoint.manager.all_steps() == []
 
 
 # ---- hyperparameters that the program has changed

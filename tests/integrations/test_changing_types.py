@@ -14,7 +14,7 @@ import numpy as np
 import optax  # type: ignore[import-untyped]  # it ships no types
 import pytest
 import torch
-from flax import nnx, struct
+from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 from tests.equality import assert_same
 from tests.versions import nnx_update
@@ -339,49 +339,6 @@ def test_functions_come_from_the_program(place: str) -> None:
     for function in functions:
         with pytest.raises(hf.errors.UnsupportedLeafError, match=r"layer/activation: .* is code.*eqx\.partition"):
             train({"layer": Layer(jnp.ones(2), function)}, lambda state: state, f"{place}/other", 1)
-
-
-@struct.dataclass
-class Phases:
-    w: Any
-    phase: int = struct.field(pytree_node=False, default=0)  # type: ignore[no-untyped-call]  # flax leaves it so
-    axes: Any = struct.field(pytree_node=False, default=None)  # type: ignore[no-untyped-call]  # flax leaves it so
-
-
-@jax.tree_util.register_pytree_node_class
-class Unnamed:
-    """Gives its children, of which one is a number, without names."""
-
-    def __init__(self, steps: int, module: Any) -> None:
-        self.steps, self.module = steps, module
-
-    def tree_flatten(self) -> tuple[Any, None]:
-        return (self.steps, self.module), None
-
-    @classmethod
-    def tree_unflatten(cls, static: None, children: Any) -> Unnamed:
-        return cls(*children)
-
-    def replace(self, phase: int, axes: Any) -> Unnamed:
-        return Unnamed(self.steps + 1, self.module)
-
-
-@pytest.mark.parametrize(
-    ("init", "last"),
-    [(lambda: Phases(jnp.ones(2)), 2), (Counted, 2), (Counted, 0), (lambda: Unnamed(0, Counted()), 0)],
-    ids=["a dataclass", "a module", "no change", "a leaf without a name"],
-)
-def test_static_fields_that_steps_change_are_named(
-    init: Any, last: int, place: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """They are no leaves, so that a resume begins with those of the program."""
-    with hf.CheckpointCallback(place, save_interval_steps=1) as checkpoint:
-        state, _ = checkpoint.restore_or_initialize({"one": init()})
-        for step in range(1, 5):
-            state = {"one": state["one"].replace(phase=min(step // 2, last), axes=np.arange(2))}
-            checkpoint.on_step(step, state)
-    said = [record.getMessage() for record in caplog.records]
-    assert ["not saved: state.one.phase (0, now 1). A resume" in one for one in said] == [True] * bool(last)
 
 
 def aligned(count: int) -> Any:

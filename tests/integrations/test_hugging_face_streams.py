@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import holdfast as hf
-from holdfast.engine.loaders import check_stream
+from holdfast.integrations.hugging_face import check_stream
 
 torch: Any = pytest.importorskip("torch")
 stateful_dataloader: Any = pytest.importorskip("torchdata.stateful_dataloader")
@@ -118,20 +118,6 @@ def test_a_loop_continues_where_it_was(kind: str, calls_set_epoch: bool, every: 
         ends = (end, end + 1, -1)
         parts = [loop(kind, tmp_path / str(end), one, calls_set_epoch, every) for one in ends]
         assert [example for part in parts for example in part] == whole
-
-
-def test_a_step_before_the_first_example_keeps_the_place(tmp_path: Path) -> None:
-    for steps in (2, 0):
-        dataset = IterableDataset()
-        data = in_loader(dataset)
-        with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
-            state, step = checkpoint.restore_or_initialize({"w": torch.zeros(1)}, data=data)
-            for step, _ in zip(range(1, steps + 1), data, strict=False):
-                checkpoint.on_step(step, state, data=data)
-            checkpoint.on_step(step + 1, state, data=data)
-    with hf.CheckpointCallback(tmp_path) as checkpoint:
-        checkpoint.restore_or_initialize({"w": torch.zeros(1)}, data=data)
-        assert [example["x"] for example in data] == [2, 3, 4, 5]
 
 
 def trained(kind: str, directory: Path, end: int, calls_set_epoch: bool) -> list[int]:

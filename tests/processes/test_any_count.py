@@ -61,10 +61,11 @@ class Undeclared(OwnOrder):
 
 
 def plain_batches(index: int, count: int) -> Any:
-    """Of which each process draws other seeds for its workers."""
+    """Of which each process draws other seeds for its workers; what is handed over is alike in all of them."""
     torch.manual_seed(index)
     sampler = DistributedSampler(range(SAMPLES), count, index, seed=7)  # type: ignore[arg-type, var-annotated]
-    return hf.skip_to(DataLoader(range(SAMPLES), batch_size=BATCH // count, sampler=sampler))  # type: ignore[arg-type]
+    loader = DataLoader(range(SAMPLES), batch_size=BATCH // count, sampler=sampler)  # type: ignore[arg-type, var-annotated]
+    return hf.skip_to(loader, generators=[np.random.default_rng(5)], state=(lambda: [1], print))
 
 
 BATCHES: dict[str, Callable[[int, int], Any]] = {

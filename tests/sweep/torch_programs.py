@@ -505,17 +505,17 @@ def _scaled() -> Program:
 
 
 def _micro_batches() -> Program:
-    """Every step is a micro-batch; the optimizer takes the gradients of three."""
+    """The optimizer takes the gradients of three batches in each step."""
 
     def make() -> State:
         model = network()
         return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
 
-    def step(state: State, number: int) -> None:
-        backward(loss_of(state["model"]) / 3)
-        if number % 3 == 0:
-            state["optimizer"].step()
-            state["optimizer"].zero_grad()
+    def step(state: State, _: int) -> None:
+        for _ in range(3):
+            backward(loss_of(state["model"]) / 3)
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
 
     return make, step
 

@@ -89,8 +89,8 @@ INTERFACES: dict[str, Callable[[Program, Run], Any]] = {
 }
 LOOP = "loop"
 
-# What a graph leaves to the program, as its page says: gradients, the modes of modules, arrays that lists lack.
-NOT_IN_GRAPHS = ("micro-batches", "frozen and thawed", "a replay buffer")
+# What a graph leaves to the program, as its page says: the modes of modules, arrays that lists lack.
+NOT_IN_GRAPHS = ("frozen and thawed", "a replay buffer")
 
 
 # ---- what has to be equal
