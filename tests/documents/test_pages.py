@@ -18,6 +18,7 @@ PAGES = [
     "how_it_works.md",
     "file_format.md",
     "events.md",
+    "exact_resume.md",
     "aggregates.md",
 ]
 PAGES += sorted(path.relative_to(DOCS).as_posix() for folder in FOLDERS for path in (DOCS / folder).glob("*.md"))
