@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import HoldfastError, shortened
-from .pytree import Sampler, Samples, Ways, full_sum, is_torch_tensor, leaves_of, loaded
+from .pytree import MISSING, Sampler, Samples, Ways, full_sum, is_torch_tensor, leaves_of, loaded
 from .storage import Location, append_line
 
 FILE = "witness.jsonl"
@@ -90,6 +90,7 @@ class Recorder:
         self._names = names
         self._samplers = {layer: Sampler() for layer in ("state", "gradients", "full", "metrics", "batch")}
         self._ways = Ways(seen.root, _LEAVES, names)
+        self._saves = 0
         self._begun = self._before = self._attributes(seen)
 
     def release(self) -> None:
@@ -98,10 +99,13 @@ class Recorder:
 
     def take(self, k: int, seen: Seen) -> Pending:
         """Begin the record of a step; what lies on a device arrives later."""
-        if k == 0:
+        leaves = self._ways.follow(seen.root)
+        self._saves += k == 0
+        # The first steps of a run make leaves, such as the state of an optimizer; later ones hardly do.
+        if k == 0 and (self._saves & (self._saves - 1) == 0 or any(leaf is MISSING for leaf in leaves)):
             self._ways = Ways(seen.root, _LEAVES, self._names)
+            leaves = self._ways.follow(seen.root)
         ways = self._ways
-        leaves = ways.follow(seen.root)
         metrics = _named_numbers(seen.metrics or {}) if k else {}
         gradients = [_gradient(leaf) for leaf in leaves] if k else []
         full = _full_sums(ways.names, leaves, k, every=not seen.metrics)

@@ -32,14 +32,13 @@ from .saver import FitSaver
 from .stopping import Preempted, Signals, leave
 from .store import CallbackArguments, Published, RunStore
 from .strategies import check_strategy, is_sharded
-from .trees import POSITION
 from .wall import (
-    Searches,
     check_version,
     follow_choices,
     forget_choice,
     is_left_alone,
     is_search_file,
+    only_searches,
     was_given_no_path,
 )
 
@@ -66,8 +65,10 @@ class CheckpointCallback(ResumingCallback):
     or one of Lightning's own files. Without one, only this directory decides: the files of a ``ModelCheckpoint`` beside
     this callback are never resumed from. ``trainer.test(ckpt_path="best")`` and ``"last"`` work as usual.
 
-    SIGTERM only sets a flag. The next point between two batches, or within a validation, saves, waits until the files
-    are durable, and ends the process with status 143; workers of data loaders survive until then. After other
+    SIGTERM only sets a flag. The next point between two batches, or before a validation, saves, waits until the files
+    are durable, and ends the process with status 143; workers of data loaders survive until then. A signal within a
+    validation ends the process at once, and the run resumes from the last step that was saved: nothing can be saved in
+    a validation, where callbacks may have put an average in the place of the weights. After other
     exceptions, the callback does not save (except with ``save_on_exception``), but lets a save that is under way
     finish. Under SLURM, the signal for requeueing saves in the same way, requeues the job, and ends the process with
     status 75; files that Lightning has saved for requeueing are left alone.
@@ -234,7 +235,6 @@ class CheckpointCallback(ResumingCallback):
         self._evaluation: Stop | None = None
         self._saver: FitSaver | None = None
         self._has_weights = False
-        self._searches = Searches()
         self._decides = False  # whether the trainer was given no path, so that the directory decides
         follow_choices(CheckpointCallback)
 
@@ -323,7 +323,7 @@ class CheckpointCallback(ResumingCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy of this callback for the same directory, which has not begun."""
-        anew = {"_preemption": PreemptionSignal(self._options.preemption_signals()), "_searches": Searches()}
+        anew = {"_preemption": PreemptionSignal(self._options.preemption_signals())}
         return {**vars(self), "_signals": None, "_evaluation": None, "_saver": None, **anew}
 
     # ---- hooks of the trainer
@@ -371,7 +371,6 @@ class CheckpointCallback(ResumingCallback):
         self._store.open()
         if trainer.is_global_zero:
             self._published.update(self._store.manager)  # a process that was killed may not have done it
-        self._searches.begin(trainer)
         self._signals = Signals(trainer, self._preemption, self._store.processes)
         stop = self._stop(trainer.fit_loop.epoch_loop.val_loop)
         if not isinstance(stop, AgreedStop):
@@ -384,13 +383,10 @@ class CheckpointCallback(ResumingCallback):
         """Add the position in the data and the random generators to a checkpoint."""
         if self._saver is not None:
             self._saver.add_to(checkpoint)
-            if POSITION in checkpoint and (found := self._searches.found(trainer)):
-                checkpoint[POSITION]["found"] = found
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the position in the data and the random generators until the loops need them."""
         if self._saver is not None and not is_search_file(trainer.ckpt_path):
-            self._searches.replace(trainer, checkpoint.get(POSITION, {}).get("found", {}))
             self._saver.resume_from(checkpoint)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -401,7 +397,6 @@ class CheckpointCallback(ResumingCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to save."""
         if self._saver is not None:
-            self._searches.end()
             self._saver.begin()
 
     def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -458,7 +453,7 @@ class CheckpointCallback(ResumingCallback):
         named = path and not isinstance(path, ResumePath)
         if named and not decides:
             return path
-        if self._searches.are_all(trainer):
+        if only_searches(trainer):
             return None  # A Tuner finds the same at every start of the program, also if the fit after it resumes.
         if named:
             # The trainer was given no path, and found the newer file of a ModelCheckpoint.
@@ -506,7 +501,6 @@ class CheckpointCallback(ResumingCallback):
                 evaluation.end(orderly=orderly)
             return
         has_begun = self._store.is_open
-        self._searches.end()
         try:
             self._store.close(orderly=orderly)
         finally:

@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from fractions import Fraction
 from typing import Any, Literal
 
 from ...engine.distributed import ProcessGroup
-from ...engine.errors import StateError
-from ...engine.generators import capture, same_state
-from ...engine.loaders import ChangedAttributes, check_stream
-from ...engine.stateful import decode_state, encode_state
+from ...engine.errors import shortened
+from ...engine.loaders import check_stream
 from ..options import Reshard
 from . import epoch
-from .epoch import MOST, Drawing, ModuleSwitches, draws_in_process, warn_of_draws
+from .epoch import ModuleSwitches
+from .resharding import check_drawn_alike, check_replicated, check_same_place, describe_left, reshard_states
 from .store import GLOBAL_GENERATORS
 from .strategies import keeps_own_buffers, own_buffers, replicas
 from .trees import is_plain_tree
 from .wall import (
-    AFTER_FETCH,
     BEFORE_FETCH,
     FIRST_ITERATOR,
     SANITY_CHECK,
     LoopHooks,
     callbacks_of,
     clear_restart,
-    draw_ahead,
-    draws_ahead,
     end_epoch,
     end_restart,
     finish_epoch,
-    follow_ends,
     has_done_all_batches,
     has_loaders,
     have_ended,
@@ -41,15 +36,12 @@ from .wall import (
     reloaded_at_epoch,
     restart_in_validation,
     set_reloaded_at_epoch,
-    stays_ended,
 )
 
 logger = logging.getLogger("holdfast")
 
 Point = Literal["batch", "validation", "epoch"]
-"""After a batch and all that belongs to it, in the validation that follows a batch, or after an epoch."""
-
-_ATTRIBUTES = "attributes"  # those of loaders, beside the states of generators
+"""After a batch and all that belongs to it, before the validation that follows a batch, or after an epoch."""
 
 # These callbacks of Lightning set the trainer up when an epoch starts, and can do so again in the middle of it.
 # Other callbacks have seen the epoch start, and are not called again.
@@ -74,24 +66,16 @@ class Position:
         self.fetcher: Any = None  # the data fetcher of the present epoch
         self._epoch: dict[str, Any] = {}
         self._switches = ModuleSwitches(trainer.lightning_module)
-        self._before_validation: tuple[dict[str, Any], dict[str, int]] | None = None
         self._saved: dict[str, Any] | None = None
         self._replicated = replicated  # the names of state that is the same in all processes
         self._is_new = False  # whether the saved position is that of another process, as more continue than have saved
-        self._is_rescaled = False  # whether another number of processes continues
         self._keeps_random = False  # whether this process keeps the global generators that the program has seeded
-        self._attributes = ChangedAttributes()
         self._skip_batch = False
-        self._set_by_loading: Collection[str] = ()  # names of generators that loaders have set from their states
-        self._noted = epoch.NotedStates([])  # the states of loaders before the batch that was drawn last
-        self._may_end_within = False  # whether the data of a loader may end within an epoch, as it has another length
-        self._ended_before: list[bool] = []  # which loaders had ended in the epoch before that batch
         self._ended: list[Any] | None = None  # states of loaders at the end of an epoch, which a resume has left
-        # the batches fetched at a resume, the states of loaders then and earlier, and the parts that do not matter
-        self._waiting: tuple[int, list[Any], list[Any], list[Any]] = -1, [], [], []
+        self._is_one_for_all = False  # whether the states of all loaders are those of all processes
+        # the states of such loaders before the batch that was drawn ahead, and which of them had ended
+        self._before_batch: tuple[list[Any], list[bool]] = [], []
         self._has_warned = False
-        self._has_too_many_draws = False
-        self._drawing: Drawing | None = None  # where the dataset may draw random numbers in this process
         epoch_loop = self._fit.epoch_loop
         hooks.place(trainer, SANITY_CHECK, self._sanity_check)
         hooks.place(self._fit, "run", self._run)
@@ -101,25 +85,19 @@ class Position:
         hooks.place(epoch_loop, "on_run_start", self._batches_start)
         hooks.place(epoch_loop, "advance", self._batch)
         hooks.place(epoch_loop, BEFORE_FETCH, self._before_fetch)
-        hooks.place(epoch_loop, AFTER_FETCH, self._after_fetch)
-        hooks.place(epoch_loop.val_loop, "run", self._validation)
 
     def begin(self) -> None:
         """Note the switches of the module when training begins."""
         self._switches = ModuleSwitches(self._trainer.lightning_module)
 
-    @property
-    def in_validation(self) -> bool:
-        return self._before_validation is not None
-
     def capture(self, point: Point) -> dict[str, Any]:
         """Return the position as a tree that a checkpoint can hold; the run has just finished ``point``."""
         fetcher = self.fetcher
-        before = self._before_validation if point == "validation" else None
-        now, counts = before or (self._now(), None)
         position: dict[str, Any] = {
             "point": point,
-            **now,
+            "random": self._random(),
+            "validation": self._validation_loaders(),
+            "switched": self._switches.switched(),
             "loaders": epoch.loader_states(self._loaders()),
             "callback_metrics": dict(self._trainer.callback_metrics),
             "should_stop": bool(self._trainer.should_stop),
@@ -131,35 +109,25 @@ class Position:
             position["buffers"] = own_buffers(self._trainer.lightning_module)
         if replicated := epoch.replicated_states(self._loaders(), self._replicated):
             position["replicated"] = replicated
-        if point == "epoch":
-            if self._noted.earlier:
-                position["earlier"] = self._noted.earlier
-        else:
+        if point != "epoch":
             ahead = epoch.prefetched(fetcher)
             position["fetched"] = fetcher.fetched
             position["consumed"] = fetcher.fetched - len(ahead)
-            position["averages"] = epoch.capture_averages(self._trainer, counts)
+            position["averages"] = epoch.capture_averages(self._trainer)
             if not epoch.all_stateful(self._loaders()):
                 position["epoch"] = self._epoch
                 position["batch_sizes"] = epoch.batch_sizes(self._loaders())
             else:
-                ended = have_ended(fetcher.combined_loader)
-                if ahead or any(ended) or has_done_all_batches(self._fit) or self._may_end_within:
-                    position["earlier"], position["ended"] = self._noted.earlier, ended
+                if any(ended := have_ended(fetcher.combined_loader)):
+                    position["ended"] = ended
                 if ahead:
                     self._add_ahead(position, ahead)
         return position
 
     def _add_ahead(self, position: dict[str, Any], ahead: list[Any]) -> None:
-        """Add the batch that was drawn ahead, or what is needed to draw it again.
-
-        It is drawn again if it cannot be saved, and if another number of processes could not divide it.
-        """
-        earlier = self._noted.earlier
-        is_one_for_all = len(position.get("replicated", ())) == len(earlier)
-        if all(earlier) and (is_one_for_all or not is_plain_tree(ahead)):
-            position["loaders"] = [states[0] for states in earlier]
-            position["ended"] = self._ended_before
+        """Add the batch that was drawn ahead, or the position before it if other processes divide it otherwise."""
+        if self._is_one_for_all:
+            position["loaders"], position["ended"] = self._before_batch
         elif is_plain_tree(ahead):
             position["ahead"] = {"batches": ahead, "done": self.fetcher.done}
         elif not self._has_warned:
@@ -179,12 +147,9 @@ class Position:
         if draws_alike:
             check_drawn_alike(shares or [saved])
         before, now = saved.get("replicas", 1), replicas(self._trainer.strategy)
-        self._is_rescaled = before != now
         one_for_all = check_replicated(saved, shares)
         if not one_for_all and (shares is not None or before != now):
-            _reshard(saved, shares, reshard, processes)
-            for owner in (saved, saved.get("epoch", {})):
-                owner.pop("earlier", None)
+            reshard_states(saved, shares, reshard, processes)
         if before != now and saved["point"] != "epoch" and not one_for_all:
             saved["point"] = "batch"
             saved["rescaled"] = Fraction(before, now)
@@ -199,7 +164,7 @@ class Position:
                 before,
                 now,
                 "the data continues in the order that all processes share" if one_for_all else samples,
-                "" if shares is None else _left(len(shares), processes.count, draws_alike),
+                "" if shares is None else describe_left(len(shares), processes.count, draws_alike),
             )
 
     # ---- in the order in which the loops call
@@ -222,10 +187,10 @@ class Position:
         epoch.replicated_states(self._loaders(), self._replicated)  # This refuses unknown names.
         for index, loader in enumerate(self._loaders()):
             check_stream(f"training data loader {index}", loader)
-        # These replace what is known of the loaders before.
-        self._ended, self._noted = None, epoch.NotedStates(self._loaders())
+        self._ended = None  # These loaders are new.
         self._epoch = self._before_iterator()
-        self._noted.note()
+        if self._saved is not None and self._saved["point"] != "epoch" and not epoch.all_stateful(self._loaders()):
+            self._begin_again(self._saved)
 
     def _epoch_starts(self, original: Callable[[], None]) -> None:
         saved = self._saved
@@ -244,25 +209,20 @@ class Position:
 
     def _batches_start(self, original: Callable[[Any], None], fetcher: Any) -> None:
         saved, self._saved = self._saved, None
-        self.fetcher, self._drawing = fetcher, None
+        self.fetcher = fetcher
         parts = self._loaders()
-        self._may_end_within = epoch.differ_in_length(parts, self._fit.max_batches)
+        declared = epoch.replicated_states(parts, self._replicated)
+        self._is_one_for_all = epoch.all_stateful(parts) and len(declared) == len(parts)
         if saved is not None:
             self._find_batch(saved, fetcher)
             original(fetcher)
             self._go_to_batch(saved, fetcher)
-            self._follow_draws(from_start=False)
             return
-        self._end_resumed_epoch(fetcher)
         before, iterator = self._before_iterator(), iterator_of(fetcher.combined_loader)
-        self._noted.note()
         original(fetcher)
         if iterator_of(fetcher.combined_loader) is not iterator or not self._epoch:
             self._epoch = before
-        if epoch.all_stateful(parts):
-            follow_ends(fetcher.combined_loader)
         self._epoch["at_first_batch"] = self._random()
-        self._follow_draws(from_start=True)
 
     def _batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         if self._skip_batch:
@@ -278,54 +238,22 @@ class Position:
             if epoch.has_restarted(marks, epoch.marks(iterator_of(fetcher.combined_loader).iterators)):
                 self._epoch.setdefault("restarts", {})[drawn] = before
 
-    def _follow_draws(self, *, from_start: bool) -> None:
-        parts = self._loaders()
-        if draws_in_process(parts) and not epoch.all_stateful(parts):
-            self._drawing = Drawing(capture() if from_start else {})
-
     def _before_fetch(self, original: Callable[[], None]) -> None:
         original()
-        length = self.fetcher.length
-        if length is None or self.fetcher.fetched >= length - 1 or self._may_end_within:
-            self._noted.note()
-            self._ended_before = have_ended(self.fetcher.combined_loader)
-        if self._drawing is not None:
-            self._drawing.before()
-
-    def _after_fetch(self, original: Callable[[], None]) -> None:
-        original()
-        if self._drawing is None or not (states := self._drawing.after()):
-            return
-        noted = self._epoch.setdefault("restarts", {})
-        noted.setdefault(self.fetcher.fetched, {}).update(states)
-        if len(noted) > MOST:
-            self._drawing = None
-            if not self._has_too_many_draws and self._trainer.is_global_zero:
-                self._has_too_many_draws = True
-                warn_of_draws()
-
-    def _validation(self, original: Callable[[], Any]) -> Any:
-        if self._trainer.sanity_checking:
-            return original()
-        self._before_validation = self._now(), epoch.update_counts(self._trainer)
-        try:
-            return original()
-        finally:
-            self._before_validation = None
+        if self._is_one_for_all and self.fetcher.length is None:
+            self._before_batch = epoch.loader_states(self._loaders()), have_ended(self.fetcher.combined_loader)
 
     # ---- returning to where a checkpoint was saved
 
     def _go_to_epoch(self, saved: dict[str, Any]) -> None:
         self._restore_module(saved)
         self._warn_of_lasting_workers(saved)
+        self._warn_of_unknown(saved)
         clear_restart(self._fit)
         finish_epoch(self._fit.epoch_progress)
         set_reloaded_at_epoch(self._fit, saved["reloaded_at_epoch"])
         self._ended = saved["loaders"]
-        self._noted = epoch.NotedStates(self._loaders(), saved.get("earlier", []))
-        self._set_by_loading = epoch.end_loader_epoch(
-            self._loaders(), self._ended, self._noted.earlier, self._fit.max_batches, self._generators(saved)
-        )
+        epoch.load_loader_states(self._loaders(), self._ended, ended=True)
         self._restore_random(saved["random"])
 
     def _go_to_end(self, saved: dict[str, Any]) -> None:
@@ -339,53 +267,36 @@ class Position:
             end_epoch(self._fit.epoch_progress)  # The run has ended within this epoch.
         self._restore_random(saved["random"])
 
+    def _begin_again(self, saved: dict[str, Any]) -> None:
+        """Take loaders to the start of an epoch whose batches are drawn again; Lightning makes their iterators next."""
+        parts, now = self._loaders(), self._fit.epoch_progress.current.processed
+        epoch.set_sampler_epoch(parts, now)
+        is_first = saved["reloaded_at_epoch"] == now  # of these loaders
+        epoch.load_loader_states(parts, saved.get("epoch", saved)["loaders"], ended=not is_first)
+        epoch.start_workers(parts, set(range(len(parts))).difference(saved["epoch"].get("new_workers", ())))
+        self._restore_random(saved["epoch"]["at_iterator"])
+
     def _find_batch(self, saved: dict[str, Any], fetcher: Any) -> None:
         parts = self._loaders()
         self._rescale(saved)
         self._epoch = started = saved.get("epoch", {})
         self._set_up_epoch()
-        epoch.set_sampler_epoch(parts, self._fit.epoch_progress.current.processed)
         if epoch.all_stateful(parts):
-            self._noted = epoch.NotedStates(parts, saved.get("earlier", []))
-            # Loaders apply a state with the next batch; where none is left, the epoch must be ended.
-            if saved["point"] == "validation" and has_done_all_batches(self._fit):
-                self._set_by_loading = epoch.end_loader_epoch(
-                    parts, saved["loaders"], self._noted.earlier, self._fit.max_batches, self._generators(saved)
-                )
+            is_over = saved["point"] == "validation" and has_done_all_batches(self._fit)
+            epoch.load_loader_states(parts, saved["loaders"], ended=is_over)
+            if is_over:
                 fetcher.reset()
                 fetcher.done = True
                 return
-            states, ahead, ended = saved["loaders"], saved.get("ahead"), saved.get("ended", [])
-            draws = ahead is None and draws_ahead(fetcher)  # the batch after that of these states
-            earlier = [noted[1:] for noted in self._noted.earlier] if draws else self._noted.earlier
-            self._set_by_loading = epoch.load_loader_states(parts, states, self._generators(saved))
-            epoch.begin_within(fetcher, ahead, ended)
-            if ahead is not None or self._may_end_within:
-                stay = ended if stays_ended(fetcher.combined_loader) else []
-                asides = epoch.repeat_batch(fetcher, parts, states, earlier, stay)
-                self._waiting = saved["fetched"], states, earlier, asides
-            else:
-                epoch.warn_of_lost_states(parts, states)
-            if draws:
-                draw_ahead(fetcher)
+            ended = saved.get("ended", [])
+            epoch.begin_within(fetcher, saved.get("ahead"), ended)
+            self._before_batch = saved["loaders"], ended
             return
-        for index in started.get("new_workers", ()):
-            epoch.drop_iterator(parts[index])
         logger.info("drawing %d batches again to find the position in the epoch", saved["consumed"])
-        is_first = saved["reloaded_at_epoch"] == self._fit.epoch_progress.current.processed  # of these loaders
-        if is_first:
-            epoch.load_loader_states(parts, started["loaders"])  # before the iterators were made
-        else:
-            epoch.end_loader_epoch(parts, started["loaders"], started.get("earlier", []), self._fit.max_batches)
-        self._restore_random(started["at_iterator"])
-        self._noted = epoch.NotedStates(parts)
-        self._noted.note()
-        iter(fetcher)
         self._restore_random(started["at_first_batch"])
         restarts = started.get("restarts", {})
 
         def before_batch(drawn: int) -> None:
-            self._noted.note()
             if drawn in restarts:
                 self._restore_random(restarts[drawn])
 
@@ -405,6 +316,7 @@ class Position:
     def _go_to_batch(self, saved: dict[str, Any], fetcher: Any) -> None:
         self._restore_module(saved)
         self._warn_of_lasting_workers(saved)
+        self._warn_of_unknown(saved)
         fetcher.fetched = saved["fetched"]
         set_reloaded_at_epoch(self._fit, saved["reloaded_at_epoch"])
         epoch.restore_averages(self._trainer, saved["averages"])
@@ -423,6 +335,30 @@ class Position:
                 "the workers of a data loader live across epochs (persistent_workers=True), and their random "
                 "generators cannot be saved: each sample comes exactly when it would have come, but where a dataset "
                 "draws random numbers in the workers, as augmentation does, it draws others"
+            )
+
+    def _warn_of_unknown(self, saved: dict[str, Any]) -> None:
+        """Warn of what a step of an earlier version holds, and a resume no longer restores."""
+        random, measured = saved["random"], saved.get("validation", {}).get("generators", {})
+        generators = random.get("loaders", {}).keys() - epoch.loader_generators(self._loaders()).keys()
+        others = measured.keys() - epoch.loader_generators(loaders_of(self._fit.epoch_loop.val_loop)).keys()
+        ended = any(saved.get("ended", ())) and not have_ended(self.fetcher.combined_loader)
+        unknown = {
+            "attributes of data loaders": sorted(random.get("attributes", ())),
+            "generators of data loaders": sorted(generators),
+            "generators of data loaders of the validation": sorted(others),
+            "data loaders that have ended": ["their iterators"] if ended else [],
+            "results of searches": sorted(saved.get("found", ())),
+        }
+        if (listed := [f"{what} ({shortened(names)})" for what, names in unknown.items() if names]) and (
+            self._trainer.is_global_zero
+        ):
+            logger.warning(
+                "the step was saved by an earlier version of holdfast, and has more than a resume restores now: %s. If "
+                "the batches depend on that, they differ from those of a run without a stop: let state_dict() of the "
+                "data loader return it, and load_state_dict() take it, or on_save_checkpoint() and "
+                "on_load_checkpoint() of the module",
+                "; ".join(listed),
             )
 
     def _rescale(self, saved: dict[str, Any]) -> None:
@@ -474,155 +410,21 @@ class Position:
             self._trainer.training = True
         set_reloaded_at_epoch(loop, saved["reloaded_at_epoch"])
         parts = loaders_of(loop)
-        for index in saved["kept"]:
-            if index < len(parts) and epoch.keeps_iterator(parts[index]) and parts[index]._iterator is None:
-                iter(parts[index])
+        epoch.start_workers(parts, saved["kept"])
         if not self._is_new:
             epoch.restore_loader_generators(saved["generators"], parts)
-
-    def _end_resumed_epoch(self, fetcher: Any) -> None:
-        """End the epoch of loaders that have not drawn since a resume, as the batch drawn ahead was the last one."""
-        (fetched, states, earlier, asides), self._waiting = self._waiting, (-1, [], [], [])
-        if fetcher.fetched == fetched:
-            random = self._random()
-            for index, (loader, state) in enumerate(zip(self._loaders(), states, strict=True)):
-                if epoch.is_at(loader, state, asides[index]):
-                    epoch.end_loader_epoch([loader], [state], earlier[index : index + 1])
-            self._restore_random(random)
 
     def _before_iterator(self) -> dict[str, Any]:
         parts = self._loaders()
         ended, self._ended = self._ended, None
         states = [] if epoch.all_stateful(parts) else ended or epoch.loader_states(parts)
         new = [index for index, part in enumerate(parts) if epoch.keeps_iterator(part) and part._iterator is None]
-        found = {"at_iterator": self._random(), "loaders": states, "new_workers": new}
-        return {**found, "earlier": self._noted.earlier} if states else found
-
-    def _now(self) -> dict[str, Any]:
-        """Return the state, apart from the averages, that a validation may change."""
-        return {
-            "random": self._random(),
-            "validation": self._validation_loaders(),
-            "switched": self._switches.switched(),
-        }
+        return {"at_iterator": self._random(), "loaders": states, "new_workers": new}
 
     def _random(self) -> dict[str, Any]:
-        """Return the states of generators, and attributes of loaders without a state that epochs have changed."""
-        parts = self._loaders()
-        without_state = epoch.without_state(parts)
-        changed = {_ATTRIBUTES: encode_state(self._attributes.get(without_state))} if without_state else {}
-        return {**epoch.capture_generators(parts), **changed}
-
-    def _generators(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return the states of the generators of loaders that this process restores."""
-        found: dict[str, Any] = {} if self._is_new else saved["random"].get("loaders", {})
-        return found
+        return epoch.capture_generators(self._loaders())
 
     def _restore_random(self, state: dict[str, Any]) -> None:
         if not self._keeps_random:
-            kept = {name: one for name, one in state.get("loaders", {}).items() if name not in self._set_by_loading}
             own = [] if self._is_new else self._loaders()
-            epoch.restore_generators({**state, "loaders": kept}, self._trainer.strategy.root_device, own)
-            without_state = epoch.without_state(own)
-            if _ATTRIBUTES in state:  # Steps of earlier versions do not have them.
-                values = decode_state(state[_ATTRIBUTES])
-                if self._is_rescaled:  # An order may be that of a share of the data.
-                    values = {name: one for name, one in values.items() if isinstance(one, int | float)}
-                self._attributes.set(without_state, values)
-
-
-def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None) -> bool:
-    """Return whether all data loaders declared one state for all processes; refuse states that differ."""
-    replicated = saved.get("replicated", [])
-    if any(len(share["loaders"]) <= max(replicated, default=-1) for share in shares or [saved]):
-        raise StateError(
-            f"the step declares {len(replicated)} data loaders whose state is the same in all processes "
-            "(replicated_state), and does not hold their states, so the position in the data is not known: name an "
-            "earlier step with fit(ckpt_path=...), or delete this step, and the run resumes from the one before it"
-        )
-    for index in replicated:
-        states = [share["loaders"][index] for share in shares or [saved]]
-        other = next((state for state in states if not same_state(state, states[0])), None)
-        if other is not None:
-            raise StateError(
-                f"the data loader of loaders/{index} declares that its state is the same in all processes "
-                f"(replicated_state), and {len(states)} processes saved different ones: {states[0]!r:.80} and "
-                f"{other!r:.80} (different: {epoch.difference(states[0], other)}); leave out of the state what differs "
-                f"without a batch, such as a time; resume from a step before they differed, or as {len(states)} "
-                "processes without the declaration"
-            )
-    return bool(replicated) and len(replicated) == len(saved["loaders"]) and not saved.keys() & {"epoch", "ahead"}
-
-
-def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
-    """Refuse global generators that are declared to be those of all processes, and that differ."""
-    own = ("loaders", _ATTRIBUTES)
-    states = [{name: one for name, one in share["random"].items() if name not in own} for share in shares]
-    for state in states:
-        if differing := [name for name in states[0] if not same_state(state.get(name), states[0][name])]:
-            raise StateError(
-                f"replicated names 'global_generators', and the {len(states)} processes of the checkpoint saved "
-                f"different states of {', '.join(differing)}: seed and draw alike on all processes; or leave the name "
-                "out, and each generator belongs to the rank that saved it"
-            )
-
-
-def check_same_place(saved: dict[str, Any], loaders: Sequence[Any]) -> None:
-    """Raise StateError where the batches drawn again took a loader with a state to another place."""
-    declared = saved.get("replicated", ())
-    for index, state in epoch.misplaced(loaders, saved["loaders"], declared):
-        if index in declared or "rescaled" not in saved:
-            raise StateError(
-                f"the {saved['consumed']} batches of the epoch, drawn again, end at {state!r:.80} for the data "
-                f"loader of loaders/{index}, which was at {saved['loaders'][index]!r:.80} "
-                f"(different: {epoch.difference(state, saved['loaders'][index])}). Leave out of its state what differs "
-                "without a batch, such as a time, and let load_state_dict bring back the rest. If another number of "
-                "processes continues, change the batch sizes of the loaders beside it, so that all processes together "
-                "take as many samples as before. If it begins again within an epoch, as others last longer, use "
-                "loaders that all have a state, or resume from a step at the end of an epoch"
-            )
-
-
-def _reshard(
-    saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None, reshard: Reshard | None, processes: ProcessGroup
-) -> None:
-    """Replace the saved states of data loaders by those that ``reshard`` makes for this process."""
-    owners = {"": saved, "epoch/": saved.get("epoch", {})}  # at the save, and at the start of the epoch
-    replicated = saved.get("replicated", ())  # those are the same in all processes
-    places = [
-        (prefix, index)
-        for prefix, one in owners.items()
-        for index in range(len(one.get("loaders", ())))
-        if index not in replicated
-    ]
-    has_ahead = any("ahead" in share for share in shares or [saved])
-    names = [f"{prefix}loaders/{index}" for prefix, index in places] + ["ahead"] * has_ahead
-    if not names:
-        return
-    if shares is None or reshard is None:
-        way = (
-            "continue with as many shares as before"
-            if shares is None
-            else "give CheckpointCallback reshard=, a function of (name, states, process_index, process_count) that "
-            "returns the state of one process"
-        )
-        raise StateError(
-            f"the checkpoint was saved with the training data divided among {saved.get('replicas', 1)} processes, and "
-            f"another number is to continue: the states of its data loaders ({', '.join(names)}) are places in the "
-            "data of one process each, and nothing says which belong to other processes. Use data loaders without a "
-            f"state, whose batches are counted, from the start of a run; or {way}"
-        )
-    for prefix, index in places:
-        states = [(share["epoch"] if prefix else share)["loaders"][index] for share in shares]
-        mine = reshard(f"{prefix}loaders/{index}", states, processes.index, processes.count)
-        owners[prefix]["loaders"] = [*owners[prefix]["loaders"][:index], mine, *owners[prefix]["loaders"][index + 1 :]]
-    if has_ahead:
-        saved["ahead"] = reshard("ahead", [share.get("ahead") for share in shares], processes.index, processes.count)
-
-
-def _left(before: int, now: int, draws_alike: bool) -> str:
-    """Describe what happens to state that belongs to single processes."""
-    what = "averages over the epoch" if draws_alike else "random generators and averages over the epoch"
-    if now > before:
-        return f"Processes from {before} on begin with fresh {what}"
-    return f"The {what} that processes from {now} on had are left" if now < before else ""
+            epoch.restore_generators(state, self._trainer.strategy.root_device, own)

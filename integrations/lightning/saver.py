@@ -17,30 +17,27 @@ from ...engine.sources import Misfits
 from ..loop import (
     PreemptionSignal,
     Stop,
-    TensorVersions,
-    UnsavedAttributes,
     announce,
     barrier_exit,
     unfinished_neighbour,
-    unsaved_attributes,
     warn_of_misfits,
 )
 from .fitting import Fitting
 from .io import ResumePath
 from .position import Point, Position
-from .stopping import Copies, StateBeforeValidation, leave
+from .stopping import Copies, leave
 from .store import CallbackArguments, Published, RunStore
 from .trees import POSITION
 from .wall import (
     LoopHooks,
+    begin_validation,
     callbacks_of,
     can_stop_early,
     checkpoint_connector,
     dump_checkpoint,
     has_done_all_batches,
     is_accumulating,
-    lightnings_attributes,
-    silent_parts,
+    searches_of,
 )
 
 logger = logging.getLogger("holdfast")
@@ -52,6 +49,9 @@ class FitSaver:
     It considers saves at two points only: after a training batch with everything that belongs to it (the module's own
     hook, the validation, the schedulers), unless gradients are still being accumulated, and after an epoch with
     everything that belongs to it. After the last batch of an epoch, it waits for the end of the epoch.
+
+    After a signal, it saves before a validation as well, which the resumed run begins with. A signal within a
+    validation ends the run at once: it resumes from the last step that was saved.
     """
 
     def __init__(
@@ -80,9 +80,11 @@ class FitSaver:
         self._fitting = Fitting(trainer, None if options.partial is None else Misfits(), self._hooks)
         self._hooks.place(self._fit.epoch_loop, "on_advance_end", self._after_batch)
         self._hooks.place(self._fit, "on_advance_end", self._after_epoch)
-        self._hooks.place(self._fit.epoch_loop.val_loop, "on_run_start", self._validation_starts)
+        self._hooks.place(self._fit.epoch_loop.val_loop, "run", self._validation)
         self._hooks.place(checkpoint_connector(trainer), "restore_loops", self._restore_loops)
-        self._before_validation = StateBeforeValidation(trainer)
+        for finder, search in searches_of(trainer):
+            self._hooks.place(finder, search, self._search)
+        self._validates = False  # whether a validation is under way, apart from the sanity check
         self._point: Point | None = None
         self._copies = Copies() if options.save_on_exception else None
         self._held: tuple[int, dict[str, Any]] | None = None
@@ -94,14 +96,7 @@ class FitSaver:
         self._resumed = False
         self._begun = False
         self._metrics: Mapping[str, Any] = {}  # those of the checkpoint that the run resumes from
-        self._has_waited = False
         self._is_pruned = False
-        self._gradients = TensorVersions()  # of a module with manual optimization
-        self._has_warned_of_gradients = False
-        self._attributes = UnsavedAttributes(
-            "make tensors of the module buffers (register_buffer), and let on_save_checkpoint() and "
-            "on_load_checkpoint() of the module, or state_dict() and load_state_dict() of the callback, keep the rest"
-        )
 
     @property
     def has_started(self) -> bool:
@@ -116,9 +111,6 @@ class FitSaver:
         """Begin to watch; refuse a directory with checkpoints if the trainer has loaded none."""
         self._stop.begin()
         self._begun = True
-        if not self._trainer.lightning_module.automatic_optimization:
-            self._gradients.watch({"module": self._trainer.lightning_module})
-        self._attributes.begin(self._unsaved_attributes())
         self._position.begin()
         self._fitting.begin(self._options.hyperparameters)
         if self._resumed:
@@ -206,14 +198,22 @@ class FitSaver:
         finally:
             self._fit.max_epochs = limit
 
+    def _search(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Let a run search for a learning rate or a batch size unless it begins with a checkpoint."""
+        if self._begun or not self._resumed:
+            original(*args, **kwargs)
+            return
+        logger.warning(
+            "the run resumes, so that its %s does not search again: the optimizers continue with their saved options, "
+            "and the program has to give the module and its data what was found for them",
+            type(getattr(original, "__self__", None)).__name__,
+        )
+
     # ---- the points at which the state is consistent
 
     def _after_batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         original(fetcher)
         self._store.observer.reached("batch", self._trainer.global_step)
-        self._before_validation.drop()
-        if not self._trainer.lightning_module.automatic_optimization:
-            self._gradients.note({"module": self._trainer.lightning_module})
         step, stop = self._trainer.global_step, self._stop.after_batch()
         if step == self._seen and not stop:
             return
@@ -237,36 +237,43 @@ class FitSaver:
             return
         self._consider(step, "epoch", stop=stop, ended=self._is_over())
 
-    def _validation_starts(self, original: Callable[[], None]) -> None:
-        if self._position.in_validation:
-            if self._trainer.global_step != self._saved and not is_accumulating(self._fit):
-                # A process that fails here would leave the others in the collectives of the validation.
-                with self._store.processes.together("the state before a validation"):
-                    self._before_validation.take(lambda: self._dump("validation"))
-                    self._hold(self._trainer.global_step, "validation")
-            self.during_validation()
-        original()
+    def _validation(self, original: Callable[[], Any]) -> Any:
+        if self._trainer.sanity_checking:
+            return original()
+        step = self._trainer.global_step
+        if self._is_unsaved(step) and not is_accumulating(self._fit):
+            begin_validation(self._fit)
+            self._hold(step, "validation")
+            if self._stop.in_validation():
+                self._save_and_leave(step, "validation")
+        self._validates = True
+        try:
+            return original()
+        finally:
+            self._validates = False
 
     def during_validation(self) -> None:
-        """Leave a validation if the process is to end, as time may run out; save the state from before it."""
-        if not self._position.in_validation or not self._stop.in_validation():
+        """Leave a validation if the process is to end; nothing can be saved within it.
+
+        Callbacks may have put an average in the place of the weights, and modules count, cache and switch their modes.
+        While gradients are being accumulated, the validation runs to its end, and the next update is saved.
+        """
+        if not self._validates or not self._stop.in_validation():
             return
-        step, before = self._trainer.global_step, self._before_validation
-        if step != self._saved:
+        step = self._trainer.global_step
+        if self._is_unsaved(step):
             if is_accumulating(self._fit):
                 return
-            # All processes are at this batch, and must decide alike.
-            if not self._trainer.strategy.reduce_boolean_decision(before.is_intact(), all=True):
-                if not self._has_waited:
-                    self._has_waited = True
-                    logger.warning(
-                        "asked to stop in a validation that changes the module or the optimizer: it runs to its end "
-                        "before step %d is saved",
-                        step,
-                    )
-                return
-            self._save_and_leave(step, "validation", before.checkpoint)
+            if self._held is None:  # Else it is saved as after an exception.
+                logger.warning(
+                    "preempted in the validation after step %d, which is not saved: the run resumes from step %s",
+                    step,
+                    next(iter(self._recorded), 0),
+                )
         self._leave()
+
+    def _is_unsaved(self, step: int) -> bool:
+        return step != self._saved and step not in self._recorded
 
     def notice_metrics(self) -> None:
         """Observe metrics that may be new, and store those that were logged after their step was saved."""
@@ -326,12 +333,11 @@ class FitSaver:
         self._ledger.observe(step, self._trainer.callback_metrics)
         self._held = step, self._copies.of(self._dump(point))
 
-    def _save(self, step: int, point: Point, reason: str, checkpoint: dict[str, Any] | None = None) -> None:
+    def _save(self, step: int, point: Point, reason: str) -> None:
         self._ledger.observe(step, self._trainer.callback_metrics)
         metrics, strategy = self._ledger.of(step), self._trainer.strategy
         with self._trainer.profiler.profile("save_checkpoint"):
-            dump = lambda: checkpoint or self._dump(point)  # noqa: E731
-            self._store.save(step, dump, strategy, metrics=metrics, reason=reason)
+            self._store.save(step, partial(self._dump, point), strategy, metrics=metrics, reason=reason)
             strategy.barrier("CheckpointCallback")
         self._saved, self._recorded = step, {step: metrics}
         self._outdated.discard(step)
@@ -342,8 +348,6 @@ class FitSaver:
         try:
             checkpoint = dump_checkpoint(self._trainer)
             self._warn_of_pruning(checkpoint)
-            self._warn_of_gradients()
-            self._attributes.warn(self._unsaved_attributes)
             return checkpoint
         finally:
             self._point = None
@@ -361,26 +365,9 @@ class FitSaver:
                 shortened(pruned),
             )
 
-    def _warn_of_gradients(self) -> None:
-        """Warn once that a module with manual optimization carries gradients to the next batch."""
-        if not self._has_warned_of_gradients and (carried := self._gradients.gradients(certain=True)):
-            self._has_warned_of_gradients = True
-            logger.warning(
-                "step %d is saved without the gradients of %s, which no optimizer has used yet: no checkpoint of "
-                "Lightning has gradients, so that a run that resumes from one continues without them. Let the "
-                "optimizer use them in the batch that they are of",
-                self._trainer.global_step,
-                shortened(list(carried)),
-            )
-
-    def _unsaved_attributes(self) -> Mapping[str, Any]:
-        parts = silent_parts(self._trainer)
-        lightnings = lightnings_attributes(parts)
-        return {path: mark for path, mark in unsaved_attributes(parts).items() if path not in lightnings}
-
-    def _save_and_leave(self, step: int, point: Point, checkpoint: dict[str, Any] | None = None) -> NoReturn:
+    def _save_and_leave(self, step: int, point: Point) -> NoReturn:
         try:
-            self._save(step, point, "preempted", checkpoint)
+            self._save(step, point, "preempted")
         except SaveFailedError:
             # The save before this one failed. The process is about to end, so the log must report it.
             logger.exception("an earlier save failed; step %d is being saved", step)

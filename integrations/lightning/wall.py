@@ -11,7 +11,6 @@ the first callback is made.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import logging
@@ -20,7 +19,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,26 +47,25 @@ NAMES = {  # by the object of a trainer that has them
         *("epoch_progress", "on_iteration_done"),
     ),
     "fit_loop.epoch_loop": (
-        *("_num_ready_batches_reached", "_on_after_fetch", "_on_before_fetch", "_restarting", "_results"),
+        *("_num_ready_batches_reached", "_on_before_fetch", "_restarting", "_results"),
         *("_should_accumulate", "advance", "batch_progress", "on_advance_end", "on_run_start", "reset"),
     ),
     "fit_loop.epoch_loop.val_loop": (
-        *("_combined_loader", "_has_run", "_last_val_dl_reload_epoch", "batch_progress", "on_run_start", "run"),
+        *("_combined_loader", "_has_run", "_last_val_dl_reload_epoch", "batch_progress", "run"),
         "setup_data",
     ),
 }
 NAMES_OF_CLASSES = {  # of the strategy and the callbacks of a trainer, by the class
     "DDPStrategy": ("_ddp_comm_state", "_ddp_kwargs"),
     "ModelParallelStrategy": ("_save_distributed_checkpoint",),
-    "LearningRateFinder": ("_attr_name", "_early_exit", "_update_attr", "lr_find"),
-    "BatchSizeFinder": ("_batch_arg_name", "_early_exit", "optimal_batch_size", "scale_batch_size"),
+    "LearningRateFinder": ("_early_exit", "lr_find"),
+    "BatchSizeFinder": ("_early_exit", "scale_batch_size"),
 }
 _CONNECTOR = "trainer.connectors.checkpoint_connector"
 NAMES_IN_MODULES = {  # of the package, by the module; for attributes of a class, those that its constructor sets
     "core.saving": ("_load_state", "_pl_migrate_checkpoint"),
-    "utilities.parsing": ("lightning_getattr", "lightning_hasattr", "lightning_setattr"),
     "utilities.combined_loader": (
-        *("CombinedLoader.flattened", "CombinedLoader._iterator", "CombinedLoader._mode"),
+        *("CombinedLoader.flattened", "CombinedLoader._iterator"),
         *("_MaxSizeCycle._consumed", "_ModeIterator.iterators"),
     ),
     "trainer.connectors.signal_connector": ("_HandlersCompose",),
@@ -268,7 +266,7 @@ def forget_unfinished(progress: Any) -> None:
 
 SANITY_CHECK = "_run_sanity_check"
 FIRST_ITERATOR = "_load_combined_loader_states"  # the method of the fit loop that precedes its first iterator
-BEFORE_FETCH, AFTER_FETCH = "_on_before_fetch", "_on_after_fetch"  # methods of the loop over an epoch
+BEFORE_FETCH = "_on_before_fetch"  # a method of the loop over an epoch
 
 
 def kinds_of(thing: Any) -> set[str]:
@@ -279,29 +277,6 @@ def kinds_of(thing: Any) -> set[str]:
 def callbacks_of(trainer: Any, *names: str) -> list[Any]:
     """Return the callbacks of a trainer whose class, or a base of it, has one of the names."""
     return [one for one in trainer.callbacks if not kinds_of(one).isdisjoint(names)]
-
-
-def silent_parts(trainer: Any) -> list[tuple[str, Any]]:
-    """Return by name the module and its parts, and the callbacks of the program, that save nothing of their own."""
-    module = trainer.lightning_module
-    parts = [("module", module)] if _is_silent(module) else [(f"module.{n}", one) for n, one in module.named_children()]
-    own = [one for one in trainer.callbacks if not type(one).__module__.startswith((*_PACKAGES, "holdfast."))]
-    return parts + [(type(one).__qualname__, one) for one in own if _is_silent(one)]
-
-
-def lightnings_attributes(parts: Iterable[tuple[str, Any]]) -> set[str]:
-    """Return by path the attributes that constructors of Lightning's classes set, which Lightning saves if it must."""
-    return {
-        f"{path}.{name}"
-        for path, part in parts
-        for kind in type(part).__mro__
-        if kind.__module__.startswith(_PACKAGES) and "__init__" in vars(kind)
-        for name in vars(kind)["__init__"].__code__.co_names
-    }
-
-
-def _is_silent(part: Any) -> bool:
-    return str(type(part).on_save_checkpoint.__module__).startswith(_PACKAGES)
 
 
 def checkpoint_connector(trainer: Any) -> Any:
@@ -351,77 +326,20 @@ def iterator_of(combined: Any) -> Any:
     return combined._iterator
 
 
-def begin_counting(combined: Any) -> None:
-    """Forget, after the first batch, that a loader had ended, as its state was that of the end of an epoch."""
-    if hasattr(combined._iterator, "_consumed"):
-        combined._iterator._consumed = [False] * len(combined.flattened)
-
-
-class _Ending(Iterator[Any]):
-    """The iterator of a loader that gives None after its end, until all others have ended."""
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self.iterator = iterator
-        self.has_ended = False
-
-    def __next__(self) -> Any:
-        try:
-            return next(self.iterator)
-        except StopIteration:
-            self.has_ended = True
-            raise
-
-
-def stays_ended(combined: Any) -> bool:
-    """Return whether a loader that has ended does not begin again in an epoch that lasts until all have."""
-    return bool(combined._mode == "max_size")
-
-
-def follow_ends(combined: Any) -> None:
-    """Note in this epoch which loaders end, where Lightning does not."""
-    if stays_ended(combined):
-        iterators = combined._iterator.iterators
-        combined._iterator.iterators = [one if isinstance(one, _Ending) else _Ending(one) for one in iterators]
-
-
 def have_ended(combined: Any) -> list[bool]:
-    """Return which loaders have ended in this epoch, where an epoch lasts until all have."""
-    if stays_ended(combined):
-        return [getattr(one, "has_ended", False) for one in combined._iterator.iterators]
+    """Return which loaders have ended in this epoch, where each begins again until all have."""
     return list(getattr(combined._iterator, "_consumed", ()))
 
 
 def set_ended(combined: Any, ended: Sequence[bool]) -> None:
-    """Restore what :func:`have_ended` returned."""
-    if not stays_ended(combined):
-        if ended:
-            combined._iterator._consumed = list(ended)
-        return
-    follow_ends(combined)
-    for iterator, loader, has_ended in zip(combined._iterator.iterators, combined.flattened, ended, strict=False):
-        iterator.has_ended = has_ended
-        if has_ended and iterator.iterator is not loader:  # A loader that is its own iterator may give more.
-            iterator.iterator = iter(())
-
-
-def place_iterator(combined: Any, index: int, iterator: Iterator[Any]) -> None:
-    """Replace the iterator of one loader."""
-    iterators = combined._iterator.iterators
-    if isinstance(one := iterators[index], _Ending):
-        one.iterator = iterator
-    else:
-        iterators[index] = iterator
+    """Restore what :func:`have_ended` returned; a batch that was drawn since then may have ended others."""
+    if hasattr(combined._iterator, "_consumed") and ended:
+        combined._iterator._consumed = [one or now for one, now in zip(ended, have_ended(combined), strict=True)]
 
 
 def draws_ahead(fetcher: Any) -> bool:
     """Return whether a fetcher draws a batch ahead, to detect the last one of data without a length."""
     return fetcher.length is None and hasattr(fetcher, "batches")
-
-
-def draw_ahead(fetcher: Any) -> None:
-    """Draw the first batch ahead, as a fetcher does when it begins."""
-    with contextlib.suppress(StopIteration):
-        fetcher.batches.append(super(type(fetcher), fetcher).__next__())
 
 
 def reloaded_at_epoch(loop: Any) -> Any:
@@ -456,6 +374,11 @@ def restart_in_validation(fit: Any) -> None:
     forget_unfinished(fit.epoch_loop.val_loop.batch_progress)
     fit.epoch_loop.val_loop._has_run = False
     fit.epoch_loop._restarting = True
+
+
+def begin_validation(fit: Any) -> None:
+    """Set the counters of the validation that is to run to 0, as Lightning does a moment later."""
+    fit.epoch_loop.val_loop.batch_progress.reset_on_run()
 
 
 def end_restart(fit: Any) -> None:
@@ -577,15 +500,13 @@ def _entry(metric: Any) -> dict[str, Any]:
     }
 
 
-# ---- Lightning's searches for a learning rate and a batch size, whose results a resumed run keeps
+# ---- Lightning's searches for a learning rate and a batch size
 #
-# ``LearningRateFinder`` and ``BatchSizeFinder`` search in ``on_fit_start``, after a trainer has loaded the weights of a
-# checkpoint and before it loads the optimizers. They write what they find into attributes that no checkpoint of
-# Lightning's holds.
+# ``LearningRateFinder`` and ``BatchSizeFinder`` search in ``on_fit_start``. Where a trainer resumes, that would replace
+# the checkpoint that it has begun to load by the file that the search restores after its trials.
 
 
 _SEARCHES = {"LearningRateFinder": "lr_find", "BatchSizeFinder": "scale_batch_size"}
-_RATES = ("lr", "learning_rate")
 _FILES = (".lr_find", ".scale_batch_size")
 
 
@@ -594,88 +515,11 @@ def is_search_file(path: object) -> bool:
     return os.path.basename(str(path)).startswith(_FILES)
 
 
-class Searches:
-    """The searches of a callback's trainers, and the attributes that they set."""
-
-    def __init__(self) -> None:
-        self._names: set[str] = set()
-        self._hooks: LoopHooks | None = None  # not None while a run starts
-
-    def begin(self, trainer: Any) -> None:
-        """Look for finders among the trainer's callbacks."""
-        for finder, _ in _finders(trainer):
-            self._names.update(_attributes(trainer, finder))
-
-    @staticmethod
-    def are_all(trainer: Any) -> bool:
-        """Return whether a ``Tuner`` has started the trainer, to search and do nothing else."""
-        return any(finder._early_exit for finder, _ in _finders(trainer))
-
-    def found(self, trainer: Any) -> dict[str, Any]:
-        """Return the values of the attributes that finders set."""
-        parsing, module = _parsing(trainer), trainer.lightning_module
-        names = [name for name in sorted(self._names) if parsing.lightning_hasattr(module, name)]
-        return {name: parsing.lightning_getattr(module, name) for name in names}
-
-    def replace(self, trainer: Any, found: Mapping[str, Any]) -> None:
-        """Let each finder set, where it would search, what was found when the run began.
-
-        By then the module has made its optimizers, as in the run that searched. A ``Tuner`` searches before that.
-        """
-        searched = {name for finder, _ in _finders(trainer) for name in _attributes(trainer, finder)}
-        for name in found.keys() - searched:
-            _set(trainer, name, found[name])
-        self.end()
-        hooks = self._hooks = LoopHooks()
-        for finder, search in _finders(trainer):
-            hooks.place(finder, search, functools.partial(_set_instead, trainer, finder, found))
-
-    def end(self) -> None:
-        """Let finders search again, such as those that do so when a later epoch starts."""
-        if self._hooks is not None:
-            self._hooks.remove()
-            self._hooks = None
-
-
-def _finders(trainer: Any) -> list[tuple[Any, str]]:
+def searches_of(trainer: Any) -> list[tuple[Any, str]]:
     """Return the callbacks that search, each with the name of the method that does it."""
     return [(one, search) for name, search in _SEARCHES.items() for one in callbacks_of(trainer, name)]
 
 
-def _attributes(trainer: Any, finder: Any) -> list[str]:
-    """Return the name of the attribute that a finder sets, if it sets one."""
-    if hasattr(finder, "_batch_arg_name"):
-        return [finder._batch_arg_name]
-    if not finder._update_attr:
-        return []
-    names = (finder._attr_name,) if finder._attr_name else _RATES
-    return [name for name in names if _parsing(trainer).lightning_hasattr(trainer.lightning_module, name)][:1]
-
-
-def _set_instead(trainer: Any, finder: Any, found: Mapping[str, Any], *_: Any, **__: Any) -> None:
-    kind = type(finder).__name__
-    for name in _attributes(trainer, finder):
-        if name not in found:
-            logger.warning(
-                "the checkpoint does not hold the %s that %s found when the run began, and a resumed run does not "
-                "search again: it continues with the program's own",
-                name,
-                kind,
-            )
-            continue
-        logger.info("the run resumes with the %s that %s found when it began: %s", name, kind, found[name])
-        _set(trainer, name, found[name])
-        if hasattr(finder, "optimal_batch_size"):
-            finder.optimal_batch_size = found[name]
-            # Loaders that ``configure_optimizers`` has created have the program's own batch size.
-            trainer.fit_loop._combined_loader = trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
-
-
-def _parsing(trainer: Any) -> Any:
-    """Return the module with which a trainer's package finds attributes: of the module, the data, their parameters."""
-    return importlib.import_module(f"{_package(trainer)}.utilities.parsing")
-
-
-def _set(trainer: Any, name: str, value: Any) -> None:
-    if _parsing(trainer).lightning_hasattr(trainer.lightning_module, name):
-        _parsing(trainer).lightning_setattr(trainer.lightning_module, name, value)
+def only_searches(trainer: Any) -> bool:
+    """Return whether a ``Tuner`` has started the trainer, to search and do nothing else."""
+    return any(finder._early_exit for finder, _ in searches_of(trainer))

@@ -44,7 +44,7 @@ class Model(lightning.LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.examples("docs/lightning.md", "python 2")
+@pytest.mark.examples("docs/lightning.md", "python 3")
 def test_models_from_checkpoints(examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     callback = CheckpointCallback("runs/x/checkpoints", save_interval_steps=400, best_fn="loss", best_mode="min")

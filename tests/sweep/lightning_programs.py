@@ -6,13 +6,11 @@ Each program trains for three epochs of five batches; its model has dropout (ran
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as lightning
-import numpy as np
 import torch
 import torchmetrics
 from lightning.pytorch import callbacks
@@ -159,13 +157,14 @@ class StatefulLoader:
         self.resumed = False
 
     def __iter__(self) -> Iterator[Any]:
-        if not self.resumed:
+        if not self.resumed or not self.order:
             self.order, self.place = torch.randperm(len(self.dataset)).tolist(), 0
         self.resumed = False
         while self.place * BATCH_SIZE < len(self.order):
             chosen = self.order[self.place * BATCH_SIZE : (self.place + 1) * BATCH_SIZE]
             self.place += 1
             yield self.dataset[chosen]
+        self.order = []  # The epoch has ended, and the next iterator begins another one.
 
     def state_dict(self) -> dict[str, Any]:
         return {"order": list(self.order), "place": self.place}
@@ -178,6 +177,11 @@ class SizedStatefulLoader(StatefulLoader):
     def __len__(self) -> int:
         return BATCHES
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.place == BATCHES:  # A trainer that knows the length requests no batch behind the last one.
+            self.order = []
+
 
 class Stream(IterableDataset[Any]):
     """Samples in an order of their own, with no length."""
@@ -186,34 +190,6 @@ class Stream(IterableDataset[Any]):
         dataset = samples(BATCHES * BATCH_SIZE, seed=1)
         for index in torch.randperm(len(dataset)).tolist():
             yield dataset[index]
-
-
-class Noise(IterableDataset[Any]):
-    """Draws its samples from a generator of the process, in an order that it shuffles in a buffer as it goes."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def __iter__(self) -> Iterator[Any]:
-        buffer = [self._sample() for _ in range(3)]
-        for _ in range(BATCHES * BATCH_SIZE):
-            place = int(self._draw(1)[0] * len(buffer))
-            yield buffer[place]
-            buffer[place] = self._sample()
-
-    def _sample(self) -> Any:
-        drawn = torch.tensor(self._draw(FEATURES), dtype=torch.float32)
-        return drawn, drawn.sum(0, keepdim=True)
-
-    def _draw(self, count: int) -> list[float]:
-        if self.kind == "torch":
-            return [float(one) for one in torch.rand(count)]
-        return [random.random() if self.kind == "python" else np.random.rand() for _ in range(count)]
-
-
-class SizedNoise(Noise):
-    def __len__(self) -> int:
-        return BATCHES * BATCH_SIZE
 
 
 def _loader(**options: Any) -> DataLoader[Any]:
@@ -233,10 +209,6 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "weighted": lambda: _loader(sampler=WeightedRandomSampler([1.0, 2.0] * 10, BATCHES * BATCH_SIZE)),
     "stateful": SizedStatefulLoader,
     "stream": lambda: DataLoader(Stream(), batch_size=BATCH_SIZE),
-    "noise": lambda: DataLoader(Noise("torch"), batch_size=BATCH_SIZE),
-    "noise of known length": lambda: DataLoader(SizedNoise("torch"), batch_size=BATCH_SIZE),
-    "noise of Python": lambda: DataLoader(Noise("python"), batch_size=BATCH_SIZE),
-    "noise of numpy": lambda: DataLoader(SizedNoise("numpy"), batch_size=BATCH_SIZE),
     "workers": lambda: _loader(shuffle=True, num_workers=2),
     "two": lambda: {"one": _loader(shuffle=True), "short": _short()},
     "stateful and plain": lambda: {"one": SizedStatefulLoader(), "short": _short()},

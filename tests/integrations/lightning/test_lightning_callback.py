@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import lightning.pytorch
 import numpy as np
@@ -132,23 +132,6 @@ def test_what_a_resume_needs_is_never_left_out(program: Any, new_directory: NewD
 
     with pytest.raises(hf.errors.UnsupportedLeafError, match=r"state_dict/secret\._extra_state \(object\)"):
         program.run(new_directory(), callbacks=(Adds(),))
-
-
-def test_batch_drawn_ahead_that_cannot_be_saved(
-    program: Any, new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is drawn again, from the state that the loader had before."""
-
-    class Pair(NamedTuple):
-        inputs: torch.Tensor
-        targets: torch.Tensor
-
-    batches = program.StatefulLoader.__iter__
-    monkeypatch.setattr(program.StatefulLoader, "__iter__", lambda loader: (Pair(*batch) for batch in batches(loader)))
-    whole = program.run(new_directory(), loader="stateful stream")
-    directory = new_directory()
-    program.run(directory, loader="stateful stream", max_steps=2)
-    assert program.run(directory, loader="stateful stream").final == whole.final
 
 
 # ---- which checkpoint a run begins with

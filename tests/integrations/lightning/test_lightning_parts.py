@@ -235,22 +235,20 @@ def test_metrics_are_those_of_the_step_at_which_they_came_up() -> None:
 
 
 class Loader:
-    """Holds generators as data loaders, samplers and datasets do."""
+    """Has a generator, as data loaders and samplers do."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.sampler = type("Sampler", (), {})()
-        self.sampler.rng = np.random.default_rng(seed)
+        self.sampler.generator = np.random.default_rng(seed)
         self.batch_sampler = type("BatchSampler", (), {})()
-        self.batch_sampler.sampler = self.sampler
-        self.dataset = type("Dataset", (), {})()
-        self.dataset.rng = random.Random(seed)
+        self.batch_sampler.sampler = type("Inner", (), {"generator": random.Random(seed)})()
 
     def draw(self) -> list[float]:
         return [
             torch.rand((), generator=self.generator).item(),
-            self.sampler.rng.random(),
-            self.dataset.rng.random(),
+            self.sampler.generator.random(),
+            self.batch_sampler.sampler.generator.random(),
             torch.rand(()).item(),
             float(np.random.rand()),
             random.random(),

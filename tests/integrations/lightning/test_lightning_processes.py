@@ -15,7 +15,7 @@ from tests.sweep.lightning_programs import BATCHES
 
 import holdfast as hf
 from holdfast.integrations.lightning import load_checkpoint
-from holdfast.integrations.lightning.position import check_replicated, check_same_place
+from holdfast.integrations.lightning.resharding import check_replicated, check_same_place
 from holdfast.integrations.lightning.strategies import check_strategy
 
 Run = Callable[..., list[tuple[int, Any, str]]]
@@ -106,41 +106,50 @@ def test_two_processes_write_one_checkpoint(finish: Callable[..., list[Any]], tm
 
 
 @pytest.mark.parametrize(
-    ("kind", "who", "step", "options"),
+    ("who", "step", "options"),
     [
-        pytest.param("signal_after", 1, 3, {}, id="one process"),
-        pytest.param("signal_after", 0, 1, {"loader": "stateful"}, id="process 0, stateful loaders", marks=SWEEP),
-        pytest.param("signal_after", "all", 6, {"loader": "stateful"}, id="all", marks=SWEEP),
-        pytest.param("signal_in_validation_after", 1, 6, {}, id="in a validation", marks=SWEEP),
-        pytest.param("signal_in_validation_after", 0, 5, {"loader": "stateful"}, id="validation, stateful loaders"),
-        pytest.param(
-            "signal_in_validation_after",
-            1,
-            6,
-            {"average": True},
-            id="validation of an average",
-            marks=pytest.mark.needs("lightning", "2.6"),
-        ),
-        pytest.param("signal_after", 1, 3, {"strategy": "ddp with own buffers"}, id="own buffers"),
-        pytest.param("signal_after", 1, 4, {"strategy": "fsdp2"}, id="FSDP2"),
+        pytest.param(1, 3, {}, id="one process"),
+        pytest.param(0, 1, {"loader": "stateful"}, id="process 0, stateful loaders", marks=SWEEP),
+        pytest.param("all", 6, {"loader": "stateful"}, id="all", marks=SWEEP),
+        pytest.param(1, 3, {"average": True}, id="an average", marks=[SWEEP, pytest.mark.needs("lightning", "2.6")]),
+        pytest.param(1, 3, {"strategy": "ddp with own buffers"}, id="own buffers"),
+        pytest.param(1, 4, {"strategy": "fsdp2"}, id="FSDP2"),
     ],
 )
 def test_a_preempted_run_goes_on_bit_for_bit(
     finish: Callable[..., list[Any]], stop: Callable[..., None], whole: Callable[..., list[Any]],
-    tmp_path: Path, kind: str, who: int | str, step: int, options: dict[str, Any],
+    tmp_path: Path, who: int | str, step: int, options: dict[str, Any],
 ) -> None:  # fmt: skip
-    stop(tmp_path, checkpoint=NEVER, **{kind: [who, step]}, **options)
+    stop(tmp_path, checkpoint=NEVER, signal_after=[who, step], **options)
     [saved] = hf.list_checkpoints(tmp_path)
     assert saved.reason == "preempted"
     assert step <= saved.step
     if "average" in options:  # what Lightning has as the state dict is the average, and the weights are beside it
         parts = hf.load(tmp_path, item="state", select=["state_dict/head.*", "current_model_state/head.*"])
         assert parts["state_dict"]["head.weight"].tolist() != parts["current_model_state"]["head.weight"].tolist()
-    checkpoint = NEVER if kind == "signal_in_validation_after" else {**NEVER, "load_and_broadcast": True}
-    resumed = finish(tmp_path, checkpoint=checkpoint, seed=7, **options)
+    resumed = finish(tmp_path, checkpoint={**NEVER, "load_and_broadcast": True}, seed=7, **options)
     assert [report["first_step"] for report in resumed] == [saved.step] * 2
     assert compared(resumed) == compared(whole(**options))
     assert resumed[0]["random"] != resumed[1]["random"]
+
+
+@pytest.mark.parametrize(
+    ("who", "step", "options"),
+    [
+        pytest.param(1, 6, {}, id="one process", marks=SWEEP),
+        pytest.param(0, 5, {"loader": "stateful"}, id="stateful loaders"),
+        pytest.param(1, 6, {"average": True}, id="an average", marks=pytest.mark.needs("lightning", "2.6")),
+    ],
+)
+def test_a_run_that_is_preempted_in_a_validation_goes_on_from_the_step_before(
+    finish: Callable[..., list[Any]], stop: Callable[..., None], whole: Callable[..., list[Any]],
+    tmp_path: Path, who: int, step: int, options: dict[str, Any],
+) -> None:  # fmt: skip
+    stop(tmp_path, signal_in_validation_after=[who, step], **options)
+    saved = hf.list_checkpoints(tmp_path)[-1].step
+    resumed = finish(tmp_path, checkpoint=NEVER, seed=7, **options)
+    assert [report["first_step"] for report in resumed] == [saved] * 2
+    assert compared(resumed) == compared(whole(**options))
 
 
 @pytest.mark.parametrize("who", [0, pytest.param(1, marks=SWEEP)])
@@ -299,14 +308,14 @@ def numbers(folder: Path) -> list[int]:
     return sorted(int(line) for path in folder.glob("seen-*") for line in path.read_text().split())
 
 
-def test_one_position_of_all_processes_stopped_twice_in_a_validation(
+def test_one_position_of_all_processes_stopped_before_a_validation_and_in_it(
     run_together: Run, stop: Callable[..., None], tmp_path: Path
 ) -> None:
-    """Data without a length is drawn one batch ahead, by a resume as well, which the second stop saves."""
+    """Data without a length is drawn one batch ahead, by a resume as well."""
     options = {"checkpoint": NEVER, "loader": "of all", "max_steps": 6, "max_epochs": -1, "val_check_interval": 2}
     directory = tmp_path / "run"
 
-    stop(directory, count=2, **options, signal_in_validation_after=["all", 2])
+    stop(directory, count=2, **options, signal_after=["all", 1])
     stop(directory, count=2, **options, signal_in_validation_after=["all", 2])
     [(status, _, said)] = run_together(directory, 1, **options)
 
@@ -339,10 +348,9 @@ def test_a_position_of_all_processes_that_is_not_found_again_is_refused() -> Non
     """A loader that ended first began again in the epoch before, so that its state is not where its iterator began."""
     saved = {"replicated": [1], "loaders": [{"place": 1}, {"place": 24}], "consumed": 1}
     check_same_place(saved, [At(1), At(24)])
-    check_same_place({**saved, "rescaled": 2}, [At(7), At(24)])
-    for loaders, number in (([At(1), At(36)], 1), ([At(7), At(24)], 0)):
-        with pytest.raises(hf.errors.StateError, match=f"the data loader of loaders/{number}, which was at"):
-            check_same_place(saved, loaders)
+    check_same_place(saved, [At(7), At(24)])  # The state of the first is its own affair.
+    with pytest.raises(hf.errors.StateError, match="the data loader of loaders/1, which was at"):
+        check_same_place(saved, [At(1), At(36)])
 
 
 class At:
@@ -474,10 +482,10 @@ def test_a_trainer_that_starts_the_others_itself(
     assert [report["first_step"] for report in resumed] == [saved.step] * 2
 
 
-@pytest.mark.examples("docs/lightning.md", "python 1", "console 1")
+@pytest.mark.examples("docs/lightning.md", "python 2", "console 1")
 def test_the_page(examples: Examples, run_together: Run, tmp_path: Path) -> None:
     assert examples.commands()[1] == "torchrun --nproc-per-node 2 train_lightning.py"
-    ended = run_together(tmp_path, page=examples["python 1"])
+    ended = run_together(tmp_path, page=examples["python 2"])
     assert [status for status, _, _ in ended] == [0, 0], ended[0][2]
     assert "\n80 steps\n" in ended[0][2]
     assert hf.CheckpointManager(tmp_path / "runs" / "ddp").all_steps() == [20, 40, 60, 80]

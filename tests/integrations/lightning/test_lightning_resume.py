@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from tests.fixtures import StoredFiles
 from tests.lightning_advice import ADVICE
@@ -171,71 +169,54 @@ def test_two_optimizers(program: Any, new_directory: NewDirectory) -> None:
 
 
 class Draws(torch.utils.data.IterableDataset[Any]):
-    """Shuffles in a buffer with the generator of the process, from which the model's dropout draws, too."""
+    """Shuffles in a buffer, with a generator that each epoch seeds; ``kind`` says from which it draws."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
 
     def __iter__(self) -> Iterator[Any]:
-        buffer = list(torch.rand(4, 3))
+        own = torch.Generator().manual_seed(int(torch.randint(1 << 62, ())))
+        generator = own if self.kind == "a generator of its own" else None
+        buffer = list(torch.rand(4, 3, generator=generator))
         for _ in range(20):
-            place = int(torch.randint(len(buffer), ()))
+            place = int(torch.randint(len(buffer), (), generator=generator))
             yield buffer[place], buffer[place].sum(0, keepdim=True)
-            buffer[place] = torch.rand(3)
+            buffer[place] = torch.rand(3, generator=generator)
 
 
-class SizedDraws(Draws):
-    def __len__(self) -> int:
-        return 20
-
-
-@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
-@pytest.mark.parametrize("kind", [Draws, SizedDraws])
-@pytest.mark.parametrize("variant", [{}, {"val_check_interval": 3}], ids=str)
-def test_a_dataset_that_draws_in_the_process_of_the_model(
-    program: Any,
-    new_directory: NewDirectory,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: type[Draws],
-    variant: dict[str, Any],
-    every: bool,
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("kind", ["a generator of its own", "a worker"])
+def test_a_dataset_that_draws(
+    program: Any, new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch, kind: str, every: bool
 ) -> None:
-    monkeypatch.setattr(program, "training_loader", lambda _: DataLoader(kind(), batch_size=program.BATCH_SIZE))
-    # Together, both kinds are saved at and interrupted after every step of these with every variant.
-    part = slice(None) if every else slice([Draws, SizedDraws].index(kind), None, 2)
-    check(program, new_directory, [2, 4, 5, 8][part], **variant)
-
-    def fit(directory: str, signal_at: int | None = None) -> dict[str, Any]:
-        class Signalled(program.Model):  # type: ignore[misc]
-            def on_train_batch_end(self, *args: Any) -> None:  # after the hooks of all callbacks
-                super().on_train_batch_end(*args)
-                if self.trainer.global_step == signal_at:
-                    signal.raise_signal(signal.SIGTERM)
-
-        torch.manual_seed(1 if signal_at else 2)
-        callback, recorder = (
-            CheckpointCallback(directory, save_interval_steps=1000, save_at_end=False),
-            program.Recorder(),
-        )
-        trainer = Trainer(callbacks=[callback, recorder], max_epochs=3, **program.QUIET, **variant)
-        module = Signalled()
-        trainer.fit(module, program.training_loader(""), program.validation_loader())
-        return dict(program.Outcome(trainer, module, recorder).final)
-
-    whole = fit(new_directory(), 100)
-    for step in [3, 5, 7, 8][part]:
-        directory = new_directory()
-        with pytest.raises(SystemExit):
-            fit(directory, step)
-        assert fit(directory) == whole, f"preempted at the end of step {step}"
+    """A dataset that draws from the generator of the model, in its process, would draw other numbers."""
+    options = {"batch_size": program.BATCH_SIZE, "num_workers": int(kind == "a worker")}
+    monkeypatch.setattr(program, "training_loader", lambda _: DataLoader(Draws(kind), **options))
+    check(program, new_directory, [2, 4, 5, 8] if every else [2, 5])
 
 
-def test_more_random_numbers_than_are_noted(
+def add_unknown(module: Any, checkpoint: dict[str, Any]) -> None:
+    """Adds to checkpoints what earlier versions have saved."""
+    if (position := checkpoint.get("holdfast")) is not None:
+        position["random"]["attributes"] = {"0.loader.count": 3}
+        position["random"]["loaders"] = {"0.dataset.rng": torch.zeros(2), "0.dataset.transform.rng": torch.zeros(2)}
+        position |= {"found": {"lr": 0.1}, "earlier": []}
+
+
+def test_what_a_step_of_an_earlier_version_has_more_is_named(
     program: Any, new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(program, "training_loader", lambda _: DataLoader(Draws(), batch_size=program.BATCH_SIZE))
-    for most, said in ((5, False), (2, True)):
+    monkeypatch.setattr(program.Model, "on_save_checkpoint", add_unknown)
+    for step in (2, 5):  # within an epoch, and at its end
+        directory = new_directory()
+        interrupt(program, directory, step)
         caplog.clear()
-        monkeypatch.setattr("holdfast.integrations.lightning.position.MOST", most)
-        program.run(new_directory(), checkpoint=NEVER)
-        assert caplog.text.count("draws random numbers in the process that trains (num_workers=0)") == said
+        program.run(directory, checkpoint=NEVER, max_steps=step + 1)
+        (told,) = [one.getMessage() for one in caplog.records if "an earlier version of holdfast" in one.getMessage()]
+        assert (
+            "has more than a resume restores now: attributes of data loaders (0.loader.count); generators of data "
+            "loaders (0.dataset.rng, 0.dataset.transform.rng); results of searches (lr)."
+        ) in told
 
 
 @pytest.mark.parametrize("loader", ["shuffled", "stateful stream"])
@@ -297,7 +278,6 @@ def test_schedules(program: Any, new_directory: NewDirectory, schedule: str, eve
     "options",
     [
         pytest.param({"limit_train_batches": 3}, id="part of the data"),
-        pytest.param({"limit_train_batches": 3, "loader": "stateful"}, id="part of a stateful loader's data"),
         pytest.param({"reload_dataloaders_every_n_epochs": 1}, id="new loaders every epoch"),
         pytest.param({"reload_dataloaders_every_n_epochs": 2, "max_epochs": 3}, id="new loaders every other epoch"),
         pytest.param({"max_steps": 12}, id="max_steps and max_epochs"),
@@ -387,9 +367,10 @@ def test_signal_in_the_middle_of_a_validation(
             directory = new_directory()
             recorder = program.Recorder(signal_in_validation_after=step)
             with pytest.raises(SystemExit) as caught:
-                program.run(directory, recorder=recorder, checkpoint=NEVER, **options)
+                program.run(directory, recorder=recorder, **options)  # It saves every step.
             assert caught.value.code == 143
-            resumed = program.run(directory, seed=2, checkpoint=NEVER, **options)
+            resumed = program.run(directory, seed=2, **options)
+            assert resumed.recorder.first_step < step
             assert resumed.final == whole.final
             # The validation is begun anew: its result is that of all its batches.
             assert recorder.events + resumed.recorder.events == whole.recorder.events
@@ -445,179 +426,3 @@ def test_a_new_learning_rate_that_does_not_count_is_said(tmp_path: Path, caplog:
         assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1
         said = "optimizer_0.param_groups[0].lr (program 0.4, saved 0.1)" in caplog.text
         assert said == (rate == 0.4)
-
-
-class Manual(LightningModule):
-    """Optimizes by itself: a second backward after the step, whose gradients the next step uses, or clears."""
-
-    automatic_optimization = False
-
-    def __init__(self, carries: bool) -> None:
-        super().__init__()
-        self.layer, self.carries = torch.nn.Linear(1, 1), carries
-
-    def training_step(self, batch: Any) -> None:
-        optimizer: Any = self.optimizers()
-        if not self.carries:
-            optimizer.zero_grad()
-        self.manual_backward(self.layer(batch).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        self.manual_backward(self.layer(batch).abs().mean())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize("carries", [True, False])
-def test_gradients_that_a_module_carries_to_the_next_batch_are_said(
-    carries: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = Trainer(
-        max_steps=6,
-        accelerator="cpu",
-        callbacks=[CheckpointCallback(tmp_path, save_interval_steps=2)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    ones: Any = torch.ones(8, 1)
-    trainer.fit(Manual(carries), torch.utils.data.DataLoader(ones))
-    said = [one.getMessage() for one in caplog.records if "without the gradients" in one.getMessage()]
-    expected = "step 2 is saved without the gradients of module.layer.weight, module.layer.bias, which no optimizer"
-    assert [text.startswith(expected) for text in said] == [True] * carries
-
-
-class Counting(LightningModule):
-    """Keeps in attributes what it has seen; ``keeps`` returns all of it with every checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.outputs: list[torch.Tensor] = []  # of an epoch, as Lightning's guide has it
-        self.seen, self.width, self.last = 0, 1, None
-        self.state = torch.zeros(1)
-        self.passing: torch.Tensor
-        self.register_buffer("passing", torch.zeros(1), persistent=False)
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = self.layer(batch).square().mean()
-        self.outputs.append(loss.detach())
-        self.state = torch.zeros(1)  # perhaps where the tensor before it was
-        self.passing += 1
-        self.seen += len(batch)
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.outputs.clear()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Keeping(Counting):
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["counted"] = self.seen, self.passing, self.outputs
-
-
-class Averages(Callback):
-    """An average of the weights, and how often it was updated."""
-
-    def __init__(self) -> None:
-        self.average: dict[str, torch.Tensor] = {}
-        self.updates = 0
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        self.average |= {name: one.clone() for name, one in module.state_dict().items()}
-        self.updates += 1
-
-
-class KeptAverages(Averages):
-    def state_dict(self) -> dict[str, Any]:
-        return {"average": self.average, "updates": self.updates}
-
-
-class Holding(Keeping):
-    """Has a part that no checkpoint has and that changes at the ends of epochs only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = Replay()
-
-    def on_train_epoch_end(self) -> None:
-        super().on_train_epoch_end()
-        self.part.fill()
-
-
-class Replay(torch.nn.Module):
-    """Has large arrays and containers, one with tensors as keys, a generator, and metrics, which a checkpoint has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given = np.zeros((1 << 16, 4))
-        self.drawn = np.zeros((1 << 16, 4))
-        self.lengths = dict.fromkeys(range(5000), 0)
-        self.known = list(range(5000))
-        self.counts = {torch.zeros(3): 1}
-        self.rows = [np.zeros(3), np.zeros(3)]
-        self.phase, self.kinds, self.random = "begin", {"a"}, np.random.default_rng(0)
-        self.scores = torchmetrics.MetricCollection([torchmetrics.MeanMetric(), torchmetrics.SumMetric()])
-
-    def fill(self) -> None:
-        self.drawn[0] = 1
-        self.lengths[5000] = 1
-        self.counts = {torch.zeros(4): 1}
-        self.rows[1][2] = 1
-        self.phase, self.kinds = "main", {"b"}
-        self.random.random()
-        self.scores.update(torch.ones(1))
-
-
-class Patient(callbacks.EarlyStopping):
-    """Counts in an attribute of its own, and in one that Lightning's class saves."""
-
-    def __init__(self) -> None:
-        super().__init__("loss", check_on_train_epoch_end=False)
-        self.updates = 0
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.updates += 1
-        self.wait_count += 1
-
-
-@pytest.mark.parametrize(
-    ("module", "callback", "every", "names"),
-    [
-        (Keeping, Patient, 3, ["Patient.updates"]),
-        (
-            Holding,
-            KeptAverages,
-            3,
-            [f"module.part.{name}" for name in ("drawn", "lengths", "counts", "rows", "phase", "kinds", "random")],
-        ),
-        (Counting, KeptAverages, 3, ["module.outputs", "module.seen", "module.state", "module.passing"]),
-        (Counting, KeptAverages, 4, ["module.seen", "module.state", "module.passing"]),  # saved at the end of an epoch
-        (Keeping, Averages, 3, ["Averages.average", "Averages.updates"]),
-        (Keeping, KeptAverages, 3, []),
-    ],
-)
-def test_attributes_that_training_changes_and_no_checkpoint_has_are_named(
-    module: type[Counting],
-    callback: Callable[[], Callback],
-    every: int,
-    names: list[str],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    trainer = Trainer(
-        max_steps=8,
-        accelerator="cpu",
-        callbacks=[CheckpointCallback(tmp_path, save_interval_steps=every), callback()],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    ones: Any = torch.ones(4, 1)
-    trainer.fit(module(), torch.utils.data.DataLoader(ones))
-    said = [one.getMessage() for one in caplog.records if "no state_dict() has" in one.getMessage()]
-    assert [text.partition("not saved: ")[2].partition(". If")[0] for text in said] == [", ".join(names)] * bool(names)

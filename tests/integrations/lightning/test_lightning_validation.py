@@ -1,4 +1,4 @@
-"""What a run saves when it has to end in a validation belongs to the batch before the validation."""
+"""A run that has to end in a validation leaves it at once; one that has to end before it saves, and validates later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import lightning.pytorch as lightning
 import pytest
 from tests.lightning_advice import ADVICE
 from tests.sweep.lightning_programs import AVERAGES, SETUPS
-from tests.sweep.lightning_runs import Interruption, Program
+from tests.sweep.lightning_runs import NEVER, Interruption, Program
 
 pytestmark = [
     *ADVICE,
@@ -37,13 +37,17 @@ CASES = {
 
 
 def check(new_directory: NewDirectory, setup: str, *interruptions: Interruption) -> list[Program]:
-    """Interrupts a program, and compares it with the whole run; gives the programs that did it together."""
+    """Interrupts a program, and compares it with the whole run; gives the programs that did it together.
+
+    A signal before a validation saves; one within it loses what is not saved, so that such a program saves every step.
+    """
     whole = Program(new_directory(), setup, "shuffled")
     whole.fit()
     directory = new_directory()
     parts = []
     for seed, interruption in enumerate([*interruptions, None], start=1):
-        parts.append(Program(directory, setup, "shuffled", seed=seed))
+        every = 1 if any(one.kind == "signal in validation" for one in interruptions) else NEVER
+        parts.append(Program(directory, setup, "shuffled", seed=seed, every=every))
         assert parts[-1].fit(interruption) == (None if interruption is None else 143)
     assert parts[-1].final() == whole.final()
     assert {key: value for part in parts for key, value in part.recorder.events.items()} == whole.recorder.events
@@ -81,13 +85,13 @@ def test_left_twice_in_the_same_validation(new_directory: NewDirectory) -> None:
     check(new_directory, "EMA", in_validation, in_validation)
 
 
-def test_a_validation_that_changes_what_was_not_copied_runs_to_its_end(
+def test_a_validation_is_left_with_its_first_batch(
     new_directory: NewDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "holdfast"):
         first, _ = check(new_directory, "counts validation batches", Interruption("signal in validation", 3, 0))
-    assert "asked to stop in a validation that changes the module" in caplog.text
-    assert first.recorder.validations == [3]
+    assert "preempted in the validation after step 3, which is not saved: the run resumes from step 2" in caplog.text
+    assert first.recorder.validations == []
 
 
 class CountsStates(lightning.Callback):
@@ -98,8 +102,8 @@ class CountsStates(lightning.Callback):
         return {}
 
 
-def test_nothing_is_copied_where_a_validation_runs_no_hooks_of_the_program(new_directory: NewDirectory) -> None:
-    program = Program(new_directory(), "validation within epochs", "shuffled")
+def test_nothing_is_captured_before_a_validation(new_directory: NewDirectory) -> None:
+    program = Program(new_directory(), "swap by hand", "shuffled")
     counts = CountsStates()
     program.trainer.callbacks.insert(0, counts)
     program.fit()

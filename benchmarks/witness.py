@@ -1,0 +1,178 @@
+"""``python -m benchmarks.witness``: what the records of the steps after a save cost.
+
+A record of 400 and of 10,000 leaves of numpy, torch and jax on the CPU, and on a GPU where there is one: the first of a
+process, which searches the state, and the median of later ones, by processor time. Then the mean step of a training
+loop with and without the witness, in pairs of runs in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+import holdfast as hf
+from holdfast.engine.witness import Recorder, Seen
+
+from .goals import Goal
+from .results import add_table_arguments, describe_machine
+from .runner import tell
+from .table import aligned, goal_rows, markdown
+
+LEAVES = (400, 10_000)
+LIMITS = {400: 1.0, 10_000: 10.0}  # milliseconds of a record
+FIRST = 500.0  # milliseconds of the first record of a process
+STEP = 30.0, 0.001  # microseconds, or the part of a step, that the loop's mean step may take longer
+SAVE_EVERY = 100  # steps
+
+States = dict[str, Callable[[int], tuple[Any, Callable[[Any], Any]]]]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, and print a table; return 1 where ``--check`` was given and a goal was missed."""
+    options = _parser().parse_args(arguments)
+    options.directory.mkdir(parents=True, exist_ok=True)
+    rows, found = [["state", "leaves", "first record", "a record", "without attributes"]], []
+    for name, make in states().items():
+        for count in options.leaves or LEAVES:
+            first, later = records(make, count, options.rounds)
+            rows.append([name, f"{count:,}", f"{first:.1f} ms", f"{later[0]:.2f} ms", f"{later[1]:.2f} ms"])
+            limit = LIMITS.get(count, LIMITS[max(LIMITS)])
+            found += [
+                Goal(name=f"a record, {name}, {count:,} leaves", value=max(later), limit=limit, unit=" ms"),
+                Goal(name=f"the first record, {name}, {count:,} leaves", value=first, limit=FIRST, unit=" ms"),
+            ]
+            tell(f"{name}, {count:,} leaves: {later[1]:.2f} ms")
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=options.directory.resolve()) as temporary:
+        without, longer = loop(Path(temporary), options.steps, options.rounds)
+        machine = describe_machine(Path(temporary))
+    limit = max(STEP[0], STEP[1] * without * 1e6)
+    found.append(Goal(name=f"the mean step of {without * 1e3:.2f} ms", value=longer * 1e6, limit=limit, unit=" µs"))
+    lay_out = markdown if options.markdown else aligned
+    facts = ", ".join(f"{key} {value}" for key, value in machine.items())
+    print("\n\n".join([lay_out(rows), f"Medians of {options.rounds}. {facts}", lay_out(goal_rows(found))]))
+    return int(options.check and not all(goal.met for goal in found))
+
+
+def records(
+    make: Callable[[int], tuple[Any, Callable[[Any], Any]]], count: int, rounds: int
+) -> tuple[float, tuple[float, float]]:
+    """Return the milliseconds of the first record, and of later ones at a save and after one."""
+    state, step = make(count)
+    state = step(state)
+    began = time.process_time()
+    recorder = Recorder(Seen(step=0, root={"state": state}))
+    recorder.take(1, Seen(step=1, root={"state": state}, metrics={"loss": 0.5})).finish()
+    first = time.process_time() - began
+    taken: dict[int, list[float]] = {0: [], 1: []}
+    for turn in range(3 * rounds):
+        state = step(state)
+        seen = Seen(step=turn, root={"state": state}, metrics={"loss": 0.5})
+        for k, times in taken.items():
+            began = time.process_time()
+            recorder.take(k, seen).finish()
+            times.append(time.process_time() - began)
+    return 1e3 * first, (1e3 * median(taken[0]), 1e3 * median(taken[1]))
+
+
+def loop(directory: Path, steps: int, rounds: int) -> tuple[float, float]:
+    """Return the seconds of a mean step without the witness, and by how much it is longer with it."""
+    import torch
+
+    torch.manual_seed(0)
+    data = torch.randn(512, 64)
+
+    def run(place: Path, witness: bool) -> float:
+        layers = [torch.nn.Linear(64, 64) for _ in range(34)]
+        model = torch.nn.Sequential(*layers)
+        optimizer = torch.optim.Adam(model.parameters(), 1e-4)
+        with hf.CheckpointCallback(place, save_interval_steps=SAVE_EVERY, max_to_keep=2, witness=witness) as checkpoint:
+            state, _ = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
+            for number in range(1, steps + 1):
+                if number == SAVE_EVERY:
+                    began = time.perf_counter()
+                loss = model(data).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                checkpoint.on_step(number, state, metrics={"loss": loss})
+            return (time.perf_counter() - began) / (steps - SAVE_EVERY)
+
+    pairs = []
+    for turn in range(rounds + 1):
+        ways = [(False, 0), (True, 1)]
+        pair = [0.0, 0.0]
+        for witness, place in ways if turn % 2 else reversed(ways):
+            pair[place] = run(directory / f"{turn}-{place}", witness)
+        if turn:  # The first pair warms up.
+            pairs.append(pair)
+            tell(f"loop, round {turn}: {pair[0] * 1e3:.3f} ms a step, {(pair[1] - pair[0]) * 1e6:+.0f} µs")
+    return median(pair[0] for pair in pairs), median(pair[1] - pair[0] for pair in pairs)
+
+
+# ---- states
+
+
+def states() -> States:
+    """Return what makes a state with so many leaves, and a function that does a step, for each library."""
+    found: States = {"numpy": _numpy, "torch": _torch, "jax": _jax}
+    import torch
+
+    if torch.cuda.is_available():
+        found["torch, cuda"] = lambda count: _torch(count, "cuda")
+    return found
+
+
+def _numpy(count: int) -> tuple[Any, Callable[[Any], Any]]:
+    generator = np.random.default_rng(0)
+    state = {f"layer{index}": generator.normal(size=(16, 16)).astype(np.float32) for index in range(count)}
+    return state, lambda old: {name: value * np.float32(0.99) for name, value in old.items()}
+
+
+def _torch(count: int, device: str = "cpu") -> tuple[Any, Callable[[Any], Any]]:
+    import torch
+
+    # Weight and bias, and for each of them two moments and a counter.
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, device=device) for _ in range(max(1, count // 8))))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4)
+
+    def step(state: Any) -> Any:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.1)
+        optimizer.step()
+        return state
+
+    return {"model": model, "optimizer": optimizer}, step
+
+
+def _jax(count: int) -> tuple[Any, Callable[[Any], Any]]:
+    import jax
+
+    state, _ = _numpy(count)
+    step = jax.jit(lambda old: {name: value * 0.99 for name, value in old.items()}) if count < 1000 else None
+
+    def ready(old: Any) -> Any:
+        new = step(old) if step is not None else {name: value * 0.99 for name, value in old.items()}
+        return jax.block_until_ready(new)
+
+    return jax.device_put(state), ready
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.witness", description=__doc__)
+    parser.add_argument("--leaves", type=int, action="append", help="leaves of a state; 400 and 10000 unless given")
+    parser.add_argument("--steps", type=int, default=1100, help="steps of a run of the loop; 1100 unless given")
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each number; 7 unless given")
+    add_table_arguments(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

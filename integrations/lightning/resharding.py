@@ -1,0 +1,109 @@
+"""The position of a run in its data, where another number of processes continues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...engine.distributed import ProcessGroup
+from ...engine.errors import StateError
+from ...engine.generators import differing_parts, listed_parts, same_state
+from ..options import Reshard
+from .epoch import loader_states
+
+
+def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None) -> bool:
+    """Return whether all data loaders declared one state for all processes; refuse states that differ."""
+    replicated = saved.get("replicated", [])
+    if any(len(share["loaders"]) <= max(replicated, default=-1) for share in shares or [saved]):
+        raise StateError(
+            f"the step declares {len(replicated)} data loaders whose state is the same in all processes "
+            "(replicated_state), and does not hold their states, so the position in the data is not known: name an "
+            "earlier step with fit(ckpt_path=...), or delete this step, and the run resumes from the one before it"
+        )
+    for index in replicated:
+        states = [share["loaders"][index] for share in shares or [saved]]
+        other = next((state for state in states if not same_state(state, states[0])), None)
+        if other is not None:
+            raise StateError(
+                f"the data loader of loaders/{index} declares that its state is the same in all processes "
+                f"(replicated_state), and {len(states)} processes saved different ones: {states[0]!r:.80} and "
+                f"{other!r:.80} (different: {listed_parts(differing_parts(states[0], other))}); leave out of the state "
+                "what differs without a batch, such as a time; resume from a step before they differed, or as "
+                f"{len(states)} processes without the declaration"
+            )
+    return bool(replicated) and len(replicated) == len(saved["loaders"]) and not saved.keys() & {"epoch", "ahead"}
+
+
+def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
+    """Refuse global generators that are declared to be those of all processes, and that differ."""
+    own = ("loaders", "attributes")
+    states = [{name: one for name, one in share["random"].items() if name not in own} for share in shares]
+    for state in states:
+        if differing := [name for name in states[0] if not same_state(state.get(name), states[0][name])]:
+            raise StateError(
+                f"replicated names 'global_generators', and the {len(states)} processes of the checkpoint saved "
+                f"different states of {', '.join(differing)}: seed and draw alike on all processes; or leave the name "
+                "out, and each generator belongs to the rank that saved it"
+            )
+
+
+def check_same_place(saved: dict[str, Any], loaders: Sequence[Any]) -> None:
+    """Raise StateError where the batches drawn again took a loader with a position of all processes elsewhere."""
+    declared = saved.get("replicated", ())
+    for index, (state, before) in enumerate(zip(loader_states(loaders), saved["loaders"], strict=True)):
+        if index not in declared or same_state(state, before):
+            continue
+        raise StateError(
+            f"the {saved['consumed']} batches of the epoch, drawn again, end at {state!r:.80} for the data "
+            f"loader of loaders/{index}, which was at {before!r:.80} "
+            f"(different: {listed_parts(differing_parts(state, before))}). Leave out of its state what differs "
+            "without a batch, such as a time, and let load_state_dict bring back the rest. If another number of "
+            "processes continues, change the batch sizes of the loaders beside it, so that all processes together "
+            "take as many samples as before"
+        )
+
+
+def reshard_states(
+    saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None, reshard: Reshard | None, processes: ProcessGroup
+) -> None:
+    """Replace the saved states of data loaders by those that ``reshard`` makes for this process."""
+    owners = {"": saved, "epoch/": saved.get("epoch", {})}  # at the save, and at the start of the epoch
+    replicated = saved.get("replicated", ())  # those are the same in all processes
+    places = [
+        (prefix, index)
+        for prefix, one in owners.items()
+        for index in range(len(one.get("loaders", ())))
+        if index not in replicated
+    ]
+    has_ahead = any("ahead" in share for share in shares or [saved])
+    names = [f"{prefix}loaders/{index}" for prefix, index in places] + ["ahead"] * has_ahead
+    if not names:
+        return
+    if shares is None or reshard is None:
+        way = (
+            "continue with as many shares as before"
+            if shares is None
+            else "give CheckpointCallback reshard=, a function of (name, states, process_index, process_count) that "
+            "returns the state of one process"
+        )
+        raise StateError(
+            f"the checkpoint was saved with the training data divided among {saved.get('replicas', 1)} processes, and "
+            f"another number is to continue: the states of its data loaders ({', '.join(names)}) are places in the "
+            "data of one process each, and nothing says which belong to other processes. Use data loaders without a "
+            f"state, whose batches are counted, from the start of a run; or {way}"
+        )
+    for prefix, index in places:
+        states = [(share["epoch"] if prefix else share)["loaders"][index] for share in shares]
+        mine = reshard(f"{prefix}loaders/{index}", states, processes.index, processes.count)
+        owners[prefix]["loaders"] = [*owners[prefix]["loaders"][:index], mine, *owners[prefix]["loaders"][index + 1 :]]
+    if has_ahead:
+        saved["ahead"] = reshard("ahead", [share.get("ahead") for share in shares], processes.index, processes.count)
+
+
+def describe_left(before: int, now: int, draws_alike: bool) -> str:
+    """Describe what happens to state that belongs to single processes."""
+    what = "averages over the epoch" if draws_alike else "random generators and averages over the epoch"
+    if now > before:
+        return f"Processes from {before} on begin with fresh {what}"
+    return f"The {what} that processes from {now} on had are left" if now < before else ""

@@ -1,0 +1,382 @@
+"""Records of steps: what is sampled, what a comparison says, and files that are damaged or of something else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]  # it ships no types
+import pytest
+import torch
+from flax import nnx
+from flax.training.train_state import TrainState
+
+from holdfast import graph
+from holdfast.engine.pytree import MISSING, Sampler, Ways, full_sum, leaves_of
+from holdfast.engine.storage import as_location
+from holdfast.engine.witness import (
+    LIMIT,
+    Record,
+    Recorder,
+    RecordFile,
+    Records,
+    Seen,
+    changed_attributes,
+    compare,
+    is_rounding,
+    read_records,
+)
+
+# ---- samples
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int8", "int64", "bool", "complex64", "uint16"])
+def test_digests_do_not_depend_on_the_library(dtype: str) -> None:
+    array = (np.arange(300).reshape(20, 15) % 7).astype(dtype)
+    leaves = [array, torch.tensor(array), *([jnp.asarray(array)] if array.itemsize < 8 or dtype == "complex64" else [])]
+    digests, values = Sampler().take(leaves).fetch(4)
+    assert len({*digests.tolist()}) == 1
+    assert (values == values[0]).all()
+
+
+def test_a_change_of_any_sampled_element_changes_the_digest() -> None:
+    before = np.zeros(64, np.float32)
+    (known,), _ = Sampler().take([before]).fetch(1)
+    for index in range(64):
+        after = before.copy()
+        after[index] = -0.0  # other bits of an equal value
+        (found,), _ = Sampler().take([after]).fetch(1)
+        assert found != known
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        np.array([object()]),
+        np.zeros((0, 3)),
+        torch.zeros(3, device="meta"),
+        torch.zeros(0),
+        torch.zeros(3, 3).to_sparse(),
+        "text",
+        None,
+        MISSING,
+    ],
+    ids=["objects", "empty", "meta", "empty of torch", "sparse", "text", "None", "gone"],
+)
+def test_what_cannot_be_read_has_the_digest_0(leaf: Any) -> None:
+    digests, _ = Sampler().take([1.0, leaf, 2.0]).fetch(1)
+    assert [bool(one) for one in digests] == [True, False, True]
+
+
+def test_a_number_and_an_array_of_it_are_the_same() -> None:
+    leaves = [3, np.int64(3), np.array(3), torch.tensor(3), jnp.asarray(3), np.array([3])]
+    digests, _ = Sampler().take(leaves).fetch(1)
+    assert len({*digests.tolist()}) == 1
+
+
+def test_tensors_are_read_where_they_are_now() -> None:
+    """In-place changes, other memory under the same tensor, and another tensor in its place."""
+    tensor, sampler = torch.zeros(5), Sampler()
+    changes: list[Callable[[], Any]] = [
+        lambda: tensor.add_(1),
+        lambda: setattr(tensor, "data", torch.full((5,), 7.0)),
+        lambda: tensor.mul_(2),
+    ]
+    found = [sampler.take([tensor]).fetch(1)[0][0]]
+    for change in changes:
+        change()
+        found.append(sampler.take([tensor]).fetch(1)[0][0])
+    found.append(sampler.take([torch.ones(5)]).fetch(1)[0][0])
+    expected = [Sampler().take([torch.full((5,), value)]).fetch(1)[0][0] for value in (0.0, 1.0, 7.0, 14.0, 1.0)]
+    assert found == expected
+
+
+def test_sums_see_what_samples_do_not() -> None:
+    for make in (np.zeros, torch.zeros, jnp.zeros):
+        table: Any = make((1000, 3))
+        other = table.at[501, 1].set(1.0) if hasattr(table, "at") else table.copy() if make is np.zeros else table + 0
+        if make is not jnp.zeros:
+            other[501, 1] = 1.0
+        sampled, _ = Sampler().take([table, other]).fetch(1)
+        assert sampled[0] == sampled[1]
+        assert int(full_sum(table)) != int(full_sum(other))
+
+
+# ---- ways
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass
+class Held:
+    w: Any
+    note: str = "as it was"
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.seen = 3
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.array = np.ones(2)
+        self.myself = self
+        self.count = 5
+
+
+def trained() -> dict[str, Any]:
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), 0.5)
+    model.layer(torch.ones(2)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def flax_state() -> TrainState:
+    params = {"dense": {"kernel": jnp.ones((2, 2))}}
+    return TrainState.create(apply_fn=print, params=params, tx=optax.adam(0.1))
+
+
+MOMENTS = [f"optimizer.state.{number}.{name}" for number in (0, 1) for name in ("exp_avg", "exp_avg_sq", "step")]
+LEAVES: dict[str, tuple[Callable[[], Any], set[str]]] = {
+    "containers": (
+        lambda: {"a": [np.ones(1), (1, 2.0)], "b": Point(np.ones(1), "text")},
+        {"a.0", "a.1.0", "a.1.1", "b.x"},
+    ),
+    "a dataclass": (lambda: {"held": Held(np.ones(1))}, {"held.w"}),
+    "torch": (trained, {"model.layer.weight", "model.layer.bias", "optimizer.param_groups.0.lr", *MOMENTS}),
+    "flax": (
+        flax_state,
+        {"step", "params.dense.kernel", "opt_state.0.count"} | {f"opt_state.0.{n}.dense.kernel" for n in ("mu", "nu")},
+    ),
+    "nnx": (lambda: {"m": nnx.Linear(2, 2, rngs=nnx.Rngs(0))}, {"m.kernel.value", "m.bias.value"}),
+    "an object": (lambda: {"plain": Plain()}, {"plain.array"}),
+    "a value of a graph": (lambda: {"n": graph.Value(3)}, {"n.value"}),
+}
+
+
+@pytest.mark.parametrize("kind", LEAVES)
+def test_ways_lead_to_every_leaf(kind: str) -> None:
+    make, expected = LEAVES[kind]
+    root = make()
+    ways = Ways(root, 256)
+    assert expected <= {*ways.names}
+    assert ways.total == len(ways.names)
+    digests, _ = Sampler().take(ways.follow(root)).fetch(1)
+    assert digests.all()
+    assert Ways(make(), 256).structure == ways.structure
+
+
+def test_ways_lead_to_the_present_leaf_and_end_where_it_is_gone() -> None:
+    root = {"a": {"w": 1.0}, "model": torch.nn.Sequential(torch.nn.Linear(1, 1))}
+    ways = Ways(root, 256)
+    later = {"a": {"w": 2.0}, "model": root["model"]}
+    root["model"][0].weight = torch.nn.Parameter(torch.full((1, 1), 5.0))  # type: ignore[index]
+    found = dict(zip(ways.names, ways.follow(later), strict=True))
+    assert found["a.w"] == 2.0
+    assert float(found["model.0.weight"]) == 5.0
+    assert ways.follow({"model": root["model"]})[ways.names.index("a.w")] is MISSING
+
+
+def test_learning_rates_and_trained_leaves_are_chosen_first() -> None:
+    state = {**trained(), "data": {str(index): np.ones(1) for index in range(500)}}
+    names = Ways(state, 16).names
+    assert names[0] == "optimizer.param_groups.0.lr"
+    assert {*names[1:9]} == {"model.layer.weight", "model.layer.bias", *MOMENTS}
+    assert names == Ways({name: state[name] for name in reversed(state)}, 16).names
+
+
+def test_attributes_are_texts_without_addresses() -> None:
+    state = {"plain": Plain(), "held": Held(np.ones(1)), **trained()}
+    texts = Ways(state, 256).attributes(state)
+    assert texts["plain.count"] == "5"
+    assert texts["held.note"] == "'as it was'"
+    assert texts["model.seen"] == "3"
+    assert not [text for text in texts.values() if " at 0x" in text]
+    state["plain"].count = 6
+    assert Ways(state, 256).attributes(state)["plain.count"] == "6"
+
+
+def test_the_leaves_of_a_batch() -> None:
+    arrays, text = leaves_of({"x": np.ones(2), "y": [torch.ones(1), "label", 3], "z": None})
+    assert len(arrays) == 2
+    assert all(part in text for part in ("'x'", "label", "3", "None"))
+
+
+# ---- comparisons
+
+
+def seen(step: int, w: float = 1.0, **layers: Any) -> Seen:
+    root = {"state": {"w": np.full(100, w), "frozen": np.ones(3)}}
+    return Seen(**{"step": step, "root": root, "metrics": {"loss": 0.5}, "counters": {"step": step}, **layers})
+
+
+def record(k: int, shown: Seen) -> Record:
+    found: Record = json.loads(json.dumps(Recorder(seen(0)).take(k, shown).finish()))
+    return found
+
+
+NAMES = ("state.w", "state.frozen")
+DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
+    "batch": ({"batch": {"x": np.ones(3)}}, "batch"),
+    "loader": ({"checksums": {"data": 6}}, "batch"),
+    "generators": ({"generators": {"rng": {"words": np.ones(3)}}}, "generators"),
+    "metrics": ({"metrics": {"loss": 0.25}}, "metrics"),
+    "counters": ({"counters": {"step": 1, "epoch": 2}}, "counters"),
+    "state": ({"w": 2.0}, "state"),
+}
+SAME = {
+    "batch": {"x": np.zeros(3)},
+    "checksums": {"data": 5},
+    "generators": {"rng": {"words": np.zeros(3)}},
+    "counters": {"step": 1, "epoch": 1},
+    "positions": {"data": {"n": 1}},
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_each_layer_decides(name: str) -> None:
+    changes, layer = DIFFERENT[name]
+    names = tuple(Recorder(seen(0)).take(1, seen(1)).names)
+    same, differs = compare(record(1, seen(1, **SAME)), record(1, seen(1, **{**SAME, **changes})), names)
+    assert [*differs] == [layer]
+    assert {*same} == {"batch", "generators", "metrics", "counters", "state"} - {layer}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"positions": {"data": {"n": 2}}},
+        {"metrics": {"loss": 0.5, "step_time": 2.0, "samples_per_sec": 3}},
+        {"metrics": {"loss": 0.5, "another": 1}},
+        {"batch": None},
+        {"metrics": None},
+    ],
+    ids=["an opaque position", "times", "a new metric", "no batch", "no metrics"],
+)
+def test_what_only_explains(changes: dict[str, Any]) -> None:
+    one = seen(1, **SAME, metrics={"loss": 0.5, "step_time": 1.0})
+    same, differs = compare(record(1, one), record(1, seen(1, **{**SAME, **changes})), NAMES)
+    assert not differs
+    assert "state" in same
+
+
+@pytest.mark.parametrize(
+    ("noise", "loss", "explained"),
+    [(1e-6, 0.5, True), (1e-6, 0.50001, True), (1e-6, 0.501, False), (1e-2, 0.5, False), (float("nan"), 0.5, True)],
+)
+def test_rounding(noise: float, loss: float, explained: bool) -> None:
+    """A step changes w from 1 to 2; another processor rounds the change."""
+    first, saved = record(0, seen(0, 1.0)), record(1, seen(1, 2.0))
+    now = record(1, seen(1, 2.0 + noise, metrics={"loss": loss}))
+    assert (is_rounding(saved, now, first) is not None) is explained
+
+
+def test_attributes_that_steps_change_are_named() -> None:
+    plain = Plain()
+    recorder = Recorder(Seen(step=0, root={"state": {"plain": plain}}))
+    found = []
+    for count in (6, 7):
+        plain.count = count
+        found.append(recorder.take(0, Seen(step=count, root={"state": {"plain": plain}})).finish())
+    now = Recorder(Seen(step=0, root={"state": {"plain": Plain()}})).take(
+        0, Seen(step=0, root={"state": {"plain": Plain()}})
+    )
+    fresh = {"attributes": {"state.plain.count": "5"}}
+    assert changed_attributes(found[0], fresh) == {"plain.count": ("6", "5", False)}
+    assert changed_attributes(found[1], fresh) == {"plain.count": ("7", "5", True)}
+    assert now.record["attributes"] == {}
+
+
+# ---- the file
+
+
+def written(place: Path, ks: tuple[int, ...] = (0, 1, 2)) -> Records:
+    recorder = Recorder(seen(0))
+    file = RecordFile(5, 0, {"processes": 1}, recorder.take(0, seen(5)))
+    file.add(recorder.take(1, seen(6)))
+    file.commit(as_location(place), "abc")
+    for k in ks[2:]:
+        file.add(recorder.take(k, seen(5 + k)))
+    file.finish()
+    return read_records(as_location(place), 0, "abc")
+
+
+def test_a_file_is_read_again(tmp_path: Path) -> None:
+    records = written(tmp_path)
+    assert (records.why, [*records.by_k], {*records.names}) == ("", [2, 1, 0], {*NAMES})
+    assert [records.by_k[k]["step"] for k in (0, 1, 2)] == [5, 6, 7]
+    assert len((tmp_path / "witness.jsonl").read_bytes()) == records.size
+
+
+def test_a_file_that_is_continued_keeps_its_lines(tmp_path: Path) -> None:
+    records = written(tmp_path)
+    before = (tmp_path / "witness.jsonl").read_bytes()
+    file = RecordFile.of(5, 0, as_location(tmp_path), records)
+    for k in (1, 2, 4):
+        file.add(Recorder(seen(0)).take(k, seen(5 + k, w=9.0)))
+    file.finish()
+    after = (tmp_path / "witness.jsonl").read_bytes()
+    assert after.startswith(before)
+    assert sorted(read_records(as_location(tmp_path), 0, "abc").by_k) == [0, 1, 2, 4]
+
+
+def test_a_file_does_not_grow_beyond_its_limit(tmp_path: Path) -> None:
+    records = written(tmp_path, tuple(range(300)))
+    assert 0 < records.size <= LIMIT
+    assert len(records.by_k) < 300
+
+
+def torn(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def flipped(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    lines[1] = lines[1].replace('"step":5', '"step":4')
+    path.write_text("\n".join(lines) + "\n")
+
+
+def a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str, list[int]]] = {
+    "a torn last line": (torn, "", [0, 1]),
+    "a changed line": (flipped, "", [1, 2]),
+    "no file": (Path.unlink, "no record", []),
+    "a directory": (a_directory, "no record", []),
+    "no text": (lambda path: path.write_bytes(os.urandom(1000)), "damaged", []),
+    "no lines": (lambda path: path.write_bytes(b""), "damaged", []),
+    "nested": (lambda path: path.write_text("[" * 100_000), "damaged", []),
+    "another program's lines": (lambda path: path.write_text('{"event": "saved"}\n'), "damaged", []),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_file_is_no_error(tmp_path: Path, name: str) -> None:
+    damage, why, ks = DAMAGE[name]
+    written(tmp_path)
+    damage(tmp_path / "witness.jsonl")
+    records = read_records(as_location(tmp_path), 0, "abc")
+    assert why in records.why
+    assert bool(records.why) is bool(why)
+    assert sorted(records.by_k) == ks
+
+
+def test_records_of_another_checkpoint_do_not_count(tmp_path: Path) -> None:
+    written(tmp_path)
+    assert "another checkpoint" in read_records(as_location(tmp_path), 0, "def").why
