@@ -133,11 +133,11 @@ class CheckpointCallback:
     draw from, are saved with the extras, and restored after everything else. So draw random values that the program
     needs once, such as a validation set, before ``restore_or_initialize``. ``global_generators=False`` leaves them out.
 
-    SIGTERM only sets a flag. The next ``on_step`` saves, waits until the files are durable, and asks to stop;
-    ``sys.exit(checkpoint.exit_status)`` then informs the scheduler. Leaving the ``with`` block saves the last step if
-    it is not saved yet, waits for the files and closes. Leaving it by an exception does not save, but lets a save that
-    is under way finish. Worker processes that are started after the callback was made survive a signal to the whole
-    job.
+    SIGTERM only sets a flag. The next ``on_step`` saves and waits until the files are durable. After at most
+    ``witness_steps_after_signal`` further steps, it asks to stop; ``sys.exit(checkpoint.exit_status)`` then informs the
+    scheduler. Leaving the ``with`` block saves the last step if it is not saved yet, waits for the files and closes.
+    Leaving it by an exception does not save, but lets a save that is under way finish. Worker processes that are
+    started after the callback was made survive a signal to the whole job.
 
     In a program of several processes (``jax.distributed`` or ``torch.distributed``), each makes a callback and calls it
     at every step. All save the arrays together; each process saves and restores its own of the other extras, such as
