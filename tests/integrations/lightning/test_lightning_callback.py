@@ -483,8 +483,8 @@ def test_one_line_says_where_a_run_is(
     for options in ({"max_steps": 3}, {}, {}):
         program.run(directory, **options)
         said += [line for line in capfd.readouterr().err.splitlines() if line.startswith("holdfast: ")]
+    at_once = {"witness_steps_after_signal": 0}
     with pytest.raises(SystemExit):
-        at_once = {"witness_steps_after_signal": 0}
         program.run(directory, max_epochs=4, recorder=program.Recorder(signal_after=17), checkpoint=at_once)
     said += [line for line in capfd.readouterr().err.splitlines() if line.startswith("holdfast: ")]
     assert said == [
