@@ -211,7 +211,8 @@ def test_extras_of_these_names_are_saved_and_restored_as_ever(tmp_path: Path, na
             _, found = checkpoint.restore_or_initialize({"w": 1.0}, **{name: 0})
             assert (found, checkpoint.extras[name]) == (start, 10 * start)
             for step in range(start + 1, last + 1):
-                checkpoint.on_step(step, {"w": 1.0}, **{name: 10 * step})
+                extras: dict[str, Any] = {name: 10 * step}
+                checkpoint.on_step(step, {"w": 1.0}, **extras)
     assert hf.load(tmp_path, item="extras")[name] == 50
 
 
