@@ -93,6 +93,11 @@ class Recorder:
         self._saves = 0
         self._begun = self._before = self._attributes(seen)
 
+    @property
+    def attributes(self) -> Mapping[str, str]:
+        """The plain attributes of all objects as the run began, or at the last save, as texts by name."""
+        return self._before
+
     def release(self) -> None:
         """Choose other leaves at the next save, as nothing is compared any more."""
         self._names = None
@@ -313,7 +318,7 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
             shown = [f"{name} {one[name]}, now {other[name]}" if layer == "counters" else name for name in changed]
             judge(layer, shortened(shown, _SHOWN) if changed else None)
     one, other = saved.get("metrics") or {}, now.get("metrics") or {}
-    if both := {name for name in one.keys() & other.keys() if not _is_time(name)}:
+    if both := {name for name in one.keys() & other.keys() if not is_time(name)}:
         changed = sorted(name for name in both if one[name][0] != other[name][0])
         shown = [f"{name} {one[name][1]:.6g}, now {other[name][1]:.6g}" for name in changed]
         judge("metrics", shortened(shown, _SHOWN) if changed else None)
@@ -337,7 +342,7 @@ def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
     found = [0.0]
     for name, (digest, value) in (saved.get("metrics") or {}).items():
         other = (now.get("metrics") or {}).get(name, [digest, value])
-        if digest != other[0] and not _is_time(name):
+        if digest != other[0] and not is_time(name):
             size = abs(value - other[1]) / max(abs(value), 1e-30)
             if not size <= _LOSS:
                 return None
@@ -352,12 +357,12 @@ def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
     return max(found + [size]) if size <= _UPDATE else None
 
 
-def changed_attributes(saved: Record, now: Record) -> dict[str, tuple[str, str, bool]]:
+def changed_attributes(saved: Record, own: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
     """Return the attributes that steps had changed before a save, and that are other ones now.
 
     By name: the value at the save, the value now, and whether two saves showed that steps change it.
     """
-    own, found = now.get("attributes") or {}, {}
+    found = {}
     for name, (text, moves) in (saved.get("attributes") or {}).items():
         if name in own and own[name] != text:
             found[shown_name(name)] = (text, own[name], bool(moves))
@@ -407,7 +412,8 @@ def _named_numbers(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]
     return found
 
 
-def _is_time(name: str) -> bool:
+def is_time(name: str) -> bool:
+    """Return whether a metric measures the machine, by a word in its name; it is recorded, and decides nothing."""
     return not _TIMES.isdisjoint(re.split(r"[^a-z]+", name.lower()))
 
 

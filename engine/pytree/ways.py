@@ -35,6 +35,7 @@ _SMALL = 1 << 10  # bytes of an array whose values are a text
 _MOST_ENTRIES = 256  # of a container whose entries are a text
 _PLAIN = (str, bytes, bool, int, float, complex, type(None))
 _CLOSED = (str, bytes, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_LOADERS = ("holdfast", "torchdata", "datasets", "grain", "lightning", "pytorch_lightning", "keras", "flax")
 _LIBRARIES = ("torch", "numpy", "jax", "jaxlib", "optax", "builtins", "threading", "logging")  # Attributes stay theirs.
 
 _Get = Callable[[Any, Any], Any]
@@ -254,7 +255,8 @@ def _attributes(value: Any) -> list[str]:
     """Return the names of attributes that may be plain values, of objects that are not those of a library."""
     torch: Any = loaded("torch")
     is_schedule = torch is not None and isinstance(value, torch.optim.lr_scheduler.LRScheduler)
-    if (_is_of_library(value) and not is_schedule) or _is_variable(value):
+    is_closed = type(value).__module__.partition(".")[0] in (*_LIBRARIES, *_LOADERS)
+    if (is_closed and not is_schedule) or _is_variable(value):
         return []
     own = getattr(value, "__dict__", None)
     if not isinstance(own, dict):

@@ -722,7 +722,8 @@ class CheckpointCallback:
         self._should_stop = not count
         if count:
             self._after_signal = dataclasses.replace(after, left=count, alone=self._manager.processes.alone)
-        what = f"stopping after {count} more steps, which the resume is compared with" if count else "stopping"
+        steps = "1 more step" if count == 1 else f"{count} more steps"
+        what = f"stopping after {steps}, which the resume is compared with" if count else "stopping"
         self._durations.restart()
         text = "preempted: step %d is saved in %s; %s"
         self._announce(text, self._saver.step, self._manager.directory, what)

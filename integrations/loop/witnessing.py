@@ -23,6 +23,7 @@ from ...engine.witness import (
     changed_attributes,
     compare,
     is_rounding,
+    is_time,
     key_of,
     not_comparable,
     read_records,
@@ -231,7 +232,8 @@ class Witness:
 
     def _compare_restored(self, saved: Record, now: Record) -> None:
         same, differs = compare(saved, now, self._records.names)
-        attributes = changed_attributes(saved, now)
+        assert self._recorder is not None
+        attributes = changed_attributes(saved, self._recorder.attributes)
         if attributes:
             shown = [f"{name} ({was}, now {is_now})" for name, (was, is_now, _) in attributes.items()]
             moves = any(moves for _, _, moves in attributes.values())
@@ -318,11 +320,13 @@ class Witness:
 
     def _in_words(self, layer: str, saved: Record) -> str:
         if layer == "state":
-            return f"{len(self._records.names)} of {self._records.total} leaves"
+            count, total = len(self._records.names), self._records.total
+            return f"{count} of {total} leaves" if total > 1 else "its leaf"
         if layer == "generators":
-            return f"{len(saved['generators'])} generators"
+            count = len(saved["generators"])
+            return f"{count} generators" if count > 1 else "a generator"
         if layer in ("metrics", "counters"):
-            return shortened(list(saved[layer]), 3)
+            return shortened([name for name in saved[layer] if not is_time(name)], 3)
         return layer
 
     def _event(self, layers: tuple[str, ...]) -> None:
