@@ -1,0 +1,100 @@
+"""Trainers whose resume proves itself: what is compared after each batch, and the batches after a signal."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import lightning.pytorch
+import pytest
+from tests.lightning_advice import ADVICE
+
+import holdfast as hf
+from holdfast.integrations.lightning import CheckpointCallback
+from holdfast.integrations.loop import Proof
+
+pytestmark = ADVICE
+
+
+class StopHereError(Exception):
+    """Ends a run as a crash does."""
+
+
+class Crash(lightning.pytorch.Callback):
+    """Ends a run after a batch, when its saves are complete."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        trainer.checkpoint_callback.manager.wait_until_finished()
+        if trainer.global_step == self.after:
+            raise StopHereError
+
+
+class Counting(lightning.pytorch.Callback):
+    """Scales gradients by the number of batches of this process, which no checkpoint has."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.count += 1
+        for parameter in module.parameters():
+            parameter.grad *= self.count
+
+
+def crashed(program: Any, directory: str, after: int, *callbacks: Any, every: int = 3, **options: Any) -> None:
+    with pytest.raises(StopHereError):
+        program.run(
+            directory, callbacks=(Crash(after), *callbacks), checkpoint={"save_interval_steps": every}, **options
+        )
+
+
+def resumed(program: Any, directory: str, *callbacks: Any, every: int = 3, **checkpoint: Any) -> CheckpointCallback:
+    run = program.run(directory, seed=2, callbacks=callbacks, checkpoint={"save_interval_steps": every, **checkpoint})
+    found: CheckpointCallback = run.trainer.checkpoint_callback
+    return found
+
+
+def test_a_resume_that_is_exact(program: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    crashed(program, str(tmp_path), 5)
+    assert resumed(program, str(tmp_path)).proof == Proof(exact=True, steps=(4, 5))
+    (line,) = [text for text in caplog.messages if text.startswith("exact: ")]
+    assert line.startswith("exact: steps 4 and 5 are those of before the stop (batch, ")
+    assert "batch, epoch, step" in line
+    assert not [text for text in caplog.messages if text.startswith("not exact")]
+
+
+def test_what_a_callback_hides_is_named(program: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    crashed(program, str(tmp_path), 5, Counting())
+    proof = resumed(program, str(tmp_path), Counting()).proof
+    assert (proof.exact, proof.steps) == (False, ())
+    assert "state" in proof.differs
+    assert "batch" not in proof.differs
+    assert len([text for text in caplog.messages if text.startswith("not exact from step 4 on: ")]) == 1
+
+
+def test_nothing_is_saved_after_a_difference_with_raise(program: Any, tmp_path: Any) -> None:
+    crashed(program, str(tmp_path), 5, Counting())
+    with pytest.raises(hf.errors.StateError, match="not exact from step 4 on"):
+        resumed(program, str(tmp_path), Counting(), on_inexact="raise", save_on_exception=True)
+    assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [3]
+
+
+@pytest.mark.usefixtures("default_sigterm")
+@pytest.mark.parametrize(("signal_after", "saved", "compared"), [(1, 2, (3, 4)), (3, 4, (5,))])
+def test_a_preempted_trainer_goes_on_to_be_compared(
+    program: Any, tmp_path: Any, signal_after: int, saved: int, compared: tuple[int, ...]
+) -> None:
+    """Up to four batches, and none past the epoch's end, which comes after five."""
+    with pytest.raises(SystemExit) as ended:
+        program.run(
+            str(tmp_path),
+            recorder=program.Recorder(signal_after=signal_after),
+            checkpoint={"save_interval_steps": 100, "grace_secs": "1h"},
+        )
+    assert ended.value.code == 143
+    assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [saved]
+    assert resumed(program, str(tmp_path), every=100).proof == Proof(exact=True, steps=compared)
