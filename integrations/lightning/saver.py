@@ -438,18 +438,15 @@ class FitSaver:
         except SaveFailedError:
             # The save before this one failed. The process is about to end, so the log must report it.
             logger.exception("an earlier save failed; step %d is being saved", step)
-        loop, most = self._fit.epoch_loop, self._options.witness_steps_after_signal if self._options.witness else 0
-        most, left = self._store.manager.observer.steps_after_signal(most), self._fit.max_batches - loop.batch_idx - 1
+        loop, grace = self._fit.epoch_loop, self._options.grace_secs
+        most = self._options.witness_steps_after_signal if self._options.witness else 0
+        most = self._store.manager.observer.steps_after_signal(most)
         if point != "batch" or loop.done or not most:
             self._leave()
         self._finish_saves()
-        after = steps_after_signal(
-            most,
-            self._durations.longest,
-            self._preemption,
-            self._options.grace_secs,
-            None if math.isinf(left) else int(left),
-        )
+        left = self._fit.max_batches - loop.batch_idx - 2  # A validation may follow the last batch.
+        known = None if math.isinf(left) else int(left)
+        after = steps_after_signal(most, self._durations.longest, self._preemption, grace, known)
         processes = self._store.processes
         count = processes.decide("the batches after the signal", lambda: after.left)
         if not count:

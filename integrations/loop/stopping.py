@@ -85,7 +85,7 @@ def steps_after_signal(
         most = 0
     seconds_left = _WITHOUT_GRACE if grace is None else seconds(grace) / 4 - preemption.age
     fitting = int(max(0.0, seconds_left) / (2 * longest)) if longest > 0 else most
-    count = min(most, fitting, most if left_in_epoch is None else left_in_epoch)
+    count = max(0, min(most, fitting, most if left_in_epoch is None else left_in_epoch))
     return AfterSignal(count, time.monotonic() + seconds_left)
 
 
