@@ -127,7 +127,7 @@ class Recorder:
             # Only attributes that steps have changed are kept, and whether the steps before changed them as well.
             before, self._before = self._before, self._attributes(seen)
             now = self._before
-            changed = {name: text for name, text in now.items() if self._begun.get(name, text) != text}
+            changed = {name: text for name, text in now.items() if self._begun.get(name) != text}
             moves = before != self._begun
             record["attributes"] = {name: [text, moves and before.get(name) != text] for name, text in changed.items()}
             record["structure"] = ways.structure
@@ -364,8 +364,9 @@ def changed_attributes(saved: Record, own: Mapping[str, str]) -> dict[str, tuple
     """
     found = {}
     for name, (text, moves) in (saved.get("attributes") or {}).items():
-        if name in own and own[name] != text:
-            found[shown_name(name)] = (text, own[name], bool(moves))
+        # What first steps make once, such as a cache, is not there yet; what steps change again and again is missed.
+        if own.get(name) != text and (name in own or moves):
+            found[shown_name(name)] = (text, own.get(name, "not there"), bool(moves))
     return found
 
 

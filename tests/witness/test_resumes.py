@@ -129,7 +129,9 @@ def test_a_later_difference_is_named_too(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 class Model:
-    """An object whose state lacks a number that steps change."""
+    """An object whose state lacks numbers that steps change, or make."""
+
+    made: Any = 0
 
     def __init__(self) -> None:
         self.w, self.calls = np.zeros(3), 0
@@ -153,12 +155,14 @@ def test_attributes_that_were_not_restored_are_named(
             state, start = checkpoint.restore_or_initialize({"w": np.zeros(3)}, model=model)
             for step in range(start + 1, last + 1):
                 model.calls += 1
+                model.made = step if last > 2 else "once"
                 checkpoint.on_step(step, state, model=model)
                 checkpoint.manager.wait_until_finished()
     saved = last // 2 * 2
     (found,) = [record for record in caplog.records if "as saved, except" in record.getMessage()]
     assert found.levelno == level
-    expected = f"resumed from step {saved}: as saved, except model.calls ({saved}, now 0), which steps before the stop"
+    made = f", model.made ({saved}, now not there)" if last > 2 else ""
+    expected = f"resumed from step {saved}: as saved, except model.calls ({saved}, now 0){made}, which steps before"
     assert found.getMessage().startswith(expected)
     assert checkpoint.proof.exact is not False
 
