@@ -14,15 +14,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import os
-import platform
 import re
-import sys
 import threading
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,7 +26,7 @@ from numpy.typing import NDArray
 
 from .errors import HoldfastError, shortened
 from .format import WITNESS, WITNESS_LIMIT
-from .pytree import MISSING, Sampler, Samples, Ways, full_sum, is_torch_tensor, leaves_of, loaded, size_of
+from .pytree import MISSING, Sampler, Samples, Ways, full_sum, is_jax_array, is_torch_tensor, leaves_of, size_of
 from .storage import Location, append_line
 
 VERSION = 1
@@ -252,23 +248,14 @@ class Pending:
 
 @dataclass(frozen=True)
 class Records:
-    """The records of a save that a run resumes from.
+    """The records of a save that a run resumes from."""
 
-    Attributes:
-        names: The leaves whose samples they have.
-        by_k: The records by the number of reports since the save.
-        size: The bytes of the file.
-        why: Why they cannot be compared with this run, or "".
-        key: What has to be alike in the run that made them and in this one.
-        lines: The whole lines of the file.
-    """
-
-    names: tuple[str, ...] = ()
-    total: int = 0
-    by_k: Mapping[int, Record] = field(default_factory=dict)
-    size: int = 0
-    why: str = ""
-    key: Mapping[str, Any] = field(default_factory=dict)
+    names: tuple[str, ...] = ()  # of the leaves whose samples they have
+    total: int = 0  # leaves of the state
+    by_k: Mapping[int, Record] = field(default_factory=dict)  # by the number of reports since the save
+    size: int = 0  # bytes of the file
+    why: str = ""  # why there are none
+    key: Mapping[str, Any] = field(default_factory=dict)  # what has to be alike in the run that resumes
     lines: tuple[str, ...] = ()
 
 
@@ -304,37 +291,39 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
     """Return the layers in which two records of a step agree, and those that differ with their differences."""
     same: list[str] = []
     differs: Layers = {}
-
-    def judge(layer: str, text: str | None) -> None:
-        if text is None:
-            same.append(layer)
-        else:
-            differs[layer] = text
-
-    for layer in ("batch", "generators", "counters"):
+    for layer in ("batch", "generators", "counters", "metrics"):
         one, other = saved.get(layer) or {}, now.get(layer) or {}
-        if both := one.keys() & other.keys():
-            changed = sorted(name for name in both if one[name] != other[name])
-            shown = [f"{name} {one[name]}, now {other[name]}" if layer == "counters" else name for name in changed]
-            judge(layer, shortened(shown, _SHOWN) if changed else None)
-    one, other = saved.get("metrics") or {}, now.get("metrics") or {}
-    if both := {name for name in one.keys() & other.keys() if not is_time(name)}:
-        changed = sorted(name for name in both if one[name][0] != other[name][0])
-        shown = [f"{name} {one[name][1]:.6g}, now {other[name][1]:.6g}" for name in changed]
-        judge("metrics", shortened(shown, _SHOWN) if changed else None)
+        both = {name for name in one.keys() & other.keys() if layer != "metrics" or not is_time(name)}
+        if changed := sorted(name for name in both if _bits(one[name]) != _bits(other[name])):
+            has_values = layer in ("counters", "metrics")
+            shown = [f"{name} {_value(one[name])}, now {_value(other[name])}" for name in changed]
+            differs[layer] = shortened(shown if has_values else changed, _SHOWN)
+        elif both:
+            same.append(layer)
     for layer in ("state", "gradients"):
-        if layer not in saved or layer not in now:
-            continue
-        first, second = (_unpacked(record[layer][0], np.uint32) for record in (saved, now))
-        both = (first != 0) & (second != 0) if len(first) == len(second) == len(names) else np.zeros(0, bool)
-        if both.any():
-            changed = [names[index] for index in np.flatnonzero(both & (first != second))]
-            full = [] if layer == "gradients" else _differing(saved.get("full"), now.get("full"))
-            leaves = list(dict.fromkeys([*changed, *full]))
-            size = _difference(saved, now) if changed and layer == "state" else None
-            text = f"{len(leaves)} of {int(both.sum())} leaves: {shortened(map(shown_name, leaves), _SHOWN)}"
-            judge(layer, (text + (f"; relative difference {size:.1g}" if size else "")) if leaves else None)
+        first, second = (_unpacked(record.get(layer, [""])[0], np.uint32) for record in (saved, now))
+        known = (first != 0) & (second != 0) if len(first) == len(second) == len(names) else np.zeros(0, bool)
+        leaves = [names[index] for index in np.flatnonzero(known & (first != second))] if known.any() else []
+        if layer == "state":
+            sums, others = saved.get("full") or {}, now.get("full") or {}
+            unsampled = sorted(name for name in sums.keys() & others.keys() if sums[name] != others[name])
+            leaves = list(dict.fromkeys([*leaves, *unsampled]))
+        if leaves:
+            size = _difference(saved, now) if layer == "state" else None
+            text = f"{len(leaves)} of {int(known.sum())} leaves: {shortened(map(shown_name, leaves), _SHOWN)}"
+            differs[layer] = text + (f"; relative difference {size:.1g}" if size else "")
+        elif known.any():
+            same.append(layer)
     return same, differs
+
+
+def _bits(entry: Any) -> Any:
+    """Return the part of an entry that has to be equal: metrics have a digest and a value, other layers a number."""
+    return entry[0] if isinstance(entry, list) else entry
+
+
+def _value(entry: Any) -> str:
+    return f"{entry[1]:.6g}" if isinstance(entry, list) else str(entry)
 
 
 def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
@@ -374,34 +363,6 @@ def shown_name(name: str) -> str:
     return name.removeprefix("state.")
 
 
-def not_comparable(key: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return what changed between the run that was recorded and this one, so that they cannot be compared, or ""."""
-    for name, what in _KEYS.items():
-        if key.get(name) != now.get(name):
-            return f"{what} changed ({key.get(name)}, now {now.get(name)})"
-    return ""
-
-
-_KEYS = {"processes": "the number of processes", "devices": "the devices", "versions": "the versions of libraries"}
-
-
-def key_of(processes: int) -> dict[str, Any]:
-    """Return what has to be alike for a comparison, and which processor computes, as that may explain rounding."""
-    names = ("torch", "jax", "numpy", "lightning")
-    found = {name: getattr(sys.modules.get(name), "__version__", None) for name in names}
-    versions = [f"{name} {version}" for name, version in found.items() if version]
-    torch: Any = loaded("torch")
-    threads = [os.cpu_count(), None if torch is None else torch.get_num_threads()]
-    return {"processes": processes, "versions": ", ".join(versions), "processor": [_processor(), *threads]}
-
-
-@cache
-def _processor() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
-    return f"{platform.machine()} {sys.platform}"
-
-
 def _named_numbers(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Return the metrics, which may be nested, by names; what is no number or array is left out later."""
     found: dict[str, Any] = {}
@@ -425,7 +386,9 @@ def _checksums(states: Mapping[str, Any]) -> dict[str, int]:
         arrays, text = leaves_of(state)
         total = zlib.crc32(text.encode("utf-8", "surrogatepass"))
         for array in arrays:
-            with contextlib.suppress(Exception):  # one on a device, or of an unknown kind, only explains
+            if is_jax_array(array) and not array.is_ready():
+                continue  # It would have to be waited for.
+            with contextlib.suppress(Exception):  # one on a device, or of an unknown kind
                 array = array.numpy() if is_torch_tensor(array) else np.asarray(array)
                 total = zlib.crc32(array.tobytes(), total)
         found[name] = total
@@ -448,11 +411,6 @@ def _full_sums(names: list[str], leaves: list[Any], k: int, *, every: bool) -> d
             if 512 < size <= left and (total := full_sum(leaf)) is not None:
                 found[names[index]], left = total, left - size
     return found
-
-
-def _differing(one: Mapping[str, int] | None, other: Mapping[str, int] | None) -> list[str]:
-    one, other = one or {}, other or {}
-    return sorted(name for name in one.keys() & other.keys() if one[name] != other[name])
 
 
 def _difference(saved: Record, now: Record) -> float | None:

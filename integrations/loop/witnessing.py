@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
+import platform
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from ...engine.errors import StateError, shortened
 from ...engine.format import CheckpointRecord
 from ...engine.manager import CheckpointManager, on_commit, whole_step
+from ...engine.pytree import loaded
 from ...engine.storage import Location
 from ...engine.witness import (
     Pending,
@@ -24,8 +29,6 @@ from ...engine.witness import (
     compare,
     is_rounding,
     is_time,
-    key_of,
-    not_comparable,
     read_records,
 )
 from ..options import OnInexact
@@ -363,3 +366,34 @@ def advice(differs: Mapping[str, str]) -> str:
     held = not_handed_over()
     reach = f" In reach of the program: {shortened(held, 4)}." if held else ""
     return f"{cause}, or the program or its data have changed.{reach} `holdfast drill` looks for the cause"
+
+
+# ---- what has to be alike in two runs
+
+
+def not_comparable(key: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return what changed between the run that was recorded and this one, so that they cannot be compared, or ""."""
+    for name, what in _KEYS.items():
+        if key.get(name) != now.get(name):
+            return f"{what} changed ({key.get(name)}, now {now.get(name)})"
+    return ""
+
+
+_KEYS = {"processes": "the number of processes", "devices": "the devices", "versions": "the versions of libraries"}
+
+
+def key_of(processes: int) -> dict[str, Any]:
+    """Return what has to be alike for a comparison, and which processor computes, as that may explain rounding."""
+    names = ("torch", "jax", "numpy", "lightning")
+    found = {name: getattr(sys.modules.get(name), "__version__", None) for name in names}
+    versions = [f"{name} {version}" for name, version in found.items() if version]
+    torch: Any = loaded("torch")
+    threads = [os.cpu_count(), None if torch is None else torch.get_num_threads()]
+    return {"processes": processes, "versions": ", ".join(versions), "processor": [_processor(), *threads]}
+
+
+@cache
+def _processor() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
+    return f"{platform.machine()} {sys.platform}"
