@@ -21,7 +21,7 @@ from tests.sweep.cases import Case
 
 from .table import aligned
 
-FRAMEWORKS = ("lightning", "jax", "torch")
+FRAMEWORKS = ("lightning", "jax", "torch", "hidden")
 
 Only = tuple[str, ...]
 

@@ -12,14 +12,15 @@ import click
 
 from ..engine.clock import format_size, seconds
 from ..engine.errors import DONE, StorageError, shortened_steps
+from ..engine.format import WITNESS
 from ..engine.listing import CheckpointSummary, list_checkpoints
-from ..engine.manager import finite, stored_identity
+from ..engine.manager import finite, number_in_event, read_run_events, stored_identity
 from ..engine.sources import is_ours
 from ..engine.steps import shared_bytes
 from ..engine.storage import Location
 from . import arguments
 from .arguments import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below, where_else
-from .report import age, metrics_text, print_json, print_table, step_names
+from .report import age, metrics_text, print_json, print_table, proof_text, step_names, witness_events
 from .streams import configure_logging, say
 
 _PLACES = {
@@ -35,8 +36,9 @@ _PLACES = {
 def ls(directory: str, as_json: bool) -> int:
     """List the checkpoints of a run, or the runs in a folder.
 
-    For each checkpoint: its age, size and metrics, why it is kept, and whether it is damaged. Below them: the mirror of
-    the run, and where its hosts keep local steps.
+    For each checkpoint: its age, size and metrics, why it is kept, whether it is damaged, and whether the newest resume
+    from it was exact (recorded: none was compared yet). Below them: the mirror of the run, and where its hosts keep
+    local steps.
     """
     configure_logging("warning")
     return list_at(checkpoints_at(directory), as_json=as_json)
@@ -44,7 +46,8 @@ def ls(directory: str, as_json: bool) -> int:
 
 def list_at(location: Location, *, as_json: bool = False) -> int:
     """Print the checkpoints of a location and where else the run has steps, or its runs."""
-    found = [shown(item) for item in _checkpoints(location)]
+    found = [{**shown(item), "witness": None} for item in _checkpoints(location)]
+    _add_witness(location, found)
     runs = [] if found else [_run(location / name) for name in runs_below(location)]
     places = _other_places(location)
     if as_json:
@@ -61,6 +64,20 @@ def list_at(location: Location, *, as_json: bool = False) -> int:
     return DONE
 
 
+def _add_witness(location: Location, found: list[dict[str, Any]]) -> None:
+    """Add how the newest resume from each step was, by the events of the run, or that steps after it are recorded."""
+    listed, only = location.snapshot(), [item["path"] for item in found] == [str(location)]
+    proofs = witness_events(read_run_events(location.parent if only else location))
+    for item in found:
+        proof = proofs.get(item["step"])
+        folder = listed if only else listed / item["path"].rpartition("/")[2]
+        # An event from before the save is about another checkpoint of the same step.
+        if proof and (number_in_event(proof.get("time")) or 0.0) >= (item["time"] or 0.0):
+            item["witness"] = proof_text(proof)
+        elif (folder / WITNESS).is_there():
+            item["witness"] = "recorded"
+
+
 def _other_places(location: Location) -> dict[str, str]:
     """Return where else the run of a directory has steps, as far as the directory tells."""
     try:
@@ -74,6 +91,7 @@ def _other_places(location: Location) -> dict[str, str]:
 def _print_steps(found: list[dict[str, Any]]) -> None:
     now = time.time()
     shares = any(item["shared_bytes"] for item in found)
+    witness = ["WITNESS"] if any(item["witness"] for item in found) else []
     names = step_names([(item["step"], item["path"]) for item in found])
     rows = [
         [
@@ -82,12 +100,14 @@ def _print_steps(found: list[dict[str, Any]]) -> None:
             *_sizes(item, shares=shares),
             metrics_text(item["metrics"]),
             ", ".join(item["kept"]),
+            *[item["witness"] or "" for _ in witness],
             "ok" if item["damage"] is None else f"damaged: {item['damage']}",
         ]
         for name, item in zip(names, found, strict=True)
     ]
     sizes = ["SIZE", "OWN"] if shares else ["SIZE"]
-    print_table(["STEP", "AGE", *sizes, "METRICS", "KEPT BECAUSE", "STATE"], rows, right=["STEP", "AGE", *sizes])
+    columns = ["STEP", "AGE", *sizes, "METRICS", "KEPT BECAUSE", *witness, "STATE"]
+    print_table(columns, rows, right=["STEP", "AGE", *sizes])
 
 
 def _sizes(item: dict[str, Any], *, shares: bool) -> list[str]:

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from ..engine.clock import format_size
@@ -164,6 +164,17 @@ def step_names(checkpoints: list[tuple[int | None, str]], step: str = "", other:
     if len({name.rstrip("0123456789") for name in names}) > 1:
         return names
     return [other if number is None else f"{step}{number}" for number, _ in checkpoints]
+
+
+def witness_events(events: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    """Return the last event of the witness about the resumes from each step."""
+    found = [event for event in events if event["event"] == "witness"]
+    return {step: event for event in found if isinstance(step := event.get("saved_step"), int)}
+
+
+def proof_text(event: Mapping[str, Any]) -> str:
+    """Return what an event of the witness says about a resume, in a word."""
+    return "exact" if event.get("exact") is True else "inexact" if event.get("exact") is False else "rounding"
 
 
 def count(number: int, one: str, many: str) -> str:

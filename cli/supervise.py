@@ -31,6 +31,7 @@ from ..engine.steps import list_steps, newest_step
 from ..engine.storage import as_location
 from . import arguments
 from .program import Program, Signals, shell_status
+from .report import proof_text
 from .streams import silence_lost_streams, write_error
 
 _BETWEEN_STACKS = 5.0  # seconds at most
@@ -224,6 +225,10 @@ def in_words(event: str, facts: Mapping[str, Any]) -> str:
             said = f"started {shlex.join(facts['command'])} (process {facts['pid']}, start {facts['start'] + 1})"
         case "forwarded":
             said = f"passed {facts['signal']} on to the program"
+        case "witness":
+            how = {"exact": "exact", "inexact": "NOT exact"}.get(proof_text(facts), "exact up to rounding")
+            said = f"the resume from step {facts['step']} is {how}: {', '.join(facts['layers'])}"
+            said += " differ from before the stop" if how == "NOT exact" else ""
         case "slow_save":
             took, grace = facts["total_seconds"], facts["grace_seconds"]
             said = f"the save of step {facts['step']} took {took:.1f} s, longer than --grace ({grace:g} s)"
@@ -343,6 +348,11 @@ def _start(
         record.add(events)
         for event in events:
             note(event)
+            if event["event"] == "witness" and event.get("process") == 0:
+                facts = {name: event.get(name) for name in ("exact", "directory")}
+                layers = event.get("layers")
+                listed = [*map(str, layers)] if isinstance(layers, list) else []
+                log("witness", step=event.get("saved_step"), layers=listed, **facts)
         return watch.hang is not None and _overdue(program, watch) is not None
 
     returncode = program.wait(look)

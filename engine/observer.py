@@ -63,6 +63,10 @@ class Observer(Protocol):
         """Return the reason to save a step although no trigger is due, or None."""
         return None
 
+    def steps_after_signal(self, most: int) -> int:
+        """Return how many steps may follow the save of a preemption, so that the resume is compared with them."""
+        return most
+
     def reached(self, point: Point, step: int | None) -> None:
         """Take note of a point that the run passes, on the thread that passes it; it may be passed several times."""
         return

@@ -29,10 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import HoldfastError, shortened
+from .format import WITNESS, WITNESS_LIMIT
 from .pytree import MISSING, Sampler, Samples, Ways, full_sum, is_torch_tensor, leaves_of, loaded, size_of
 from .storage import Location, append_line
 
-FILE = "witness.jsonl"
 VERSION = 1
 LIMIT = 64 << 10  # bytes of a file
 _LEAVES = 256
@@ -92,6 +92,11 @@ class Recorder:
         self._ways = Ways(seen.root, _LEAVES, names)
         self._saves = 0
         self._begun = self._before = self._attributes(seen)
+
+    @property
+    def attributes(self) -> Mapping[str, str]:
+        """The plain attributes of all objects as the run began, or at the last save, as texts by name."""
+        return self._before
 
     def release(self) -> None:
         """Choose other leaves at the next save, as nothing is compared any more."""
@@ -161,6 +166,7 @@ class RecordFile:
         """Return the file of a step that the run has resumed from; its lines stay as they are."""
         found = cls(step, process, records.key, None)
         found._place, found._size, found.known = place, records.size, {*records.by_k}
+        found._lines = [*records.lines]
         return found
 
     def add(self, pending: Pending) -> None:
@@ -202,10 +208,11 @@ class RecordFile:
         place, self._lines = self._place, self._lines + lines
         assert place is not None
         with contextlib.suppress(OSError, HoldfastError):
-            if new or (lines and not place.is_local):
+            # The step may have been deleted since, and must not come back as a folder with this file alone.
+            if new or (lines and not place.is_local and (place / self._name).is_there()):
                 (place / self._name).write_bytes(("\n".join(self._lines) + "\n").encode(), atomic=False)
-            elif lines:
-                append_line(place.path / self._name, "\n".join(lines))
+            elif lines and place.is_local:
+                append_line(place.path / self._name, "\n".join(lines), create=False)
 
 
 @dataclass
@@ -252,6 +259,8 @@ class Records:
         by_k: The records by the number of reports since the save.
         size: The bytes of the file.
         why: Why they cannot be compared with this run, or "".
+        key: What has to be alike in the run that made them and in this one.
+        lines: The whole lines of the file.
     """
 
     names: tuple[str, ...] = ()
@@ -260,30 +269,33 @@ class Records:
     size: int = 0
     why: str = ""
     key: Mapping[str, Any] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
 
 
 def file_name(process: int) -> str:
-    return FILE if process == 0 else f"witness-{process}.jsonl"
+    return WITNESS if process == 0 else f"witness-{process}.jsonl"
 
 
 def read_records(place: Location, process: int, checkpoint: str) -> Records:
     """Read the records beside a checkpoint; none if there is no whole file that belongs to it."""
     try:
-        content = (place / file_name(process)).read_bytes(2 * LIMIT)
+        content = (place / file_name(process)).read_own(WITNESS_LIMIT)
     except (OSError, HoldfastError):
         return Records(why="it has no record")
-    entries = []
+    entries, lines = [], []
     for line in content.split(b"\n"):
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             entry = json.loads(line)
             if entry["crc"] == zlib.crc32(_text(entry["record"]).encode()):
                 entries.append(entry["record"])
+                lines.append(line.decode())
     try:
         header, *records = entries
         if header["version"] != VERSION or header["checkpoint"] != checkpoint:
             return Records(why="its record is of another checkpoint or version")
         by_k = {int(record["k"]): record for record in reversed(records)}
-        return Records(tuple(header["names"]), int(header["total"]), by_k, len(content), "", header["key"])
+        names, total = tuple(header["names"]), int(header["total"])
+        return Records(names, total, by_k, len(content), "", header["key"], tuple(lines))
     except (ValueError, KeyError, TypeError, AttributeError):
         return Records(why="its record is damaged")
 
@@ -306,7 +318,7 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
             shown = [f"{name} {one[name]}, now {other[name]}" if layer == "counters" else name for name in changed]
             judge(layer, shortened(shown, _SHOWN) if changed else None)
     one, other = saved.get("metrics") or {}, now.get("metrics") or {}
-    if both := {name for name in one.keys() & other.keys() if not _is_time(name)}:
+    if both := {name for name in one.keys() & other.keys() if not is_time(name)}:
         changed = sorted(name for name in both if one[name][0] != other[name][0])
         shown = [f"{name} {one[name][1]:.6g}, now {other[name][1]:.6g}" for name in changed]
         judge("metrics", shortened(shown, _SHOWN) if changed else None)
@@ -330,7 +342,7 @@ def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
     found = [0.0]
     for name, (digest, value) in (saved.get("metrics") or {}).items():
         other = (now.get("metrics") or {}).get(name, [digest, value])
-        if digest != other[0] and not _is_time(name):
+        if digest != other[0] and not is_time(name):
             size = abs(value - other[1]) / max(abs(value), 1e-30)
             if not size <= _LOSS:
                 return None
@@ -345,12 +357,12 @@ def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
     return max(found + [size]) if size <= _UPDATE else None
 
 
-def changed_attributes(saved: Record, now: Record) -> dict[str, tuple[str, str, bool]]:
+def changed_attributes(saved: Record, own: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
     """Return the attributes that steps had changed before a save, and that are other ones now.
 
     By name: the value at the save, the value now, and whether two saves showed that steps change it.
     """
-    own, found = now.get("attributes") or {}, {}
+    found = {}
     for name, (text, moves) in (saved.get("attributes") or {}).items():
         if name in own and own[name] != text:
             found[shown_name(name)] = (text, own[name], bool(moves))
@@ -400,7 +412,8 @@ def _named_numbers(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]
     return found
 
 
-def _is_time(name: str) -> bool:
+def is_time(name: str) -> bool:
+    """Return whether a metric measures the machine, by a word in its name; it is recorded, and decides nothing."""
     return not _TIMES.isdisjoint(re.split(r"[^a-z]+", name.lower()))
 
 

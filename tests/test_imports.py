@@ -30,6 +30,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {  # of modules and folders: ea
         ("generators", "steps"),
         ("loaders",),
         ("stateful",),
+        ("fingerprints", "witness"),
         ("arrays",),
         ("handlers",),
         ("sources",),

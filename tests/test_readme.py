@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.commands import output_of
-from tests.documents.examples import Examples
+from tests.documents.examples import Examples, blocks_of
 from tests.starts import backend_of, run
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +29,25 @@ def test_the_programs_run_twice(examples: Examples, tmp_path: Path) -> None:
             done = run("-W", "ignore", "train.py", cwd=folder, backend=backend_of(program))
             assert done.returncode == 0, done.stderr
         assert any((folder / "runs").rglob("checkpoint.json"))
+
+
+@pytest.mark.xdist_group("programs")
+@pytest.mark.examples("README.md", "python 2")
+def test_a_killed_program_proves_its_resume_as_printed(examples: Examples, tmp_path: Path) -> None:
+    program = examples["python 2"]
+    killed = program.replace(
+        "        if checkpoint.on_step(",
+        "        if step == 349:\n"
+        "            checkpoint.manager.wait_until_finished()\n"
+        "            __import__('os').kill(__import__('os').getpid(), 9)\n"
+        "        if checkpoint.on_step(",
+    )
+    for name, status in (("killed.py", -9), ("train.py", 0)):
+        (tmp_path / name).write_text(killed if status else program, encoding="utf-8")
+        done = run("-W", "ignore", name, cwd=tmp_path, backend="torch")
+        assert done.returncode == status, done.stderr
+    [printed] = [block.text for block in blocks_of("README.md") if block.text.startswith("$ python train.py\n")]
+    assert done.stderr.replace(str(tmp_path), "/home/ada/project") == printed.partition("\n")[2]
 
 
 @pytest.mark.examples("README.md", "console 2", "console 3")

@@ -75,6 +75,9 @@ class Rehearsal(Observer):
         dense = self._alone and self._largest * (plan.count or 1) < plan.dense_bytes
         return "rehearsal" if planned or dense else None
 
+    def steps_after_signal(self, most: int) -> int:
+        return 0  # The plan has all steps, and the undisturbed run shows what they give.
+
     def event(self, event: Mapping[str, Any]) -> None:
         self._heartbeat.event(event)
         if event["event"] == "saved":

@@ -91,6 +91,7 @@ _SYMBOLS = {
     "hung": "‖",
     "lost": "?",
     "fallback": "↩",
+    "inexact": "≠",
     "failed save": "!",
     "mirror failed": "!",
     "fetched": "↓",

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ...engine.clock import format_size
 from ...engine.errors import shortened_steps
 from ...engine.manager import number_in_event
-from ..report import count, duration
+from ..report import count, duration, proof_text
 
 How = Literal["finished", "closed", "preempted", "crashed", "hung", "failed", "lost", "running", "open"]
 """How a start has ended: ``closed`` by a program that has no callback, which would know whether training has finished;
@@ -33,6 +33,9 @@ WORDS: Mapping[How, str] = {
     "running": "running",
     "open": "running or lost",
 }
+
+
+PROOFS: Mapping[str, str] = {"exact": "exact", "inexact": "not exact", "rounding": "exact up to rounding"}
 
 
 _LATEST = 253402300799  # seconds since 1970-01-01 UTC: the end of the year 9999
@@ -61,6 +64,8 @@ class Attempt:
     pid: int | None = None
     restored: int | None = None
     restore_seconds: float | None = None
+    proof: str | None = None  # how its first steps compare with those of before the stop: one of `PROOFS`
+    differs: str = ""  # the layers that differ
     saves: list[Save] = field(default_factory=list)
     last: float = 0.0  # the time of the last event
     last_step: int | None = None  # the last step that the program is known to have reached
@@ -176,6 +181,8 @@ def _take(history: History, attempt: Attempt, event: Mapping[str, Any], when: fl
             size = format_size(int(number_in_event(event.get("peer_bytes")) or 0))
             text = f"Process 0 has read {size} from other hosts."
             history.notes.append(Note(when, "info", f"Step {step} came from the hosts' local places", text))
+    elif name == "witness":
+        _take_proof(history, attempt, event, when)
     elif name == "saved" and step is not None:
         keys = ("bytes", "blocked_seconds", "total_seconds")
         written, blocked, total = (number_in_event(event.get(key)) or 0.0 for key in keys)
@@ -204,6 +211,15 @@ def _take(history: History, attempt: Attempt, event: Mapping[str, Any], when: fl
         attempt.why = str(event.get("error", ""))
     elif name == "ended":
         _take_end(attempt, event)
+
+
+def _take_proof(history: History, attempt: Attempt, event: Mapping[str, Any], when: float) -> None:
+    attempt.proof, layers = proof_text(event), event.get("layers")
+    if attempt.proof == "inexact":
+        attempt.differs = ", ".join(map(str, layers)) if isinstance(layers, list) else ""
+        title = f"The resume from step {_count(event.get('saved_step'))} is not exact"
+        text = f"other than before the stop: {attempt.differs}"
+        history.notes.append(Note(when, "bad", title, text, "inexact"))
 
 
 def _take_end(attempt: Attempt, event: Mapping[str, Any]) -> None:
@@ -292,7 +308,8 @@ def _notes_of(history: History) -> Iterator[Note]:
 def _beginning(number: int, attempt: Attempt) -> Note:
     if attempt.restored is not None:
         took = "" if attempt.restore_seconds is None else f" in {duration(attempt.restore_seconds)}"
-        text = f"resumed from step {attempt.restored}, restored{took}"
+        proof = "" if attempt.proof is None else f": {PROOFS[attempt.proof]}"
+        text = f"resumed from step {attempt.restored}, restored{took}{proof}"
     elif attempt.newest is not None:
         text = f"found step {attempt.newest}, and restored nothing"
     else:

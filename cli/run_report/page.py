@@ -17,7 +17,7 @@ from ...engine.sources import LeafStatistics
 from ..report import age, count, duration, metrics_text
 from .charts import clock_text, draw_tree, line_chart, number_text, percent, size_chart, sparkline, timeline
 from .facts import Choice, RunFacts, Statistics, basis, choices
-from .history import WORDS, Attempt, Note
+from .history import PROOFS, WORDS, Attempt, Note
 from .markup import Markup, join, tag
 
 GENERATOR = '<meta name="generator" content="holdfast report">'
@@ -110,6 +110,9 @@ def _alarms(run: RunFacts, now: float) -> Markup:
     if history.fallbacks:
         often = "once" if history.fallbacks == 1 else f"{history.fallbacks} times"
         found.append(("warn", f"The run fell back to an older step {often}, as newer ones were damaged"))
+    if inexact := [attempt for attempt in history.attempts if attempt.proof == "inexact"]:
+        number, one = count(len(inexact), "resume was", "resumes were"), inexact[-1]
+        found.append(("bad", f"{number} not exact, the last one from step {one.restored}: {one.differs} differ"))
     if not run.has_events and run.format == "holdfast" and run.checkpoints:
         text = (
             "No events: they are kept beside runs on file systems, not in object stores, copies or single checkpoints"
@@ -143,6 +146,10 @@ def _figures(run: RunFacts, now: float) -> Markup:
         if len(history.attempts) > 1:
             text = f"{duration(history.redone_seconds)} lost" if history.redone_steps else "nothing lost"
             found.append(("Trained again", count(history.redone_steps, "step", "steps"), text))
+        if proofs := [attempt.proof or "" for attempt in history.attempts if attempt.restored is not None]:
+            kinds = [(proofs.count(proof), PROOFS.get(proof, "not compared")) for proof in (*PROOFS, "")]
+            text = ", ".join(f"{number} {what}" for number, what in kinds if number)
+            found.append(("Resumes", str(len(proofs)), text))
     if run.checkpoints:
         shared = sum(one.bytes for one in run.checkpoints) - run.disk_bytes
         text = f"{format_size(run.disk_bytes)} on disk{f', {format_size(shared)} shared' if shared else ''}"
@@ -334,7 +341,7 @@ def _start(number: int, attempt: Attempt) -> dict[str, Cell]:
         "Start": Number(str(number + 1), number),
         "Began": Cell(clock_text(attempt.began), attempt.began, "one-line"),
         "Ran": Number(duration(ran), ran),
-        "From step": _maybe(attempt.restored),
+        "From step": _maybe(attempt.restored, PROOFS.get(attempt.proof or "")),
         "To step": _maybe(attempt.last_step),
         "Saves": Number(str(len(attempt.saves)), len(attempt.saves)),
         "Written": Number(format_size(written), written),
@@ -344,8 +351,9 @@ def _start(number: int, attempt: Attempt) -> dict[str, Cell]:
     }
 
 
-def _maybe(step: int | None) -> Number:
-    return Number("-", -1) if step is None else Number(str(step), step)
+def _maybe(step: int | None, mark: str | None = None) -> Number:
+    badge = [" ", tag("span", mark, class_="badge")] if mark else []
+    return Number("-", -1) if step is None else Number(join(str(step), *badge), step)
 
 
 def _statistics(run: RunFacts) -> Markup:

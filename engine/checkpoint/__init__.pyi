@@ -16,6 +16,7 @@ from .copying import CopiedFiles as CopiedFiles
 from .copying import CopyProgress as CopyProgress
 from .copying import Throttle as Throttle
 from .copying import copied_step as copied_step
+from .copying import copy_witness as copy_witness
 from .copying import file_checks as file_checks
 from .replicas import check_replicas as check_replicas
 from .save import ItemToSave as ItemToSave

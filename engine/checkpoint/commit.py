@@ -50,6 +50,7 @@ from ..format import (
     PARTIAL,
     RECORD,
     STEP_FOLDER,
+    WITNESSES,
     CheckpointRecord,
     is_our_archive,
     unsynced,
@@ -168,7 +169,7 @@ class PendingCheckpoint:
         # Read before the record: a save that begins after the record was replaced may yet be committed.
         marked = self._lock.folders() if PARTIAL in names and location.is_remote else []
         # What to remove once this save is committed: here, files of saves that had no marker.
-        self._leftovers = self._find_replaceable(names, overwrite=overwrite)
+        self._leftovers = self._find_replaceable(names, overwrite=overwrite, owned=owned)
         # Whether there is nothing here that a marker would have to explain.
         self._is_plain = untouched and parts is None and copies is None and not self._leftovers and RECORD not in names
         items, folders = list(items), []
@@ -290,7 +291,7 @@ class PendingCheckpoint:
             (self.location / PARTIAL).remove()
             raise self._lock.conflict()
 
-    def _find_replaceable(self, names: set[str], *, overwrite: bool) -> set[str]:
+    def _find_replaceable(self, names: set[str], *, overwrite: bool, owned: bool) -> set[str]:
         """Read the checkpoint that will be replaced; return the files of saves that had no marker.
 
         Something else that is there raises CheckpointExistsError.
@@ -313,6 +314,8 @@ class PendingCheckpoint:
         left = self._left_of(names)
         if self.location.is_remote:  # late requests leave such a folder without a record or a marker
             names = {one for one in names - left if not _UNIQUE.fullmatch(one)}
+        if owned:  # a witness that was written while the step was deleted is of no checkpoint any more
+            names = {one for one in names if not WITNESSES.fullmatch(one)}
         if names and not {PARTIAL, DELETED} & names:
             raise CheckpointExistsError(
                 f"{self.location}: the directory is not empty and is not a checkpoint (it holds {min(names)!r}); "
@@ -369,6 +372,9 @@ class PendingCheckpoint:
         with _leftover(self.location):
             self._parts.publish(record, replaces=self._old is not None)
             _remove_folders(self._parts, {*record.replaced, *self._leftovers}, record)
+            for name in filter(WITNESSES.fullmatch, self._taken):  # it is about the checkpoint that was here
+                with contextlib.suppress(StorageError):
+                    (self.location / name).remove()
             if overtaken:  # the other save is that of a superseded run, which fails
                 sweep(self.location, self._parts)
             if self._deletion is not None:
@@ -540,9 +546,10 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
     """Delete a checkpoint, whose record may be known: the record first, so that it is gone at once, then its data."""
     if location.is_remote and record is not None and all(item.is_archive for item in record.items.values()):
         names = {entry.name for entry in location.entries()}
-        if RECORD in names and all(map(_ARCHIVE.fullmatch, names - {RECORD})):  # they say themselves what they are
-            (location / RECORD).remove()
-            for name in names - {RECORD}:
+        witnesses = {*filter(WITNESSES.fullmatch, names)}
+        archives = names - {RECORD} - witnesses
+        if RECORD in names and all(map(_ARCHIVE.fullmatch, archives)):  # they say themselves what they are
+            for name in (*witnesses, RECORD, *archives):
                 (location / name).remove()
             return
     if not location.is_local:
@@ -630,7 +637,8 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
     if RECORD in names:
         remove_temporary(location, names)
     marks = {PARTIAL, DELETED} & names
-    if not marks and (RECORD in names or not names or not all(_is_left(location / name) for name in names)):
+    unnamed = [name for name in names if not (location.is_remote and WITNESSES.fullmatch(name))]
+    if not marks and (RECORD in names or not names or not all(_is_left(location / name) for name in unnamed)):
         return False
     folders = [folder for mark in sorted(marks) for folder in SaveLock(location / mark).folders()]
     record = None

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from ..arrays import ArrayDatabase, FileCheck, required
 from ..clock import UNHEARD
-from ..errors import CheckpointExistsError, DamagedCheckpointError
-from ..format import ARCHIVE, TREES, CheckpointRecord, ItemRecord, own_shares
-from ..storage import PAGE, DataReader, Location, Segment, parallel_map
+from ..errors import CheckpointExistsError, DamagedCheckpointError, HoldfastError, ObjectNotFoundError
+from ..format import ARCHIVE, TREES, WITNESS_LIMIT, WITNESSES, CheckpointRecord, ItemRecord, own_shares
+from ..storage import PAGE, DataReader, Location, Segment, max_concurrency, parallel_map
 from .commit import CommitParts, PendingCheckpoint
 
 PIECE_BYTES = 4 << 20  # bytes read, checked and passed on at a time
@@ -183,7 +183,7 @@ def copied_step(
 
     The block gets the record of the copy; an error in it ends the copy. ``copied`` has the files that earlier copies
     brought to the same place, and gets those of this one. Damage of the original leaves nothing at the destination;
-    after any other error, the next attempt uses what was copied.
+    after any other error, the next attempt uses what was copied. The files of the witness follow the commit.
     """
     parts = _CopiedFolders(destination, record)
     pending = PendingCheckpoint(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)
@@ -221,6 +221,27 @@ def copied_step(
             raise
         raise failure from error
     copied.note(files)
+    copy_witness(source, destination)
+
+
+def copy_witness(source: Location, destination: Location, *, again: bool = False) -> None:
+    """Copy what the witness has recorded of the steps after a save, as far as that is possible: no error goes further.
+
+    With ``again``, files that are there with the same size are left out: they only ever grow.
+    """
+
+    def copy(name: str) -> None:
+        with contextlib.suppress(OSError, HoldfastError):
+            content = (source / name).read_own(WITNESS_LIMIT)
+            with contextlib.suppress(ObjectNotFoundError):
+                if again and (destination / name).has_size(len(content)):
+                    return
+            (destination / name).write_bytes(content, atomic=False, sync=False)
+
+    with contextlib.suppress(OSError, HoldfastError):
+        destination.check_not_link()
+        names = [entry.name for entry in source.entries() if WITNESSES.fullmatch(entry.name)]
+        parallel_map(copy, names, max(map(max_concurrency, (source, destination))), name="holdfast-copy")
 
 
 def file_checks(location: Location, record: CheckpointRecord) -> dict[str, FileCheck]:

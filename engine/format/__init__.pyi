@@ -47,6 +47,9 @@ from .record import PROCESSES as PROCESSES
 from .record import RECORD as RECORD
 from .record import STEP_FOLDER as STEP_FOLDER
 from .record import TREES as TREES
+from .record import WITNESS as WITNESS
+from .record import WITNESS_LIMIT as WITNESS_LIMIT
+from .record import WITNESSES as WITNESSES
 from .record import CheckpointRecord as CheckpointRecord
 from .record import FileRecord as FileRecord
 from .record import ItemRecord as ItemRecord

@@ -41,6 +41,9 @@ PARTIAL = "checkpoint.partial"  # marks a directory in which a save has begun; t
 DELETED = "checkpoint.deleted"  # marks a directory whose checkpoint is being deleted; it is removed last
 OWNER = "owner.json"  # name of the file that identifies the run that writes to a directory; locked by it
 STEP_FOLDER = re.compile(r"(.*[_-])?(0|[1-9][0-9]*)", re.DOTALL)  # names of the folders of steps: series and number
+WITNESS = "witness.jsonl"  # name of the file with what the steps after a save have given; no commit record names it
+WITNESSES = re.compile(r"witness(-[1-9][0-9]*)?\.jsonl")  # the names of such files, one of each process
+WITNESS_LIMIT = 128 << 10  # bytes of such a file that are read
 
 ITEM = "state"  # name of the item of a checkpoint that has only one
 TREES = "pytree"  # kind of an item that is a tree

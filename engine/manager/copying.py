@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step, write_record
+from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step, copy_witness, write_record
 from ..clock import UNHEARD, Portion, Progress, Rate, SystemClock, bytes_per_second
 from ..distributed import Coordinator, run_on_primary
 from ..errors import (
@@ -132,6 +132,7 @@ def _copy_one(
         there = found_at(destination)
         if there is not None and there.fingerprint == record.fingerprint:
             follow(destination, there, record)
+            copy_witness(source, destination, again=True)
         elif there is not None and not overwrite:
             raise CheckpointExistsError(
                 f"{destination}: another checkpoint is there; choose another path, or replace it (overwrite=True)"

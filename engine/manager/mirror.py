@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step
+from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step, copy_witness
 from ..clock import Clock, bytes_per_second, seconds
 from ..errors import (
     CheckpointNotFoundError,
@@ -162,6 +162,7 @@ class RunMirror:
         self._saving = False  # whether the run is saving on a disk
         self._due = False
         self._final = False  # whether the run ends, and its newest step is copied, due or not
+        self._has_finished = False  # whether the run has ended the mirror, and not another run
         self._adopted: str | None = None  # the identity that this run takes from the mirror
         self._foreign = False  # whether the mirror belongs to another run
         self._refused: set[str] = set()  # fingerprints of steps that are damaged in the run's directory
@@ -314,6 +315,10 @@ class RunMirror:
     def finish(self, timeout: float, *, must_fit: bool = False) -> bool:
         """Copy the newest step, due or not; with ``must_fit``, give up at once if the time is too short."""
         if self._ending.is_set():
+            if self._has_finished:  # steps that follow the save of a preemption have been recorded since
+                late = Helper(self._refresh_newest, "holdfast-mirror", daemon=True)
+                late.start()
+                late.join(timeout)
             return self._lacking() is None
         if self._thread is None:  # the manager has only read
             self._end()
@@ -328,6 +333,7 @@ class RunMirror:
             if left <= 0 or needed > left:
                 break
             self._thread.join(min(left, _LOOK))
+        self._has_finished = not self._is_lost()
         self._end()
         self._tell()
         return self._lacking() is None
@@ -432,8 +438,12 @@ class RunMirror:
         self._delete_doomed(far)
         self._follow(far)
         while (found := self._next(far, final or self._final)) is not None:
+            before = max((step for step in far.steps() if step < found[0]), default=None)
             self._copy(far, *found)
+            self._refresh(before)
             self._follow(far)
+        if final or self._final:
+            self._refresh_newest()
 
     def _delete_doomed(self, far: RunDirectory) -> None:
         """Delete the steps that the run has deleted explicitly and not saved again, the latest first."""
@@ -510,6 +520,17 @@ class RunMirror:
                 if original.fingerprint == copy.fingerprint:
                     far.ownership.check()
                     far.add(info.step, follow(far.step_location(info.step), copy, original))
+
+    def _refresh(self, step: int | None) -> None:
+        """Copy what the witness has recorded of the steps after one, since that was copied."""
+        record = None if step is None else self._run.known_record(step)
+        if self._far is None or step is None or record is None or not _is_copy(self._far.known_record(step), record):
+            return
+        copy_witness(self._run.step_location(step), self._far.step_location(step), again=True)
+
+    def _refresh_newest(self) -> None:
+        newest = self._newest()
+        self._refresh(None if newest is None else newest[0])
 
     def _look(self) -> RunDirectory:
         """Return the steps in the mirror, read again unless this run writes there."""

@@ -6,6 +6,7 @@ the host while the program goes on; :attr:`Samples.is_ready` says when they have
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,15 @@ class _Group(NamedTuple):
     counts: list[int]
     fetch: Callable[[], NDArray[Any]]
     is_ready: Callable[[], bool]
+
+
+class _Known(NamedTuple):
+    """A tensor that was sampled before: where it was, and a view of some elements, with the place of its memory."""
+
+    tensor: Callable[[], Any]
+    address: int
+    view: Any
+    start: int
 
 
 @dataclass
@@ -80,7 +90,7 @@ class Sampler:
     """Takes samples of the same leaves again and again; those of torch are found by views that it keeps."""
 
     def __init__(self) -> None:
-        self._views: dict[int, tuple[Any, int, Any]] = {}  # by place: the tensor, its address, and a view of elements
+        self._views: dict[int, _Known] = {}  # by place
         self._gathers: dict[Any, Any] = {}  # compiled functions of jax, by strides
 
     def take(self, leaves: Sequence[Any]) -> Samples:
@@ -112,26 +122,19 @@ class Sampler:
         return samples
 
     def _view(self, place: int, tensor: Any) -> Any:
-        """Return a view of some elements of a tensor, or None; of a distributed one, of the part of this process."""
-        known = self._views.get(place)
-        if known is not None and known[0] is tensor and known[1] == _address(known[2]):
-            return (
-                known[2] if tensor is known[2] or _address(tensor) in (0, known[1]) else self._new_view(place, tensor)
-            )
-        return self._new_view(place, tensor)
+        """Return a view of some elements of a tensor, or None; of a distributed one, of the part of this process.
 
-    def _new_view(self, place: int, tensor: Any) -> Any:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        self._views.pop(place, None)
-        if not is_dense(local) or local.device.type == "meta" or not local.numel() or local.is_conj() or local.is_neg():
-            return None
-        if not _address(local):
-            return None
-        local = local.detach()
-        flat = local.view(-1) if local.is_contiguous() else _memory_of(local)
-        view = flat[:: 1 + (flat.numel() - 1) // _ELEMENTS]
-        self._views[place] = tensor, _address(view), view
-        return view
+        A view keeps the memory of its tensor, so it is kept only of a tensor that was there at the sample before.
+        """
+        known, address = self._views.get(place), _address(tensor)
+        if known is not None and known.tensor() is tensor and known.address == address:
+            if known.view is not None and known.start == _address(known.view):
+                return known.view
+            view = _view_of(tensor)
+            self._views[place] = known._replace(view=view, start=0 if view is None else _address(view))
+            return view
+        self._views[place] = _Known(weakref.ref(tensor), address, None, 0)
+        return _view_of(tensor)
 
     def _gathered_by_jax(self, entries: list[tuple[int, Any]]) -> _Group:
         """Gather elements on the device: one compiled function for all arrays, and one copy."""
@@ -157,6 +160,17 @@ class Sampler:
 
         counts = [-(-array.size // stride) for (_, array), stride in zip(entries, strides, strict=True)]
         return _Group([place for place, _ in entries], counts, fetch, lambda: all(one.is_ready() for one in found))
+
+
+def _view_of(tensor: Any) -> Any:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if not is_dense(local) or local.device.type == "meta" or not local.numel() or local.is_conj() or local.is_neg():
+        return None
+    if not _address(local):
+        return None
+    local = local.detach()
+    flat = local.view(-1) if local.is_contiguous() else _memory_of(local)
+    return flat[:: 1 + (flat.numel() - 1) // _ELEMENTS]
 
 
 def _add_array(on_host: dict[Any, list[tuple[int, NDArray[Any]]]], place: int, array: NDArray[Any]) -> None:

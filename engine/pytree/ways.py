@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import random
 import sys
 import types
 import zlib
@@ -34,6 +35,7 @@ _SMALL = 1 << 10  # bytes of an array whose values are a text
 _MOST_ENTRIES = 256  # of a container whose entries are a text
 _PLAIN = (str, bytes, bool, int, float, complex, type(None))
 _CLOSED = (str, bytes, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_LOADERS = ("holdfast", "torchdata", "datasets", "grain", "lightning", "pytorch_lightning", "keras", "flax")
 _LIBRARIES = ("torch", "numpy", "jax", "jaxlib", "optax", "builtins", "threading", "logging")  # Attributes stay theirs.
 
 _Get = Callable[[Any, Any], Any]
@@ -253,7 +255,8 @@ def _attributes(value: Any) -> list[str]:
     """Return the names of attributes that may be plain values, of objects that are not those of a library."""
     torch: Any = loaded("torch")
     is_schedule = torch is not None and isinstance(value, torch.optim.lr_scheduler.LRScheduler)
-    if (_is_of_library(value) and not is_schedule) or _is_variable(value):
+    is_closed = type(value).__module__.partition(".")[0] in (*_LIBRARIES, *_LOADERS)
+    if (is_closed and not is_schedule) or _is_variable(value):
         return []
     own = getattr(value, "__dict__", None)
     if not isinstance(own, dict):
@@ -290,8 +293,6 @@ def text_of(value: Any, depth: int = 3) -> str | None:
 
 
 def _text_of(value: Any, depth: int) -> str | None:
-    from ..generators import generator_state, is_generator  # not at the top: generators are built on this package
-
     if isinstance(value, _PLAIN):
         return repr(value) if not isinstance(value, Enum) else str(value)
     if isinstance(value, np.generic):
@@ -309,11 +310,8 @@ def _text_of(value: Any, depth: int) -> str | None:
     if is_jax_array(value):
         is_small = not is_key(value) and value.nbytes <= _SMALL and value.is_fully_addressable and value.is_ready()
         return repr(np.asarray(value).tolist()) if is_small else None
-    if is_generator(value):
-        try:
-            return f"generator {zlib.crc32(repr(generator_state(value)).encode()):08x}"
-        except Exception:  # one of the operating system has no state
-            return None
+    if (state := _state_of_generator(value)) is not None:
+        return f"generator {zlib.crc32(repr(state).encode()):08x}"
     if not depth or not isinstance(value, list | tuple | deque | dict | set | frozenset):
         return None
     if len(value) > _MOST_ENTRIES:
@@ -328,6 +326,17 @@ def _text_of(value: Any, depth: int) -> str | None:
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(known))}}}"
     return f"[{', '.join(known)}]"
+
+
+def _state_of_generator(value: Any) -> Any:
+    torch: Any = loaded("torch")
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, np.random.RandomState):
+        return value.get_state(legacy=False)
+    return value.get_state().tolist() if torch is not None and isinstance(value, torch.Generator) else None
 
 
 def leaves_of(value: Any, most: int = 1000) -> tuple[list[Any], str]:

@@ -408,9 +408,9 @@ def _begin_writeback(descriptor: int) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def append_line(path: str | os.PathLike[str], text: str) -> None:
+def append_line(path: str | os.PathLike[str], text: str, *, create: bool = True) -> None:
     """Append a line to a file with one write, so that lines of several processes do not mix; nothing is synced."""
-    descriptor = open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    descriptor = open_own(path, os.O_WRONLY | os.O_APPEND | (os.O_CREAT if create else 0))
     try:
         os.write(descriptor, f"{text}\n".encode())
     finally:

@@ -439,7 +439,7 @@ class FitSaver:
             # The save before this one failed. The process is about to end, so the log must report it.
             logger.exception("an earlier save failed; step %d is being saved", step)
         loop, most = self._fit.epoch_loop, self._options.witness_steps_after_signal if self._options.witness else 0
-        left = self._fit.max_batches - loop.batch_idx - 1
+        most, left = self._store.manager.observer.steps_after_signal(most), self._fit.max_batches - loop.batch_idx - 1
         if point != "batch" or loop.done or not most:
             self._leave()
         self._finish_saves()

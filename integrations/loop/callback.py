@@ -133,11 +133,11 @@ class CheckpointCallback:
     draw from, are saved with the extras, and restored after everything else. So draw random values that the program
     needs once, such as a validation set, before ``restore_or_initialize``. ``global_generators=False`` leaves them out.
 
-    SIGTERM only sets a flag. The next ``on_step`` saves, waits until the files are durable, and asks to stop;
-    ``sys.exit(checkpoint.exit_status)`` then informs the scheduler. Leaving the ``with`` block saves the last step if
-    it is not saved yet, waits for the files and closes. Leaving it by an exception does not save, but lets a save that
-    is under way finish. Worker processes that are started after the callback was made survive a signal to the whole
-    job.
+    SIGTERM only sets a flag. The next ``on_step`` saves and waits until the files are durable. After at most
+    ``witness_steps_after_signal`` further steps, it asks to stop; ``sys.exit(checkpoint.exit_status)`` then informs the
+    scheduler. Leaving the ``with`` block saves the last step if it is not saved yet, waits for the files and closes.
+    Leaving it by an exception does not save, but lets a save that is under way finish. Worker processes that are
+    started after the callback was made survive a signal to the whole job.
 
     In a program of several processes (``jax.distributed`` or ``torch.distributed``), each makes a callback and calls it
     at every step. All save the arrays together; each process saves and restores its own of the other extras, such as
@@ -452,7 +452,7 @@ class CheckpointCallback:
         self._adapter.check_step(step, state)
         if not self._names <= extras.keys():
             raise StateError(missing_extras(self._names - extras.keys()))
-        if self._after_signal is not None:
+        if self._after_signal is not None and not self._should_stop:
             self._saver.show(step, state, metrics, self._with_generators(extras), batch, epoch)
             after = self._after_signal = self._after_signal.after(self._durations.longest, again=self._preemption.again)
             self._should_stop |= after.left == 0
@@ -714,6 +714,7 @@ class CheckpointCallback:
         self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
         self._manager.events.write("preempted", step=self._saver.step)
         most = self._options.witness_steps_after_signal if self._options.witness else 0
+        most = self._manager.observer.steps_after_signal(most)
         after = steps_after_signal(
             most, self._durations.longest, self._preemption, self._options.grace_secs, self._saver.left_in_epoch
         )
@@ -721,7 +722,8 @@ class CheckpointCallback:
         self._should_stop = not count
         if count:
             self._after_signal = dataclasses.replace(after, left=count, alone=self._manager.processes.alone)
-        what = f"stopping after {count} more steps, which the resume is compared with" if count else "stopping"
+        steps = "1 more step" if count == 1 else f"{count} more steps"
+        what = f"stopping after {steps}, which the resume is compared with" if count else "stopping"
         self._durations.restart()
         text = "preempted: step %d is saved in %s; %s"
         self._announce(text, self._saver.step, self._manager.directory, what)

@@ -101,8 +101,12 @@ class PreemptionSignal:
         return time.monotonic() - self._since
 
     def hand_on(self) -> None:
-        """Send the signal to the handler that was there before, if a program has set one; after :meth:`restore`."""
-        if callable(signal.getsignal(self.number)) and signal.getsignal(self.number) is not signal.default_int_handler:
+        """Send the signal to the handler that was there before, if a program has set one; after :meth:`restore`.
+
+        A later handler stays in place, and would pass the signal on to this one, which is no longer active.
+        """
+        handler, previous = signal.getsignal(self.number), self._previous.get(self.number)
+        if callable(handler) and handler is previous and handler is not signal.default_int_handler:
             signal.raise_signal(self.number)
 
     def seconds_left(self, grace: Duration | None) -> float:

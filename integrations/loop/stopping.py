@@ -79,7 +79,9 @@ def steps_after_signal(
     most: int, longest: float, preemption: PreemptionSignal, grace: Duration | None, left_in_epoch: int | None
 ) -> AfterSignal:
     """Return the steps that may follow a save: while a quarter of the grace lasts, and not beyond the epoch's end."""
-    if preemption.number in (signal.SIGINT, signal.SIGHUP) or preemption.again:
+    # A number that is no signal is a notice of Ray, after which the run goes on.
+    is_signal = preemption.number in {*signal.Signals} - {signal.SIGINT, signal.SIGHUP}
+    if not is_signal or preemption.again:
         most = 0
     seconds_left = _WITHOUT_GRACE if grace is None else seconds(grace) / 4 - preemption.age
     fitting = int(max(0.0, seconds_left) / (2 * longest)) if longest > 0 else most

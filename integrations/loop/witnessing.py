@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from ...engine.witness import (
     changed_attributes,
     compare,
     is_rounding,
+    is_time,
     key_of,
     not_comparable,
     read_records,
@@ -85,7 +87,8 @@ class Witness:
         self._resumed: int | None = None
         self._waiting: list[_Comparison] = []
         self._layers: dict[str, str] = {}  # the layers that agreed, in words
-        self._has_concluded = True
+        self._compares = False  # whether the steps since a resume are compared
+        self._has_said = True  # whether the line about them was printed
         self._error: StateError | None = None
         if enabled:
             on_commit(manager, self._committed)
@@ -93,7 +96,7 @@ class Witness:
     @property
     def watches(self) -> bool:
         """Whether there is a save whose next steps are recorded, or a resume whose first steps are compared."""
-        return self._file is not None or not self._has_concluded
+        return self._file is not None or self._compares
 
     @property
     def refuses(self) -> bool:
@@ -104,9 +107,9 @@ class Witness:
 
     def begin(self, seen: Seen) -> None:
         """Begin without a checkpoint."""
-        if self._enabled:
+        with self._only_logged():
             self._key = key_of(self._processes.count)
-            self._recorder = Recorder(seen)
+            self._recorder = Recorder(seen) if self._enabled else None
 
     def resume(self, step: int, seen: Seen, why_not: str = "") -> None:
         """Begin from a checkpoint: compare what was restored with the record of its save.
@@ -116,34 +119,30 @@ class Witness:
             seen: What the program shows right after the restore.
             why_not: Why the steps that follow are not comparable with those of before the stop, or an empty text.
         """
-        if not self._enabled:
-            return
-        self._key = key_of(self._processes.count)
-        self._resumed = step
+        if self._enabled:
+            with self._only_logged():
+                self._begin_from(step, seen, why_not)
+
+    def _begin_from(self, step: int, seen: Seen, why_not: str) -> None:
+        self._key, self._resumed = key_of(self._processes.count), step
         found = whole_step(self._manager, step)
         records = Records(why="the step is not in the directory of the run")
         if found is not None:
             records = read_records(found[0], self._processes.index, found[1].fingerprint)
-        comparable = not records.why
-        self._recorder = Recorder(seen, records.names if comparable and not why_not else None)
-        if not comparable:
-            self.proof = Proof(why=f"{records.why}")
-            return
-        now = self._recorder.take(0, seen).finish()
-        why = why_not or not_comparable(records.key, {**self._key, "devices": self._devices(seen)})
-        if why:
+        self._recorder = Recorder(seen, None if records.why or why_not else records.names)
+        now = self._recorder.take(0, seen)
+        key = {**self._key, "devices": now.taken["state"].devices}
+        why = records.why or why_not or not_comparable(records.key, key)
+        self.proof = Proof(why=why)
+        if found is None or why:
             self._recorder.release()
-            self.proof = Proof(why=why)
-            self._say("not witnessed: %s, so the steps after step %d are not comparable with those before", why, step)
+            if not records.why:
+                text = "not witnessed: %s, so the steps after step %d are not comparable with those before"
+                self._say(text, why, step)
             return
-        self._records, self._has_concluded = records, False
-        assert found is not None
+        self._records, self._compares, self._has_said = records, True, False
         self._file = RecordFile.of(step, self._processes.index, found[0], records)
-        self._compare_restored(records.by_k.get(0, {}), now)
-
-    def _devices(self, seen: Seen) -> str:
-        assert self._recorder is not None
-        return self._recorder.take(1, dataclasses.replace(seen, batch=None)).taken["state"].devices
+        self._compare_restored(records.by_k.get(0, {}), now.finish())
 
     def note(self, look: Callable[[], Seen], mark: Any = None) -> None:
         """Note the report of a step, before it is decided whether to save it.
@@ -157,20 +156,21 @@ class Witness:
         """
         if self._error is not None:
             raise self._error
-        self._k += 1
-        k, self._last = self._k, None
-        is_new, self._mark = mark != self._mark and self._mark is not None, mark
-        if k & (k - 1) == 0 or is_new or (not self._has_concluded and k in self._records.by_k):
-            self._take(look)
-        if self._waiting:
-            self._compare_arrived(wait=self._on_inexact == "raise")
-        if k >= _LAST and not self._waiting:
-            self._conclude()
+        with self._only_logged():
+            self._k += 1
+            k, self._last = self._k, None
+            is_new, self._mark = mark != self._mark and self._mark is not None, mark
+            if k & (k - 1) == 0 or is_new or (self._compares and k in self._records.by_k):
+                self._take(look)
+            if self._waiting:
+                self._compare_arrived(wait=self._on_inexact == "raise")
+            if k >= _LAST and not self._waiting:
+                self._conclude()
 
     def _take(self, look: Callable[[], Seen]) -> None:
         assert self._recorder is not None
         self._last = self._recorder.take(self._k, look())
-        if not self._has_concluded and self._k in self._records.by_k:
+        if self._compares and self._k in self._records.by_k:
             self._waiting.append(_Comparison(self._k, self._last))
         if self._file is not None and self.proof.exact is not False:
             self._file.add(self._last)
@@ -181,44 +181,59 @@ class Witness:
         Raises:
             StateError: The resume is not exact, with ``on_inexact="raise"``.
         """
-        if self._recorder is None:
-            return
-        if self._k and self._last is None and self.watches:
-            self._take(look)
-        self._compare_arrived(wait=True)
-        self._conclude()
-        self._recorder.release()
-        if self._file is not None:
-            self._earlier.append(self._file)
-        first = self._recorder.take(0, look())
-        self._file = RecordFile(step, self._processes.index, self._key, first)
-        self._k = 0
+        with self._only_logged():
+            if self._recorder is None:
+                return
+            if self._k and self._last is None and self.watches:
+                self._take(look)
+            self._compare_arrived(wait=True)
+            self._conclude()
+            self._compares = False
+            self._recorder.release()
+            if self._file is not None:
+                self._earlier.append(self._file)
+            first = self._recorder.take(0, look())
+            self._file = RecordFile(step, self._processes.index, self._key, first)
+            self._k = 0
 
     def _committed(self, place: Location, record: CheckpointRecord) -> None:
         """Write the records of a step that was committed; called on the thread that saves."""
-        earlier, self._earlier = self._earlier, []
-        for file in earlier:
-            file.finish()
-        for file in (*earlier, *([] if self._file is None else [self._file])):
-            if file.step == record.step:
-                file.commit(place, record.fingerprint)
+        with self._only_logged():
+            earlier, self._earlier = self._earlier, []
+            for file in earlier:
+                file.finish()
+            for file in (*earlier, *([] if self._file is None else [self._file])):
+                if file.step == record.step:
+                    file.commit(place, record.fingerprint)
 
     def close(self) -> None:
         """Compare and write what is left, as the run ends; raises nothing."""
-        if self._recorder is None:
-            return
-        on_inexact, self._on_inexact = self._on_inexact, "warn" if self._on_inexact == "raise" else self._on_inexact
-        self._compare_arrived(wait=True)
-        self._on_inexact = on_inexact
-        self._conclude()
-        for file in (*self._earlier, *([] if self._file is None else [self._file])):
-            file.finish()
+        self._on_inexact = "warn" if self._on_inexact == "raise" else self._on_inexact
+        with self._only_logged():
+            self._compare_arrived(wait=True)
+            self._conclude()
+            for file in (*self._earlier, *([] if self._file is None else [self._file])):
+                file.finish()
+
+    @contextlib.contextmanager
+    def _only_logged(self) -> Iterator[None]:
+        """End the witness at an error of its own, or of code of the program that it runs: training goes on."""
+        try:
+            yield
+        except Exception as error:
+            if error is self._error:
+                raise
+            self._recorder, self._file, self._compares, self._has_said = None, None, False, True
+            self._waiting.clear()
+            text = "the steps are no longer recorded and compared (witness): %s: %s. Nothing else depends on it"
+            logger.warning(text, type(error).__name__, error)
 
     # ---- comparisons
 
     def _compare_restored(self, saved: Record, now: Record) -> None:
         same, differs = compare(saved, now, self._records.names)
-        attributes = changed_attributes(saved, now)
+        assert self._recorder is not None
+        attributes = changed_attributes(saved, self._recorder.attributes)
         if attributes:
             shown = [f"{name} ({was}, now {is_now})" for name, (was, is_now, _) in attributes.items()]
             moves = any(moves for _, _, moves in attributes.values())
@@ -245,7 +260,7 @@ class Witness:
                 continue
             if (rounding := self._rounding(k, saved, now, differs)) is not None:
                 self.proof = dataclasses.replace(self.proof, exact=None, rounding=rounding)
-                self._has_concluded = True
+                self._compares, self._has_said = False, True
                 self._event(tuple(differs))
                 logger.info(
                     "step %d differs from before the stop by at most %.1g (relative), as another processor rounds",
@@ -274,7 +289,7 @@ class Witness:
         self.proof = dataclasses.replace(self.proof, exact=False, differs=layers)
         if not is_first:
             return
-        self._has_concluded = True
+        self._compares, self._has_said = False, True
         self._event(layers)
         what = "; ".join(
             f"{layer} ({text})" if layer != "batch" else "the batch is another one" for layer, text in differs.items()
@@ -290,9 +305,9 @@ class Witness:
 
     def _conclude(self) -> None:
         """Say in one line what was compared, once."""
-        if self._has_concluded:
+        if self._has_said:
             return
-        self._has_concluded = True
+        self._has_said = True
         steps = self.proof.steps
         if not steps and self._k:
             why = "no step was recorded after it" if not max(self._records.by_k, default=0) else "no step was compared"
@@ -305,11 +320,13 @@ class Witness:
 
     def _in_words(self, layer: str, saved: Record) -> str:
         if layer == "state":
-            return f"{len(self._records.names)} of {self._records.total} leaves"
+            count, total = len(self._records.names), self._records.total
+            return f"{count} of {total} leaves" if total > 1 else "its leaf"
         if layer == "generators":
-            return f"{len(saved['generators'])} generators"
+            count = len(saved["generators"])
+            return f"{count} generators" if count > 1 else "a generator"
         if layer in ("metrics", "counters"):
-            return shortened(list(saved[layer]), 3)
+            return shortened([name for name in saved[layer] if not is_time(name)], 3)
         return layer
 
     def _event(self, layers: tuple[str, ...]) -> None:

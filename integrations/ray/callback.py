@@ -90,16 +90,30 @@ class CheckpointCallback(LoopCallback):
             self._unreported = step  # The run ended between the save and the report.
         return state, step
 
-    def on_step(self, step: int, state: Any, *, metrics: Mapping[str, Any] | None = None, **extras: Any) -> StepOutcome:
+    def on_step(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        batch: Any = None,
+        epoch: Any = None,
+        **extras: Any,
+    ) -> StepOutcome:
         """Report that an update is done, and save if a save is due, as :meth:`holdfast.CheckpointCallback.on_step`.
 
         All workers call it for every step, as it reports saved steps to Ray.
         """
-        return self._after(step, super().on_step(step, state, metrics=metrics, **extras))
+        return self._after(step, super().on_step(step, state, metrics=metrics, batch=batch, epoch=epoch, **extras))
 
     def on_eval(self, step: int, metrics: Mapping[str, Any]) -> StepOutcome:
         """Report metrics that became known after the step, as :meth:`holdfast.CheckpointCallback.on_eval`."""
         return self._after(step, super().on_eval(step, metrics))
+
+    def _hand_on(self) -> None:
+        if self._worker is None:
+            super()._hand_on()
+        self._should_stop = True  # Leaving the block raises PreemptedError.
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

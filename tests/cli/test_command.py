@@ -16,6 +16,7 @@ from tests.cli.commands import error_of, output_of
 import holdfast as hf
 from holdfast.cli.app import COMMANDS, command
 from holdfast.cli.main import main
+from holdfast.engine.storage import append_line
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,8 @@ def test_ls_for_programs(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert found["directory"] == str(run / "checkpoints")
     assert [item["step"] for item in found["checkpoints"]] == [10, 20, 30]
     first = found["checkpoints"][0]
-    assert list(first) == ["step", "path", "time", "bytes", "shared_bytes", "metrics", "reason", "kept", "damage"]
+    names = ["step", "path", "time", "bytes", "shared_bytes", "metrics", "reason", "kept", "damage", "witness"]
+    assert list(first) == names
     assert first["path"] == str(run / "checkpoints" / "10")
     assert first["metrics"] == {"loss": 0.5, "nan": None}
     assert first["kept"] == ["best loss (0.5)"]
@@ -92,6 +94,52 @@ def test_ls_shows_damage(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert [line.rstrip().endswith("ok") for line in lines[1:]] == [True, False, True]
     found = json.loads(output_of(capsys, "ls", run, "--json"))
     assert [item["damage"] is None for item in found["checkpoints"]] == [True, False, True]
+
+
+def witness_column(capsys: pytest.CaptureFixture[str], place: Path, *steps: int) -> list[str | None]:
+    """Returns what ls shows for some steps, in both forms."""
+    lines = output_of(capsys, "ls", place).splitlines()
+    checkpoints = json.loads(output_of(capsys, "ls", place, "--json"))["checkpoints"]
+    found = {item["step"]: item["witness"] for item in checkpoints}
+    for line in lines[1:]:
+        step, before = int(line.split()[0]), line.removesuffix("ok").split()[-1]
+        assert before == (found[step] or before)
+        assert before not in {"exact", "inexact", "recorded", "rounding"} - {found[step]}
+    assert ("WITNESS" in lines[0]) == any(found.values())
+    return [found[step] for step in steps]
+
+
+def test_ls_shows_how_resumes_proved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def train(last: int, **options: Any) -> hf.CheckpointCallback:
+        with hf.CheckpointCallback(run, save_interval_steps=4, save_at_end=False, **options) as checkpoint:
+            state, start = checkpoint.restore_or_initialize({"w": np.zeros(2)})
+            for step in range(start + 1, last + 1):
+                state = {"w": state["w"] + step}
+                checkpoint.on_step(step, state)
+        return checkpoint
+
+    train(5, witness=False)
+    assert witness_column(capsys, run, 4) == [None]
+    train(9)
+    assert witness_column(capsys, run, 4, 8) == [None, "recorded"]
+    assert train(11).proof.exact
+    assert witness_column(capsys, run, 4, 8) == [None, "exact"]
+    hf.copy_checkpoint(run, tmp_path / "copy")
+    assert witness_column(capsys, tmp_path / "copy", 4, 8) == [None, "recorded"]
+    for exact, word in ((False, "inexact"), (None, "rounding"), (True, "exact")):
+        append_line(
+            run / "events.jsonl", json.dumps({"event": "witness", "time": 1e10, "saved_step": 4, "exact": exact})
+        )
+        assert witness_column(capsys, run, 4, 8) == [word, "exact"]
+        assert witness_column(capsys, run / "4", 4) == [word]
+    strange: Any
+    for strange in ([], "4", None):
+        append_line(run / "events.jsonl", json.dumps({"event": "witness", "time": strange, "saved_step": strange}))
+    with hf.CheckpointManager(run) as manager:
+        manager.save(8, {"w": np.zeros(2)}, force=True)
+    assert witness_column(capsys, run, 4, 8) == ["exact", None], "the step was saved anew since"
 
 
 def test_ls_says_where_else_the_run_has_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

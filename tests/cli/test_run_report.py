@@ -174,9 +174,43 @@ def test_local_steps_are_told() -> None:
     assert history.attempts[0].last_step == 12
 
 
+def test_how_resumes_proved() -> None:
+    history = read_history(
+        [event("started", 0), saved(1, 4), event("started", 5, "b"), event("restored", 6, "b", step=4)]
+        + [event("witness", 7, "b", step=6, saved_step=4, exact=True, layers=["state"])]
+        + [event("started", 10, "c"), event("restored", 11, "c", step=4)]
+        + [event("witness", 12, "c", step=6, saved_step=4, exact=True, layers=["state"])]
+        + [event("witness", 13, "c", step=8, saved_step=4, exact=False, layers=["batch", "state"])]
+        + [event("started", 20, "d"), event("restored", 21, "d", step=4)]
+        + [event("witness", 22, "d", step=5, saved_step=4, exact=None, layers=["state"])]
+        + [event("started", 30, "e"), event("restored", 31, "e", step=4), event("finished", 32, "e", step=9)]
+    )
+    assert [one.proof for one in history.attempts] == [None, "exact", "inexact", "rounding", None]
+    texts = [note.text for note in history.notes if note.title == "Started again"]
+    assert [text.rpartition(", restored")[2] for text in texts] == [
+        ": exact",
+        ": not exact",
+        ": exact up to rounding",
+        "",
+    ]
+    (note,) = (note for note in history.notes if note.mark == "inexact")
+    said = (note.tone, note.title, note.text)
+    assert said == ("bad", "The resume from step 4 is not exact", "other than before the stop: batch, state")
+    text = page.draw_page([facts.RunFacts("run", "place", [], history, has_events=True)], now=40.0, version="1")
+    shown = Page(text)
+    assert "1 resume was not exact, the last one from step 4: batch, state differ" in shown.texts("li", "bad")
+    assert "1 exact, 1 not exact, 1 exact up to rounding, 1 not compared" in shown.texts("span")
+    assert [one for one in shown.texts("span", "badge") if "exact" in one] == [
+        "exact",
+        "not exact",
+        "exact up to rounding",
+    ]
+
+
 WHOLE = [
     event("started", 1e9, newest=None, pid=5, host="h"),
     event("restored", 1e9 + 1, step=3, seconds=1.0, skipped=[{"step": 4, "damage": "x"}]),
+    event("witness", 1e9 + 1, step=5, saved_step=3, exact=False, layers=["batch"]),
     saved(1e9 + 2, 5, metrics={"loss": 1.0}),
     event("metrics", 1e9 + 2, step=5, metrics={"acc": 1.0}),
     event("save_failed", 1e9 + 3, step=6, error="e"),

@@ -17,7 +17,7 @@ from tests.cli.commands import error_of
 from tests.starts import run
 
 from holdfast.cli.main import main
-from holdfast.cli.supervise import Kind, RestartPolicy, RunRecord, Start, kind_of
+from holdfast.cli.supervise import Kind, RestartPolicy, RunRecord, Start, in_words, kind_of
 from holdfast.engine.manager import slow_saves
 from holdfast.engine.sources import compare_checkpoints, open_at
 from holdfast.engine.storage import as_location
@@ -162,6 +162,18 @@ def test_slow_saves_in_a_row_are_reported_once() -> None:
     assert found == [(1, 11), (4, 13)]
 
 
+@pytest.mark.parametrize(
+    ("exact", "said"),
+    [
+        (True, "the resume from step 8 is exact: batch, state"),
+        (False, "the resume from step 8 is NOT exact: batch, state differ from before the stop"),
+        (None, "the resume from step 8 is exact up to rounding: batch, state"),
+    ],
+)
+def test_words_about_a_resume(exact: bool | None, said: str) -> None:
+    assert in_words("witness", {"step": 8, "exact": exact, "layers": ["batch", "state"]}) == said
+
+
 # ---- real programs
 
 
@@ -189,12 +201,16 @@ def test_a_program_with_crashes_a_hang_and_a_preemption_ends_as_the_undisturbed_
     subprocess.run([*PROGRAM, str(tmp_path / "whole"), "12"], check=True, capture_output=True, timeout=300)
 
     assert_same_runs(tmp_path / "run", tmp_path / "whole")
-    names = [one["event"] for one in events]
+    proofs = [one for one in events if one["event"] == "witness"]
+    assert proofs
+    assert {(one["exact"], one["directory"]) for one in proofs} == {(True, str(tmp_path / "run"))}
+    assert {"batch", "state"} & {layer for one in proofs for layer in one["layers"]}
+    names = [one["event"] for one in events if one["event"] != "witness"]
     # On a busy machine, a start may take longer than the timeout, too.
     assert [name for name, _ in itertools.groupby(names)][-4:] == ["started", "finished", "ended", "output"]
     assert {"crashed", "hung", "preempted"} <= set(names)
     assert "in happen" in events[-1]["text"].partition('"hangs"')[2], "the stack of the thread that hangs"
-    assert [json.loads(line)["event"] for line in log.read_text().splitlines()] == names[:-1]
+    assert [json.loads(line)["event"] for line in log.read_text().splitlines()] == [one["event"] for one in events[:-1]]
     report = tmp_path / "report.html"
     assert main(["report", str(tmp_path / "run"), "--no-stats", "-o", str(report)]) == 0
     marks = re.findall(r'data-mark="(\w+)" aria-label="\S+ \S+ ([^:"]+)', report.read_text())

@@ -18,6 +18,7 @@ PAGES = [
     "how_it_works.md",
     "file_format.md",
     "events.md",
+    "exact_resume.md",
     "aggregates.md",
 ]
 PAGES += sorted(path.relative_to(DOCS).as_posix() for folder in FOLDERS for path in (DOCS / folder).glob("*.md"))
@@ -30,6 +31,11 @@ def test_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     folder.mkdir()
     monkeypatch.chdir(folder)
     run_page(page, folder)
+
+
+def test_the_first_page_shows_a_resume_of_the_tutorial() -> None:
+    [shown] = [block.text for block in blocks_of("docs/index.md") if block.text.startswith("$ python train.py")]
+    assert shown in (DOCS / "tutorial.md").read_text(encoding="utf-8")
 
 
 def test_every_example_is_run_by_a_test() -> None:

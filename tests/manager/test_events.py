@@ -50,8 +50,8 @@ def test_the_life_of_a_run(tmp_path: Path) -> None:
     found = [(event["event"], event.get("step", event.get("newest"))) for event in events_in(tmp_path)]
     assert sorted(found[:3], key=str) == sorted([("started", None), ("failed", 3), ("saved", 2)], key=str)
     assert found[3:] == [
-        *(("started", 2), ("restored", 2), ("saved", 4), ("saved", 5), ("preempted", 5)),
-        *(("started", 5), ("restored", 5), ("saved", 6), ("saved", 8), ("finished", 8)),
+        *(("started", 2), ("restored", 2), ("witness", 3), ("saved", 4), ("saved", 5), ("preempted", 5)),
+        *(("started", 5), ("restored", 5), ("witness", 6), ("saved", 6), ("saved", 8), ("finished", 8)),
         *(("started", 8), ("restored", 8), ("finished", 8)),
     ]
     saved = next(event for event in events_in(tmp_path) if event["event"] == "saved")

@@ -47,7 +47,8 @@ def train(
     state: Any = {"w": spread(first), "momentum": spread(0 * first), "step": 0}
     step = 0
     rare = None if mirror is None else hf.Mirror(mirror, save_interval_steps=1000)  # otherwise only at the end
-    with CheckpointCallback(directory, save_interval_steps=4, max_to_keep=2, mirror=rare) as checkpoint:
+    options: Any = {"save_interval_steps": 4, "max_to_keep": 2, "mirror": rare, "witness_steps_after_signal": 0}
+    with CheckpointCallback(directory, **options) as checkpoint:
         state, start = checkpoint.restore_or_initialize(state, rng=rng)
         for step in range(start, STEPS):
             state = update(state, spread(rng.normal(size=size).astype(np.float32)))

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import pytest
 from tests.processes.harness import Process, run_outcomes, run_processes
@@ -26,7 +26,8 @@ def train(process: Process, directory: str, told: dict[int, int]) -> tuple[int, 
     torch.nn.init.constant_(model.weight, 1.0)
     optimizer = torch.optim.Adam(model.parameters())
     step = 0
-    with hf.CheckpointCallback(directory, save_interval_steps=1000, save_at_end=not told) as checkpoint:
+    options: Any = {"save_interval_steps": 1000, "save_at_end": not told, "witness_steps_after_signal": 0}
+    with hf.CheckpointCallback(directory, **options) as checkpoint:
         state, start = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
         for step in range(start + 1, STEPS + 1):
             model(torch.full((1, 2), float(step))).sum().backward()

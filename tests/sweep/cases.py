@@ -45,8 +45,12 @@ class _Listener(logging.Handler):
         self.heard.append(record.getMessage())
 
 
-def judge(name: str, run: Callable[[], str | None], refused: str = "") -> Case:
-    """Run one case; ``run`` returns what differs first, and ``refused`` is part of a message that is expected."""
+def judge(name: str, run: Callable[[], str | None], refused: str = "", *, is_exact: bool = True) -> Case:
+    """Run one case.
+
+    ``run`` returns what differs first, and ``refused`` is part of a message that is expected. Where a program
+    ``is_exact``, an alarm of the witness is a failure, as it is the second judge.
+    """
     logger, listener = logging.getLogger("holdfast"), _Listener()
     logger.addHandler(listener)
     logger.propagate = False
@@ -60,6 +64,9 @@ def judge(name: str, run: Callable[[], str | None], refused: str = "") -> Case:
         logger.propagate = True
         logger.removeHandler(listener)
     case.warnings = listener.heard
+    alarms = [text for text in listener.heard if text.startswith("not exact")]
+    if is_exact and case.verdict == "equal" and alarms:
+        return Case(name, "failed", f"equal, but {alarms[0]}", listener.heard)
     return case
 
 

@@ -140,7 +140,7 @@ def run_case(name: str, title: str, directory: Path) -> Case:
             return "state is hidden, and the resumed run is exact"
         return contradiction(whole(name), after, compared(before, after, options.get("every", NEVER)))
 
-    case = judge(f"hidden/{'exact' if program.is_exact else 'inexact'}/{name}/{title}", run)
+    case = judge(f"hidden/{'exact' if program.is_exact else 'inexact'}/{name}/{title}", run, is_exact=program.is_exact)
     case.warnings = heard
     return case
 

@@ -239,7 +239,9 @@ def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict
         model = Failing(rank, step, directory if options.pop("saves_itself", False) else None)
     if loader.startswith(("of all", "elastic")):
         averages.append(Seen(Path(directory).with_name(f"seen-{count}-{index}")))
-    callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **checkpoint})
+    callback = CheckpointCallback(
+        directory, **{"save_interval_steps": 1, "witness_steps_after_signal": 0, **checkpoint}
+    )
     trainer = Trainer(
         callbacks=[callback, recorder, *averages],
         **{**program.QUIET, "devices": count, "strategy": strategy, "max_epochs": 3, **options},

@@ -483,15 +483,18 @@ def test_one_line_says_where_a_run_is(
     for options in ({"max_steps": 3}, {}, {}):
         program.run(directory, **options)
         said += [line for line in capfd.readouterr().err.splitlines() if line.startswith("holdfast: ")]
+    at_once = {"witness_steps_after_signal": 0}
     with pytest.raises(SystemExit):
-        program.run(directory, max_epochs=4, recorder=program.Recorder(signal_after=17))
+        program.run(directory, max_epochs=4, recorder=program.Recorder(signal_after=17), checkpoint=at_once)
     said += [line for line in capfd.readouterr().err.splitlines() if line.startswith("holdfast: ")]
     assert said == [
         f"holdfast: started fresh: no checkpoint in {directory}",
         f"holdfast: resumed from step 3 in {directory}",
+        "holdfast: not witnessed: step 3 was restored as it was saved, and no step was recorded after it",
         f"holdfast: resumed from step 15 in {directory}",
         f"holdfast: nothing left to do after step 15 in {directory}",
         f"holdfast: resumed from step 15 in {directory}",
+        "holdfast: not witnessed: step 15 was restored as it was saved, and no step was recorded after it",
         f"holdfast: preempted: stopping after step 18 in {directory}",
     ]
 

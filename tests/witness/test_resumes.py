@@ -1,0 +1,406 @@
+"""Resumes that prove themselves: what a run records, what the next start compares, and what it says."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.integrations.loop.preemption import PreemptionSignal
+from holdfast.integrations.loop.stopping import AfterSignal, Durations, steps_after_signal
+from holdfast.integrations.loop.witnessing import Proof
+
+
+class StopHereError(Exception):
+    """Ends a run as a crash does, when its saves are complete."""
+
+
+class Run:
+    """A loop with everything that a witness sees, and a part of each layer that can be kept from a resume."""
+
+    def __init__(self, directory: Path | str, hidden: str = "", **options: Any) -> None:
+        self.directory = directory
+        self.options = {"save_interval_steps": 4, "save_at_end": False, **options}
+        self.hidden = hidden
+        self.checkpoint: Any = None
+        self.done = 0
+
+    def __call__(self, last: int = 20, crash: int = 0, at: Callable[[int], object] = lambda step: None) -> Run:
+        rng, order = np.random.default_rng(1), np.random.default_rng(2)
+        w, lr, epoch = np.zeros(100), 1.0, 0
+        extras: dict[str, Any] = {} if self.hidden == "generators" else {"rng": rng}
+        extras |= {} if self.hidden == "batch" else {"order": order}
+        with hf.CheckpointCallback(self.directory, **self.options) as checkpoint:
+            self.checkpoint = checkpoint
+            state, start = checkpoint.restore_or_initialize({"w": w}, **extras)
+            w, self.done = state["w"], start
+            epoch = 0 if self.hidden == "counters" else start // 5
+            lr = 1.0 if self.hidden == "state" else 0.9**start
+            for step in range(start + 1, last + 1):
+                batch = {"x": order.normal(size=3)}
+                lr *= 0.9
+                w = w + lr * batch["x"][0] + (0 if self.hidden == "generators" else rng.normal())
+                epoch += step % 5 == 0
+                self.done = step
+                at(step)
+                shown = {"rng": rng, "order": order} if not self.hidden else extras
+                noise = rng.normal() if self.hidden == "generators" else 0.0
+                metrics = {"loss": float(w[0]) + noise, "step_time": time.perf_counter()}
+                if checkpoint.on_step(step, {"w": w}, metrics=metrics, batch=batch, epoch=epoch, **shown).should_stop:
+                    break
+                if step == crash:
+                    checkpoint.manager.wait_until_finished()
+                if step == crash + 3 and crash:
+                    raise StopHereError
+        return self
+
+
+def crashed(directory: Path | str, hidden: str = "", **options: Any) -> None:
+    with pytest.raises(StopHereError):
+        Run(directory, hidden, **options)(crash=8)
+
+
+@pytest.fixture(params=["disk", "memory"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "run") if request.param == "disk" else f"memory://witness/{tmp_path.name}"
+
+
+def test_a_resume_that_is_exact_says_what_was_compared(directory: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    crashed(directory)
+    run = Run(directory)(last=14)
+    assert run.checkpoint.proof == Proof(exact=True, steps=(9, 10))
+    (line,) = [text for text in caplog.messages if text.startswith("exact: ")]
+    generators = 5 if "torch" in sys.modules else 4
+    what = f"batch, {generators} generators, epoch, step, loss, its leaf"
+    assert line == f"exact: steps 9 and 10 are those of before the stop ({what})"
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    events = run.checkpoint.manager.events.earlier()
+    proofs = [event for event in events if event["event"] == "witness"]
+    if directory.startswith("/"):
+        assert [(one["saved_step"], one["step"], one["exact"]) for one in proofs] == [(8, 10, True)]
+
+
+@pytest.mark.parametrize("hidden", ["batch", "generators", "state", "counters"])
+def test_each_layer_that_differs_is_named_at_the_first_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, hidden: str
+) -> None:
+    crashed(tmp_path, hidden)
+    run = Run(tmp_path, hidden)(last=14)
+    proof = run.checkpoint.proof
+    assert (proof.exact, proof.steps) == (False, ())
+    found = {"generators": "metrics"}.get(hidden, hidden)  # Its generator is not handed over, and so not compared.
+    assert found in proof.differs
+    (warning,) = [text for text in caplog.messages if text.startswith("not exact from step 9 on: ")]
+    assert "or the program or its data have changed" in warning
+    assert "holdfast drill" in warning
+
+
+def test_a_later_difference_is_named_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps after those of the line are compared until the next save."""
+    caplog.set_level(logging.INFO, "holdfast")
+
+    def train(last: int, change: int) -> Proof:
+        with hf.CheckpointCallback(tmp_path, save_interval_steps=20, save_at_end=False) as checkpoint:
+            state, start = checkpoint.restore_or_initialize({"w": np.zeros(50)})
+            for step in range(start + 1, last + 1):
+                state = {"w": state["w"] + (2 if step == change else 1)}
+                checkpoint.on_step(step, state, metrics={"loss": 1.0})
+                checkpoint.manager.wait_until_finished()
+        proof: Proof = checkpoint.proof
+        return proof
+
+    train(30, 0)
+    proof = train(30, 27)
+    assert (proof.exact, proof.steps, proof.differs) == (False, (21, 22, 24), ("state",))
+    said = [text.partition(" (")[0] for text in caplog.messages if "exact" in text]
+    assert said == ["exact: steps 21, 22 and 24 are those of before the stop", "not exact from step 28 on: state"]
+
+
+class Model:
+    """An object whose state lacks a number that steps change."""
+
+    def __init__(self) -> None:
+        self.w, self.calls = np.zeros(3), 0
+
+    def get_state(self) -> dict[str, Any]:
+        return {"w": self.w}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.w = state["w"]
+
+
+@pytest.mark.parametrize(("last", "level"), [(2, logging.INFO), (5, logging.WARNING)])
+def test_attributes_that_were_not_restored_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, last: int, level: int
+) -> None:
+    """At WARNING once two saves have shown that steps change them."""
+    caplog.set_level(logging.INFO, "holdfast")
+    for _ in range(2):
+        model = Model()
+        with hf.CheckpointCallback(tmp_path, save_interval_steps=2, save_at_end=False) as checkpoint:
+            state, start = checkpoint.restore_or_initialize({"w": np.zeros(3)}, model=model)
+            for step in range(start + 1, last + 1):
+                model.calls += 1
+                checkpoint.on_step(step, state, model=model)
+                checkpoint.manager.wait_until_finished()
+    saved = last // 2 * 2
+    (found,) = [record for record in caplog.records if "as saved, except" in record.getMessage()]
+    assert found.levelno == level
+    expected = f"resumed from step {saved}: as saved, except model.calls ({saved}, now 0), which steps before the stop"
+    assert found.getMessage().startswith(expected)
+    assert checkpoint.proof.exact is not False
+
+
+def test_an_error_of_the_witness_ends_the_witness_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise MemoryError("no memory for samples")
+
+    for last in (2, 5):
+        with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
+            state, start = checkpoint.restore_or_initialize({"w": np.zeros(3)})
+            monkeypatch.setattr("holdfast.engine.pytree.sampling.Sampler.take", fail)
+            for step in range(start + 1, last + 1):
+                checkpoint.on_step(step, state)
+        assert [text for text in caplog.messages if "no longer recorded" in text and "no memory" in text]
+        caplog.clear()
+    assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_nothing_is_saved_after_a_difference_with_raise(tmp_path: Path) -> None:
+    crashed(tmp_path, "state")
+    run = Run(tmp_path, "state", on_inexact="raise", save_at_end=True)
+    with pytest.raises(hf.errors.StateError, match=r"not exact from step 9 on: .*on_inexact='raise'"):
+        run()
+    assert (run.done, run.checkpoint.proof.exact) == (9, False)
+    assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [4, 8]
+
+
+def test_ignore_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    crashed(tmp_path, "state")
+    run = Run(tmp_path, "state", on_inexact="ignore")(last=12)
+    assert run.checkpoint.proof.exact is False
+    assert not [text for text in caplog.messages if "exact" in text]
+
+
+def test_without_the_witness_there_is_no_file(tmp_path: Path) -> None:
+    crashed(tmp_path, witness=False)
+    run = Run(tmp_path, "state", witness=False, on_inexact="raise")(last=12)
+    assert run.checkpoint.proof == Proof()
+    assert not [*tmp_path.rglob("witness*")]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"resume": 4}, "resume=4 chose the step"),
+        ({"hyperparameters": "program"}, "hyperparameters='program' takes those of the program"),
+    ],
+)
+def test_what_is_not_comparable(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], why: str
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    crashed(tmp_path, "state")
+    run = Run(tmp_path, "state", **options)(last=11)
+    assert (run.checkpoint.proof.exact, run.checkpoint.proof.why) == (None, why)
+    assert len([text for text in caplog.messages if text.startswith(f"not witnessed: {why}")]) == 1
+
+
+@pytest.mark.parametrize("name", ["processes", "versions", "devices"])
+def test_another_machine_is_not_comparable(tmp_path: Path, name: str) -> None:
+    crashed(tmp_path, "state")
+    path = tmp_path / "8" / "witness.jsonl"
+    path.write_text("\n".join(rewritten(line, name) for line in path.read_text().splitlines()) + "\n")
+    run = Run(tmp_path, "state")(last=11)
+    assert run.checkpoint.proof.exact is None
+    assert "changed (" in run.checkpoint.proof.why
+
+
+def rewritten(line: str, name: str) -> str:
+    """Returns a line of the file in whose header a part of the key is another one."""
+    import zlib
+
+    record = json.loads(line)["record"]
+    if "key" in record:
+        record["key"][name] = "another"
+    text = json.dumps(record, sort_keys=True, separators=(",", ":"))
+    return f'{{"crc":{zlib.crc32(text.encode())},"record":{text}}}'
+
+
+def test_a_difference_that_another_processor_rounds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The records are those of another model of processor; the noise is a part of the update."""
+    caplog.set_level(logging.INFO, "holdfast")
+
+    def train(last: int, noise: float, **options: Any) -> Any:
+        with hf.CheckpointCallback(tmp_path, save_interval_steps=2, save_at_end=False, **options) as checkpoint:
+            state, start = checkpoint.restore_or_initialize({"w": np.zeros(50)})
+            for step in range(start + 1, last + 1):
+                state = {"w": state["w"] + 1 + noise}
+                checkpoint.on_step(step, state, metrics={"loss": float(state["w"][0])})
+                checkpoint.manager.wait_until_finished()
+        return checkpoint.proof
+
+    train(3, 0.0)
+    path = tmp_path / "2" / "witness.jsonl"
+    path.write_text("\n".join(rewritten(line, "processor") for line in path.read_text().splitlines()) + "\n")
+    proof = train(3, 1e-6, on_inexact="raise")
+    assert (proof.exact, proof.differs) == (None, ())
+    assert 0 < proof.rounding < 1e-4
+    assert [text for text in caplog.messages if "as another processor rounds" in text]
+
+
+def test_records_go_on_where_a_resume_was_exact(tmp_path: Path) -> None:
+    """The file keeps its lines, and has those of later steps for the next start."""
+    crashed(tmp_path, save_interval_steps=8)
+    path = tmp_path / "8" / "witness.jsonl"
+    before = path.read_bytes()
+    with pytest.raises(StopHereError):
+        Run(tmp_path, save_interval_steps=8)(crash=12)
+    after = path.read_bytes()
+    assert after.startswith(before)
+    records = [json.loads(line)["record"] for line in after.splitlines()[1:]]
+    assert [record["k"] for record in records] == [0, 1, 2, 4, 7]  # The last one is the first step of an epoch.
+    assert Run(tmp_path, save_interval_steps=8)(last=13).checkpoint.proof.steps == (9, 10, 12)
+
+
+@pytest.mark.parametrize("name", ["batch", "epoch"])
+def test_extras_of_these_names_are_saved_and_restored_as_ever(tmp_path: Path, name: str) -> None:
+    for start, last in ((0, 3), (3, 5)):
+        with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
+            _, found = checkpoint.restore_or_initialize({"w": 1.0}, **{name: 0})
+            assert (found, checkpoint.extras[name]) == (start, 10 * start)
+            for step in range(start + 1, last + 1):
+                extras: dict[str, Any] = {name: 10 * step}
+                checkpoint.on_step(step, {"w": 1.0}, **extras)
+    assert hf.load(tmp_path, item="extras")[name] == 50
+
+
+def test_batch_and_epoch_that_only_on_step_gets_are_not_saved(tmp_path: Path) -> None:
+    with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
+        checkpoint.restore_or_initialize({"w": 1.0})
+        checkpoint.on_step(1, {"w": 1.0}, batch=np.ones(3), epoch=2)
+    assert not {"batch", "epoch"} & {*hf.load(tmp_path, item="extras")}
+
+
+# ---- the steps after a signal
+
+
+def told(at: int) -> Callable[[int], object]:
+    return lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == at else None
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_a_preempted_run_goes_on_to_be_compared(tmp_path: Path) -> None:
+    run = Run(tmp_path, grace_secs="1h")(at=told(6))
+    assert run.done == 10
+    assert run.checkpoint.exit_status == 75
+    assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [4, 6]
+    assert hf.list_checkpoints(tmp_path)[-1].reason == "preempted"
+    again = Run(tmp_path, save_interval_steps=100)(last=12)
+    assert again.checkpoint.proof == Proof(exact=True, steps=(7, 8, 10))
+
+
+@pytest.mark.usefixtures("default_sigterm")
+@pytest.mark.parametrize(
+    "options", [{"witness_steps_after_signal": 0}, {"witness": False}, {"grace_secs": 1e-6}, {"signals": ["SIGINT"]}]
+)
+def test_none_follow(tmp_path: Path, options: dict[str, Any]) -> None:
+    number = signal.SIGINT if "signals" in options else signal.SIGTERM
+    run = Run(tmp_path, **{"grace_secs": "1h", **options})(
+        at=lambda step: os.kill(os.getpid(), number) if step == 6 else None
+    )
+    assert (run.done, [entry.step for entry in hf.list_checkpoints(tmp_path)]) == (6, [4, 6])
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_a_loop_that_ends_by_itself_meanwhile_ends_the_program(tmp_path: Path) -> None:
+    run = Run(tmp_path, grace_secs="1h", save_at_end=True)
+    with pytest.raises(SystemExit) as ended:
+        run(last=8, at=told(6))
+    assert (run.done, ended.value.code) == (8, 75)
+    assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [4, 6]
+    again = Run(tmp_path, save_at_end=True)(last=8)
+    assert (again.done, again.checkpoint.exit_status, again.checkpoint.proof.steps) == (8, 0, (7, 8))
+
+
+def test_no_step_follows_the_end_of_an_epoch(tmp_path: Path) -> None:
+    with hf.CheckpointCallback(tmp_path, save_interval_steps=100, grace_secs="1h") as checkpoint:
+        data = hf.skip_to([np.ones(1)] * 6)
+        checkpoint.restore_or_initialize({"w": 1.0}, data=data)
+        for step in range(1, 20):
+            next(data)
+            if step == 4:
+                checkpoint._preemption.request()
+            if checkpoint.on_step(step, {"w": 1.0}, data=data).should_stop:
+                break
+    assert step == 6
+
+
+AFTER: dict[str, tuple[dict[str, Any], int]] = {
+    "plenty of time": ({}, 4),
+    "fewer are wanted": ({"most": 2}, 2),
+    "none is wanted": ({"most": 0}, 0),
+    "a quarter of the grace": ({"grace": 84, "longest": 5.0}, 2),  # 21 seconds, and twice 5 for each
+    "steps that are too long": ({"grace": 80, "longest": 11.0}, 0),
+    "no grace is known": ({"longest": 0.3}, 3),  # 2 seconds in all
+    "no step was timed yet": ({"longest": math.inf}, 0),
+    "steps without a time": ({"longest": 0.0}, 4),
+    "the end of an epoch": ({"left": 1}, 1),
+    "Ctrl-C": ({"number": signal.SIGINT}, 0),
+    "a closed terminal": ({"number": signal.SIGHUP}, 0),
+    "another signal": ({"number": signal.SIGUSR1}, 4),
+    "the signal came again": ({"again": True}, 0),
+    "a notice": ({"number": 1000}, 0),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_how_many_steps_follow(name: str) -> None:
+    given, expected = AFTER[name]
+    preemption = PreemptionSignal()
+    preemption.request(given.get("number", signal.SIGTERM))
+    preemption.again = given.get("again", False)
+    after = steps_after_signal(
+        given.get("most", 4), given.get("longest", 0.01), preemption, given.get("grace"), given.get("left")
+    )
+    assert after.left == expected
+
+
+@pytest.mark.parametrize(
+    ("alone", "until", "again", "left"),
+    [(True, 1e9, False, 2), (True, 0.0, False, 0), (True, 1e9, True, 0), (False, 0.0, True, 2)],
+)
+def test_whether_another_step_follows(alone: bool, until: float, again: bool, left: int) -> None:
+    """Processes that go on together do as many as they have agreed on."""
+    after = AfterSignal(3, time.monotonic() + until if until else 0.0, alone)
+    assert after.after(0.01, again=again).left == left
+
+
+def test_the_longest_of_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("holdfast.integrations.loop.stopping.time.monotonic", lambda: now[0])
+    durations = Durations()
+    assert durations.longest == math.inf
+    for pause in (0.0, 9.0, *[1.0] * 19):
+        now[0] += pause
+        durations.note()
+    assert durations.longest == 9.0
+    now[0] += 50.0
+    durations.restart()
+    now[0] += 2.0
+    durations.note()
+    assert durations.longest == 2.0
