@@ -258,7 +258,21 @@ class Rendezvous:
             process = int(facts["process"])
             message = f"{self.name}: process {process} failed: {facts['error']}: {facts['message']}"
             missed = facts["error"] == BarrierTimeoutError.__name__
+            self._let_others_hear(process)
             raise PeerFailedError(message, process) from BarrierTimeoutError(facts["message"]) if missed else None
+
+    def _let_others_hear(self, failed: int) -> None:
+        """Wait on process 0, whose end may end the store, for the other processes that look for a failure."""
+        key = f"{self._prefix}/heard"
+        with contextlib.suppress(Exception):  # The others are in no wait, or have ended.
+            if self.index:
+                self.coordinator.put(f"{key}/{self.index}", b"heard")
+                return
+            until = self.coordinator.monotonic() + _LONGEST_WAIT
+            for process in range(1, self.count):
+                if process != failed:
+                    left = until - self.coordinator.monotonic()
+                    self.coordinator.get(f"{key}/{process}", max(left, 0.001), waited=0.0)
 
     def fail(self, error: BaseException) -> None:
         """Report to all other processes that this one failed, and why. Never raises."""

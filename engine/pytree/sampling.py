@@ -6,7 +6,6 @@ the host while the program goes on; :attr:`Samples.is_ready` says when they have
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,12 +34,11 @@ class _Group(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A tensor that was sampled before: where it was, and a view of some elements, with the place of its memory."""
+    """Which tensor was sampled, and where it was."""
 
-    tensor: Callable[[], Any]
+    tensor: int
     address: int
-    view: Any
-    start: int
+    shape: tuple[int, ...]
 
 
 @dataclass
@@ -90,7 +88,7 @@ class Sampler:
     """Takes samples of the same leaves again and again; those of torch are found by views that it keeps."""
 
     def __init__(self) -> None:
-        self._views: dict[int, _Known] = {}  # by place
+        self._views: dict[int, tuple[_Known, Any]] = {}  # by place; with a view, or None
         self._gathers: dict[Any, Any] = {}  # compiled functions of jax, by strides
 
     def take(self, leaves: Sequence[Any]) -> Samples:
@@ -124,17 +122,18 @@ class Sampler:
     def _view(self, place: int, tensor: Any) -> Any:
         """Return a view of some elements of a tensor, or None; of a distributed one, of the part of this process.
 
-        A view keeps the memory of its tensor, so it is kept only of a tensor that was there at the sample before.
+        A view keeps the memory of its tensor, so it is kept only of one that was there at the sample before. There is
+        no weak reference to a tensor: torch refuses to swap a parameter that has one.
         """
-        known, address = self._views.get(place), _address(tensor)
-        if known is not None and known.tensor() is tensor and known.address == address:
-            if known.view is not None and known.start == _address(known.view):
-                return known.view
+        here = _Known(id(tensor), _address(tensor), tensor.shape)
+        known, view = self._views.get(place, (None, None))
+        if not here.address or known != here:
             view = _view_of(tensor)
-            self._views[place] = known._replace(view=view, start=0 if view is None else _address(view))
-            return view
-        self._views[place] = _Known(weakref.ref(tensor), address, None, 0)
-        return _view_of(tensor)
+            self._views[place] = here, None
+        elif view is None or not _address(view):
+            view = _view_of(tensor)
+            self._views[place] = here, view
+        return view
 
     def _gathered_by_jax(self, entries: list[tuple[int, Any]]) -> _Group:
         """Gather elements on the device: one compiled function for all arrays, and one copy."""

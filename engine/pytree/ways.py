@@ -81,7 +81,9 @@ class Ways:
             children = _children(value)
             prefix = f"{path}." if path else ""
             if len(attributes) < _MOST_ATTRIBUTES:
-                taken = {child.key for child in children if child.get is getattr and _is_open("", child.value)}
+                # Without leaves, arrays are texts as well.
+                opened = [one for one in children if _is_open("", one.value) and (most or not _is_array(one.value))]
+                taken = {child.key for child in opened if child.get is getattr}
                 attributes += [(f"{prefix}{name}", place, name) for name in _attributes(value) if name not in taken]
             for child in children:
                 nodes.append(_Node(place, child.get, child.key))

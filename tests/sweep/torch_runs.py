@@ -145,7 +145,7 @@ def _finish(loop: Loop, run: Run) -> Any:
         gc.collect()  # iterators of interrupted runs, in whose place forked workers would end others
     try:
         found = loop(run)
-    except InterruptionError:
+    except (InterruptionError, SystemExit):  # A loop that ends in the steps after a signal ends the program.
         return None
     drawn = [torch.rand(2).tolist(), np.random.rand(), random.random()]
     return None if run.stopped else {"found": bits(found), "drawn": drawn}
