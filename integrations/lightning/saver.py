@@ -257,7 +257,7 @@ class FitSaver:
         elif self._options.hyperparameters == "program":
             why = "hyperparameters='program' takes those of the program"
         elif str(self._fitting.misfits or ""):
-            why = "partial='initialize' has initialized what the checkpoint lacks"
+            why = "the checkpoint lacks a part of the state, which was initialized"
         self.witness.resume(self._trainer.global_step, self._shown(), why)
 
     # ---- the points at which the state is consistent

@@ -613,7 +613,7 @@ class CheckpointCallback:
         if options.hyperparameters == "program":
             return "hyperparameters='program' takes those of the program"
         if self._adapter.misfits is not None and str(self._adapter.misfits):
-            return "partial='initialize' has initialized what the checkpoint lacks"
+            return "the checkpoint lacks a part of the state, which was initialized"
         return ""
 
     def _all_steps(self) -> list[int]:

@@ -264,7 +264,7 @@ def run_group(state: str, optimizer: str, only: tuple[str, ...] = ()) -> Iterato
                 try:
                     if loop.run(directory, **options) is not None and "total" not in options:
                         raise RuntimeError(f"{options} did not happen")
-                except InterruptionError:
+                except (InterruptionError, SystemExit):  # A loop that ends in the steps after a signal ends all.
                     pass
             return first_difference(loop.run(directory), whole)
 
