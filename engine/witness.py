@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from .errors import HoldfastError, shortened
 from .format import WITNESS, WITNESS_LIMIT
-from .pytree import MISSING, Sampler, Samples, Ways, full_sum, is_jax_array, is_torch_tensor, leaves_of, size_of
+from .pytree import MISSING, Sampler, Samples, Ways, full_sum, is_jax_array, is_torch_tensor, leaves_of, loaded, size_of
 from .storage import Location, append_line
 
 VERSION = 1
@@ -108,8 +108,10 @@ class Recorder:
             leaves = self._ways.follow(seen.root)
         ways = self._ways
         metrics = _named_numbers(seen.metrics or {}) if k else {}
-        gradients = [_gradient(leaf) for leaf in leaves] if k else []
-        full = _full_sums(ways.names, leaves, k, every=not seen.metrics)
+        torch = loaded("torch")
+        gradients = [] if torch is None or not k else [_gradient(torch, leaf) for leaf in leaves]
+        sparse = [place for place, one in enumerate(gradients) if one is not None and one.is_sparse]
+        full = _full_sums(ways.names, leaves, sparse if seen.metrics else _in_turn(len(leaves), k))
         batch, text = leaves_of(seen.batch if k else None)
         layers = {"state": leaves, "full": [*full.values()], "metrics": [*metrics.values()], "batch": batch}
         layers |= {"gradients": gradients} if any(one is not None for one in gradients) else {}
@@ -395,21 +397,23 @@ def _checksums(states: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
-def _gradient(leaf: Any) -> Any:
-    return leaf.grad if is_torch_tensor(leaf) and leaf.is_leaf and leaf.requires_grad else None
+def _gradient(torch: Any, leaf: Any) -> Any:
+    return leaf.grad if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf else None
 
 
-def _full_sums(names: list[str], leaves: list[Any], k: int, *, every: bool) -> dict[str, Any]:
-    """Return sums of all bits of leaves with sparse gradients, or with ``every`` of some leaves, others at each k."""
+def _in_turn(count: int, k: int) -> list[int]:
+    """Return all places, from another one on at each k."""
+    first = k.bit_length() * 7 % max(1, count)
+    return [*range(first, count), *range(first)]
+
+
+def _full_sums(names: list[str], leaves: list[Any], places: list[int]) -> dict[str, Any]:
+    """Return sums of all bits of the leaves at some places, as many as a record may look at."""
     found, left = {}, _FULL
-    first = k.bit_length() * 7 % max(1, len(names))
-    for index in [*range(first, len(names)), *range(first)] if every else range(len(names)):
-        leaf = leaves[index]
-        gradient = _gradient(leaf)
-        if every or (gradient is not None and gradient.is_sparse):
-            size = size_of(leaf)
-            if 512 < size <= left and (total := full_sum(leaf)) is not None:
-                found[names[index]], left = total, left - size
+    for place in places:
+        size = size_of(leaves[place])
+        if 512 < size <= left and (total := full_sum(leaves[place])) is not None:
+            found[names[place]], left = total, left - size
     return found
 
 

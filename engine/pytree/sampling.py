@@ -33,14 +33,6 @@ class _Group(NamedTuple):
     is_ready: Callable[[], bool]
 
 
-class _Known(NamedTuple):
-    """Which tensor was sampled, and where it was."""
-
-    tensor: int
-    address: int
-    shape: tuple[int, ...]
-
-
 @dataclass
 class Samples:
     """Samples of several leaves, perhaps still on their way to the host.
@@ -88,7 +80,8 @@ class Sampler:
     """Takes samples of the same leaves again and again; those of torch are found by views that it keeps."""
 
     def __init__(self) -> None:
-        self._views: dict[int, tuple[_Known, Any]] = {}  # by place; with a view, or None
+        # By place: the identity, address and shape of a tensor, and a view of its elements or None.
+        self._views: dict[int, tuple[tuple[int, int, Any] | None, Any]] = {}
         self._gathers: dict[Any, Any] = {}  # compiled functions of jax, by strides
 
     def take(self, leaves: Sequence[Any]) -> Samples:
@@ -98,17 +91,16 @@ class Sampler:
         of_torch: dict[Any, list[tuple[int, Any]]] = {}
         of_jax: dict[Any, list[tuple[int, Any]]] = {}
         for place, leaf in enumerate(leaves):
-            if type(leaf) in (bool, int, float):
-                samples._numbers[place] = leaf
-            elif isinstance(leaf, np.ndarray):
-                _add_array(on_host, place, leaf)
-            elif is_torch_tensor(leaf):
+            kind = _KINDS.get(type(leaf)) or _kind_of(leaf)
+            if kind == "torch":
                 if (view := self._view(place, leaf)) is not None:
                     of_torch.setdefault((view.device, view.dtype), []).append((place, view))
-            elif is_jax_array(leaf):
+            elif kind == "jax":
                 _add_of_jax(samples, on_host, of_jax, place, leaf)
-            elif isinstance(leaf, np.generic):
-                samples._numbers[place] = leaf.item()
+            elif kind == "array":
+                _add_array(on_host, place, leaf)
+            elif kind == "number":
+                samples._numbers[place] = leaf.item() if isinstance(leaf, np.generic) else leaf
         for entries in on_host.values():
             flat = np.concatenate([part for _, part in entries])
             samples._groups.append(_group(entries, [len(part) for _, part in entries], flat))
@@ -125,14 +117,14 @@ class Sampler:
         A view keeps the memory of its tensor, so it is kept only of one that was there at the sample before. There is
         no weak reference to a tensor: torch refuses to swap a parameter that has one.
         """
-        here = _Known(id(tensor), _address(tensor), tensor.shape)
+        address = _address(tensor)
         known, view = self._views.get(place, (None, None))
-        if not here.address or known != here:
+        if known is None or known[0] != id(tensor) or known[1] != address or known[2] != tensor.shape or not address:
+            self._views[place] = (id(tensor), address, tensor.shape), None
+            return _view_of(tensor)
+        if view is None or not _address(view):
             view = _view_of(tensor)
-            self._views[place] = here, None
-        elif view is None or not _address(view):
-            view = _view_of(tensor)
-            self._views[place] = here, view
+            self._views[place] = known, view
         return view
 
     def _gathered_by_jax(self, entries: list[tuple[int, Any]]) -> _Group:
@@ -161,6 +153,20 @@ class Sampler:
         return _Group([place for place, _ in entries], counts, fetch, lambda: all(one.is_ready() for one in found))
 
 
+_KINDS: dict[type, str] = {bool: "number", int: "number", float: "number"}  # of classes of leaves
+
+
+def _kind_of(leaf: Any) -> str:
+    kind = "other"
+    if isinstance(leaf, np.ndarray | np.generic):
+        kind = "array" if isinstance(leaf, np.ndarray) else "number"
+    elif is_torch_tensor(leaf):
+        kind = "torch"
+    elif is_jax_array(leaf) and not isinstance(leaf, loaded("jax").core.Tracer):  # type: ignore[union-attr]
+        kind = "jax"
+    return _KINDS.setdefault(type(leaf), kind)
+
+
 def _view_of(tensor: Any) -> Any:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if not is_dense(local) or local.device.type == "meta" or not local.numel() or local.is_conj() or local.is_neg():
@@ -186,18 +192,18 @@ def _add_of_jax(
     leaf: Any,
 ) -> None:
     """Add an array of jax, of which the first part on a device of this process is read; deleted ones have none."""
-    jax: Any = loaded("jax")
-    if isinstance(leaf, jax.core.Tracer) or not leaf.size or leaf.is_deleted():
+    if leaf.is_deleted():
         return
     if is_key(leaf):
-        leaf = jax.random.key_data(leaf)
+        leaf = loaded("jax").random.key_data(leaf)  # type: ignore[union-attr]
     devices = leaf.devices()
     device, count = next(iter(devices)), len(devices)
-    samples._devices.add(device.platform if count == 1 else f"{device.platform} x {count}")
+    platform = device.platform
+    samples._devices.add(platform if count == 1 else f"{platform} x {count}")
     if count > 1:
         leaf = leaf.addressable_data(0)
         (device,) = leaf.devices()
-    if device.platform == "cpu":
+    if platform == "cpu":
         _add_array(on_host, place, np.asarray(leaf))
     elif leaf.size:
         of_jax.setdefault(device, []).append((place, leaf))
