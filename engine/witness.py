@@ -31,7 +31,8 @@ from .storage import Location, append_line
 
 VERSION = 1
 LIMIT = 64 << 10  # bytes of a file
-_LEAVES = 256
+_LEAVES = 128
+_GRADIENTS = 16  # what is accumulated shows in each of them
 _NUMBERS = 768  # elements whose values are recorded, so that a difference has a size
 _FULL = 32 << 20  # bytes of leaves whose elements are all added up
 # Metrics with these words in their names measure the machine, and not the run.
@@ -110,11 +111,14 @@ class Recorder:
         metrics = _named_numbers(seen.metrics or {}) if k else {}
         torch = loaded("torch")
         gradients = [] if torch is None or not k else [_gradient(torch, leaf) for leaf in leaves]
-        sparse = [place for place, one in enumerate(gradients) if one is not None and one.is_sparse]
+        held = [place for place, one in enumerate(gradients) if one is not None]
+        sparse = [place for place in held if gradients[place].is_sparse]
+        for place in held[_GRADIENTS:]:
+            gradients[place] = None
         full = _full_sums(ways.names, leaves, sparse if seen.metrics else _in_turn(len(leaves), k))
         batch, text = leaves_of(seen.batch if k else None)
         layers = {"state": leaves, "full": [*full.values()], "metrics": [*metrics.values()], "batch": batch}
-        layers |= {"gradients": gradients} if any(one is not None for one in gradients) else {}
+        layers |= {"gradients": gradients} if held else {}
         taken = {layer: self._samplers[layer].take(values) for layer, values in layers.items()}
         record: Record = {"k": k, "step": seen.step, "generators": _checksums(seen.generators)}
         record["positions"] = _checksums(seen.positions)
