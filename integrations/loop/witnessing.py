@@ -175,7 +175,8 @@ class Witness:
         self._last = self._recorder.take(self._k, look())
         if self._compares and self._k in self._records.by_k:
             self._waiting.append(_Comparison(self._k, self._last))
-        if self._file is not None and self.proof.exact is not False:
+        # Other steps than those of before the stop do not belong to the save that the run has resumed from.
+        if self._file is not None and (self.proof.exact is not False or self._file.step != self._resumed):
             self._file.add(self._last)
 
     def save(self, step: int, look: Callable[[], Seen]) -> None:

@@ -281,6 +281,17 @@ def test_records_go_on_where_a_resume_was_exact(tmp_path: Path) -> None:
     assert Run(tmp_path, save_interval_steps=8)(last=13).checkpoint.proof.steps == (9, 10, 12)
 
 
+def test_other_steps_are_not_added_to_the_records_of_a_save(tmp_path: Path) -> None:
+    """A resume that is not exact leaves the file of its step alone, and records the steps after its own saves."""
+    crashed(tmp_path, "state", save_interval_steps=8)
+    before = (tmp_path / "8" / "witness.jsonl").read_bytes()
+    with pytest.raises(StopHereError):
+        Run(tmp_path, "state", save_interval_steps=8)(crash=16)
+    assert (tmp_path / "8" / "witness.jsonl").read_bytes() == before
+    lines = (tmp_path / "16" / "witness.jsonl").read_text().splitlines()
+    assert [json.loads(line)["record"]["k"] for line in lines[1:]] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("name", ["batch", "epoch"])
 def test_extras_of_these_names_are_saved_and_restored_as_ever(tmp_path: Path, name: str) -> None:
     for start, last in ((0, 3), (3, 5)):
