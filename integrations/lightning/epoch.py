@@ -42,6 +42,15 @@ def loader_states(loaders: Sequence[object]) -> list[Any]:
     return [_state(loader) for loader in _stateful(loaders)]
 
 
+def cut_short(loaders: Sequence[Any], limit: float) -> list[str]:
+    """Return the classes of loaders with a state of their own that have more batches than an epoch takes."""
+    return [
+        type(loader).__qualname__
+        for loader in _stateful(loaders)
+        if not is_torchdata_loader(loader) and hasattr(type(loader), "__len__") and len(loader) > limit
+    ]
+
+
 def replicated_states(loaders: Sequence[object], names: Collection[str] = ()) -> list[int]:
     """Return which of the states of :func:`loader_states` are declared to be those of all processes.
 

@@ -90,8 +90,16 @@ class Position:
         hooks.place(epoch_loop, BEFORE_FETCH, self._before_fetch)
 
     def begin(self) -> None:
-        """Note the switches of the module when training begins."""
+        """Note the switches of the module when training begins; warn of data that an epoch does not use up."""
         self._switches = ModuleSwitches(self._trainer.lightning_module)
+        if (names := epoch.cut_short(self._loaders(), self._fit.max_batches)) and self._trainer.is_global_zero:
+            logger.warning(
+                "the trainer ends an epoch after %s batches, and the data of %s last longer: a run that resumes at the "
+                "end of an epoch continues behind them, where a run without a stop begins the data again. Leave "
+                "limit_train_batches out, or give the loader an epoch of this length",
+                self._fit.max_batches,
+                ", ".join(names),
+            )
 
     def capture(self, point: Point) -> dict[str, Any]:
         """Return the position as a tree that a checkpoint can hold; the run has just finished ``point``."""

@@ -224,7 +224,8 @@ def groups() -> list[tuple[str, str]]:
         while setup in _ONLY_SIZED and other == "stream":
             other = next(turns)
         found += [(loader, setup) for loader in ("shuffled", other)]
-    return list(dict.fromkeys(found))
+    # The data of that loader last longer than the epochs of that set-up, of which a warning says that it is not exact.
+    return [pair for pair in dict.fromkeys(found) if pair != ("stateful", "part of the data")]
 
 
 def run_group(loader: str, setup: str, only: tuple[str, ...] = ()) -> Iterator[Case]:

@@ -435,6 +435,17 @@ def test_a_place_that_is_not_found_again_is_told_with_what_differs(tmp_path: Pat
         run(beside(DatedDeclared, CYCLE)(), tmp_path, 1)
 
 
+@pytest.mark.parametrize(
+    ("loader", "limit", "warned"), [(Sized, None, 0), (Sized, SIZE, 0), (Sized, SIZE - 1, 1), (Unsized, SIZE - 1, 0)]
+)
+def test_data_that_last_longer_than_an_epoch_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, loader: type[Any], limit: int | None, warned: int
+) -> None:
+    run(loader(), tmp_path, limit=limit)
+    found = [text for text in caplog.messages if f"the data of {loader.__name__} last longer" in text]
+    assert len(found) == warned
+
+
 def test_a_finished_run_is_not_refused(tmp_path: Path) -> None:
     """No epoch follows, whose order the resume could change."""
     run(WithLast(), tmp_path / "run")
