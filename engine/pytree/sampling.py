@@ -6,6 +6,7 @@ the host while the program goes on; :attr:`Samples.is_ready` says when they have
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -318,6 +319,12 @@ def full_sum(leaf: Any) -> Any:
 
 
 def _sum_on_device(array: Any) -> Any:
+    return _compiled_sum()(array)
+
+
+@functools.cache
+def _compiled_sum() -> Any:
+    """Return the function of jax, one for all sums: each new function would be compiled again."""
     import jax
 
-    return jax.jit(lambda one: jax.lax.bitcast_convert_type(one, _unsigned(one.dtype)).sum())(array)
+    return jax.jit(lambda one: jax.lax.bitcast_convert_type(one, _unsigned(one.dtype)).sum())

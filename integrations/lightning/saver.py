@@ -28,6 +28,7 @@ from ..loop import (
     steps_after_signal,
     unfinished_neighbour,
     warn_of_misfits,
+    why_not_comparable,
 )
 from .epoch import capture_generators
 from .fitting import Fitting
@@ -249,15 +250,9 @@ class FitSaver:
         )
 
     def _compare_restored(self) -> None:
-        path, why = self._trainer.ckpt_path, ""
+        path, why = self._trainer.ckpt_path, why_not_comparable(self._options, self._fitting.misfits)
         if not isinstance(path, ResumePath) and not os.path.abspath(path).startswith(str(self._store.directory)):
             why = f"the run resumed from {path}"
-        elif self._options.resume == "best" or type(self._options.resume) is int:
-            why = f"resume={self._options.resume!r} chose the step"
-        elif self._options.hyperparameters == "program":
-            why = "hyperparameters='program' takes those of the program"
-        elif str(self._fitting.misfits or ""):
-            why = "the checkpoint lacks a part of the state, which was initialized"
         self.witness.resume(self._trainer.global_step, self._shown(), why)
 
     # ---- the points at which the state is consistent

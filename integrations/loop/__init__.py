@@ -9,7 +9,7 @@ from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour, warn_of_misfits
 from .states import LoopArguments, StateAdapter
 from .stopping import AfterSignal, AgreedStop, Durations, Stop, barrier_exit, steps_after_signal, stop_of
-from .witnessing import Proof, Witness
+from .witnessing import Proof, Witness, why_not_comparable
 
 __all__ = [
     "WITHOUT_GRACE",
@@ -35,4 +35,5 @@ __all__ = [
     "stop_of",
     "unfinished_neighbour",
     "warn_of_misfits",
+    "why_not_comparable",
 ]

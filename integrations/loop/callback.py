@@ -49,7 +49,7 @@ from .resuming import all_steps, check_resume, peek, restore, unfinished_neighbo
 from .states import STATE, LoopArguments, StateAdapter, check_depth
 from .steps import StepSaver, check_metrics, seen
 from .stopping import AfterSignal, AgreedStop, Durations, Stop, barrier_exit, steps_after_signal, stop_of
-from .witnessing import Proof, Witness
+from .witnessing import Proof, Witness, why_not_comparable
 
 logger = logging.getLogger("holdfast")
 
@@ -602,19 +602,8 @@ class CheckpointCallback:
         state = initial.completed(adapter, restored.state)
         self._begin_steps(state, extras)
         shown = seen(restored.step, state, self._with_generators(self.extras), {})
-        self._witness.resume(restored.step, shown, self._why_not_comparable())
+        self._witness.resume(restored.step, shown, why_not_comparable(self._options, self._adapter.misfits))
         return state, restored.step
-
-    def _why_not_comparable(self) -> str:
-        """Return why the program asks for other steps than those of before the stop, or an empty text."""
-        options = self._options
-        if options.resume == "best" or type(options.resume) is int:
-            return f"resume={options.resume!r} chose the step"
-        if options.hyperparameters == "program":
-            return "hyperparameters='program' takes those of the program"
-        if self._adapter.misfits is not None and str(self._adapter.misfits):
-            return "the checkpoint lacks a part of the state, which was initialized"
-        return ""
 
     def _all_steps(self) -> list[int]:
         """Return the steps in the directory, damaged ones among them, and that of the hosts."""

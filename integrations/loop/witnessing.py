@@ -17,6 +17,7 @@ from ...engine.errors import StateError, shortened
 from ...engine.format import CheckpointRecord
 from ...engine.manager import CheckpointManager, on_commit, whole_step
 from ...engine.pytree import loaded
+from ...engine.sources import Misfits
 from ...engine.storage import Location
 from ...engine.witness import (
     Pending,
@@ -31,7 +32,7 @@ from ...engine.witness import (
     is_time,
     read_records,
 )
-from ..options import OnInexact
+from ..options import OnInexact, ProgramOptions
 from .announce import announce
 
 logger = logging.getLogger("holdfast")
@@ -110,9 +111,10 @@ class Witness:
 
     def begin(self, seen: Seen) -> None:
         """Begin without a checkpoint."""
-        with self._only_logged():
-            self._key = key_of(self._processes.count)
-            self._recorder = Recorder(seen) if self._enabled else None
+        if self._enabled:
+            with self._only_logged():
+                self._key = key_of(self._processes.count)
+                self._recorder = Recorder(seen)
 
     def resume(self, step: int, seen: Seen, why_not: str = "") -> None:
         """Begin from a checkpoint: compare what was restored with the record of its save.
@@ -370,6 +372,17 @@ def advice(differs: Mapping[str, str]) -> str:
 
 
 # ---- what has to be alike in two runs
+
+
+def why_not_comparable(options: ProgramOptions, misfits: Misfits | None) -> str:
+    """Return why a program asks for other steps than those of before the stop, or an empty text."""
+    if options.resume == "best" or type(options.resume) is int:
+        return f"resume={options.resume!r} chose the step"
+    if options.hyperparameters == "program":
+        return "hyperparameters='program' takes those of the program"
+    if misfits is not None and str(misfits):
+        return "the checkpoint lacks a part of the state, which was initialized"
+    return ""
 
 
 def not_comparable(key: Mapping[str, Any], now: Mapping[str, Any]) -> str:
