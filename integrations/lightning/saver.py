@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import os
@@ -23,9 +22,9 @@ from ..loop import (
     PreemptionSignal,
     Stop,
     Witness,
+    agreed_steps_after_signal,
     announce,
     barrier_exit,
-    steps_after_signal,
     unfinished_neighbour,
     warn_of_misfits,
     why_not_comparable,
@@ -433,23 +432,22 @@ class FitSaver:
         except SaveFailedError:
             # The save before this one failed. The process is about to end, so the log must report it.
             logger.exception("an earlier save failed; step %d is being saved", step)
-        loop, grace = self._fit.epoch_loop, self._options.grace_secs
-        most = self._options.witness_steps_after_signal if self._options.witness else 0
-        most = self._store.manager.observer.steps_after_signal(most)
-        if point != "batch" or loop.done or not most:
+        loop = self._fit.epoch_loop
+        if point != "batch" or loop.done:
             self._leave()
         self._finish_saves()
         left = self._fit.max_batches - loop.batch_idx - 2  # A validation may follow the last batch.
-        known = None if math.isinf(left) else int(left)
-        after = steps_after_signal(most, self._durations.longest, self._preemption, grace, known)
-        processes = self._store.processes
-        count = processes.decide("the batches after the signal", lambda: after.left)
-        if not count:
+        after = self._after_signal = agreed_steps_after_signal(
+            self._options,
+            self._store.manager,
+            self._durations,
+            self._preemption,
+            None if math.isinf(left) else int(left),
+        )
+        if after is None:
             self._leave()
-        self._durations.restart()
-        self._after_signal = dataclasses.replace(after, left=count, alone=processes.alone)
         text = "preempted: step %d is saved in %s; stopping after %d more batches, which the resume is compared with"
-        self._say(text, step, self._store.directory, count)
+        self._say(text, step, self._store.directory, after.left)
 
     def _finish_saves(self) -> None:
         self._store.manager.wait_until_finished()

@@ -8,7 +8,7 @@ from .initial import Hyperparameters
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour, warn_of_misfits
 from .states import LoopArguments, StateAdapter
-from .stopping import AfterSignal, AgreedStop, Durations, Stop, barrier_exit, steps_after_signal, stop_of
+from .stopping import AfterSignal, AgreedStop, Durations, Stop, agreed_steps_after_signal, barrier_exit, stop_of
 from .witnessing import Proof, Witness, why_not_comparable
 
 __all__ = [
@@ -25,13 +25,13 @@ __all__ = [
     "StepOutcome",
     "Stop",
     "Witness",
+    "agreed_steps_after_signal",
     "all_steps",
     "announce",
     "barrier_exit",
     "check_resume",
     "grace_check",
     "resume_step",
-    "steps_after_signal",
     "stop_of",
     "unfinished_neighbour",
     "warn_of_misfits",

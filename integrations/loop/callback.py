@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import operator
 import signal
@@ -48,7 +47,7 @@ from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, peek, restore, unfinished_neighbour, warn_of_misfits
 from .states import STATE, LoopArguments, StateAdapter, check_depth
 from .steps import StepSaver, check_metrics, seen
-from .stopping import AfterSignal, AgreedStop, Durations, Stop, barrier_exit, steps_after_signal, stop_of
+from .stopping import AfterSignal, AgreedStop, Durations, Stop, agreed_steps_after_signal, barrier_exit, stop_of
 from .witnessing import Proof, Witness, why_not_comparable
 
 logger = logging.getLogger("holdfast")
@@ -702,18 +701,14 @@ class CheckpointCallback:
         self._manager.wait_until_finished()
         self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
         self._manager.events.write("preempted", step=self._saver.step)
-        most = self._options.witness_steps_after_signal if self._options.witness else 0
-        most = self._manager.observer.steps_after_signal(most)
-        after = steps_after_signal(
-            most, self._durations.longest, self._preemption, self._options.grace_secs, self._saver.left_in_epoch
+        after = self._after_signal = agreed_steps_after_signal(
+            self._options, self._manager, self._durations, self._preemption, self._saver.left_in_epoch
         )
-        count = self._manager.processes.decide("the steps after the signal", lambda: after.left) if most else 0
-        self._should_stop = not count
-        if count:
-            self._after_signal = dataclasses.replace(after, left=count, alone=self._manager.processes.alone)
-        steps = "1 more step" if count == 1 else f"{count} more steps"
-        what = f"stopping after {steps}, which the resume is compared with" if count else "stopping"
-        self._durations.restart()
+        self._should_stop = after is None
+        what = "stopping"
+        if after is not None:
+            steps = "1 more step" if after.left == 1 else f"{after.left} more steps"
+            what += f" after {steps}, which the resume is compared with"
         text = "preempted: step %d is saved in %s; %s"
         self._announce(text, self._saver.step, self._manager.directory, what)
         return StepOutcome(save, "preempted", should_stop=self._should_stop)

@@ -19,6 +19,8 @@ from urllib.parse import quote
 from ...engine.clock import Duration, seconds
 from ...engine.distributed import ProcessGroup, Rendezvous
 from ...engine.errors import BarrierTimeoutError, PeerFailedError
+from ...engine.manager import CheckpointManager
+from ..options import CallbackOptions
 from .preemption import PreemptionSignal
 
 logger = logging.getLogger("holdfast")
@@ -87,6 +89,23 @@ def steps_after_signal(
     fitting = int(max(0.0, seconds_left) / (2 * longest)) if longest > 0 else most
     count = max(0, min(most, fitting, most if left_in_epoch is None else left_in_epoch))
     return AfterSignal(count, time.monotonic() + seconds_left)
+
+
+def agreed_steps_after_signal(
+    options: CallbackOptions,
+    manager: CheckpointManager,
+    durations: Durations,
+    preemption: PreemptionSignal,
+    left_in_epoch: int | None,
+) -> AfterSignal | None:
+    """Return the steps that follow the save of a preemption in all processes alike, timed from now on, or None."""
+    most = manager.observer.steps_after_signal(options.witness_steps_after_signal if options.witness else 0)
+    if not most:
+        return None
+    after = steps_after_signal(most, durations.longest, preemption, options.grace_secs, left_in_epoch)
+    count = manager.processes.decide("the steps after the signal", lambda: after.left)
+    durations.restart()
+    return dataclasses.replace(after, left=count, alone=manager.processes.alone) if count else None
 
 
 class Stop:
