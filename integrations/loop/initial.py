@@ -27,7 +27,7 @@ from ...engine.pytree import (
     unflatten,
 )
 from .announce import announce
-from .objects import is_versioned, searched
+from .objects import is_versioned, live_objects
 from .states import StateAdapter
 from .trees import TreeAdapter, from_tree, to_tree
 
@@ -216,7 +216,7 @@ class Hyperparameters:
 def _objects(state: Any, extras: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:
     """Return the objects of a class of ``torch.optim`` that a state and extras hold, each with the path to it."""
     torch: Any = loaded("torch")
-    found = () if torch is None else chain(searched(state), searched(dict(extras)))
+    found = () if torch is None else chain(live_objects(state), live_objects(dict(extras)))
     return [(name, value) for name, value in found if isinstance(value, operator.attrgetter(kind)(torch.optim))]
 
 
