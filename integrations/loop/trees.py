@@ -6,9 +6,10 @@ A loop replaces a pytree and never changes it. This module imports flax only if 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import SequenceMatcher
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,9 @@ class TreeAdapter(StateAdapter):
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         super().__init__(misfits)
-        self._counter = UpdateCounter()
+        self._kind: type | None = None
+        self._optimizer: Callable[[Any], Any] = lambda _: None
+        self._count: Any = None  # the array in which an optimizer of the last state counts its updates
         self._fresh: FreshTypes | None = None  # the types at the start of the run, once they are known
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
@@ -81,14 +84,24 @@ class TreeAdapter(StateAdapter):
             )
 
     def note(self, state: Any) -> None:
-        self._counter.note(state)
+        if type(state) is not self._kind:  # The state is searched once, not at every step.
+            self._kind, self._optimizer = type(state), _optimizer_in(state)
+        self._count = self._updates_of(state)
 
     def why_lost(self, step: int, state: Any) -> str | None:
-        if self._counter.has_moved(state):
+        if _has_changed(self._count, self._updates_of(state)):
             return "its objects were updated since; call on_step after every update"
         if is_deleted(to_tree(state)):
             return "its arrays were donated to a later update; call on_step after every update"
         return None
+
+    def _updates_of(self, state: Any) -> Any:
+        """Return the counter of an ``nnx.Optimizer``: objects of nnx change in place, and arrays of jax do not."""
+        try:
+            step = self._optimizer(state).step
+        except (AttributeError, LookupError):
+            return None
+        return step.get_raw_value() if hasattr(step, "get_raw_value") else step.raw_value  # flax before 0.12
 
     def describe(self, state: Any) -> str:
         count = len(list(located(state, _is_module)))
@@ -131,7 +144,8 @@ def to_tree(state: Any) -> Any:
     from flax import nnx
 
     values: dict[Any, Any] = nnx.to_pure_dict(nnx.state(tuple(objects)))
-    return _replace(state, iter([values.get(index, {}) for index in range(len(objects))]))
+    variables = iter([values.get(index, {}) for index in range(len(objects))])
+    return _mapped(state, lambda _: next(variables))
 
 
 def from_tree(state: Any, tree: Any) -> Any:
@@ -172,77 +186,38 @@ def _lacking(values: Any, own: Any, path: str) -> Iterator[str]:
             yield name
 
 
-_ITSELF = object()
-
-
-class UpdateCounter:
-    """Watches the counter of an ``nnx.Optimizer`` within a state, at no cost on the device.
-
-    nnx objects change in place, and jax arrays do not. So the objects were updated if the counter has another array
-    now. States without an optimizer are never reported as updated.
-    """
-
-    def __init__(self) -> None:
-        self._kind: type | None = None
-        self._place: Any = None
-        self._noted: Any = None
-
-    def note(self, state: Any) -> None:
-        """Remember the counter as it is now."""
-        if type(state) is not self._kind:  # The state is searched once, not at every step.
-            self._kind, self._place = type(state), _find(state)
-        self._noted = None if self._place is None else self._read(state)
-
-    def has_moved(self, state: Any) -> bool:
-        """Return whether the optimizer of the state has made updates since :meth:`note`."""
-        if self._noted is None:
-            return False
-        now = self._read(state)
-        if now is self._noted or now is None:
-            return False
-        # A jitted function that passes the optimizer through gives it a new array with the same value.
-        return is_deleted(self._noted) or is_deleted(now) or not np.array_equal(self._noted, now)
-
-    def _read(self, state: Any) -> Any:
-        try:
-            step = (state if self._place is _ITSELF else state[self._place]).step
-        except (AttributeError, LookupError):
-            return None
-        return step.get_raw_value() if hasattr(step, "get_raw_value") else step.raw_value  # flax before 0.12
-
-
-def _find(state: Any) -> Any:
-    nnx = loaded("flax.nnx")
-    if nnx is None:
-        return None
-    if isinstance(state, nnx.Optimizer):
-        return _ITSELF
+def _optimizer_in(state: Any) -> Callable[[Any], Any]:
+    """Return what takes the ``nnx.Optimizer`` out of a state like this one; it returns None if there is none."""
+    kind = getattr(loaded("flax.nnx"), "Optimizer", ())
+    if isinstance(state, kind):
+        return lambda one: one
     items = state.items() if type(state) is dict else enumerate(state) if type(state) in (list, tuple) else ()
-    return next((place for place, item in items if isinstance(item, nnx.Optimizer)), None)
+    return next((itemgetter(place) for place, item in items if isinstance(item, kind)), lambda _: None)
 
 
-def _children(container: Any) -> Any:
-    return container.values() if isinstance(container, dict) else container
+def _has_changed(before: Any, now: Any) -> bool:
+    if before is None or now is None or now is before:
+        return False
+    # A jitted function that passes the optimizer through gives it a new array with the same value.
+    return is_deleted(before) or is_deleted(now) or not np.array_equal(before, now)
 
 
-def _objects(value: Any) -> list[Any]:
-    if loaded("flax.nnx") is None:
-        return []
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a value with other ones for the nnx objects in its dicts, lists and tuples, in their order."""
     if is_nnx(value):
-        return [value]
-    if type(value) in (dict, list, tuple):
-        return [found for item in _children(value) for found in _objects(item)]
-    return []
-
-
-def _replace(value: Any, values: Any) -> Any:
-    if is_nnx(value):
-        return next(values)
+        return change(value)
     if type(value) is dict:
-        return {key: _replace(item, values) for key, item in value.items()}
+        return {key: _mapped(item, change) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)([_replace(item, values) for item in value])
+        return type(value)([_mapped(item, change) for item in value])
     return value
+
+
+def _objects(state: Any) -> list[Any]:
+    found: list[Any] = []
+    if loaded("flax.nnx") is not None:
+        _mapped(state, found.append)
+    return found
 
 
 def _merge(value: Any, tree: Any, found: dict[int, Any]) -> Any:
