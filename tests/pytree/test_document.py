@@ -225,9 +225,7 @@ def test_looking_leaves_up_and_reading_all_agree(tree: Any, patterns: list[str])
         return
     found = leaves_at(document, patterns)
     if found is None:
-        containers_as_text = json.dumps(document["tree"])
-        rare = "%2E" in containers_as_text or '["a", 1]' in containers_as_text or flat.structure is None
-        assert rare or any("**" in pattern.split("/")[:-1] for pattern in patterns)
+        assert flat.structure is None
         return
     chosen, numbers = found
     assert numbers == [number for number, flag in enumerate(flags) if flag]
