@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ..errors import DamagedCheckpointError
 from .containers import FACTORIES, build_counter, build_defaultdict, build_deque, build_mapping
 from .flattening import MAX_DEPTH, Key, TreeDef, key_segments, plain_key, unflatten
-from .names import Pattern, Patterns, compiled, escape_key, unescape_key, unescape_keys
+from .names import Pattern, Patterns, choose, compiled, escape_key, unescape_key, unescape_keys
 
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple}
 _MAPPINGS = {"dict", "ordered_dict", "default_dict", "counter", "mapping", "namedtuple", "dataclass", "node"}
@@ -87,19 +87,22 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
     return names, leaves, TreeDocument(structure)
 
 
-def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, Any], list[int]] | None:
+def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, Any], list[int]]:
     """Return the document of the leaves that match patterns, and their positions in the tree.
 
-    They are looked up, without an object for each other leaf. None for a pattern that matches nothing, for a tree that
-    is one leaf, and for a document that is not what `to_document` writes.
+    They are looked up, without an object for each other leaf. A pattern that matches nothing is an error.
     """
     lookup = _Lookup(compiled(patterns, "select"))
     try:
         tree = lookup.below(document["tree"], [(one, one.begin) for one in lookup.unmatched], 0)
         leaves = [document["leaves"][number] for number in lookup.numbers]
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError):
-        return None  # reading all of the document says what is wrong with it
-    return None if lookup.unmatched else ({**document, "tree": tree, "leaves": leaves}, lookup.numbers)
+        lookup.numbers = []  # The tree is one leaf, or reading all of the document says what is wrong with it.
+    if lookup.unmatched or not lookup.numbers:
+        names = from_document(document)[0]
+        choose(names, patterns)
+        return document, list(range(len(names)))
+    return {**document, "tree": tree, "leaves": leaves}, lookup.numbers
 
 
 _Places = Sequence[tuple[Pattern, Collection[int]]]  # patterns, each with the places in it that a path has reached
@@ -112,7 +115,6 @@ class _Lookup:
         self.unmatched = list(patterns)
         self.numbers: list[int] = []
         self._counts: dict[int, int] = {}  # leaves below containers; keys are their identities
-        self._known: _Keys = {}
 
     def below(self, node: dict[str, Any], places: _Places, number: int) -> dict[str, Any] | None:
         """Return a container with the leaves below it that match, as `TreeDocument.select` does, or None.
@@ -120,34 +122,45 @@ class _Lookup:
         ``number`` leaves precede it.
         """
         children, stored = node["children"], node.get("keys")
-        segments = map(str, range(len(children))) if stored is None else _decode_keys(stored, "", self._known)[1]
+        segments = map(str, range(len(children))) if stored is None else stored
+        if not all(isinstance(segment, str) for segment in stored or ()):
+            segments = _decode_keys(stored, "", {})[1]
+        keys = [one.literal(before) for one, before in places]
+        wanted = None if None in keys else {key for some in keys if some is not None for key in some}
         kept: dict[int, Any] = {}
+        begin = 0
         for index, (segment, child) in enumerate(zip(segments, children, strict=True)):
-            key, count = segment.replace("%2E", "."), 1 if child is None else self._count(child)
+            if wanted is not None and segment not in wanted and "%2E" not in segment:
+                continue
+            key = segment.replace("%2E", ".")
             reached = [(one, after) for one, before in places if (after := one.after(before, key))]
+            number += self._count(children[begin:index])
+            begin = index
             ends = [one for one, after in reached if (one.ends(after) if child is None else one.takes_all(after))]
-            if ends and count and (child is None or len(ends) == len(reached)):
+            takes = ends and (child is None or len(ends) == len(reached))
+            if takes and (count := self._count([child])):
                 kept[index] = child
                 self.numbers += range(number, number + count)
                 self.unmatched = [one for one in self.unmatched if one not in ends]
-            elif reached and child is not None and (part := self.below(child, reached, number)) is not None:
+            elif child is not None and reached and (part := self.below(child, reached, number)) is not None:
                 kept[index] = part
-            number += count
         if not kept:
             return None
-        if all(index in kept or (child is not None and not self._count(child)) for index, child in enumerate(children)):
+        if all(index in kept or not self._count([child]) for index, child in enumerate(children)):
             return {**node, "children": [kept.get(index, child) for index, child in enumerate(children)]}
-        keys = list(kept) if stored is None else [stored[index] for index in kept]
+        named = list(kept) if stored is None else [stored[index] for index in kept]
         label = {} if stored is None else {name: node[name] for name in ("class",) if name in node}
         kind = "dict" if stored is None else node["type"]
-        return {"type": kind, **label, "keys": keys, "children": list(kept.values())}
+        return {"type": kind, **label, "keys": named, "children": list(kept.values())}
 
-    def _count(self, node: dict[str, Any]) -> int:
+    def _count(self, children: list[Any]) -> int:
+        bare = children.count(None)
+        return bare if bare == len(children) else bare + sum(map(self._leaves_in, filter(None, children)))
+
+    def _leaves_in(self, node: dict[str, Any]) -> int:
         count = self._counts.get(id(node))
         if count is None:
-            below = node["children"]
-            count = below.count(None) + sum(self._count(child) for child in below if child is not None)
-            self._counts[id(node)] = count
+            count = self._counts[id(node)] = self._count(node["children"])
         return count
 
 

@@ -113,6 +113,7 @@ Patterns = str | Sequence[str]
 of whole keys. A key with dots, such as ``encoder.0.weight`` of a module's state dict, counts as one key and also as the
 keys between its dots, so that ``encoder/**`` and ``**/weight`` match it."""
 
+_WILD = set("*?[")
 _CLOSE = 2000  # paths that are compared with a pattern that matches none
 
 
@@ -159,7 +160,8 @@ class Pattern:
     def __init__(self, option: str, text: str) -> None:
         self.text = text
         self._label = f"{option}={text!r}"
-        self._keys = [None if key == "**" else _matcher(key) for key in text.split("/")]
+        self._texts = text.split("/")
+        self._keys = [None if key == "**" else _matcher(key) for key in self._texts]
         self._skipped = [[place] for place in range(len(self._keys) + 1)]  # each place with those behind ``**`` there
         for place in reversed(range(len(self._keys))):
             if self._keys[place] is None:
@@ -188,6 +190,11 @@ class Pattern:
                 found.update(self._skipped[place + 1])
         return found
 
+    def literal(self, places: Collection[int]) -> Collection[str] | None:
+        """Return the keys that lead on from places, among those without dots; None if it depends on wildcards."""
+        keys = [self._texts[place] for place in places if place < len(self._texts)]
+        return None if any(set(key) & _WILD for key in keys) else keys
+
     def ends(self, places: Collection[int]) -> bool:
         """Return whether a path that ends at these places matches."""
         return len(self._keys) in places
@@ -207,7 +214,7 @@ class Pattern:
 
 
 def _matcher(key: str) -> Callable[[str], object]:
-    return re.compile(fnmatch.translate(key)).fullmatch if set(key) & set("*?[") else key.__eq__
+    return re.compile(fnmatch.translate(key)).fullmatch if set(key) & _WILD else key.__eq__
 
 
 def _never(_: str) -> None:
