@@ -51,7 +51,7 @@ def directory_spec(location: Location) -> dict[str, Any]:
     scheme, _, rest = location.url.partition("://")
     if scheme not in ("memory", "s3", "gs"):
         raise InvalidLocationError(
-            f"{location}: TensorStore, which reads and writes the arrays of Orbax, does not reach {scheme}://; use a "
+            f"{location}: TensorStore, which reads the arrays of Orbax, does not reach {scheme}://; use a "
             "disk, S3 or Google Cloud Storage, and copy the directory from there or to there"
         )
     bucket, _, key = ("", "", rest) if scheme == "memory" else rest.partition("/")
