@@ -161,11 +161,14 @@ def from_tree(state: Any, tree: Any) -> Any:
     pure: dict[Any, Any] = {index: found.pop(id(one)) for index, one in enumerate(objects) if id(one) in found}
     paths = {id(one): path.replace(".", "/") for path, one in located(state, is_nnx)}
     own = nnx.to_pure_dict(variables)
-    if lacking := [
-        f"{name}: expected a variable of this name (checkpoint), found none (the fresh state)"
-        for index, values in pure.items()
-        for name in _lacking(values, own.get(index, {}), paths[id(objects[index])])
-    ]:
+    known = set(flatten(own).names)
+    lacking = []
+    for name in flatten(pure).names:
+        if name not in known:
+            index, _, rest = name.partition(".")
+            path = "/".join(filter(None, (paths[id(objects[int(index)])], rest.replace(".", "/"))))
+            lacking.append(f"{path}: expected a variable of this name (checkpoint), found none (the fresh state)")
+    if lacking:
         raise TreeMismatchError(
             "objects of nnx lack variables that steps have made. Make them before restore_or_initialize, as by a first "
             "call of the module, or take them out before on_step, as nnx.pop(model, nnx.Intermediate) does:",
@@ -174,16 +177,6 @@ def from_tree(state: Any, tree: Any) -> Any:
     nnx.replace_by_pure_dict(variables, pure)
     nnx.update(tuple(objects), variables)
     return merged
-
-
-def _lacking(values: Any, own: Any, path: str) -> Iterator[str]:
-    """Generate the paths of variables that nested dictionaries have beside those of others."""
-    for key, value in values.items() if isinstance(values, dict) and isinstance(own, dict) else ():
-        name = f"{path}/{key}" if path else str(key)
-        if key in own:
-            yield from _lacking(value, own[key], name)
-        else:
-            yield name
 
 
 def _optimizer_in(state: Any) -> Callable[[Any], Any]:
