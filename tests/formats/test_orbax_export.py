@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import ml_dtypes
 import numpy as np
 import pytest
@@ -295,6 +296,17 @@ def test_in_an_object_store(tmp_path: Path) -> None:
     assert found["w"].tolist() == [0, 1, 2, 3]
     assert hf.verify("memory://orbax/theirs").ok
     hf.storage.as_location("memory://orbax").remove_tree()
+
+
+def test_in_a_file_system_of_fsspec(tmp_path: Path) -> None:
+    """Orbax reads from none of these: the directory is copied to where it does."""
+    files = fsspec.filesystem("memory")
+    hf.save(tmp_path / "ours", {"w": np.arange(4), "text": "x"})
+    export_orbax(tmp_path / "ours", hf.storage.as_location("/orbax/theirs", filesystem=files))
+    files.get("/orbax/theirs", str(tmp_path / "theirs"), recursive=True)
+    files.rm("/orbax", recursive=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        assert checkpointer.restore(tmp_path / "theirs")["w"].tolist() == [0, 1, 2, 3]
 
 
 @both
