@@ -377,7 +377,7 @@ def _export(
             place = folder if is_one_tree else folder / places[name]
             place.make_directory()
             if plan.arrays:
-                write(place, trees[name], plan.arrays | plan.numbers, portion.advance)
+                write(place, trees[name], {**plan.arrays, **plan.numbers}, portion.advance)
         _write_files(folder, files)
     return [*trees.values()]
 
