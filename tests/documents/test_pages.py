@@ -34,11 +34,6 @@ def test_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     run_page(page, folder)
 
 
-def test_the_first_page_shows_a_resume_of_the_tutorial() -> None:
-    [shown] = [block.text for block in blocks_of("docs/index.md") if block.text.startswith("$ python train.py")]
-    assert shown in (DOCS / "tutorial.md").read_text(encoding="utf-8")
-
-
 def test_every_example_is_run_by_a_test() -> None:
     """A new example belongs to a page of the list above or of ``ALONE``, or to a test that declares it."""
     done = {f"docs/{page}": {block.name for block in blocks_of(f"docs/{page}")} for page in PAGES}
