@@ -8,7 +8,7 @@ from typing import Any
 
 from ..arrays import PartialTree, SavedLeaf, TreeSource, load_tree
 from ..errors import OptionError, TreeMismatchError, difference
-from ..pytree import Flattened, compare, describe_template, flatten, format_path, split, unflatten, unwrapped_name
+from ..pytree import Flattened, compare, describe_template, flatten, format_path, joined_names, unflatten
 from ..storage import Location, Place, as_location
 from .native import read_checkpoint
 from .protocol import TREE, CheckpointSource
@@ -134,7 +134,7 @@ def _load_weights(
     misfits: Misfits | None,
 ) -> Weights:
     flat = flatten(template)
-    names = dict(zip(_joined(flat.names), flat.names, strict=True))
+    names = dict(zip(joined_names(flat.names), flat.names, strict=True))
     found = max(
         (
             candidate
@@ -172,7 +172,7 @@ def _load_weights(
 def _candidates(
     source: TreeSource, names: Mapping[str, str], ignored: Collection[str], containers: Sequence[str]
 ) -> Iterator[_Candidate]:
-    leaves = dict(zip(_joined([leaf.name for leaf in source.leaves]), source.leaves, strict=True))
+    leaves = dict(zip(joined_names([leaf.name for leaf in source.leaves]), source.leaves, strict=True))
     for container in (*_CONTAINERS, *containers):
         prefix = f"{container}." if container else ""
         inside = {joined.removeprefix(prefix): leaf for joined, leaf in leaves.items() if joined.startswith(prefix)}
@@ -192,10 +192,3 @@ class _Candidate(PartialTree):
         shared = leaves.keys() & names.keys()
         # More shared names are better; among equals, fewer others.
         self.fitness = (len(shared), len(shared) - len(leaves))
-
-
-def _joined(names: Sequence[str]) -> list[str]:
-    """Return names with all keys joined by dots, and without those of wrappers if all stay different."""
-    joined = [".".join(split(name)) for name in names]
-    bare = list(map(unwrapped_name, joined))
-    return bare if len(set(bare)) == len(set(joined)) else joined
