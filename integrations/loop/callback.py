@@ -15,7 +15,7 @@ from typing import Any, Literal, Never, Protocol, Self, TypeVar, overload
 
 from ...engine.checkpoint import AsyncCheckpointer
 from ...engine.clock import Clock, Duration, seconds
-from ...engine.errors import PREEMPTED, OptionError, StateError
+from ...engine.errors import INTERRUPTED, PREEMPTED, OptionError, StateError
 from ...engine.generators import GlobalGenerators
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
 from ...engine.manager import (
@@ -32,7 +32,7 @@ from ...engine.manager import (
 from ...engine.sources import Misfits
 from ...engine.storage import Place
 from ..options import OnInexact, Partial, Reshard, Resume
-from .announce import announce
+from .announce import Ending, announce
 from .extras import (
     GLOBAL_GENERATORS,
     check_extras,
@@ -179,8 +179,9 @@ class CheckpointCallback:
             takes all that was saved, or nothing.
         compression: Compress arrays with zstd at this level, 1 to 22. None does not compress, which is faster on a fast
             disk.
-        signals: The signals that announce a preemption, by name: the run finishes its step, saves it, and ends. With
-            SIGINT, the first Ctrl-C does so, and a later one interrupts the program.
+        signals: The signals that announce a preemption, by name: the run finishes its step, saves it, and ends. A
+            closed terminal sends SIGHUP. With SIGINT, the first Ctrl-C does so, with exit status 130, and a later one
+            interrupts the program. SIGHUP and SIGINT stay ignored if they are, as with ``nohup`` and ``&``.
         grace_secs: The time between the signal and the end of the process, as the scheduler grants it. A save that
             takes longer is reported with a warning.
         replicated: The names of state that is the same in all processes, so that any number of them gets it. These are
@@ -254,7 +255,7 @@ class CheckpointCallback:
         init_from: Place | None = None,
         partial: Partial = None,
         compression: int | None = None,
-        signals: Collection[str | signal.Signals] = ("SIGTERM",),
+        signals: Collection[str | signal.Signals] = ("SIGTERM", "SIGHUP"),
         grace_secs: Duration | None = None,
         replicated: Collection[str] = (),
         witness: bool = True,
@@ -289,6 +290,8 @@ class CheckpointCallback:
             clock=options.clock,
         )
         self._manager.events.has_callback = True
+        self._ending = Ending(str(self._manager.directory))
+        self._manager.events.add_listener(self._ending.note)
         if options.grace_secs is not None:
             self._manager.events.add_listener(grace_check(seconds(options.grace_secs)))
         self._adapter: StateAdapter = StateAdapter()  # It is replaced at the first state.
@@ -338,9 +341,12 @@ class CheckpointCallback:
     def exit_status(self) -> int:
         """The status to end the program with: 75 (``EX_TEMPFAIL``: run the same command again) after a preemption.
 
-        Otherwise it is 0. Ask for it after the ``with`` block, when the last step is saved.
+        It is 130 after a Ctrl-C that ``signals`` names, so that nothing starts the program again, and otherwise 0. Ask
+        for it after the ``with`` block, when the last step is saved.
         """
-        return PREEMPTED if self._preemption.received else 0
+        if not self._preemption.received:
+            return 0
+        return INTERRUPTED if self._preemption.number == signal.SIGINT else PREEMPTED
 
     @overload
     def restore_or_initialize(self, state: Live, *, like: Any = None, **extras: Any) -> tuple[Live, int]: ...
@@ -549,9 +555,12 @@ class CheckpointCallback:
             # The exception under way matters more, so this one must not replace it.
             logger.exception("a save failed while the training loop was ending with %s", type(error).__name__)
         finally:
-            self._end(orderly=False)
+            self._end(orderly=False, error=error)
 
-    def _end(self, *, orderly: bool) -> None:
+    def _end(self, *, orderly: bool, error: BaseException | None = None) -> None:
+        # After a preemption, the steps that follow the saved one are to be repeated.
+        has_stopped = self._should_stop or self._after_signal is not None
+        self._ending.end(error, shown=self._manager.processes.is_primary and not has_stopped)
         self._preemption.restore()
         self._stop.end(orderly=orderly)
         if orderly and isinstance(self._stop, AgreedStop):
@@ -642,7 +651,7 @@ class CheckpointCallback:
                 "it never goes down. Begin the loop at the step that restore_or_initialize has returned; to go back, "
                 "restore the earlier step first"
             )
-        self._reported = step
+        self._reported = self._ending.step = step
 
     def _announce_first_save(self) -> None:
         """Announce the time of the first save, if the program has set no trigger."""
@@ -673,6 +682,7 @@ class CheckpointCallback:
         if not isinstance(self._stop, AgreedStop):
             self._stop = stop_of(self._manager.processes, self._preemption)
             self._stop.begin()
+        self._ending.begin()
         self._begun = True
 
     def _begin_without_restore(self, state: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 import math
 import sys
 from collections.abc import Collection, Mapping
@@ -29,6 +30,8 @@ from .announce import announce
 from .objects import is_versioned, searched
 from .states import StateAdapter
 from .trees import TreeAdapter, from_tree, to_tree
+
+logger = logging.getLogger("holdfast")
 
 
 class InitialState:
@@ -184,7 +187,10 @@ class Hyperparameters:
         state = self.put_back(state, extras) if is_mine else state
         text = "hyperparameters differ, and those %s count (hyperparameters=%r): %s"
         whose = "of the program" if is_mine else "that were saved"
-        announce(text, whose, counting, shortened(differing), shown=shown)
+        if is_mine:
+            announce(text, whose, counting, shortened(differing), shown=shown)
+        elif shown:  # The program has asked for values that it does not get.
+            logger.warning(text, whose, counting, shortened(differing))
         return state
 
     def differences(self, state: Any, extras: Mapping[str, Any]) -> list[str]:
