@@ -402,7 +402,8 @@ class CheckpointManager:
             reason: Why it is saved, for the log and the record, instead of the reason that the triggers give.
 
         Returns:
-            Whether it was saved. A save in the background is not committed yet.
+            Whether it was saved. A save in the background is not committed yet. A step whose folder holds other files
+            is not.
 
         Raises:
             SaveFailedError: The save before this one failed in the background; this one is done nevertheless, unless

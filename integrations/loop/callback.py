@@ -706,8 +706,8 @@ class CheckpointCallback:
                 self._saver.save(why)
             return StepOutcome(due, why, should_stop=True)
         save = not self._saver.is_saved
-        if save:
-            self._saver.save("preempted")
+        if save and not self._saver.save("preempted"):  # The next step is saved instead.
+            return StepOutcome(False, "the step has a folder that is no checkpoint", should_stop=False)
         self._manager.wait_until_finished()
         self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
         self._manager.events.write("preempted", step=self._saver.step)

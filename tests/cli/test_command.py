@@ -118,6 +118,7 @@ def test_ls_shows_how_resumes_proved(capsys: pytest.CaptureFixture[str], tmp_pat
             for step in range(start + 1, last + 1):
                 state = {"w": state["w"] + step}
                 checkpoint.on_step(step, state)
+        capsys.readouterr()
         return checkpoint
 
     train(5, witness=False)
