@@ -401,7 +401,7 @@ def test_a_missing_package_names_the_command_that_installs_it(
     monkeypatch.delitem(sys.modules, "holdfast.cli.app", raising=False)
     monkeypatch.setitem(sys.modules, "click", None)
 
-    assert "pip install 'holdfast[cli]'" in error_of(capsys, "recipes", status=1)
+    assert error_of(capsys, "recipes", status=1).endswith("[cli]'\n")
 
 
 # ---- the rest
