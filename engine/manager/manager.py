@@ -24,7 +24,7 @@ from .intervals import LearnedInterval
 from .items import ItemSet
 from .metrics import as_given, plain_metrics
 from .mirror import MirrorStatus
-from .options import CheckpointManagerOptions, LocalStatus, mirror_of, save_triggers
+from .options import CheckpointManagerOptions, LocalStatus, mirror_of, save_triggers, shown_call
 from .ownership import stored_options
 from .resuming import Peek, Restored, Resume
 from .retention import best, newest_with
@@ -247,6 +247,9 @@ class CheckpointManager:
         """Read the directory again, to see what another process has done; waits for a save that is under way."""
         self._background.join()
         self._run.reload(forget=True)
+
+    def __repr__(self) -> str:
+        return shown_call(self, self.directory, self.options)
 
     # ---- restoring
 
