@@ -181,7 +181,7 @@ def rm(directory: str, steps: Sequence[int], prefix: str | None, dry_run: bool, 
 
 @click.command()
 @arguments.run_directory
-@click.argument("step", metavar="STEP", type=click.IntRange(min=0), help="The step to go back to.")
+@arguments.step_of("The step to go back to.", required=True)
 @arguments.prefix
 @arguments.dry_run
 @arguments.yes

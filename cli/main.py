@@ -75,7 +75,8 @@ def _explained(error: BaseException) -> tuple[str, int]:
         return f"the command needs {error.name}: {install_command('cli')}", FAILED
     usage_message = getattr(error, "format_message", None)  # errors of the argument parser
     if usage_message is not None:
-        return f"{usage_message()} (holdfast --help lists the commands)", BAD_USAGE
+        command = getattr(getattr(error, "ctx", None), "command_path", "holdfast")
+        return f"{usage_message()} ({command} --help shows how to call it)", BAD_USAGE
     kind = type(error)
     if kind.__module__.partition(".")[0] == __package__.partition(".")[0]:
         return str(error), FAILED
