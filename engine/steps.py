@@ -35,8 +35,11 @@ from .errors import (
     StorageError,
 )
 from .format import (
+    DELETED,
+    PARTIAL,
     RECORD,
     STEP_FOLDER,
+    WITNESSES,
     CheckpointRecord,
     FileRecord,
     decode_document,
@@ -315,6 +318,22 @@ def list_steps(
             for entry in found
         ]
     return sorted(found, key=lambda entry: (entry.series, entry.step))
+
+
+def stray_folders(directory: Location, series: str | None, known: Iterable[StepEntry]) -> list[StepEntry]:
+    """Return the local folders that have the name of a step and files, but no commit record and no marker of a save.
+
+    A copy that was interrupted leaves such folders, and so does a user. ``known`` are the steps that have records.
+    """
+    if not directory.is_local:  # In a store, the late requests of a save that has ended may leave files.
+        return []
+    records = {entry.location.name for entry in known}
+    folders = [folder for folder in step_folders(directory, series) if folder.location.name not in records]
+    return [folder for folder in folders if _is_stray({entry.name for entry in folder.location.entries()})]
+
+
+def _is_stray(names: set[str]) -> bool:
+    return not {RECORD, PARTIAL, DELETED} & names and not all(map(WITNESSES.fullmatch, names))
 
 
 def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEntry | None:

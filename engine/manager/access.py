@@ -99,7 +99,7 @@ class RunAccess:
             if self.options.local is not None:
                 belongs = replace(belongs, local=as_location(self.options.local.url).url)
             self.compare_options()
-            self.processes.decide("acquire", self.run.acquire, self._metadata, belongs)
+            self.run.strays = frozenset(self.processes.decide("acquire", self.run.acquire, self._metadata, belongs))
             if not self.processes.is_primary:
                 self.run.reload()
             self._acquired = True

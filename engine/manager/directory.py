@@ -54,6 +54,7 @@ from ..steps import (
     step_folders,
     store_metadata,
     stored_metadata,
+    stray_folders,
     with_late,
     write_late,
 )
@@ -178,6 +179,7 @@ class RunDirectory:
         self.ownership = Ownership(location, clock, drain)
         self.last_saved: int | None = None  # the step that this run saved last
         self.hosts = HostSteps()
+        self.strays: frozenset[int] = frozenset()  # steps whose folder is there, and is no checkpoint
         self._options = options
         self._rules = retention_rules(options)
         self._reads_metrics = options.best_fn is not None or options.keep_checkpoints_without_metrics
@@ -425,11 +427,11 @@ class RunDirectory:
         belongs: RunIdentity | None,
         *,
         spare: CheckpointRecord | None = None,
-    ) -> None:
+    ) -> list[int]:
         """Take ownership, remove the remains of interrupted runs, and store the metadata and options of the run.
 
         The next attempt completes an interrupted copy of ``spare``. ``belongs`` has the run of a mirror, or the mirror
-        of a run, which this directory does not know itself.
+        of a run, which this directory does not know itself. Return the steps whose folders are no checkpoints.
         """
         check_json("metadata", metadata)
         self.ownership.take()
@@ -462,6 +464,16 @@ class RunDirectory:
         # A directory of holdfast 0.1 does not say whether it had a mirror.
         self._dooms = identity.mirror is not None or (stored.run is None and bool(self._records))
         self._store(identity)
+        known = [StepEntry(step, self.step_location(step)) for step in {*self._records, *self._errors}]
+        strays = sorted(entry.step for entry in stray_folders(self.location, self._series, known))
+        if strays:
+            text = (
+                "%s: the folder of step %s holds files and no %s, such as after an interrupted copy: it is left alone, "
+                "and no such step is saved. Move it away, or delete it with `holdfast rm %s %s`"
+            )
+            listed = shortened_steps(strays)
+            _logger.warning(text, self.location, listed, RECORD, self.location, " ".join(map(str, strays)))
+        return strays
 
     def _store(self, identity: RunIdentity) -> None:
         store_identity(self.location, options_document(self._options), identity)
@@ -573,7 +585,7 @@ class RunDirectory:
     def delete(self, step: int, mirror: bool = False) -> None:
         """Delete a step, whole or damaged, and note it for the mirror if that must delete it, too."""
         with self._changing:
-            if not self.is_damaged(step):
+            if not (self.is_damaged(step) or step in self.strays):
                 self.stored_record(step)
             if mirror:
                 self._doom([step])
@@ -593,12 +605,16 @@ class RunDirectory:
             self.ownership.check()
             location = self.step_location(step)
             try:
-                delete_checkpoint(location, self._records.get(step))
+                if step in self.strays:
+                    location.remove_tree()
+                else:
+                    delete_checkpoint(location, self._records.get(step))
             except StorageError:
                 if not (location / RECORD).is_there():  # the step is deleted, and the next sweep removes its files
                     self.add(step, None)
                 raise
             self._late.remove(location.name)
+        self.strays -= {step}
         self.add(step, None)
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:

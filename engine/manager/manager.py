@@ -24,7 +24,7 @@ from .intervals import LearnedInterval
 from .items import ItemSet
 from .metrics import as_given, plain_metrics
 from .mirror import MirrorStatus
-from .options import CheckpointManagerOptions, LocalStatus, mirror_of, save_triggers
+from .options import CheckpointManagerOptions, LocalStatus, mirror_of, save_triggers, shown_call
 from .ownership import stored_options
 from .resuming import Peek, Restored, Resume
 from .retention import best, newest_with
@@ -248,6 +248,9 @@ class CheckpointManager:
         self._background.join()
         self._run.reload(forget=True)
 
+    def __repr__(self) -> str:
+        return shown_call(self, self.directory, self.options)
+
     # ---- restoring
 
     @overload
@@ -402,7 +405,8 @@ class CheckpointManager:
             reason: Why it is saved, for the log and the record, instead of the reason that the triggers give.
 
         Returns:
-            Whether it was saved. A save in the background is not committed yet.
+            Whether it was saved. A save in the background is not committed yet. A step whose folder holds other files
+            is not.
 
         Raises:
             SaveFailedError: The save before this one failed in the background; this one is done nevertheless, unless

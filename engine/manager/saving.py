@@ -61,7 +61,10 @@ class Saves:
         # A function of the metrics fetches them from the device: it is called only where a trigger calls it as well.
         if self._watch is not None and (isinstance(self._options.best_fn, str) or self._options.save_on_best):
             self.note_metrics(step, metrics)
-        return self._decisions.decide(step, metrics, saved=saved, earlier=self._earlier())
+        decision = self._decisions.decide(step, metrics, saved=saved, earlier=self._earlier())
+        if decision.save and step in self._run.strays:
+            return Decision(False, f"{self._run.step_location(step)} is no checkpoint, and is left alone")
+        return decision
 
     def note_metrics(self, step: int, metrics: Mapping[str, Any] | None) -> None:
         """Warn, once, of metrics without the one that ranks checkpoints."""
@@ -112,6 +115,8 @@ class Saves:
         if not decision.save:
             return False
         self._access.acquire()
+        if step in self._run.strays and (reason is not None or not force):  # An explicit save is refused.
+            return False
         if force:
             self._observer.reached("step", step)  # decide() was perhaps not called for this step
         self._background.join()
