@@ -90,7 +90,8 @@ class LoaderPosition:
     _function = "skip_to"  # which the program calls, for messages
 
     def __init__(self, loader: Any, generators: Sequence[Any] = (), state: OrderState | None = None) -> None:
-        self._loader = self._source = loader  # the source gives the batches
+        self._loader: Any = loader
+        self._loads_again = True  # whether a resume loads the earlier batches
         _check_loader(loader, self._function, has_state=state is not None)
         _check_handed(generators, state)
         handed = {f"{_HANDED}{index}": one for index, one in enumerate(generators)}
@@ -206,7 +207,7 @@ class LoaderPosition:
         states = self._restored.get(_BEGUN, {})
         workers = getattr(self._loader, "num_workers", 0)
         lasts = bool(workers and epoch and getattr(self._loader, "persistent_workers", False))
-        lasts = lasts and self._source is self._loader  # Otherwise, the program says that workers draw nothing.
+        lasts = lasts and self._loads_again  # Otherwise, the program says that workers draw nothing.
         if lasts or (workers and taken and not states):
             warn_of_new_workers(self._loader)
         before = as_tree(capture())
@@ -238,16 +239,16 @@ class LoaderPosition:
         if epoch and not self._begun and getattr(self._loader, "persistent_workers", False):
             # Workers that last begin with the first epoch, and draw a seed: not from what this epoch is drawn from.
             before, own, order = as_tree(capture()), self._own_states(), self._order_now()
-            iter(self._source)
+            self._open()
             restore(before)
             self._set_own_states(own)
             self._set_order(order)
         self._begun, self._order = as_tree(capture()) | self._own_states(), self._order_now()
-        self._batches = self._iterate()
+        self._batches = self._open(self._taken)
         self._epoch, self._taken, self._drawn, self._next, self._has_ended = epoch, 0, [], [], False
 
-    def _iterate(self) -> Iterator[Any]:
-        return iter(self._source)
+    def _open(self, left_out: int = 0) -> Iterator[Any]:
+        return iter(self._loader)
 
     def _note_drawn(self) -> None:
         now = as_tree(capture())

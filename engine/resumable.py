@@ -52,7 +52,7 @@ class ResumableLoader(LoaderPosition):
                     f"{type(loader).__qualname__}: leave it out, and earlier batches are drawn again"
                 )
             self._indices = _Indices(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
-            self._source = _with_order(loader, self._indices)
+            self._source, self._loads_again = _with_order(loader, self._indices), False
 
     @property
     def epoch(self) -> int:
@@ -144,10 +144,11 @@ class ResumableLoader(LoaderPosition):
         self._note_drawn()
         return None, False
 
-    def _iterate(self) -> Iterator[Any]:
-        if self._indices is not None:
-            self._indices.left = self._taken
-        return super()._iterate()
+    def _open(self, left_out: int = 0) -> Iterator[Any]:
+        if self._indices is None:
+            return super()._open()
+        self._indices.left = left_out
+        return iter(self._source)
 
     def _length(self) -> int:
         return min((one for one in (super()._length(), self._most) if one), default=0)
