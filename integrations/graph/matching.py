@@ -129,7 +129,11 @@ class Matching:
         if not self.bindings.bind(visit.number, visit.value, visit.path, fixed=leaf.in_place):
             return
         if self.graph.nodes[visit.number].value is not None:
-            yield Assignment(visit.number, leaf.slot, visit.path)
+            slot: Slot = leaf.slot
+            if self._final and leaf.in_place and visit.place is not None and self.plain.is_none(visit.number):
+                slot = visit.place  # what changes in place cannot become None
+                _logger.warning("%s is None in the checkpoint, and becomes None", format_node_path(visit.path))
+            yield Assignment(visit.number, slot, visit.path)
         elif (visit.value is None or leaf.opened) and (covers := self._made(visit.number)) is not None:
             yield Assignment(visit.number, leaf.slot, visit.path, covers=covers)
 
