@@ -343,10 +343,26 @@ def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEnt
     refuses damaged checkpoints does not silently get one of another series.
     """
     heads: dict[str, StepEntry] = {}
-    for entry in entries:
-        if not (whole and entry.error) and (entry.series not in heads or entry.step > heads[entry.series].step):
+    found = list(entries)
+    left = left_behind(entry.record for entry in found)
+    for entry in found:
+        passed_over = (whole and entry.error) or (entry.record is not None and was_left(entry.step, entry.record, left))
+        if not passed_over and (entry.series not in heads or entry.step > heads[entry.series].step):
             heads[entry.series] = entry
     return max(heads.values(), key=_commit_order, default=None)
+
+
+LEFT_BEHIND = "holdfast.left_behind"  # key in the metadata of a step: [number, time] of each later one that it left
+
+
+def left_behind(records: Iterable[CheckpointRecord | None]) -> list[Any]:
+    """Return number and time of the steps that a run has left for an earlier one; these are not the newest."""
+    found = [(record.custom_metadata or {}).get(LEFT_BEHIND) for record in records if record is not None]
+    return [pair for listed in found if isinstance(listed, list) for pair in listed]
+
+
+def was_left(step: int, record: CheckpointRecord, left: Sequence[Any]) -> bool:
+    return [step, record.time] in left
 
 
 def _commit_order(entry: StepEntry) -> tuple[float, str]:

@@ -230,10 +230,12 @@ class RunAccess:
         return self.mirror is not None or (step in self.run.hosts.further and step not in self.run)
 
     def steps_of_both_places(self) -> list[tuple[int, bool]]:
-        """Return the steps in ascending order, damaged ones among them, and whether each is there without a fetch."""
+        """Return the steps, the newest last, damaged ones among them, and whether each is there without a fetch."""
         here = {*self.run.steps_and_damaged(), *self.run.hosts.read}
         there = [*self.run.hosts.further, *(() if self.mirror is None else self.mirror.steps())]
-        return sorted([(step, True) for step in here] + [(step, False) for step in set(there).difference(here)])
+        every = [(step, True) for step in here] + [(step, False) for step in set(there).difference(here)]
+        left = self.run.left_behind()
+        return sorted(every, key=lambda one: (one[0] not in left, one[0]))
 
     def notify_mirror(self) -> None:
         """Tell the mirror that the directory has changed."""

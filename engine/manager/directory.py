@@ -45,6 +45,7 @@ from ..steps import (
     METADATA,
     LateMetrics,
     StepEntry,
+    left_behind,
     list_steps,
     read_again,
     read_entry,
@@ -55,6 +56,7 @@ from ..steps import (
     store_metadata,
     stored_metadata,
     stray_folders,
+    was_left,
     with_late,
     write_late,
 )
@@ -317,6 +319,12 @@ class RunDirectory:
     def steps(self) -> list[int]:
         """Return the committed steps whose record verifies, in ascending order."""
         return [info.step for info in self.infos()]
+
+    def left_behind(self) -> set[int]:
+        """Return the steps that the run has left for an earlier one; they do not count as its newest."""
+        with self._lock:
+            left = left_behind(self._records.values())
+            return {step for step, record in self._records.items() if was_left(step, record, left)}
 
     def steps_after(self, step: int) -> list[int]:
         """Return the committed steps after one, in ascending order; most often none, also in a large directory."""

@@ -169,8 +169,8 @@ class CheckpointManager:
         """
         if item is not None:
             return newest_with(item, self._run.infos())
-        infos = self._run.infos()
-        return max([*self._run.hosts.read, *(info.step for info in infos[-1:])], default=None)
+        left = self._run.left_behind()
+        return max([*self._run.hosts.read, *(step for step in self._run.steps() if step not in left)], default=None)
 
     def item_due(self, item: str, step: int) -> bool:
         """Return whether a save at a step has an item, so that a loop need not collect a large one unnecessarily.

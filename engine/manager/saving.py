@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint import Save, leave_save
 from ..errors import SaveFailedError
 from ..format import CheckpointRecord, ItemRecord
+from ..steps import LEFT_BEHIND
 from ..storage import Location
 from .access import RunAccess
 from .decisions import Decision, EverySteps, Rollback, SaveDecisions
@@ -167,7 +168,7 @@ class Saves:
             earlier: SaveFailedError | None = None
             try:
                 self._observer.reached("saving", step)  # here, so that a drill knows of a thread that has not begun
-                self._rollback.saving(step)
+                self._rollback.saving(step, leaves=LEFT_BEHIND in (custom_metadata or {}))
                 self._decisions.save_begins(step)
                 self._pending = pending
                 if not save.in_background:
