@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from ..checkpoint import BackgroundSave
 from ..clock import Clock, format_duration, seconds
 from ..distributed import ProcessGroup
 from ..errors import StateError
+from ..forks import Lock
 from ..observer import Observer
 from ..storage import Location, as_location
 from .directory import RunDirectory
@@ -52,7 +52,7 @@ class RunAccess:
         self.run = RunDirectory(directory, options, clock, self._drain, writes=processes.is_primary)
         self.mirror: RunMirror | None = None  # None without one, and for a manager that only reads
         self.local: LocalTier | None = None  # the local steps of the hosts; None as above
-        self.changing = threading.RLock()  # of the thread that begins a save, or takes ownership
+        self.changing = Lock(reentrant=True)  # of the thread that begins a save, or takes ownership
         self.learned: LearnedInterval | None = None  # on process 0, the trigger that learns the interval between saves
         self._metadata = None if metadata is None else dict(metadata)
         self._compared = False  # whether the processes have compared their options

@@ -295,6 +295,12 @@ class SaveDecisions:
         """Note that the run resumes from a step."""
         self._last = self._before = step, self._last[1]
 
+    def deleted(self, newest: int) -> None:
+        """Note that steps were deleted, and ``newest`` is left: a save counts from there."""
+        previous, now = self._last
+        if previous is not None and previous > newest:
+            self._last = self._before = newest, now
+
     def save_begins(self, step: int) -> None:
         """Note that a save begins."""
         self._starts_at(step)

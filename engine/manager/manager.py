@@ -513,6 +513,7 @@ class CheckpointManager:
         self._saves.join_save_of(step)
         self._access.wait_for_saves()
         self._access.change(f"delete {step}", self._run.delete, step, mirror)
+        self._saves.deleted()
         if mirror:
             self._access.forget_local()
             self._access.delete_in_mirror()
@@ -543,6 +544,7 @@ class CheckpointManager:
         if not self.processes.is_primary:
             for one in deleted:
                 self._run.add(one, None)
+        self._saves.deleted()
         self._access.forget_local()
         self._access.delete_in_mirror()
         return deleted
