@@ -98,6 +98,16 @@ def unwrapped_name(name: str) -> str:
     return _WRAPPED_KEYS.sub("", name)
 
 
+def joined_names(names: Sequence[str]) -> list[str]:
+    """Return names with all keys joined by dots, and without those of wrappers if all stay different.
+
+    So a module's ``layers.0.weight`` in a state dict has the name of the nested ``layers/0/weight``.
+    """
+    joined = [".".join(split(name)) for name in names]
+    bare = list(map(unwrapped_name, joined))
+    return bare if len(set(bare)) == len(set(joined)) else joined
+
+
 def format_path(name: str) -> str:
     """Return a name as a path for messages: ``params/Dense_0/kernel``, or ``(root)`` for the bare leaf.
 

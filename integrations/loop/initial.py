@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 import math
 import operator
 import sys
@@ -30,6 +31,8 @@ from .announce import announce
 from .objects import is_versioned, live_objects
 from .states import StateAdapter
 from .trees import TreeAdapter, from_tree, to_tree
+
+logger = logging.getLogger("holdfast")
 
 
 class InitialState:
@@ -209,7 +212,10 @@ class Hyperparameters:
             state = self._adapter.from_tree(state, unflatten(flat.structure, leaves))
         text = "hyperparameters differ, and those %s count (hyperparameters=%r): %s"
         whose = "of the program" if is_mine else "that were saved"
-        announce(text, whose, counting, shortened(lines), shown=shown)
+        if is_mine:
+            announce(text, whose, counting, shortened(lines), shown=shown)
+        elif shown:  # The program has asked for values that it does not get.
+            logger.warning(text, whose, counting, shortened(lines))
         return state
 
 

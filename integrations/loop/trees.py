@@ -6,6 +6,7 @@ A loop replaces a pytree and never changes it. This module imports flax only if 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from difflib import SequenceMatcher
 from itertools import zip_longest
@@ -174,8 +175,15 @@ def from_tree(state: Any, tree: Any) -> Any:
             "call of the module, or take them out before on_step, as nnx.pop(model, nnx.Intermediate) does:",
             lacking,
         )
-    nnx.replace_by_pure_dict(variables, pure)
-    nnx.update(tuple(objects), variables)
+    # A value may be a dictionary itself, and replace_by_pure_dict() would look for variables in it.
+    new: dict[Any, Any] = {}
+    for path, one in nnx.to_flat_state(variables):
+        value: Any = pure
+        for key in path:
+            value = value.get(key, value.get(str(key), ...)) if isinstance(value, dict) else ...
+        if value is not ...:
+            new[path] = one.replace(value) if hasattr(one, "replace") else value
+    nnx.update(tuple(objects), nnx.from_flat_state(new))
     return merged
 
 
@@ -276,7 +284,7 @@ def _pairs(saved: _Place, wanted: _Place) -> Iterator[tuple[str, str]]:
     Entries of dictionaries and attributes correspond by their keys. Chains of optimizers are tuples that may have grown
     and may be nested differently: the states in them correspond by their order and by the names of their classes.
     """
-    if _is_tuple(saved[1]) or _is_tuple(wanted[1]):
+    if _is_chain(saved) or _is_chain(wanted):
         ours, theirs = list(_parts(saved)), list(_parts(wanted))
         kinds = [_kind(part, len(saved[0])) for part in ours]
         others = [_kind(part, len(wanted[0])) for part in theirs]
@@ -309,13 +317,22 @@ def _entries_of(place: _Place) -> Iterator[tuple[str, _Place]]:
         yield segment, (prefix + segment, child)
 
 
-def _is_tuple(node: TreeDef | None) -> bool:
-    return node is not None and node.kind == "tuple"
+def _is_chain(place: _Place) -> bool:
+    """Whether a container is a tuple, or one in an optimizer of nnx, of which its state is a dictionary by index."""
+    name, node = place
+    return node is not None and (node.kind == "tuple" or (_OF_NNX.search(name) is not None and _has_indices(node)))
+
+
+def _has_indices(node: TreeDef) -> bool:
+    return node.keys is not None and all(isinstance(key, int) for key in node.keys)
+
+
+_OF_NNX = re.compile(r"(^|\.)opt_state(\.\d+)*$")
 
 
 def _parts(place: _Place) -> Iterator[_Place]:
     """Generate the parts of a tuple and of tuples in it, without those that hold no leaf."""
-    if _is_tuple(place[1]):
+    if _is_chain(place):
         for _, child in _entries_of(place):
             yield from _parts(child)
     elif place[1] is None or _has_leaves(place[1]):
@@ -327,7 +344,10 @@ def _has_leaves(node: TreeDef) -> bool:
 
 
 def _kind(part: _Place, prefix: int) -> str:
+    """Return the class of a part of a chain; in an optimizer of nnx, which does not tell it, the keys."""
     name, node = part
+    if node is not None and _OF_NNX.search(name):
+        return ", ".join(sorted(map(str, node.keys or ())))
     return (None if node is None else _optax(node)) or name[prefix:]
 
 
