@@ -127,14 +127,6 @@ class LoaderPosition:
         length = self._length()
         return max(0, length - self._taken) if length else None
 
-    @property
-    def replicated_state(self) -> bool:
-        """Whether the position is one of all processes: the number of global samples before it."""
-        return False
-
-    def begin(self) -> None:
-        """Go to the restored place at once, unless the program decides first what the epoch depends on."""
-
     def begin_run(self, announce: Announce) -> None:
         """Begin a run, whether or not it has restored a state; ``announce`` shows a line to the user."""
         self._exit_status, self._refused = None, 0
@@ -149,11 +141,7 @@ class LoaderPosition:
             return False
         self._refused += 1
         if self._refused > _MOST_REFUSED:
-            _logger.warning(
-                "the run was stopped, and the program goes on to ask for batches: it ends here, with status %d. Leave "
-                "the loop when should_stop is True",
-                self._exit_status,
-            )
+            _logger.warning("the program asks for batches although the run was stopped, and ends here")
             raise SystemExit(self._exit_status)
         return True
 
@@ -340,12 +328,6 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
         self.position += 1
         self._last = fingerprint(found[0])
         return found[0]
-
-    @property
-    def left(self) -> int | None:
-        """How many batches of the epoch are left, or None if the loader has no length."""
-        length = self._length()
-        return -self.position % length if length else None
 
     @property
     def replicated_state(self) -> bool:

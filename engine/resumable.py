@@ -16,12 +16,11 @@ Redraw = Literal["batches", "indices"]
 class ResumableLoader(LoaderPosition):
     """A loader whose loops over epochs can be saved and resumed; see :func:`resumable`.
 
-    ``for batch in loader`` gives the batches of an epoch; after a resume, the first one gives those that are left of
-    the epoch. ``len(loader)`` is the number of batches of a whole epoch. All other public attributes are those of the
-    loader inside.
+    Other public attributes are those of the loader inside.
     """
 
     _function = "resumable"
+    replicated_state = False
 
     def __init__(
         self,
@@ -42,15 +41,15 @@ class ResumableLoader(LoaderPosition):
             raise OptionError(f"batches_per_epoch={batches_per_epoch!r} must be a number of batches, from 1")
         if redraw not in ("batches", "indices"):
             raise OptionError(f"redraw={redraw!r} must be 'batches' or 'indices'")
+        self._has_indices = _has_indices(loader)
+        if redraw == "indices" and not self._has_indices:
+            raise OptionError(
+                f"redraw='indices' needs a DataLoader of torch over a dataset with indices, not a "
+                f"{type(loader).__qualname__}: leave it out, and earlier batches are drawn again"
+            )
         self._most = batches_per_epoch
-        self._indices: _Indices | None = None
         self._turn = 0  # changes when another loop begins, or a state is set
         if redraw == "indices":
-            if not _has_indices(loader):
-                raise OptionError(
-                    f"redraw='indices' needs a DataLoader of torch over a dataset with indices, not a "
-                    f"{type(loader).__qualname__}: leave it out, and earlier batches are drawn again"
-                )
             self._indices = _Indices(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
             self._source, self._loads_again = _with_order(loader, self._indices), False
 
@@ -74,13 +73,18 @@ class ResumableLoader(LoaderPosition):
 
     def __iter__(self) -> Iterator[Any]:
         if self._batches is not None:
-            self._end_epoch()  # A loop was left, and Python has not noticed yet.
+            self._move(self._epoch + 1, 0)  # A loop was left, and Python has not noticed yet.
         self._turn += 1
         turn = self._turn
         try:
             if self._is_stopped():
                 return
-            self._begin_loop()
+            if not self._restored:
+                self._begin(self._epoch)
+            elif self._has_ended:  # Only the code after the loop is left of the epoch.
+                self._take_restored()
+            else:
+                self._go_to(self._epoch, self._taken)
             while found := self._draw():
                 self._last = fingerprint(found[0])
                 yield found[0]
@@ -94,7 +98,7 @@ class ResumableLoader(LoaderPosition):
                     return
         finally:
             if turn == self._turn:
-                self._end_epoch()
+                self._move(self._epoch + 1, 0)
 
     def get_state(self) -> dict[str, Any]:
         """Return the epoch, the number of its batches that were taken, and what its order was drawn from."""
@@ -107,37 +111,22 @@ class ResumableLoader(LoaderPosition):
                 f"the state of a resumable loader has the epoch and the batches taken, and this one has "
                 f"{', '.join(map(str, state)) or 'nothing'}: it was saved of another object"
             )
-        self._reset(*state[TAKEN])
-        self._restored, self._last = state, state.get(LAST)
-        self._has_ended = state.get(ENDED, False)
+        self._move(*state[TAKEN])
+        self._restored, self._last, self._has_ended = state, state.get(LAST), state.get(ENDED, False)
 
     def begin_run(self, announce: Announce) -> None:
         """Begin a run; what was taken before a fresh start, such as a batch to look at, does not count."""
         super().begin_run(announce)
-        self._announce = announce if self._indices is None and _has_indices(self._loader) else None
+        self._announce = announce if self._loads_again and self._has_indices else None
         if not self._restored:
-            self._reset(0, 0)
+            self._move(0, 0)
 
-    def _reset(self, epoch: int, taken: int) -> None:
+    def _move(self, epoch: int, taken: int) -> None:
         self._turn += 1
-        self._batches, self._has_ended, self._next, self._last = None, False, [], None
-        self._epoch, self._taken = epoch, taken
-
-    def _end_epoch(self) -> None:
-        self._turn += 1
-        self._batches, self._has_ended, self._next = None, False, []
-        self._epoch, self._taken = self._epoch + 1, 0
-
-    def _begin_loop(self) -> None:
-        if not self._restored:
-            self._begin(self._epoch)
-        elif self._has_ended:  # Only the code after the loop is left of the epoch.
-            self._take_restored()
-        else:
-            self._go_to(self._epoch, self._taken)
+        self._epoch, self._taken, self._batches, self._has_ended, self._next = epoch, taken, None, False, []
 
     def _redraw(self, count: int) -> tuple[int | None, bool]:
-        if self._indices is None:
+        if self._loads_again:
             return super()._redraw(count)
         self._indices.skip()
         self._taken = count
@@ -145,7 +134,7 @@ class ResumableLoader(LoaderPosition):
         return None, False
 
     def _open(self, left_out: int = 0) -> Iterator[Any]:
-        if self._indices is None:
+        if self._loads_again:
             return super()._open()
         self._indices.left = left_out
         return iter(self._source)
@@ -179,23 +168,17 @@ def resumable(
     batch, so that the code after the inner loop runs. A ``for`` after a ``break`` begins a new epoch. When the callback
     has stopped the run, the loader gives no more batches, and no step is saved any more.
 
-    A resume draws the earlier batches of its epoch again, from the random generators as they were when the epoch
-    began: the global ones of Python, numpy and torch, and the attribute ``generator`` of the loader and its samplers.
-    Hand over what else the order depends on, in ``generators`` and ``state``. A warning tells if the last batch before
-    the stop is another one when it is drawn again, and if new workers draw other random numbers. The program calls
-    ``set_epoch`` of a sampler or dataset itself, before the ``for``.
-
-    Each of several processes has a place of its own, and the same number of them resumes.
+    A resume draws the earlier batches of its epoch again, as :func:`skip_to` does, which says what the order of an
+    epoch may depend on. But the program calls ``set_epoch`` itself, before the ``for``. Each of several processes has a
+    place of its own.
 
     Args:
         loader: What ``for batch in loader`` goes through: a ``DataLoader``, a list, an array, a dataset of Grain or
             Hugging Face, an object with ``__iter__``.
         batches_per_epoch: The number of batches after which each ``for`` ends, for loops that always ``break`` after so
             many; None goes on to the end of the loader.
-        generators: The generators of Python, numpy and torch from which the loader draws in this process, other than
-            those above: hand over the same ones in the same order when the run is resumed.
-        state: Two functions, ``get`` and ``set``, for what else the order of an epoch depends on: ``get()`` is called
-            when an epoch begins, and ``set(value)`` in a resume before the earlier batches are drawn again.
+        generators: Other generators of Python, numpy and torch from which the loader draws, as for :func:`skip_to`.
+        state: Two functions, ``get`` and ``set``, for what else the order of an epoch depends on, as there.
         redraw: ``"indices"`` is your word that an item depends on its index alone: neither the dataset nor its workers
             draw random numbers. A resume then advances the sampler of a ``DataLoader``, loads no earlier item, and
             compares no batch. ``"batches"`` loads them.
@@ -223,9 +206,6 @@ class _Indices:
         self._sampler = sampler
         self._rest: Iterator[Any] = iter(())
         self.left = 0
-
-    def __len__(self) -> int:
-        return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
         self._rest = iter(self._sampler)

@@ -35,7 +35,7 @@ from .generators import (
     set_generator_state,
 )
 from .loaders import (
-    LoaderPosition,
+    SkippedLoader,
     generators_of,
     is_torchdata_loader,
     nodes_of,
@@ -115,7 +115,7 @@ def begins_epoch(thing: object) -> bool:
     """
     kind = type(thing)
     is_iterable = hasattr(kind, "__iter__") and not hasattr(kind, "__next__")
-    return isinstance(thing, LoaderPosition) or (is_iterable and _methods(thing) == _METHODS[1])
+    return isinstance(thing, SkippedLoader) or (is_iterable and _methods(thing) == _METHODS[1])
 
 
 Prepare = Callable[[Any, Any], Any]  # returns what is passed to an object, given the object and its decoded state
@@ -140,7 +140,7 @@ def restore_state(thing: object, state: Any, prepare: Prepare = lambda _, state:
             encode_state(getattr(thing, methods[0])())  # a class in a function is known by its instances only
             decoded = decode_state(state)
         getattr(thing, methods[1])(prepare(thing, decoded))
-        if isinstance(thing, LoaderPosition):
+        if isinstance(thing, SkippedLoader):
             thing.begin()
         elif nodes_of(thing):
             warn_of_samplers(thing)

@@ -350,7 +350,7 @@ def test_a_program_that_asks_for_batches_for_ever_ends(caplog: pytest.LogCapture
     with pytest.raises(SystemExit) as ended:
         program()
     assert (ended.value.code, steps) == (75, [1, 2, 3, 4])
-    assert "the program goes on to ask for batches: it ends here, with status 75" in caplog.text
+    assert "the program asks for batches although the run was stopped, and ends here" in caplog.text
 
 
 # ---- places
