@@ -103,7 +103,7 @@ def _step_or_best(text: str) -> int | str:
 )
 @click.option("--to", type=click.Choice(get_args(ExportFormat)), default="safetensors", help="The format.")
 @click.option("--in-place", is_flag=True, help="Only add the small files with which orbax reads it in place.")
-@click.option("--step", metavar="STEP", type=_step_or_best, help="A number, or best; by default the newest.")
+@arguments.step_of("A number, or best; by default the newest.", kind=_step_or_best)
 @click.option("--item", help="The item, if there are several.")
 @arguments.select
 @click.option("--root", help="Only what is in this container, such as model, with names that begin there.")

@@ -58,11 +58,13 @@ def save(
 @overload
 def load(
     path: Place, *, like: None = None, select: Patterns | Mapping[str, Any] | None = None, item: str | None = None
-) -> Any: ...
+) -> Any:
+    """Load a checkpoint with the containers that it was saved with, as arrays of numpy; the newest step of a run."""
 
 
 @overload
-def load(path: Place, *, like: T, select: Patterns | None = None, item: str | None = None) -> T: ...
+def load(path: Place, *, like: T, select: Patterns | None = None, item: str | None = None) -> T:
+    """Load a checkpoint into the containers, array libraries and shardings of a template."""
 
 
 def load(

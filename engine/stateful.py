@@ -521,15 +521,20 @@ def instance_of(kind: Any, fields: Mapping[str, Any]) -> Any | None:
     return found
 
 
-def _instance(name: str, fields: Mapping[str, Any]) -> Any:
-    """Return a named tuple or dataclass with these fields, of a class that the program has defined."""
+def loaded_object(name: str) -> Any:
+    """Return the object with a name such as ``torch.nn:ReLU`` in the modules that are loaded, or None."""
     module, _, path = name.partition(":")
-    kind: Any = sys.modules.get(module)
+    found: Any = sys.modules.get(module)
     for part in path.split("."):
         # A class in a function is not an attribute of anything.
-        kind = vars(kind).get(part) if isinstance(kind, type) or hasattr(kind, "__dict__") else None
-    kind = _classes.get(name) if kind is None else kind
-    found = instance_of(kind, fields)
+        found = vars(found).get(part) if isinstance(found, type) or hasattr(found, "__dict__") else None
+    return found
+
+
+def _instance(name: str, fields: Mapping[str, Any]) -> Any:
+    """Return a named tuple or dataclass with these fields, of a class that the program has defined."""
+    kind = loaded_object(name)
+    found = instance_of(_classes.get(name) if kind is None else kind, fields)
     if found is not None:
         return found
     raise StateError(

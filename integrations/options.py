@@ -41,7 +41,7 @@ class CallbackOptions(CheckpointOptions):
     partial: Partial = None
     compression: int | None = field(default=None, metadata=limits(1, 22))
 
-    signals: Collection[str | signal.Signals] = ("SIGTERM",)
+    signals: Collection[str | signal.Signals] = ("SIGTERM", "SIGHUP")
     grace_secs: Duration | None = None
     replicated: Collection[str] = ()
     witness: bool = True

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 from ..clock import Duration, Rate, bytes_per_second, seconds
@@ -48,11 +48,18 @@ def limits(least: int, greatest: int | None = None) -> dict[str, Any]:
 
 def option_texts(taker: type) -> dict[str, str]:
     """Return the documentation of options by name, as the docstring of a class has it; nothing under ``python -OO``."""
-    section = re.search(
-        r"^(?:Args|Attributes):\n((?: {4}.*\n?|\n)+)", inspect.cleandoc(taker.__doc__ or ""), re.MULTILINE
-    )
-    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section[1], re.MULTILINE) if section else []
+    text = inspect.cleandoc(taker.__doc__ or "")
+    title = "Args" if "\nArgs:" in text else "Attributes"
+    sections = re.findall(rf"^{title}:.*\n((?: {{4}}.*\n?|\n)+)", text, re.MULTILINE)
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", "\n".join(sections), re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
+
+
+def shown_call(taker: object, directory: object, options: Any) -> str:
+    """Return the call that makes a manager or a callback: its directory, and the options that are no defaults."""
+    given = [one for one in fields(options) if one.default is not MISSING and getattr(options, one.name) != one.default]
+    arguments = [repr(str(directory)), *(f"{one.name}={getattr(options, one.name)!r}" for one in given)]
+    return f"{type(taker).__name__}({', '.join(arguments)})"
 
 
 def refuse_options(taker: str, unknown: Iterable[str], known: Collection[str]) -> None:

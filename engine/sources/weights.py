@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..arrays import PartialTree, SavedLeaf, TreeSource, load_tree
+from ..arrays import PartialTree, SavedLeaf, TreeSource, load_tree, without_value
 from ..errors import OptionError, TreeMismatchError, difference
 from ..pytree import Flattened, compare, describe_template, flatten, format_path, joined_names, unflatten
 from ..storage import Location, Place, as_location
@@ -173,10 +173,12 @@ def _candidates(
     source: TreeSource, names: Mapping[str, str], ignored: Collection[str], containers: Sequence[str]
 ) -> Iterator[_Candidate]:
     leaves = dict(zip(joined_names([leaf.name for leaf in source.leaves]), source.leaves, strict=True))
+    bare = {without_value(name): name for name in names}
     for container in (*_CONTAINERS, *containers):
         prefix = f"{container}." if container else ""
         inside = {joined.removeprefix(prefix): leaf for joined, leaf in leaves.items() if joined.startswith(prefix)}
-        kept = {joined: leaf for joined, leaf in inside.items() if joined in names or joined not in ignored}
+        inside = {one if one in names else bare.get(without_value(one), one): leaf for one, leaf in inside.items()}
+        kept = {one: leaf for one, leaf in inside.items() if one in names or without_value(one) not in ignored}
         if kept:
             yield _Candidate(source, container, kept, names)
 

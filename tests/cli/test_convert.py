@@ -242,6 +242,7 @@ def test_the_weights_of_a_loop_have_the_names_of_their_module(
     with hf.CheckpointCallback(tmp_path / "run") as checkpoint:
         checkpoint.restore_or_initialize(state, epoch=0)
         checkpoint.on_step(1, state, epoch=1)
+    capsys.readouterr()
     output_of(capsys, "export", tmp_path / "run", tmp_path / "model.safetensors", "--root", "model")
     found = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert found.keys() == model.state_dict().keys()

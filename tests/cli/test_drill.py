@@ -19,7 +19,7 @@ from tests.starts import run
 
 from holdfast.cli.drill.findings import Causes, Report, StepDifference, Trace, kind_of_state
 from holdfast.cli.drill.interruptions import KINDS, DrillOptions, Interruption, choose, places_to_save
-from holdfast.engine.fingerprints import STATELESS, Fact
+from holdfast.engine.fingerprints import STATELESS, Fact, facts
 from holdfast.engine.sources import LeafDifference
 
 pytestmark = pytest.mark.xdist_group("programs")
@@ -144,6 +144,60 @@ def test_what_the_next_step_depends_on_is_named_first(changes: dict[str, int], n
     report = Report(command=[], seed=0, differences=[StepDifference(3, "run", [])])
     (finding,) = Causes(whole, resumed, (whole, whole)).of(report, [])
     assert (finding.cause, finding.names) == ("value", names)
+
+
+LOADER = {"loader": Fact("loader", "DataLoader", "train.py", "shuffled")}
+NAMED = [
+    # A shuffled loader has drawn another number for its order from torch's generator, which no step draws from.
+    (
+        LOADER | {"torch's default generator": Fact("generator", "torch", "", "1")},
+        "torch's default generator",
+        "loader",
+    ),
+    (LOADER | {"rng": Fact("generator", "Generator", "train.py", "1")}, "rng", "generator"),
+    (
+        {"adam": Fact("optimizer", "Adam", "train.py", "1"), "loss": Fact("value", "Tensor", "", "1")},
+        "adam",
+        "optimizer",
+    ),
+]
+
+
+@pytest.mark.parametrize(("facts", "changed", "cause"), NAMED)
+def test_objects_of_torch_that_were_not_handed_over_are_named(facts: dict[str, Fact], changed: str, cause: str) -> None:
+    moved = {
+        name: fact if fact.kind == "loader" or not fact.where else fact._replace(digest="2")
+        for name, fact in facts.items()
+    }
+    whole = Trace(steps=[3, 4], restored=2, facts={3: facts, 4: moved})
+    resumed = Trace(
+        steps=[3, 4], restored=2, facts={3: facts | {changed: facts[changed]._replace(digest="9")}, 4: moved}
+    )
+    report = Report(command=[], seed=0, differences=[StepDifference(3, "run", [])])
+    (finding,) = Causes(whole, resumed, (whole, whole)).of(report, [])
+    assert finding.cause == cause
+    assert finding.names == ("loader" if cause == "loader" else changed,)
+
+
+def test_loaders_and_optimizers_in_reach() -> None:
+    torch = pytest.importorskip("torch")
+    data = torch.utils.data.TensorDataset(torch.zeros(4))
+    shuffled = torch.utils.data.DataLoader(data, shuffle=True)  # noqa: F841
+    ordered = torch.utils.data.DataLoader(data)  # noqa: F841
+    bare = torch.utils.data.DataLoader(data, shuffle=True)
+    place = type("Place", (), {"__module__": "holdfast.engine.loaders"})()  # as hf.resumable makes one
+    place.loader = bare
+    weight = torch.nn.Parameter(torch.ones(2))
+    adam = torch.optim.Adam([weight])
+    generator = torch.get_rng_state()
+    before = facts()
+    weight.sum().backward()
+    adam.step()
+    after = facts()
+    assert {name for name, fact in after.items() if fact.kind == "loader"} == {"shuffled"}
+    changed = {name: (fact.kind, before[name] == fact) for name, fact in after.items() if name == "adam"}
+    assert changed == {"adam": ("optimizer", False)}
+    assert torch.equal(torch.get_rng_state(), generator), "nothing is drawn"
 
 
 def test_a_generator_without_a_state_is_a_likely_cause_where_undisturbed_runs_differ() -> None:
