@@ -93,13 +93,14 @@ class CheckpointCallback:
     ::
 
         with CheckpointCallback("runs/digits/checkpoints", save_interval_steps=100, max_to_keep=3) as checkpoint:
-            state, start = checkpoint.restore_or_initialize(state, data=batches)
-            for step in range(start, total_steps):
+            state, step = checkpoint.restore_or_initialize(state, data=batches)
+            while step < total_steps:
                 state, metrics = train_step(state, next(batches))
-                if checkpoint.on_step(step + 1, state, metrics=metrics, data=batches).should_stop:
+                step += 1
+                if checkpoint.on_step(step, state, metrics=metrics, data=batches).should_stop:
                     break
 
-    Step N means that N optimizer updates are in the state, so ``on_step(step + 1, ...)`` comes after the update. A run
+    Step N means that N optimizer updates are in the state, so count up and call ``on_step`` after the update. A run
     that is interrupted anywhere and resumed ends bit for bit where the uninterrupted run does, provided that the
     state and the extras have everything that the loop depends on.
 

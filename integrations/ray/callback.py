@@ -31,10 +31,11 @@ class CheckpointCallback(LoopCallback):
         def train(config):
             ...
             with CheckpointCallback(run_directory(), save_interval_steps=100) as checkpoint:
-                state, start = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
-                for step in range(start, total_steps):
+                state, step = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
+                while step < total_steps:
                     ...
-                    if checkpoint.on_step(step + 1, state, metrics={"loss": loss}).should_stop:
+                    step += 1
+                    if checkpoint.on_step(step, state, metrics={"loss": loss}).should_stop:
                         break
 
     It takes the same options, and does the same outside of Ray Train. In a worker, it also does this:
