@@ -7,10 +7,11 @@ import copy
 import functools
 import logging
 import random
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -58,22 +59,258 @@ def derives(kind: Any, name: str, package: str) -> bool:
 # ---- loaders without a state
 
 _DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # samplers of torch
-_TAKEN = "taken"  # the epoch, and how many of its batches were taken
+TAKEN = "taken"  # the epoch, and how many of its batches were taken
 _BEGUN = "generators"  # their states by name when the epoch began, or at its end
 _ORDER = "state"  # what the order depends on, as the program's function returned it then
 _VALUES = "attributes"  # numbers and small arrays of the loader, which earlier versions saved
-_LAST = "last"  # a checksum of the last batch: it tells whether a resume has drawn the same one again
+LAST = "last"  # a checksum of the last batch: it tells whether a resume has drawn the same one again
+ENDED = "ended"  # whether that was the last batch of the epoch
+_NOW = "now"  # the states of the loader's own generators, which others may draw from as well
+_PARTS = (TAKEN, ENDED, _BEGUN, _NOW, _ORDER, LAST)
 _HANDED = "generators."  # the beginning of the names of generators that the program has handed over
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _MOST_VALUES = 1000  # values of a batch that are looked at
+_MOST_REFUSED = 10_000  # requests after a stop: ``while step < total`` around a loop over the data would never end
+_LONG = 5.0  # seconds of drawing again before a line says so
+_STILL_DRAWING = (
+    "drawing the earlier batches of the epoch again, %d of %d so far. If the dataset and its workers draw no random "
+    "numbers, hf.resumable(loader, redraw='indices') loads none of them"
+)
 
 OrderState = tuple[Callable[[], Any], Callable[[Any], object]]  # returns, and takes, what an order depends on
+Announce = Callable[..., object]  # takes a text and its arguments, as loggers do
 
 
-class LoaderPosition(Iterator[Any]):
-    """The batches of a loader, epoch after epoch, from one of them on; see :func:`skip_to`.
+class LoaderPosition:
+    """A place in the batches of a loader: what :func:`skip_to` and ``resumable`` have in common.
 
     A resume draws the earlier batches of the epoch again, from the state that the random generators had when it began.
+    """
+
+    _function = "skip_to"  # which the program calls, for messages
+
+    def __init__(self, loader: Any, generators: Sequence[Any] = (), state: OrderState | None = None) -> None:
+        self._loader: Any = loader
+        self._loads_again = True  # whether a resume loads the earlier batches
+        _check_loader(loader, self._function, has_state=state is not None)
+        _check_handed(generators, state)
+        handed = {f"{_HANDED}{index}": one for index, one in enumerate(generators)}
+        self._generators = _without_global_ones(_each_once(generators_of(loader) | handed))
+        self._state = state
+        self._batches: Iterator[Any] | None = None
+        self._epoch = self._taken = 0  # the epoch, and how many of its batches were taken
+        self._most: int | None = None  # batches of an epoch, if the program says so
+        self._has_ended = False  # whether the last batch of the epoch was taken
+        self._begun: dict[str, Any] = {}  # states of generators when the epoch began
+        self._order: dict[str, Any] = {}  # what the program's function returned then
+        self._drawn: list[str] = []  # the global generators that have changed by its first batch
+        self._restored: Mapping[str, Any] = {}  # a state that takes effect with the next batch
+        self._last: int | None = None  # a checksum of some values of the last batch
+        self._next: list[Any] = []  # a batch beyond the length of the loader
+        self._announce: Announce | None = None
+        self._exit_status: int | None = None  # of the program, once the run was stopped
+        self._refused = 0  # requests since then
+
+    @property
+    def checksum(self) -> int | None:
+        """A checksum of the last batch, or None before the first one."""
+        return self._last
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the batches belong to, from 0."""
+        return self._epoch
+
+    @property
+    def left(self) -> int | None:
+        """How many batches of the epoch are left, or None if the loader has no length."""
+        length = self._length()
+        return max(0, length - self._taken) if length else None
+
+    @property
+    def replicated_state(self) -> bool:
+        """Whether the position is one of all processes: the number of global samples before it."""
+        return False
+
+    def begin(self) -> None:
+        """Go to the restored place at once, unless the program decides first what the epoch depends on."""
+
+    def begin_run(self, announce: Announce) -> None:
+        """Begin a run, whether or not it has restored a state; ``announce`` shows a line to the user."""
+        self._exit_status, self._refused = None, 0
+
+    def end_run(self, exit_status: int) -> None:
+        """Give no more batches, as the run was stopped; ``exit_status`` is what the program is to end with."""
+        self._exit_status = exit_status
+
+    def _is_stopped(self) -> bool:
+        """Return whether the run was stopped; a program that never leaves its loop ends here."""
+        if self._exit_status is None:
+            return False
+        self._refused += 1
+        if self._refused > _MOST_REFUSED:
+            _logger.warning(
+                "the run was stopped, and the program goes on to ask for batches: it ends here, with status %d. Leave "
+                "the loop when should_stop is True",
+                self._exit_status,
+            )
+            raise SystemExit(self._exit_status)
+        return True
+
+    def _length(self) -> int:
+        try:
+            return len(self._loader)
+        except TypeError:  # It has no length, or its dataset has none.
+            return 0
+
+    def _beginning(self) -> dict[str, Any]:
+        """Return the part of the state that tells how the epoch began, or at its end how the next one will begin."""
+        if self._restored:
+            return {name: self._restored[name] for name in _PARTS if name in self._restored}
+        found: dict[str, Any] = {TAKEN: [self._epoch, self._taken]}
+        found |= {} if self._last is None else {LAST: self._last}
+        own = self._own_states()
+        if self._batches is None or self._has_ended:
+            # The next epoch draws from global generators as they are when it begins, which others save.
+            states, order = own, self._order_now()
+            found |= {ENDED: True} if self._has_ended else {}
+        else:
+            states, order = {name: self._begun[name] for name in (*self._drawn, *self._generators)}, self._order
+            found |= {_NOW: own} if own else {}
+        return {**found, **({_BEGUN: states} if states else {}), **order}
+
+    def _own_states(self) -> dict[str, Any]:
+        return {name: generator_state(one) for name, one in self._generators.items()}
+
+    def _set_own_states(self, states: Mapping[str, Any]) -> None:
+        for name in states.keys() & self._generators.keys():
+            set_generator_state(self._generators[name], states[name])
+
+    def _order_now(self) -> dict[str, Any]:
+        # The program may return what it changes later.
+        return {} if self._state is None else {_ORDER: copy.deepcopy(self._state[0]())}
+
+    def _set_order(self, saved: Mapping[str, Any]) -> None:
+        if self._state is not None and _ORDER in saved:
+            self._state[1](copy.deepcopy(saved[_ORDER]))
+
+    def _take_restored(self) -> tuple[Mapping[str, Any], bool]:
+        """Set what the order depends on, except global generators; return the state, and whether a part is missing."""
+        saved, self._restored = self._restored, {}
+        told = self._warn_of_other_parts(saved, known={*capture(), *self._generators})
+        self._set_own_states(saved.get(_BEGUN, {}))
+        self._set_order(saved)
+        return saved, told
+
+    def _go_to(self, epoch: int, taken: int) -> None:
+        """Draw the batches of the epoch before a place again; then, global generators are as they were before."""
+        states = self._restored.get(_BEGUN, {})
+        workers = getattr(self._loader, "num_workers", 0)
+        lasts = bool(workers and epoch and getattr(self._loader, "persistent_workers", False))
+        lasts = lasts and self._loads_again  # Otherwise, the program says that workers draw nothing.
+        if lasts or (workers and taken and not states):
+            warn_of_new_workers(self._loader)
+        before = as_tree(capture())
+        saved, told = self._take_restored()
+        if taken:
+            restore({name: states[name] for name in states.keys() & before.keys()})
+        self._begin(epoch)
+        if not taken:
+            return
+        last, draws = self._redraw(taken)
+        restore(before)
+        self._set_own_states(saved.get(_NOW, {}))
+        if self._last is not None and last not in (None, self._last) and not (draws or lasts or told):
+            self._warn_of_other_batches(taken)
+
+    def _redraw(self, count: int) -> tuple[int | None, bool]:
+        """Draw batches again; return a checksum of the last one, and whether the dataset draws random numbers."""
+        batch, at_first, began = None, None, time.monotonic()
+        for done in range(1, count + 1):
+            batch = self._draw()
+            at_first = capture() if at_first is None else at_first
+            if self._announce is not None and done < count and time.monotonic() - began > _LONG:
+                self._announce(_STILL_DRAWING, done, count)
+                self._announce = None
+        # A dataset that draws from global generators draws other numbers here, without those of the model between.
+        return fingerprint(batch[0]) if batch else 0, not same_state(at_first, capture())
+
+    def _begin(self, epoch: int) -> None:
+        if epoch and not self._begun and getattr(self._loader, "persistent_workers", False):
+            # Workers that last begin with the first epoch, and draw a seed: not from what this epoch is drawn from.
+            before, own, order = as_tree(capture()), self._own_states(), self._order_now()
+            self._open()
+            restore(before)
+            self._set_own_states(own)
+            self._set_order(order)
+        self._begun, self._order = as_tree(capture()) | self._own_states(), self._order_now()
+        self._batches = self._open(self._taken)
+        self._epoch, self._taken, self._drawn, self._next, self._has_ended = epoch, 0, [], [], False
+
+    def _open(self, left_out: int = 0) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def _note_drawn(self) -> None:
+        now = as_tree(capture())
+        self._drawn = [name for name, one in now.items() if not same_state(self._begun.get(name), one)]
+
+    def _draw(self) -> list[Any]:
+        """Return the next batch of the epoch, in a list that is empty at its end."""
+        if self._batches is None or (self._most is not None and self._taken >= self._most):
+            return []
+        found, self._next = self._next or list(islice(self._batches, 1)), []
+        if not found:
+            return []
+        if not self._taken:
+            self._note_drawn()
+        self._taken += 1
+        if self._taken == self._most:
+            self._has_ended = True
+        elif self._taken == self._length():
+            if not is_accelerate_loader(self._loader):
+                # What a loader does after its last batch belongs to this epoch: a resume begins with the next one.
+                self._next = list(islice(self._batches, 1))
+            self._has_ended = not self._next
+        return found
+
+    def _warn_of_other_parts(self, saved: Mapping[str, Any], known: Collection[str]) -> bool:
+        """Warn of what was saved and is not understood, and of what is handed over now and was not saved, if any."""
+        states = saved.get(_BEGUN, {})
+        parts = [f"{name} (saved)" for name in (*states, *saved.get(_VALUES, ())) if name not in known]
+        if _ORDER in saved and self._state is None:
+            parts.append("state (saved)")
+        if saved.get("position") or any(saved.get(TAKEN, ())):
+            handed = [name for name in self._generators if name.startswith(_HANDED)]
+            parts += [f"{name} (not saved)" for name in handed if name not in states]
+            if self._state is not None and _ORDER not in saved:
+                parts.append("state (not saved)")
+        if parts:
+            _logger.warning(
+                "the position of a %s was saved with other parts than %s is given now: %s. They stay as the "
+                "program has set them; if the order of the batches depends on them, it is another one. Hand over all "
+                "generators that the loader draws from, and what else its order depends on, before the run is saved: "
+                "%s(loader, generators=[...], state=(get, set))",
+                type(self._loader).__qualname__,
+                self._function,
+                shortened(parts),
+                self._function,
+            )
+        return bool(parts)
+
+    def _warn_of_other_batches(self, taken: int) -> None:
+        _logger.warning(
+            "batch %d of an epoch, which a %s has drawn again, is another one than before the stop, and so may be the "
+            "rest of the epoch: it depends on what is not as it was when the epoch began, such as scores that training "
+            "changes, other data, a count of epochs, or a generator in the dataset. Hand them over: %s(loader, "
+            "generators=[...], state=(get, set)). Or let set_epoch alone decide",
+            taken,
+            type(self._loader).__qualname__,
+            self._function,
+        )
+
+
+class SkippedLoader(LoaderPosition, Iterator[Any]):
+    """The batches of a loader, epoch after epoch, from one of them on; see :func:`skip_to`.
 
     Attributes:
         position: The number of batches that were taken, over all epochs.
@@ -87,42 +324,22 @@ class LoaderPosition(Iterator[Any]):
         generators: Sequence[Any] = (),
         state: OrderState | None = None,
     ) -> None:
-        self._loader: Any = loader
+        super().__init__(loader, generators, state)
         self._global_batch_size = global_batch_size
-        _check_loader(loader, has_state=state is not None)
-        _check_handed(global_batch_size, generators, state)
         if global_batch_size is not None:
-            _check_batch_size(loader, global_batch_size)
-        handed = {f"{_HANDED}{index}": one for index, one in enumerate(generators)}
-        self._generators = _without_global_ones(_each_once(generators_of(loader) | handed))
-        self._state = state
-        self._batches: Iterator[Any] | None = None
-        self._epoch = self._taken = 0  # the epoch, and how many of its batches were taken
-        self._begun: dict[str, Any] = {}  # states of generators when the epoch began
-        self._order: dict[str, Any] = {}  # what the program's function returned then
-        self._drawn: list[str] = []  # the global generators that have changed by its first batch
-        self._restored: Mapping[str, Any] = {}
-        self._last: int | None = None  # a checksum of some values of the last batch
-        self._next: list[Any] = []  # a batch beyond the length of the loader
+            _check_global(loader, global_batch_size, hands_over=bool(len(generators) or state is not None))
         self.position = position
 
     def __next__(self) -> Any:
+        if self._is_stopped():
+            raise StopIteration("the run was stopped: leave the loop when should_stop is True")
         if self._batches is None:
-            self._go_to(self.position)
-        batch = self._draw()
+            self._skip()
+        if not (found := self._draw()):
+            raise StopIteration
         self.position += 1
-        self._last = _fingerprint(batch)
-        return batch
-
-    @property
-    def checksum(self) -> int | None:
-        """A checksum of the last batch, or None before the first one."""
-        return self._last
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the batches belong to, from 0."""
-        return self._epoch
+        self._last = fingerprint(found[0])
+        return found[0]
 
     @property
     def left(self) -> int | None:
@@ -142,14 +359,14 @@ class LoaderPosition(Iterator[Any]):
         the program's functions.
         """
         if self._global_batch_size is None:
-            last = {} if self._last is None else {_LAST: self._last}
-            return {"position": self.position, **self._beginning(), **last}
+            has_begun = self._batches is not None or self._restored
+            return {"position": self.position, **(self._beginning() if has_begun else {})}
         epoch, batches = divmod(self.position, self._length()) if self._length() else (0, self.position)
         return {"epoch": epoch, "samples": batches * self._global_batch_size}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from another position; the loader begins with the next batch."""
-        self._restored, self._last = state, state.get(_LAST)
+        self._restored, self._last = state, state.get(LAST)
         if "samples" in state:
             self.position = self._position_of(_position(state["epoch"]), _position(state["samples"]))
         else:
@@ -181,112 +398,25 @@ class LoaderPosition(Iterator[Any]):
         """Go to the position at once, if it is within an epoch; otherwise the next batch begins the next epoch."""
         length = self._length()
         if self.position % length if length else self.position:
-            self._go_to(self.position)
+            self._skip()
 
-    def _length(self) -> int:
-        try:
-            return len(self._loader)
-        except TypeError:  # It has no length, or its dataset has none.
-            return 0
+    def _skip(self) -> None:
+        length = self._length()
+        epoch, taken = divmod(self.position, length) if length else self._restored.get(TAKEN, (0, self.position))
+        self._go_to(epoch, taken)
 
-    def _beginning(self) -> dict[str, Any]:
-        """Return the part of the state that tells how the epoch began, or at its end how the next one will begin."""
-        if self._batches is None:
-            return {name: self._restored[name] for name in (_TAKEN, _BEGUN, _ORDER) if name in self._restored}
-        if self._taken == self._length():
-            # The next epoch draws from global generators as they are when it begins, which others save.
-            states, order = self._own_states(), self._order_now()
-        else:
-            states, order = {name: self._begun[name] for name in (*self._drawn, *self._generators)}, self._order
-        return {_TAKEN: [self._epoch, self._taken], **({_BEGUN: states} if states else {}), **order}
-
-    def _own_states(self) -> dict[str, Any]:
-        return {name: generator_state(one) for name, one in self._generators.items()}
-
-    def _order_now(self) -> dict[str, Any]:
-        # The program may return what it changes later.
-        return {} if self._state is None else {_ORDER: copy.deepcopy(self._state[0]())}
-
-    def _go_to(self, position: int) -> None:
-        """Draw the batches of the epoch before a position again; then, global generators are as they were before."""
-        saved, self._restored = self._restored, {}
-        length, states = self._length(), saved.get(_BEGUN, {})
-        epoch, taken = divmod(position, length) if length else saved.get(_TAKEN, (0, position))
-        workers = getattr(self._loader, "num_workers", 0)
-        lasts = bool(workers and epoch and getattr(self._loader, "persistent_workers", False))
-        if lasts or (workers and taken and not states):
-            warn_of_new_workers(self._loader)
-        before = as_tree(capture())
-        told = self._warn_of_other_parts(saved, known={*before, *self._generators})
-        for name in states.keys() & self._generators.keys():
-            set_generator_state(self._generators[name], states[name])
-        if self._state is not None and _ORDER in saved:
-            self._state[1](copy.deepcopy(saved[_ORDER]))
-        if taken:
-            restore({name: states[name] for name in states.keys() & before.keys()})
-        self._begin(epoch)
-        batch, at_first = None, None
-        for _ in range(taken):
-            batch = self._draw()
-            at_first = capture() if at_first is None else at_first
-        # A dataset that draws from global generators draws other numbers here, without those of the model between.
-        draws = not same_state(at_first, capture())
-        if taken:
-            restore(before)
-        is_known = taken and self._last is not None and not (draws or lasts or told)
-        if is_known and self._last != _fingerprint(batch):
-            _warn_of_other_batches(self._loader, taken)
+    def _draw(self) -> list[Any]:
+        if (found := super()._draw()) or not self._taken:
+            return found
+        self._begin(self._epoch + 1)
+        return super()._draw()
 
     def _begin(self, epoch: int) -> None:
-        for part in (
-            self._loader,
-            getattr(self._loader, "sampler", None),
-            getattr(self._loader, "batch_sampler", None),
-        ):
+        loader = self._loader
+        for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
-        self._begun, self._order = as_tree(capture()) | self._own_states(), self._order_now()
-        self._epoch, self._taken, self._drawn, self._next = epoch, 0, [], []
-        self._batches = iter(self._loader)
-
-    def _draw(self) -> Any:
-        assert self._batches is not None
-        later, self._next = self._next, []
-        for batch in chain(later, self._batches):
-            if not self._taken:
-                now = as_tree(capture())
-                self._drawn = [name for name, one in now.items() if not same_state(self._begun.get(name), one)]
-            self._taken += 1
-            if self._taken == self._length() and not is_accelerate_loader(self._loader):
-                # What a loader does after its last batch belongs to this epoch: a resume begins with the next one.
-                self._next = list(islice(self._batches, 1))
-            return batch
-        if not self._taken:
-            raise StopIteration
-        self._begin(self._epoch + 1)
-        return self._draw()
-
-    def _warn_of_other_parts(self, saved: Mapping[str, Any], known: Collection[str]) -> bool:
-        """Warn of what was saved and is not understood, and of what is handed over now and was not saved, if any."""
-        states = saved.get(_BEGUN, {})
-        parts = [f"{name} (saved)" for name in (*states, *saved.get(_VALUES, ())) if name not in known]
-        if _ORDER in saved and self._state is None:
-            parts.append("state (saved)")
-        if saved.get("position"):
-            handed = [name for name in self._generators if name.startswith(_HANDED)]
-            parts += [f"{name} (not saved)" for name in handed if name not in states]
-            if self._state is not None and _ORDER not in saved:
-                parts.append("state (not saved)")
-        if parts:
-            _logger.warning(
-                "the position of a %s was saved with other parts than skip_to is given now: %s. They stay as the "
-                "program has set them; if the order of the batches depends on them, it is another one. Hand over all "
-                "generators that the loader draws from, and what else its order depends on, before the run is saved: "
-                "skip_to(loader, generators=[...], state=(get, set))",
-                type(self._loader).__qualname__,
-                shortened(parts),
-            )
-        return bool(parts)
+        super()._begin(epoch)
 
 
 def skip_to(
@@ -296,7 +426,7 @@ def skip_to(
     global_batch_size: int | None = None,
     generators: Sequence[Any] = (),
     state: tuple[Callable[[], Any], Callable[[Any], object]] | None = None,
-) -> LoaderPosition:
+) -> SkippedLoader:
     """Return the batches of a plain loader from one of them on, as an iterator whose position can be saved.
 
     The loader starts again in each epoch, without end. A resume skips whole epochs at once where the loader has a
@@ -333,10 +463,10 @@ def skip_to(
         it as any other.
 
     Raises:
-        OptionError: The loader is an iterator, which cannot be restarted, or a ``DataLoader`` that shuffles by a
-            random generator; or its batches are not the share of one process in ``global_batch_size``; or
-            ``generators`` has something else than generators with a state; or ``state`` is no pair of functions; or one
-            of these is given with ``global_batch_size``.
+        OptionError: The loader is an iterator, which cannot be restarted; or its batches are not the share of one
+            process in ``global_batch_size``; or ``generators`` has something else than generators with a state; or
+            ``state`` is no pair of functions; or one of these, or a loader that shuffles by a random generator, is
+            given with ``global_batch_size``.
 
     >>> batches = skip_to(["a", "b", "c"], 4)
     >>> next(batches), next(batches), next(batches), batches.position
@@ -350,21 +480,16 @@ def skip_to(
             state=(lambda: loader.epoch, lambda epoch: setattr(loader, "epoch", epoch)),
         )
     """
-    return LoaderPosition(loader, _position(n), global_batch_size, generators, state)
+    return SkippedLoader(loader, _position(n), global_batch_size, generators, state)
 
 
-def _check_loader(loader: Any, *, has_state: bool) -> None:
+def _check_loader(loader: Any, function: str, *, has_state: bool) -> None:
     """Raise OptionError for a loader whose batches would be others after a resume."""
     name = type(loader).__qualname__
     if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
         raise OptionError(
-            f"skip_to needs a loader that can be restarted, such as a list or a DataLoader, not an iterator ({name}); "
-            "an iterator with get_state and set_state needs no skip_to"
-        )
-    if (sampler := drawing_sampler(loader)) is not None:
-        raise OptionError(
-            f"this {name} draws its order from a random generator ({sampler}), so that its batches would be others; "
-            "use torchdata's StatefulDataLoader(shuffle=True), or a sampler whose order depends on set_epoch alone"
+            f"{function} needs a loader that can be restarted, such as a list or a DataLoader, not an iterator "
+            f"({name}); an iterator with get_state and set_state needs no {function}"
         )
     if is_accelerate_loader(loader) and getattr(loader, "use_stateful_dataloader", False):
         raise OptionError(
@@ -376,12 +501,12 @@ def _check_loader(loader: Any, *, has_state: bool) -> None:
     if is_counting and any(hasattr(sampler, "set_epoch") for sampler in samplers_of(loader)):
         raise OptionError(
             f"this {name} of Lightning's Fabric counts the epochs itself, and sets that of its sampler: after a "
-            "resume, it would count from 0 again. Pass the DataLoader that Fabric was given: "
-            "batches = skip_to(loader), and fabric.to_device(next(batches))"
+            f"resume, it would count from 0 again. Pass the DataLoader that Fabric was given: {function}(loader), and "
+            "fabric.to_device(batch)"
         )
 
 
-def _check_handed(global_batch_size: int | None, generators: Any, state: Any) -> None:
+def _check_handed(generators: Any, state: Any) -> None:
     """Raise OptionError for arguments that are no generators, or no functions for a state."""
     if isinstance(generators, str | Mapping) or not isinstance(generators, Sequence):
         raise OptionError(f"generators={generators!r:.60} must be a sequence of generators, such as [rng]")
@@ -398,14 +523,9 @@ def _check_handed(global_batch_size: int | None, generators: Any, state: Any) ->
             f"state={state!r:.60} must be a pair of functions, (get, set): get() returns what the order of an epoch "
             "depends on, and set(value) takes it again"
         )
-    if global_batch_size is not None and (len(generators) or state is not None):
-        raise OptionError(
-            "global_batch_size= makes the position one of all processes, and generators= and state= belong to one "
-            "process: leave them out, and let set_epoch alone decide the order"
-        )
 
 
-def _fingerprint(batch: Any) -> int:
+def fingerprint(batch: Any) -> int:
     """Return a checksum of the plain values of a batch, and of some values of its arrays in host memory."""
     found, left = 0, deque([batch])
     for _ in range(_MOST_VALUES):
@@ -426,19 +546,19 @@ def _fingerprint(batch: Any) -> int:
     return found
 
 
-def _warn_of_other_batches(loader: Any, taken: int) -> None:
-    _logger.warning(
-        "batch %d of an epoch, which a %s has drawn again, is another one than before the stop, and so may be the rest "
-        "of the epoch: it depends on what is not as it was when the epoch began, such as scores that training changes, "
-        "other data, a count of epochs, or a generator in the dataset. Hand them over: skip_to(loader, "
-        "generators=[...], state=(get, set)). Or let set_epoch alone decide",
-        taken,
-        type(loader).__qualname__,
-    )
-
-
-def _check_batch_size(loader: Any, global_batch_size: int) -> None:
-    """Raise OptionError if the batches of a loader, as far as it tells, are not the share of one process."""
+def _check_global(loader: Any, global_batch_size: int, *, hands_over: bool) -> None:
+    """Raise OptionError if a position cannot be one of all processes, as far as the loader tells."""
+    if hands_over:
+        raise OptionError(
+            "global_batch_size= makes the position one of all processes, and generators= and state= belong to one "
+            "process: leave them out, and let set_epoch alone decide the order"
+        )
+    if (sampler := drawing_sampler(loader)) is not None:
+        raise OptionError(
+            f"global_batch_size= makes the position one of all processes, and this {type(loader).__qualname__} draws "
+            f"its order from a random generator of each ({sampler}): use a sampler whose order depends on set_epoch "
+            "alone, such as DistributedSampler"
+        )
     if type(global_batch_size) is not int or global_batch_size < 1:
         raise OptionError(f"global_batch_size={global_batch_size!r} must be a number of samples, from 1")
     size = getattr(loader, "batch_size", None)
@@ -465,9 +585,11 @@ def without_generators(thing: object, state: Any) -> Any:
     """
     if not isinstance(thing, LoaderPosition) or not isinstance(state, dict):
         return state
-    handed = {name: one for name, one in state.get(_BEGUN, {}).items() if name.startswith(_HANDED)}
-    kept = {name: part for name, part in state.items() if name not in (_BEGUN, _LAST)}
-    return {**kept, **({_BEGUN: handed} if handed else {})}
+    kept = {name: part for name, part in state.items() if name not in (_BEGUN, _NOW, LAST)}
+    for part in state.keys() & {_BEGUN, _NOW}:
+        if handed := {name: one for name, one in state[part].items() if name.startswith(_HANDED)}:
+            kept[part] = handed
+    return kept
 
 
 def drawing_sampler(loader: Any) -> str | None:

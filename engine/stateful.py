@@ -3,7 +3,7 @@
 An object is *stateful* if it has ``get_state``/``set_state`` (Grain iterators, ``torch.Generator``) or
 ``state_dict``/``load_state_dict`` (torch, torchdata), if it is an iterator with ``save(path)`` and ``restore(path)``
 (CLU's over tf.data), or if it is a random generator of numpy or the standard library. The handle of an actor of Ray is
-stateful if the actor has such methods. ``hf.skip_to`` gives loaders a state.
+stateful if the actor has such methods. ``hf.resumable`` and ``hf.skip_to`` give loaders a state.
 :func:`state_of` returns a snapshot of its state as a tree of containers, arrays and plain values. :func:`restore_state`
 restores it from a tree that was loaded without a template.
 
@@ -382,7 +382,7 @@ def warn_of_samplers(loader: Any) -> None:
         if not (sampler is None or is_known or kinds & set(_KNOWN_ORDER) or _methods(sampler)):
             _logger.warning(
                 "the %s of a %s has no state_dict and load_state_dict: its order is exact only if it is the same each "
-                "time, or depends on set_epoch alone; hf.skip_to of a DataLoader draws it again, also from generators",
+                "time, or depends on set_epoch alone; hf.resumable of a DataLoader draws it again, from generators too",
                 type(sampler).__qualname__,
                 type(loader).__qualname__,
             )
@@ -537,15 +537,20 @@ def instance_of(kind: Any, fields: Mapping[str, Any]) -> Any | None:
     return found
 
 
-def _instance(name: str, fields: Mapping[str, Any]) -> Any:
-    """Return a named tuple or dataclass with these fields, of a class that the program has defined."""
+def loaded_object(name: str) -> Any:
+    """Return the object with a name such as ``torch.nn:ReLU`` in the modules that are loaded, or None."""
     module, _, path = name.partition(":")
-    kind: Any = sys.modules.get(module)
+    found: Any = sys.modules.get(module)
     for part in path.split("."):
         # A class in a function is not an attribute of anything.
-        kind = vars(kind).get(part) if isinstance(kind, type) or hasattr(kind, "__dict__") else None
-    kind = _classes.get(name) if kind is None else kind
-    found = instance_of(kind, fields)
+        found = vars(found).get(part) if isinstance(found, type) or hasattr(found, "__dict__") else None
+    return found
+
+
+def _instance(name: str, fields: Mapping[str, Any]) -> Any:
+    """Return a named tuple or dataclass with these fields, of a class that the program has defined."""
+    kind = loaded_object(name)
+    found = instance_of(_classes.get(name) if kind is None else kind, fields)
     if found is not None:
         return found
     raise StateError(

@@ -29,6 +29,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {  # of modules and folders: ea
         PURE,
         ("generators", "steps"),
         ("loaders",),
+        ("resumable",),
         ("stateful",),
         ("fingerprints", "witness"),
         ("arrays",),

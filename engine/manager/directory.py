@@ -8,7 +8,6 @@ import itertools
 import json
 import logging
 import os
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +37,7 @@ from ..errors import (
     StoragePermissionError,
     shortened_steps,
 )
+from ..forks import Lock
 from ..format import OWNER, PARTIAL, RECORD, CheckpointRecord, encode_document
 from ..sources import check_unclaimed, described_steps, find_steps, open_at
 from ..steps import (
@@ -45,6 +45,7 @@ from ..steps import (
     METADATA,
     LateMetrics,
     StepEntry,
+    left_behind,
     list_steps,
     read_again,
     read_entry,
@@ -55,6 +56,7 @@ from ..steps import (
     store_metadata,
     stored_metadata,
     stray_folders,
+    was_left,
     with_late,
     write_late,
 )
@@ -189,9 +191,9 @@ class RunDirectory:
         self._warned = False  # whether the warning was given that no checkpoint has the metric of best_fn
         self._held: set[int] = set()  # steps that are being copied elsewhere
         self._spared: list[Location] = []  # folders of interrupted copies that the next attempt may complete
-        self._changing = threading.Lock()  # serializes changes of records and deletions of steps
+        self._changing = Lock()  # serializes changes of records and deletions of steps
         self._late = LateMetrics(location)
-        self._lock = threading.Lock()  # guards the attributes below
+        self._lock = Lock()  # guards the attributes below
         self._records: dict[int, CheckpointRecord] = {}
         self._others: dict[int, Location] = {}  # steps of another library
         self._identity: RunIdentity | None = None  # None until this writer owns the directory
@@ -318,6 +320,12 @@ class RunDirectory:
     def steps(self) -> list[int]:
         """Return the committed steps whose record verifies, in ascending order."""
         return [info.step for info in self.infos()]
+
+    def left_behind(self) -> set[int]:
+        """Return the steps that the run has left for an earlier one; they do not count as its newest."""
+        with self._lock:
+            left = left_behind(self._records.values())
+            return {step for step, record in self._records.items() if was_left(step, record, left)}
 
     def steps_after(self, step: int) -> list[int]:
         """Return the committed steps after one, in ascending order; most often none, also in a large directory."""
@@ -572,6 +580,10 @@ class RunDirectory:
         """Replace the commit record of a step, atomically."""
         with self._changing:
             record = self.record(step) if self._writes else self.stored_record(step)
+            # What other programs have added becomes a part of the record, or it would count as later than ``metrics``.
+            folder = self.step_location(step).name
+            added = self._late.files_of(folder)
+            record = with_late(record, self._late.of(folder))
             if metrics is not None:
                 record = record.with_metrics(metrics)
             if pinned is not None:
@@ -580,6 +592,7 @@ class RunDirectory:
                 self.ownership.check()
                 self.step_location(step).check_not_link()
                 write_record(self.step_location(step), record)
+                self._late.remove_files(added)
             self.add(step, record)
 
     def delete(self, step: int, mirror: bool = False) -> None:

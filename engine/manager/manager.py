@@ -172,8 +172,8 @@ class CheckpointManager:
         """
         if item is not None:
             return newest_with(item, self._run.infos())
-        infos = self._run.infos()
-        return max([*self._run.hosts.read, *(info.step for info in infos[-1:])], default=None)
+        left = self._run.left_behind()
+        return max([*self._run.hosts.read, *(step for step in self._run.steps() if step not in left)], default=None)
 
     def item_due(self, item: str, step: int) -> bool:
         """Return whether a save at a step has an item, so that a loop need not collect a large one unnecessarily.
@@ -516,6 +516,7 @@ class CheckpointManager:
         self._saves.join_save_of(step)
         self._access.wait_for_saves()
         self._access.change(f"delete {step}", self._run.delete, step, mirror)
+        self._saves.deleted()
         if mirror:
             self._access.forget_local()
             self._access.delete_in_mirror()
@@ -546,6 +547,7 @@ class CheckpointManager:
         if not self.processes.is_primary:
             for one in deleted:
                 self._run.add(one, None)
+        self._saves.deleted()
         self._access.forget_local()
         self._access.delete_in_mirror()
         return deleted

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import Save, leave_save
 from ..errors import SaveFailedError
+from ..forks import Lock
 from ..format import CheckpointRecord, ItemRecord
+from ..steps import LEFT_BEHIND
 from ..storage import Location
 from .access import RunAccess
 from .decisions import Decision, EverySteps, Rollback, SaveDecisions
@@ -167,7 +169,7 @@ class Saves:
             earlier: SaveFailedError | None = None
             try:
                 self._observer.reached("saving", step)  # here, so that a drill knows of a thread that has not begun
-                self._rollback.saving(step)
+                self._rollback.saving(step, leaves=LEFT_BEHIND in (custom_metadata or {}))
                 self._decisions.save_begins(step)
                 self._pending = pending
                 if not save.in_background:
@@ -320,6 +322,10 @@ class Saves:
         self._change_metrics(step, metrics)
         return metrics
 
+    def deleted(self) -> None:
+        """Count the next save from the newest step that is left."""
+        self._decisions.deleted(max(self._run.steps(), default=0))
+
     def join_save_of(self, step: int) -> None:
         """Wait for the save of a step, if it is under way."""
         pending = self._pending
@@ -328,6 +334,7 @@ class Saves:
 
     def _change_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.join_save_of(step)
+        self._run.add_late_metrics()
         self._run.change(step, metrics=metrics)
         self._events.write("metrics", step=step, metrics=few(metrics))
         self._access.notify_mirror()
@@ -349,7 +356,7 @@ class PendingSave:
         self._reason = reason
         self._facts = check_json("custom_metadata", custom_metadata)
         self.metrics = None if metrics is None else plain_metrics(metrics)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._open = True
 
     def add(self, metrics: Mapping[str, Any]) -> bool:

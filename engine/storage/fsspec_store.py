@@ -29,6 +29,7 @@ from ..errors import (
     StoragePermissionError,
     StorageUnavailableError,
 )
+from ..forks import Lock
 from ..installed import install_command
 from .backend import Segment
 from .local import TEMPORARY_PREFIX
@@ -75,7 +76,7 @@ class _TimedOutError(Exception):
 
 
 _given: dict[str, FsspecBackend] = {}  # the backends of file systems that were passed, by the schemes of their URLs
-_given_lock = threading.Lock()
+_given_lock = Lock()
 
 
 def open_fsspec(scheme: str, authority: str, shown: str) -> FsspecBackend:
@@ -250,7 +251,7 @@ class FsspecBackend(ObjectStoreBackend):
         self._replaces = protocol in _REPLACING
         self._renames = protocol in _RENAMING or self._replaces
         self._connected: tuple[int, Any, str, Any] | None = None  # process, file system, prefix, lock
-        self._connecting = threading.Lock()
+        self._connecting = Lock()
         missing = [_NOT_ALONE]
         if not self._whole:
             missing.append(_NOT_DURABLE)

@@ -40,6 +40,7 @@ from .extras import (
     check_no_options,
     check_replicated,
     fresh_extras,
+    loaders_of,
     missing_extras,
 )
 from .initial import InitialState
@@ -495,15 +496,18 @@ class CheckpointCallback:
         self._adapter.check_step(step, state)
         if not self._names <= extras.keys():
             raise StateError(missing_extras(self._names - extras.keys()))
+        if self._should_stop and self._preemption.ends_run:
+            return StepOutcome(False, "the run was stopped; nothing is saved any more", should_stop=True)
         if self._after_signal is not None and not self._should_stop:
             self._saver.show(step, state, metrics, self._with_generators(extras), batch, epoch)
             after = self._after_signal = self._after_signal.after(self._durations.longest, again=self._preemption.again)
-            self._should_stop |= after.left == 0
+            if after.left == 0:
+                self._stop_now(extras)
             return StepOutcome(False, "preempted; the step is recorded and not saved", self._should_stop)
         self._saver.update(step, state, metrics, self._with_generators(extras), batch, epoch)
         decision = self._manager.decide(step, metrics=metrics)
         if self._stop.after_batch():
-            return self._on_preemption(decision.save, decision.reason)
+            return self._on_preemption(decision.save, decision.reason, extras)
         if not decision.save:
             self._saver.save_locally()
             return _NOTHING_DUE
@@ -706,6 +710,8 @@ class CheckpointCallback:
 
     def _begin_steps(self, state: Any, extras: Mapping[str, Any]) -> None:
         """Set the global generators, when everything else is restored, and begin to watch the state."""
+        for loader in loaders_of(extras).values():
+            loader.begin_run(self._announce)
         self._saver.watch(state, extras)
         missing = [] if self._generators is None else self._generators.begin()
         if missing:
@@ -738,8 +744,15 @@ class CheckpointCallback:
         self._begin_steps((), {})  # The state before the first step is not known.
         self._witness.begin(seen(0, state, {}, {}))
 
-    def _on_preemption(self, due: bool, why: str) -> StepOutcome:
-        if self._should_stop:  # The loop continues although it was asked to stop: save by the ordinary rules.
+    def _stop_now(self, extras: Mapping[str, Any]) -> None:
+        """Ask to stop, and end the data: a ``break`` may leave one of several loops."""
+        self._should_stop = True
+        if self._preemption.ends_run:
+            for loader in loaders_of(extras).values():
+                loader.end_run(self.exit_status)
+
+    def _on_preemption(self, due: bool, why: str, extras: Mapping[str, Any]) -> StepOutcome:
+        if self._should_stop:  # The run goes on after a notice of Ray: save by the ordinary rules.
             if due:
                 self._saver.save(why)
             return StepOutcome(due, why, should_stop=True)
@@ -752,9 +765,10 @@ class CheckpointCallback:
         after = self._after_signal = agreed_steps_after_signal(
             self._options, self._manager, self._durations, self._preemption, self._saver.left_in_epoch
         )
-        self._should_stop = after is None
         what = "stopping"
-        if after is not None:
+        if after is None:
+            self._stop_now(extras)
+        else:
             steps = "1 more step" if after.left == 1 else f"{after.left} more steps"
             what += f" after {steps}, which the resume is compared with"
         text = "preempted: step %d is saved in %s; %s"

@@ -13,6 +13,7 @@ from ...engine.errors import OptionError, TreeMismatchError
 from ...engine.generators import is_generator
 from ...engine.handlers import DEFAULT_REGISTRY, fresh_types
 from ...engine.loaders import (
+    LoaderPosition,
     drawing_sampler,
     is_accelerate_loader,
     is_torchdata_loader,
@@ -88,6 +89,11 @@ def fresh_extras(extras: Mapping[str, Any]) -> FreshTypes | None:
     return fresh_types(templates, list(templates)) if templates else None
 
 
+def loaders_of(extras: Mapping[str, Any]) -> dict[str, LoaderPosition]:
+    """Return the extras that are loaders of ``hf.resumable`` and ``hf.skip_to``."""
+    return {name: extra for name, extra in extras.items() if isinstance(extra, LoaderPosition)}
+
+
 def restore_extras(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Restore the extras, and return by name the object if it was changed in place, otherwise the restored value."""
     values = {name: saved[name] for name in extras}
@@ -138,8 +144,8 @@ def check_extras(extras: Mapping[str, Any]) -> None:
             raise OptionError(
                 f"{name}= is a {type(extra).__qualname__}, whose position can be neither saved nor restored: pass "
                 "an object with get_state and set_state, or state_dict and load_state_dict, such as an iterator of "
-                f"Grain or a StatefulDataLoader of torchdata, or {name}=hf.skip_to(loader) for a loader that gives the "
-                f"same batches each time, or leave {name}= out and start the data again after a resume"
+                f"Grain or a StatefulDataLoader of torchdata; or make {name} = hf.resumable({name}) of a DataLoader, a "
+                f"list or another loader, before the loop; or leave {name}= out and start the data again after a resume"
             )
 
 

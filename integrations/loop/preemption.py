@@ -76,6 +76,11 @@ class PreemptionSignal:
         return self._received or signal.SIGTERM
 
     @property
+    def ends_run(self) -> bool:
+        """Whether the run ends: it goes on after a notice of Ray, whose number is that of no signal."""
+        return self.number in signal.valid_signals()
+
+    @property
     def exit_status(self) -> int:
         """The exit status of the process: that of the signal, unless :meth:`add` has set another one."""
         return self._statuses.get(self.number, 128 + self.number)

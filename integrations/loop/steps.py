@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError, shortened
 from ...engine.generators import GlobalGenerators, capture, is_generator
 from ...engine.handlers import check_savable
-from ...engine.loaders import LoaderPosition, without_generators
+from ...engine.loaders import without_generators
 from ...engine.manager import CheckpointManager, part_of_save, plain_metrics
 from ...engine.pytree import FreshTypes
 from ...engine.stateful import is_actor, state_of
@@ -24,6 +24,7 @@ from .extras import (
     check_replicated,
     checksum_of,
     is_own,
+    loaders_of,
     moves,
     tree_of,
 )
@@ -90,7 +91,7 @@ class LastStep:
     @property
     def left_in_epoch(self) -> int | None:
         """How many batches of the epoch are left, as far as loaders tell it."""
-        left = [extra.left for extra in self._extras.values() if isinstance(extra, LoaderPosition)]
+        left = [loader.left for loader in loaders_of(self._extras).values()]
         return min((one for one in left if one is not None), default=None)
 
     def seen(self, batch: Any = None) -> Seen:
@@ -185,7 +186,7 @@ class LastStep:
 
 
 def _epochs(extras: Mapping[str, Any], epoch: int | None) -> tuple[int, ...]:
-    shown = [extra.epoch for extra in extras.values() if isinstance(extra, LoaderPosition)]
+    shown = [loader.epoch for loader in loaders_of(extras).values()]
     return (*shown, -1 if epoch is None else epoch)
 
 
@@ -207,7 +208,6 @@ def seen(
     if GLOBAL_GENERATORS in extras:
         generators |= positions.get(GLOBAL_GENERATORS) or capture()
     moving = {name for name, extra in extras.items() if moves(extra)} - {GLOBAL_GENERATORS}
-    loaders = {name: extra for name, extra in extras.items() if isinstance(extra, LoaderPosition)}
     counters = {"step": step} | ({} if epoch is None else {"epoch": epoch})
     counters |= {name: extra for name, extra in extras.items() if name in ("batch", "epoch") and type(extra) is int}
     fixed = {name: extra for name, extra in extras.items() if name not in moving and name != GLOBAL_GENERATORS}
@@ -218,7 +218,7 @@ def seen(
         generators=generators,
         positions={name: positions[name] for name in moving if name in positions},
         batch=batch,
-        checksums={name: one.checksum for name, one in loaders.items() if one.checksum is not None},
+        checksums={name: one.checksum for name, one in loaders_of(extras).items() if one.checksum is not None},
         metrics=metrics,
         counters=counters,
     )

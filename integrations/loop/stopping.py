@@ -81,8 +81,7 @@ def steps_after_signal(
     most: int, longest: float, preemption: PreemptionSignal, grace: Duration | None, left_in_epoch: int | None
 ) -> AfterSignal:
     """Return the steps that may follow a save: while a quarter of the grace lasts, and not beyond the epoch's end."""
-    # A number that is no signal is a notice of Ray, after which the run goes on.
-    is_signal = preemption.number in {*signal.Signals} - {signal.SIGINT, signal.SIGHUP}
+    is_signal = preemption.ends_run and preemption.number not in (signal.SIGINT, signal.SIGHUP)
     if not is_signal or preemption.again:
         most = 0
     seconds_left = _WITHOUT_GRACE if grace is None else seconds(grace) / 4 - preemption.age

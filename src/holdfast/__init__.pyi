@@ -44,6 +44,7 @@ from .engine.manager import event_scalars as event_scalars
 from .engine.manager import record_metrics as record_metrics
 from .engine.pytree import Transform as Transform
 from .engine.pytree import apply_transformations as apply_transformations
+from .engine.resumable import resumable as resumable
 from .engine.sources import open as open  # noqa: A004
 from .integrations.formats.convert import export_checkpoint as export_checkpoint
 from .integrations.formats.convert import import_checkpoint as import_checkpoint

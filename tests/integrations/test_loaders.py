@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 import holdfast as hf
 from holdfast import graph
@@ -230,10 +230,15 @@ class Permuted(torch.utils.data.Sampler[int]):
         lambda: Shuffles(np.random.RandomState(3)),
         lambda: Sized(random.Random(3)),
         lambda: DataLoader(Augmented(), batch_size=3, sampler=Permuted()),
+        lambda: DataLoader(Augmented(), batch_size=3, shuffle=True),
+        lambda: DataLoader(Augmented(), batch_size=3, sampler=WeightedRandomSampler([1.0] * 12, 12)),
         lambda: DataLoader(Augmented(), batch_size=2, num_workers=2, multiprocessing_context="fork"),
         lambda: DataLoader(Augmented(), batch_size=2, num_workers=1, generator=torch.Generator().manual_seed(5)),
     ],
-    ids=["numpy's", "Python's", "Generator", "RandomState", "Random", "sampler", "workers", "generator of workers"],
+    ids=[
+        *("numpy's", "Python's", "Generator", "RandomState", "Random", "sampler", "shuffle", "weighted", "workers"),
+        "generator of workers",
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", r"ignore:os.fork\(\) was called:RuntimeWarning")
 def test_a_loader_that_draws_its_order_or_its_workers_seeds_from_generators(
@@ -601,7 +606,6 @@ def test_whole_epochs_are_skipped_at_once() -> None:
 
 def test_loaders_that_would_go_on_with_others() -> None:
     for loader, message in (
-        (DataLoader(DATA, shuffle=True), "draws its order from a random generator"),
         (iter([1, 2]), "not an iterator"),
         (3, "needs a loader"),
     ):
@@ -609,6 +613,8 @@ def test_loaders_that_would_go_on_with_others() -> None:
             hf.skip_to(loader)  # type: ignore[arg-type]
     with pytest.raises(hf.errors.OptionError, match="number of batches"):
         hf.skip_to([1], -1)
+    with pytest.raises(hf.errors.OptionError, match=r"draws its order from a random generator of each \(RandomSampler"):
+        hf.skip_to(DataLoader(DATA, shuffle=True), global_batch_size=1)
     fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
     with pytest.raises(hf.errors.OptionError, match="Pass the DataLoader that Fabric was given"):
         hf.skip_to(fabric.setup_dataloaders(shuffled()))
@@ -919,8 +925,6 @@ def test_a_sampler_that_draws_without_a_state_is_refused(sampler: Callable[[], A
             pytest.raises(hf.errors.OptionError, match="which has no state"),
         ):
             checkpoint.restore_or_initialize({"w": 0}, data=loader)
-    with pytest.raises(hf.errors.OptionError, match="draws its order"):
-        hf.skip_to(DataLoader(Samples(), batch_sampler=batches))
     samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
     for one in (sampler(), batches, samplers.RandomSampler(Samples())):
         with (

@@ -100,7 +100,7 @@ def test_the_exit_status_after_a_preemption(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("default_sigterm")
 @pytest.mark.parametrize("after", [0, 2])
-def test_a_loop_that_goes_on_although_it_was_asked_to_stop(tmp_path: Path, after: int) -> None:
+def test_a_loop_that_goes_on_although_it_was_stopped_saves_no_more(tmp_path: Path, after: int) -> None:
     asked = []
     with CheckpointCallback(tmp_path, save_interval_steps=4, witness_steps_after_signal=after) as checkpoint:
         state, _ = checkpoint.restore_or_initialize({"w": np.zeros(2)})
@@ -110,5 +110,4 @@ def test_a_loop_that_goes_on_although_it_was_asked_to_stop(tmp_path: Path, after
             state = {"w": state["w"] + step}
             asked += [step] if checkpoint.on_step(step, state).should_stop else []
     assert asked == list(range(3 + after, 14))
-    # By the ordinary rules again; those that follow the signal are not saved, also where that is due.
-    assert [one.step for one in hf.list_checkpoints(tmp_path)] == [3, 6 if after else 4, 8, 12, 13]
+    assert [one.step for one in hf.list_checkpoints(tmp_path)] == [3]

@@ -1,0 +1,260 @@
+"""Loops over epochs of a plain loader that continue in the middle of one: ``hf.resumable``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Literal
+
+from .errors import OptionError, StateError
+from .loaders import ENDED, LAST, TAKEN, Announce, LoaderPosition, OrderState, fingerprint, is_accelerate_loader
+from .pytree import loaded
+
+Redraw = Literal["batches", "indices"]
+
+
+class ResumableLoader(LoaderPosition):
+    """A loader whose loops over epochs can be saved and resumed; see :func:`resumable`.
+
+    ``for batch in loader`` gives the batches of an epoch; after a resume, the first one gives those that are left of
+    the epoch. ``len(loader)`` is the number of batches of a whole epoch. All other public attributes are those of the
+    loader inside.
+    """
+
+    _function = "resumable"
+
+    def __init__(
+        self,
+        loader: Any,
+        batches_per_epoch: int | None = None,
+        generators: Sequence[Any] = (),
+        state: OrderState | None = None,
+        redraw: Redraw = "batches",
+    ) -> None:
+        super().__init__(loader, generators, state)
+        if is_accelerate_loader(loader):
+            raise OptionError(
+                f"this {type(loader).__qualname__} of accelerate counts the epochs itself, and would count from 0 "
+                "after a resume: pass the DataLoader that was prepared to resumable, or this one to skip_to, which "
+                "tells it the epoch"
+            )
+        if batches_per_epoch is not None and (type(batches_per_epoch) is not int or batches_per_epoch < 1):
+            raise OptionError(f"batches_per_epoch={batches_per_epoch!r} must be a number of batches, from 1")
+        if redraw not in ("batches", "indices"):
+            raise OptionError(f"redraw={redraw!r} must be 'batches' or 'indices'")
+        self._most = batches_per_epoch
+        self._indices: _Indices | None = None
+        self._turn = 0  # changes when another loop begins, or a state is set
+        if redraw == "indices":
+            if not _has_indices(loader):
+                raise OptionError(
+                    f"redraw='indices' needs a DataLoader of torch over a dataset with indices, not a "
+                    f"{type(loader).__qualname__}: leave it out, and earlier batches are drawn again"
+                )
+            self._indices = _Indices(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+            self._source, self._loads_again = _with_order(loader, self._indices), False
+
+    @property
+    def epoch(self) -> int:
+        """The number of epochs whose ``for`` has ended."""
+        return self._epoch
+
+    @property
+    def batch(self) -> int:
+        """The number of batches that were taken in this epoch: ``enumerate(loader, loader.batch)`` counts on."""
+        return self._taken
+
+    def __len__(self) -> int:
+        return self._length() or len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._batches is not None:
+            self._end_epoch()  # A loop was left, and Python has not noticed yet.
+        self._turn += 1
+        turn = self._turn
+        try:
+            if self._is_stopped():
+                return
+            self._begin_loop()
+            while found := self._draw():
+                self._last = fingerprint(found[0])
+                yield found[0]
+                if turn != self._turn:
+                    raise StateError(
+                        "another loop over the same resumable loader has begun, or a state was restored, while this "
+                        "one was under way. It has one place: use the DataLoader itself for other loops, and begin a "
+                        "new loop after a restore"
+                    )
+                if self._exit_status is not None:
+                    return
+        finally:
+            if turn == self._turn:
+                self._end_epoch()
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the epoch, the number of its batches that were taken, and what its order was drawn from."""
+        return self._beginning()
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from another place: the next ``for`` gives the rest of its epoch."""
+        if TAKEN not in state:
+            raise StateError(
+                f"the state of a resumable loader has the epoch and the batches taken, and this one has "
+                f"{', '.join(map(str, state)) or 'nothing'}: it was saved of another object"
+            )
+        self._reset(*state[TAKEN])
+        self._restored, self._last = state, state.get(LAST)
+        self._has_ended = state.get(ENDED, False)
+
+    def begin_run(self, announce: Announce) -> None:
+        """Begin a run; what was taken before a fresh start, such as a batch to look at, does not count."""
+        super().begin_run(announce)
+        self._announce = announce if self._indices is None and _has_indices(self._loader) else None
+        if not self._restored:
+            self._reset(0, 0)
+
+    def _reset(self, epoch: int, taken: int) -> None:
+        self._turn += 1
+        self._batches, self._has_ended, self._next, self._last = None, False, [], None
+        self._epoch, self._taken = epoch, taken
+
+    def _end_epoch(self) -> None:
+        self._turn += 1
+        self._batches, self._has_ended, self._next = None, False, []
+        self._epoch, self._taken = self._epoch + 1, 0
+
+    def _begin_loop(self) -> None:
+        if not self._restored:
+            self._begin(self._epoch)
+        elif self._has_ended:  # Only the code after the loop is left of the epoch.
+            self._take_restored()
+        else:
+            self._go_to(self._epoch, self._taken)
+
+    def _redraw(self, count: int) -> tuple[int | None, bool]:
+        if self._indices is None:
+            return super()._redraw(count)
+        self._indices.skip()
+        self._taken = count
+        self._note_drawn()
+        return None, False
+
+    def _open(self, left_out: int = 0) -> Iterator[Any]:
+        if self._indices is None:
+            return super()._open()
+        self._indices.left = left_out
+        return iter(self._source)
+
+    def _length(self) -> int:
+        return min((one for one in (super()._length(), self._most) if one), default=0)
+
+
+def resumable(
+    loader: Iterable[Any],
+    *,
+    batches_per_epoch: int | None = None,
+    generators: Sequence[Any] = (),
+    state: tuple[Any, Any] | None = None,
+    redraw: Redraw = "batches",
+) -> ResumableLoader:
+    """Return a loader for loops over epochs that a resume continues in the middle of an epoch, bit for bit.
+
+    ::
+
+        loader = hf.resumable(DataLoader(dataset, batch_size=32, shuffle=True))
+        with hf.CheckpointCallback("runs/digits", save_interval_steps=100) as checkpoint:
+            state, step = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer}, data=loader)
+            for epoch in range(loader.epoch, 10):
+                for batch in loader:
+                    ...
+                    step += 1
+                    checkpoint.on_step(step, state, data=loader)
+
+    The first ``for`` after a resume gives the batches that are left of the epoch: none if the save came with its last
+    batch, so that the code after the inner loop runs. A ``for`` after a ``break`` begins a new epoch. When the callback
+    has stopped the run, the loader gives no more batches, and no step is saved any more.
+
+    A resume draws the earlier batches of its epoch again, from the random generators as they were when the epoch
+    began: the global ones of Python, numpy and torch, and the attribute ``generator`` of the loader and its samplers.
+    Hand over what else the order depends on, in ``generators`` and ``state``. A warning tells if the last batch before
+    the stop is another one when it is drawn again, and if new workers draw other random numbers. The program calls
+    ``set_epoch`` of a sampler or dataset itself, before the ``for``.
+
+    Each of several processes has a place of its own, and the same number of them resumes.
+
+    Args:
+        loader: What ``for batch in loader`` goes through: a ``DataLoader``, a list, an array, a dataset of Grain or
+            Hugging Face, an object with ``__iter__``.
+        batches_per_epoch: The number of batches after which each ``for`` ends, for loops that always ``break`` after so
+            many; None goes on to the end of the loader.
+        generators: The generators of Python, numpy and torch from which the loader draws in this process, other than
+            those above: hand over the same ones in the same order when the run is resumed.
+        state: Two functions, ``get`` and ``set``, for what else the order of an epoch depends on: ``get()`` is called
+            when an epoch begins, and ``set(value)`` in a resume before the earlier batches are drawn again.
+        redraw: ``"indices"`` is your word that an item depends on its index alone: neither the dataset nor its workers
+            draw random numbers. A resume then advances the sampler of a ``DataLoader``, loads no earlier item, and
+            compares no batch. ``"batches"`` loads them.
+
+    Returns:
+        The loader. Its attribute ``epoch`` is the number of epochs whose ``for`` has ended, ``batch`` the number of
+        batches taken in this one, and ``len`` that of a whole epoch; other attributes are those of ``loader``. It has
+        ``get_state`` and ``set_state``, so that callbacks and ``holdfast.graph`` save and restore it.
+
+    Raises:
+        OptionError: The loader is an iterator, which cannot be restarted, or counts its epochs itself, as those of
+            Fabric and Accelerate do; or an argument is invalid; or ``redraw="indices"`` is asked for without indices.
+
+    >>> loader = resumable(["a", "b", "c"])
+    >>> [(loader.epoch, loader.batch, letter) for _ in range(2) for letter in loader][2:4]
+    [(0, 3, 'c'), (1, 1, 'a')]
+    """
+    return ResumableLoader(loader, batches_per_epoch, generators, state, redraw)
+
+
+class _Indices:
+    """The order of a sampler, as its own iterator, which leaves out as many entries as it is told."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._rest: Iterator[Any] = iter(())
+        self.left = 0
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._rest = iter(self._sampler)
+        return self
+
+    def __next__(self) -> Any:
+        self.skip()  # Workers ask for indices as soon as the loader begins, after it has drawn their seed.
+        return next(self._rest)
+
+    def skip(self) -> None:
+        count, self.left = self.left, 0
+        for _ in islice(self._rest, count):
+            pass
+
+
+def _has_indices(loader: Any) -> bool:
+    """Return whether a loader is one of torch, not of a subclass, that loads items by their indices."""
+    torch: Any = loaded("torch")
+    data = None if torch is None else torch.utils.data
+    return data is not None and type(loader) is data.DataLoader and not isinstance(loader.dataset, data.IterableDataset)
+
+
+def _with_order(loader: Any, order: _Indices) -> Any:
+    """Return a DataLoader that is like another one, with the order of another object."""
+    names = (
+        *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+        *("generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
+    )
+    options = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
+    if loader.batch_sampler is None:
+        return type(loader)(loader.dataset, sampler=order, batch_size=None, **options)
+    return type(loader)(loader.dataset, batch_sampler=order, **options)

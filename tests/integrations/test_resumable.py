@@ -1,0 +1,585 @@
+"""``hf.resumable``: loops over epochs as people write them, interrupted in many places, end with the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch.utils import data
+
+import holdfast as hf
+from holdfast import graph
+from holdfast.engine.stateful import restore_state, state_of
+
+FORK = {"num_workers": 2, "multiprocessing_context": "fork"}
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:.*fork.*:DeprecationWarning",
+        r"ignore:os.fork\(\) was called:RuntimeWarning",
+        "ignore:Detected call of `lr_scheduler.step:UserWarning",  # the code after a loop with no batch left
+    ),
+    pytest.mark.usefixtures("default_sigterm"),
+]
+_directories = itertools.count()
+
+
+def new_directory() -> str:
+    return f"memory://resumable-{os.getpid()}/{next(_directories)}"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---- data
+
+
+class Images(data.Dataset[Any]):
+    """Ten items, which may draw noise where they are made; counts how many were."""
+
+    def __init__(self, noise: bool = False) -> None:
+        self.values = torch.linspace(-1, 1, 20).view(10, 2)
+        self.noise, self.made = noise, 0
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        self.made += 1
+        return self.values[index] + 0.1 * torch.randn(2) + random.random() if self.noise else self.values[index]
+
+
+class Lines(data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Images().values)
+
+
+class Own:
+    """A loader of the program's own, which shuffles by numpy's global generator and one of its own."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(3)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = np.random.permutation(10)
+        self.rng.shuffle(order)
+        yield from torch.split(Images().values[order], 3)
+
+
+def torchs(dataset: Any = Images, **options: Any) -> Any:
+    return data.DataLoader(dataset(), batch_size=3, **options)
+
+
+def seeded(seed: int = 5) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def of_own() -> Any:
+    loader = Own()
+    return hf.resumable(loader, generators=[loader.rng])
+
+
+def of_indices(**options: Any) -> Any:
+    return hf.resumable(torchs(**options), redraw="indices")
+
+
+def of_grain() -> Any:
+    grain = pytest.importorskip("grain")
+    return hf.resumable(grain.MapDataset.source(Images().values.numpy()).shuffle(seed=3).batch(3))
+
+
+def of_hugging_face() -> Any:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"x": row} for row in Images().values.tolist()]
+    return hf.resumable(datasets.Dataset.from_list(rows).with_format("torch").batch(3))
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "in order": lambda: hf.resumable(torchs()),
+    "shuffle": lambda: hf.resumable(torchs(shuffle=True)),
+    "a dataset of noise": lambda: hf.resumable(torchs(lambda: Images(noise=True), shuffle=True)),
+    "workers": lambda: hf.resumable(torchs(shuffle=True, **FORK)),
+    "drop_last": lambda: hf.resumable(torchs(shuffle=True, drop_last=True)),
+    "a generator": lambda: hf.resumable(torchs(shuffle=True, generator=seeded())),
+    "weighted": lambda: hf.resumable(torchs(sampler=data.WeightedRandomSampler([1.0] * 10, 10))),
+    "subset": lambda: hf.resumable(torchs(sampler=data.SubsetRandomSampler(range(10)))),
+    "batch_sampler": lambda: hf.resumable(
+        data.DataLoader(Images(), batch_sampler=data.BatchSampler(data.RandomSampler(range(10)), 3, False))
+    ),
+    "a stream": lambda: hf.resumable(torchs(Lines)),
+    "an order of its own": of_own,
+    "a list": lambda: hf.resumable(torch.split(Images().values, 3)),
+    "an array": lambda: hf.resumable(Images().values.numpy().reshape(4, 5)),
+    "Grain": of_grain,
+    "Hugging Face": of_hugging_face,
+    "indices": lambda: of_indices(shuffle=True),
+    "indices, a generator": lambda: of_indices(
+        sampler=data.RandomSampler(range(10), replacement=True, num_samples=40, generator=seeded())
+    ),
+    "indices, single items": lambda: hf.resumable(
+        data.DataLoader(Images(), batch_size=None, shuffle=True), redraw="indices"
+    ),
+    "indices, workers": lambda: of_indices(shuffle=True, **FORK),
+    "indices, workers that last": lambda: of_indices(shuffle=True, persistent_workers=True, **FORK),
+}
+
+
+# ---- the loops
+
+
+class KilledError(BaseException):
+    """Ends a program between two steps, with nothing saved on the way out."""
+
+
+@dataclass
+class Run:
+    """One start of a program: how it is interrupted, and what it has seen and left.
+
+    Attributes:
+        directory: The directory of its checkpoints.
+        at: The step that is saved, and after which the program is killed.
+        told: The step in which SIGTERM comes.
+        turn: How many starts there were before it; each has another seed.
+        breaks: After how many batches its inner loop is left, or 0.
+    """
+
+    directory: str
+    at: int = 0
+    told: int = 0
+    turn: int = 0
+    breaks: int = 0
+    start: int = 0
+    batches: dict[int, str] = field(default_factory=dict)
+    ends: list[tuple[int, int]] = field(default_factory=list)  # epochs whose end was reached, and the step then
+    left: Any = None
+
+    def callback(self) -> hf.CheckpointCallback:
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(1 + self.turn)
+        return hf.CheckpointCallback(self.directory, save_interval_steps=self.at or 1000)
+
+    def report(self, checkpoint: hf.CheckpointCallback, step: int, batch: str, state: Any, loader: Any) -> None:
+        """Reports a step, as a program that does not look whether it should stop."""
+        self.batches[step] = batch
+        if step == self.told:
+            os.kill(os.getpid(), signal.SIGTERM)
+        checkpoint.on_step(step, state, data=loader)
+        if step == self.at:
+            raise KilledError
+
+    def end_epoch(self, checkpoint: hf.CheckpointCallback, epoch: int, step: int) -> bool:
+        if not checkpoint.should_stop:
+            self.ends.append((epoch, step))
+        return not checkpoint.should_stop
+
+
+def train(run: Run, make: Callable[[], Any]) -> None:
+    """Three epochs of torch, with dropout and a schedule that goes by epochs."""
+    with run.callback() as checkpoint:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        loader = make()
+        state, step = {"model": model, "optimizer": optimizer, "schedule": schedule}, 0
+        state, step = checkpoint.restore_or_initialize(state, data=loader)
+        run.start = step
+        for epoch in range(loader.epoch, 3):
+            for i, batch in enumerate(loader, loader.batch):
+                x = torch.as_tensor(np.asarray(batch["x"] if isinstance(batch, dict) else batch)).float().view(-1)
+                loss = model(x[: len(x) // 2 * 2].view(-1, 2)).square().mean()
+                optimizer.zero_grad()
+                torch.autograd.backward(loss)
+                optimizer.step()
+                step += 1
+                run.report(checkpoint, step, f"{epoch} {i} {x.tolist()}", state, loader)
+                if i + 1 == run.breaks:
+                    break
+            if run.end_epoch(checkpoint, epoch, step):
+                schedule.step()
+    run.left = [one.tolist() for one in model.parameters()], schedule.state_dict(), torch.rand(2).tolist()
+
+
+def descend(run: Run, make: Callable[[], Any]) -> None:
+    """The same for arrays of jax, whose keys come from numpy's generator."""
+    with run.callback() as checkpoint:
+        loader = make()
+        state, step = checkpoint.restore_or_initialize({"w": jnp.ones(2)}, data=loader)
+        run.start = step
+        for epoch in range(loader.epoch, 3):
+            for i, batch in enumerate(loader, loader.batch):
+                noise = jax.random.normal(jax.random.key(np.random.randint(99)), (2,))
+                state = {"w": 0.9 * state["w"] + jnp.asarray(np.asarray(batch)).mean() + 0.1 * noise}
+                step += 1
+                run.report(checkpoint, step, f"{epoch} {i} {np.asarray(batch).tolist()}", state, loader)
+                if i + 1 == run.breaks:
+                    break
+            run.end_epoch(checkpoint, epoch, step)
+    run.left = state["w"].tolist()
+
+
+def check_interrupted(program: Any, make: Callable[[], Any], length: int = 4, first: int = 0, breaks: int = 0) -> None:
+    """Interrupt a program within its first epoch, at a last, a first and a middle batch, and again after each resume.
+
+    It is killed and told in turns; ``first`` chooses with which of them it begins.
+    """
+    whole = Run(new_directory(), breaks=breaks)
+    program(whole, make)
+    assert whole.ends == [(epoch, length * (epoch + 1)) for epoch in range(3)]
+    directory, steps = new_directory(), sorted({2, length, length + 1, length + 2, 2 * length, 3 * length})
+    for turn, step in enumerate(steps):
+        told = (turn + first) % 2
+        run = Run(directory, 0 if told else step, step if told else 0, turn, breaks)
+        # A program whose loop ends in the steps after a signal ends there.
+        with contextlib.suppress(KilledError, *([SystemExit] if told else [])):
+            program(run, make)
+        assert run.start == (steps[turn - 1] if turn else 0)
+        assert step in run.batches
+        assert run.batches.items() <= whole.batches.items()
+        assert {*run.ends} <= {*whole.ends}
+    assert [one.step for one in hf.list_checkpoints(directory)] == steps
+    last = Run(directory, turn=9, breaks=breaks)
+    program(last, make)
+    assert (last.start, last.batches, last.ends) == (3 * length, {}, whole.ends[-1:])
+    assert last.left == whole.left
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_loop_over_epochs_is_exact(name: str) -> None:
+    lengths = {"drop_last": 3, "indices, a generator": 14, "indices, single items": 10}
+    check_interrupted(train, LOADERS[name], lengths.get(name, 4))
+
+
+@pytest.mark.parametrize("name", ["shuffle", "a list", "a stream"])
+def test_the_other_ends(name: str) -> None:
+    check_interrupted(train, LOADERS[name], first=1)
+
+
+@pytest.mark.parametrize("name", ["shuffle", "a list", "an array", "an order of its own", "indices"])
+def test_a_loop_of_jax_is_exact(name: str) -> None:
+    check_interrupted(descend, LOADERS[name])
+
+
+@pytest.mark.parametrize("breaks", [0, 3])
+@pytest.mark.parametrize("redraw", ["batches", "indices"])
+def test_epochs_of_a_number_of_batches(redraw: Any, breaks: int) -> None:
+    """Each loop ends there, whether or not the program leaves it by a break."""
+
+    def make() -> Any:
+        return hf.resumable(torchs(shuffle=True), batches_per_epoch=3, redraw=redraw)
+
+    assert len(make()) == 3
+    check_interrupted(train, make, length=3, breaks=breaks)
+
+
+# ---- the end of the data
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_the_data_end_when_the_run_was_stopped(after: int) -> None:
+    """The steps after the signal still get their batches; a loop without any break then ends, and saves no more."""
+    directory, seen, epochs = new_directory(), [], 0
+    loader = hf.resumable(list(range(10)))
+    options: Any = {"grace_secs": "1h", "witness_steps_after_signal": after}
+    with hf.CheckpointCallback(directory, save_interval_steps=1, **options) as checkpoint:
+        state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader)
+        while loader.epoch < 3:
+            epochs += 1
+            for batch in loader:
+                seen.append(batch)
+                step += 1
+                if step == 4:
+                    checkpoint._preemption.request()
+                checkpoint.on_step(step, state, data=loader)
+        outcome = checkpoint.on_step(99, {"w": 1}, data=loader)
+    assert (seen, epochs) == ([*range(4 + after)], 3)
+    assert (outcome.saved, outcome.should_stop) == (False, True)
+    assert [one.step for one in hf.list_checkpoints(directory)] == [1, 2, 3, 4]
+    assert checkpoint.exit_status == 75
+    with hf.CheckpointCallback(directory) as checkpoint:  # the same loader, as in a notebook
+        checkpoint.restore_or_initialize({"w": 0}, data=loader)
+        assert (loader.epoch, loader.batch, list(loader)) == (0, 4, [*range(4, 10)])
+
+
+def test_an_endless_iterator_ends_with_the_run() -> None:
+    batches, seen = hf.skip_to(["a", "b", "c"]), []
+    with hf.CheckpointCallback(new_directory(), witness_steps_after_signal=0) as checkpoint:
+        state, _ = checkpoint.restore_or_initialize({"w": 0}, data=batches)
+        for step, batch in enumerate(batches, 1):
+            seen.append(batch)
+            if step == 4:
+                checkpoint._preemption.request()
+            checkpoint.on_step(step, state, data=batches)
+        with pytest.raises(StopIteration, match="the run was stopped"):
+            next(batches)
+    assert seen == ["a", "b", "c", "a"]
+
+
+def test_a_program_that_asks_for_batches_for_ever_ends(caplog: pytest.LogCaptureFixture) -> None:
+    steps = []
+
+    def program() -> None:
+        loader = hf.resumable([1, 2, 3])
+        with hf.CheckpointCallback(new_directory(), witness_steps_after_signal=0) as checkpoint:
+            state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader)
+            while step < 100:
+                for _ in loader:
+                    step += 1
+                    steps.append(step)
+                    if step == 4:
+                        checkpoint._preemption.request()
+                    if checkpoint.on_step(step, state, data=loader).should_stop:
+                        break
+
+    with pytest.raises(SystemExit) as ended:
+        program()
+    assert (ended.value.code, steps) == (75, [1, 2, 3, 4])
+    assert "the program goes on to ask for batches: it ends here, with status 75" in caplog.text
+
+
+# ---- places
+
+
+def restored(loader: Any, state: Any) -> Any:
+    restore_state(loader, state)
+    return loader
+
+
+def test_epochs_and_batches_are_counted() -> None:
+    loader = hf.resumable([[1, 2], [3, 4], [5, 6]])
+    assert (len(loader), loader.epoch, loader.batch, loader.left) == (3, 0, 0, 3)
+    places = [(loader.epoch, loader.batch, loader.left) for _ in loader]
+    assert places == [(0, 1, 2), (0, 2, 1), (0, 3, 0)]
+    assert (loader.epoch, loader.batch) == (1, 0)
+    for _ in loader:
+        state = state_of(loader)
+        break
+    assert (loader.epoch, loader.batch, list(loader)) == (2, 0, [[1, 2], [3, 4], [5, 6]])  # a new epoch after a break
+    assert loader.epoch == 3
+    again = restored(hf.resumable([[1, 2], [3, 4], [5, 6]]), state)
+    assert (again.epoch, again.batch, list(again), again.epoch) == (1, 1, [[3, 4], [5, 6]], 2)
+    assert state_of(restored(hf.resumable([[1], [2]]), state)) == state  # before its first loop
+
+
+def test_a_loader_without_a_length() -> None:
+    loader = hf.resumable(torchs(Lines))
+    with pytest.raises(TypeError):
+        len(loader)
+    assert len(hf.resumable(torchs(Lines), batches_per_epoch=2)) == 2
+    assert [loader.left for _ in loader] == [None] * 4
+
+
+def test_other_attributes_are_those_of_the_loader() -> None:
+    inner: Any = torchs(shuffle=True)
+    loader = hf.resumable(inner)
+    assert (loader.batch_size, loader.dataset, loader.sampler) == (3, inner.dataset, inner.sampler)
+    for name in ("_iterator", "nothing"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(loader, name)
+
+
+def test_a_batch_to_look_at_before_the_run_does_not_count() -> None:
+    def seen(directory: str, until: int) -> list[Any]:
+        torch.manual_seed(0 if until == 3 else 7)
+        loader = hf.resumable(torchs(shuffle=True))
+        next(iter(loader))
+        with hf.CheckpointCallback(directory) as checkpoint:
+            state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader)
+            found = []
+            for epoch in range(loader.epoch, 2):
+                for batch in loader:
+                    found.append((epoch, batch.tolist()))
+                    step += 1
+                    checkpoint.on_step(step, state, data=loader)
+                    if step == until:
+                        return found
+        return found
+
+    directory = new_directory()
+    found = seen(directory, 3) + seen(directory, 8)
+    assert [epoch for epoch, _ in found] == [0] * 4 + [1] * 4
+    for epoch in range(2):
+        assert len({str(row) for e, batch in found if e == epoch for row in batch}) == 10
+
+
+def test_the_program_calls_set_epoch() -> None:
+    def make() -> tuple[Any, Any]:
+        sampler: Any = data.DistributedSampler(range(10), num_replicas=2, rank=1, seed=3)  # type: ignore[arg-type]
+        return sampler, hf.resumable(data.DataLoader(Images(), batch_size=2, sampler=sampler))
+
+    sampler, loader = make()
+    whole: list[Any] = []
+    states = []
+    for epoch in range(loader.epoch, 3):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            whole.append(batch.tolist())
+            states.append(state_of(loader))
+    for taken in (1, 3, 5):
+        sampler, loader = make()
+        restore_state(loader, states[taken - 1])
+        found = []
+        for epoch in range(loader.epoch, 3):
+            sampler.set_epoch(epoch)
+            found += [batch.tolist() for batch in loader]
+        assert found == whole[taken:]
+
+
+def test_a_generator_that_others_draw_from_continues_where_it_was() -> None:
+    def make(seed: int) -> tuple[Any, Any]:
+        generator = seeded(seed)
+        return generator, hf.resumable(torchs(shuffle=True, generator=generator))
+
+    generator, loader = make(3)
+    for _ in loader:
+        torch.rand(1, generator=generator)
+        state = state_of(loader)
+        break
+    expected = torch.rand(1, generator=generator)
+    generator, again = make(99)
+    restore_state(again, state)
+    next(iter(again))
+    assert torch.rand(1, generator=generator) == expected
+
+
+def test_a_graph_saves_the_place(tmp_path: Path) -> None:
+    loader, again = hf.resumable([1, 2, 3, 4]), hf.resumable([1, 2, 3, 4])
+    rest = iter(loader)
+    next(rest)
+    path = graph.Checkpoint(data=loader).save(f"{tmp_path}/ckpt")
+    graph.Checkpoint(data=again).restore(path).assert_consumed()
+    assert list(again) == [2, 3, 4]
+
+
+# ---- drawing again
+
+
+def test_no_item_is_loaded_again_by_indices() -> None:
+    def at_batch_3(**options: Any) -> tuple[Images, Any, Any]:
+        torch.manual_seed(0)
+        loader = hf.resumable(torchs(shuffle=True), **options)
+        batches = iter(loader)
+        return loader.dataset, [next(batches).tolist() for _ in range(3)], state_of(loader)
+
+    cases: list[tuple[dict[str, Any], int]] = [({}, 10), ({"redraw": "indices"}, 1)]
+    for options, made in cases:
+        _, first, state = at_batch_3(**options)
+        torch.manual_seed(9)
+        loader = restored(hf.resumable(torchs(shuffle=True), **options), state)
+        (last,) = [batch.tolist() for batch in loader]
+        assert loader.dataset.made == made
+        rows = sorted(row for batch in (*first, last) for row in batch)
+        assert rows == sorted(Images().values.tolist())
+
+
+def test_a_line_names_indices_when_drawing_again_takes_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    clock = itertools.count(step=2)
+    monkeypatch.setattr("holdfast.engine.loaders.time.monotonic", lambda: float(next(clock)))
+    for make, says in ((lambda: data.DataLoader(Images(), shuffle=True), True), (lambda: [*range(20)], False)):
+        directory = new_directory()
+        for turn in range(2):
+            loader = hf.resumable(make())
+            with hf.CheckpointCallback(directory) as checkpoint:
+                _, step = checkpoint.restore_or_initialize({"w": 0}, data=loader)
+                for _ in loader:
+                    step += 1
+                    checkpoint.on_step(step, {"w": 0}, data=loader)
+                    if step == 8 and turn == 0:
+                        break
+        said = [one for one in caplog.messages if "redraw='indices'" in one]
+        caplog.clear()
+        assert len(said) == says
+        assert not says or "again, 3 of 8 so far" in said[0]
+
+
+@pytest.mark.parametrize("kind", ["other data", "a generator of its own", "workers that last"])
+def test_what_is_not_as_it_was_is_told(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    def make(turn: int) -> Any:
+        if kind == "other data":
+            return hf.resumable([turn, 2, 3])
+        if kind == "a generator of its own":
+            return hf.resumable(torchs(shuffle=True), generators=[np.random.default_rng()] * (1 - turn))
+        return hf.resumable(torchs(shuffle=True, persistent_workers=True, **FORK))
+
+    loader = make(0)
+    for _ in range(2):
+        for _ in loader:
+            state = state_of(loader)
+            if kind != "workers that last" or loader.epoch:
+                break
+    list(restored(make(1), state))
+    told = {
+        "other data": "batch 1 of an epoch, which a list has drawn again, is another one",
+        "a generator of its own": "was saved with other parts than resumable is given now: generators.0 (saved)",
+        "workers that last": "continues with new worker processes, whose random generators cannot be saved",
+    }
+    assert told[kind] in caplog.text
+
+
+# ---- what is refused
+
+
+class DataLoaderAdapter(list[int]):
+    """As the prepared loaders of Accelerate."""
+
+    __module__ = "accelerate.data_loader"
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (lambda: iter([1]), {}, "resumable needs a loader that can be restarted"),
+        (lambda: 3, {}, "resumable needs a loader"),
+        (lambda: DataLoaderAdapter([1]), {}, "counts the epochs itself"),
+        (lambda: [1], {"batches_per_epoch": 0}, "batches_per_epoch=0 must be a number of batches"),
+        (lambda: [1], {"batches_per_epoch": True}, "batches_per_epoch=True must be"),
+        (lambda: [1], {"generators": 7}, "generators=7 must be a sequence"),
+        (lambda: [1], {"state": 7}, "state=7 must be a pair of functions"),
+        (lambda: [1], {"redraw": "items"}, "redraw='items' must be 'batches' or 'indices'"),
+        (lambda: [1], {"redraw": "indices"}, "needs a DataLoader of torch over a dataset with indices, not a list"),
+        (lambda: torchs(Lines), {"redraw": "indices"}, "over a dataset with indices"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused(make: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(hf.errors.OptionError, match=message):
+        hf.resumable(make(), **arguments)
+
+
+def test_one_loop_at_a_time() -> None:
+    loader = hf.resumable([1, 2, 3])
+    outer = iter(loader)
+    assert (next(outer), list(loader)) == (1, [1, 2, 3])
+    with pytest.raises(hf.errors.StateError, match="another loop over the same resumable loader has begun"):
+        next(outer)
+
+
+def test_the_state_of_another_object() -> None:
+    with pytest.raises(hf.errors.StateError, match="this one has position: it was saved of another object"):
+        hf.resumable([1]).set_state({"position": 3})
+
+
+def test_a_data_loader_that_is_passed_itself_is_pointed_here() -> None:
+    with (
+        hf.CheckpointCallback(new_directory()) as checkpoint,
+        pytest.raises(hf.errors.OptionError, match=r"make data = hf.resumable\(data\)"),
+    ):
+        checkpoint.restore_or_initialize({"w": 0}, data=torchs(shuffle=True))
