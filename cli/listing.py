@@ -44,7 +44,7 @@ def ls(directories: Sequence[str], as_json: bool) -> int:
     locations = [checkpoints_at(directory) for directory in directories]
     if as_json:
         documents = [_listing(location) for location in locations]
-        print_json(documents if len(documents) > 1 else documents[0])
+        print_json({"directories": documents} if len(documents) > 1 else documents[0])
         return DONE
     for number, location in enumerate(locations):
         if len(locations) > 1:

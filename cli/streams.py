@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -76,6 +77,8 @@ def open_closed_streams() -> None:
             redirect(number)
         if getattr(sys, name) is None:  # Python sets a stream to None if its descriptor was closed at startup.
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 # stays open as long as the process
+        elif number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # A terminal of ASCII shows what it can.
 
 
 def write_error(text: str) -> None:

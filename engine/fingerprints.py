@@ -253,7 +253,7 @@ def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     if torch is not None and type(thing) is torch.utils.data.DataLoader:
         return ("loader", "shuffled") if type(thing.sampler).__name__ in _DRAWING else None
     if torch is not None and isinstance(thing, torch.optim.Optimizer):
-        first = next(iter(thing.state.values()), {}).values()
+        first: Any = next(iter(thing.state.values()), {}).values()
         facts = [_fact_of_torch(torch, one) if is_torch_tensor(one) else repr(one) for one in first]
         return "optimizer", _digest(repr(facts))
     if jax is not None and isinstance(thing, jax.Array):

@@ -16,7 +16,7 @@ from ..errors import StateError
 from ..forks import Lock
 from ..observer import Observer
 from ..storage import Location, as_location
-from .directory import RunDirectory
+from .directory import RunDirectory, check_json
 from .events import RunEvents
 from .intervals import LearnedInterval
 from .mirror import RunMirror
@@ -54,7 +54,7 @@ class RunAccess:
         self.local: LocalTier | None = None  # the local steps of the hosts; None as above
         self.changing = Lock(reentrant=True)  # of the thread that begins a save, or takes ownership
         self.learned: LearnedInterval | None = None  # on process 0, the trigger that learns the interval between saves
-        self._metadata = None if metadata is None else dict(metadata)
+        self._metadata = check_json("metadata", metadata)
         self._compared = False  # whether the processes have compared their options
         self._acquired = False
         self._closed = False

@@ -90,7 +90,8 @@ def check_json(option: str, data: Mapping[str, Any] | None) -> dict[str, Any] | 
     if data is None:
         return None
     if not isinstance(data, Mapping):
-        raise OptionError(f"{option}= must be a dictionary, not {type(data).__name__}")
+        way = f"; pass vars({option})" if hasattr(data, "__dict__") else ""
+        raise OptionError(f"{option}= must be a dictionary, not {type(data).__name__}{way}")
     try:
         encoded = encode_document("json", {"data": dict(data)})
     except (TypeError, ValueError) as error:
@@ -441,7 +442,6 @@ class RunDirectory:
         The next attempt completes an interrupted copy of ``spare``. ``belongs`` has the run of a mirror, or the mirror
         of a run, which this directory does not know itself. Return the steps whose folders are no checkpoints.
         """
-        check_json("metadata", metadata)
         self.ownership.take()
         listing = self.location.snapshot()
         content = listing.entries()

@@ -90,6 +90,9 @@ class CheckpointManager:
         **unknown: Never,
     ) -> None:
         refuse_unknown(type(self).__name__, unknown, CheckpointManager.__init__)
+        if not isinstance(options, CheckpointManagerOptions | None):
+            shown = f"**{options}" if isinstance(options, Mapping) else "..."
+            raise OptionError(f"options= must be hf.CheckpointManagerOptions({shown}), not a {type(options).__name__}")
         self.observer = observer or process_observer()
         self.options = self.observer.options(options or CheckpointManagerOptions())
         writes = not self.options.read_only

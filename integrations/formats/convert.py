@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -41,6 +42,13 @@ from ...engine.steps import StepEntry, store_metadata
 from ...engine.storage import Location, Place, as_location
 
 ExportFormat = Literal["safetensors", "orbax", "torch"]
+
+_SUFFIXES: dict[str, ExportFormat] = {
+    ".safetensors": "safetensors",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".ckpt": "torch",
+}
 
 _logger = logging.getLogger("holdfast")
 
@@ -138,6 +146,11 @@ def _imports(origin: Location, target: Location, overwrite: bool, progress: Prog
     return done
 
 
+def format_of(name: str, default: ExportFormat = "safetensors") -> ExportFormat:
+    """Return the format that the end of a file's name stands for; other names stand for the default."""
+    return _SUFFIXES.get(os.path.splitext(name)[1].lower(), default)
+
+
 def export_checkpoint(
     source: Place,
     destination: Place,
@@ -191,6 +204,8 @@ def export_checkpoint(
     if to == "orbax" and root is not None:
         raise OptionError("root= does not apply to Orbax, which restores the whole tree: leave it out")
     origin, target = as_location(source), as_location(destination, writes=True)
+    if format_of(target.name, to) != to:
+        raise OptionError(f"to={to!r} does not fit {target}: other programs read a file of this name as another format")
 
     def work() -> list[Conversion]:
         chosen = best_step_in(origin) if step == "best" else step

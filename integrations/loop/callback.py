@@ -15,7 +15,7 @@ from typing import Any, Literal, Never, Protocol, Self, TypeVar, overload
 
 from ...engine.checkpoint import AsyncCheckpointer
 from ...engine.clock import Clock, Duration, seconds
-from ...engine.errors import INTERRUPTED, PREEMPTED, OptionError, StateError
+from ...engine.errors import INTERRUPTED, PREEMPTED, OptionError, StateError, UnknownArgumentError
 from ...engine.generators import GlobalGenerators
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
 from ...engine.manager import (
@@ -85,6 +85,21 @@ class StepOutcome:
 
 
 _NOTHING_DUE = StepOutcome(saved=False, reason="nothing is due", should_stop=False)
+
+
+_ONE_STATE = (
+    'restore_or_initialize takes one state: restore_or_initialize({"model": model, "optimizer": optimizer}). Extras, '
+    "such as the place in the data, have names: data=loader"
+)
+
+
+def _checked_step(step: Any, unknown: Sequence[object]) -> int:
+    """Return a step as an integer; raise an error with the right call for arguments in another order."""
+    if unknown or not hasattr(type(step), "__index__"):
+        raise UnknownArgumentError(
+            "on_step takes the step and one state: on_step(step, state, metrics=..., data=loader)"
+        )
+    return operator.index(step)
 
 
 class CheckpointCallback:
@@ -380,7 +395,7 @@ class CheckpointCallback:
     def restore_or_initialize(self, state: T, *, like: Any = None, **extras: Any) -> tuple[T, int]:
         """Restore a state, and return it with the number of its updates; initialize when there is no checkpoint."""
 
-    def restore_or_initialize(self, state: Any, *, like: Any = None, **extras: Any) -> tuple[Any, int]:
+    def restore_or_initialize(self, state: Any, *unknown: Never, like: Any = None, **extras: Any) -> tuple[Any, int]:
         """Restore the newest whole checkpoint, or the step that ``resume`` names; initialize when there is none.
 
         Args:
@@ -408,6 +423,8 @@ class CheckpointCallback:
                 name of an option; or ``replicated`` names one that is not given; or the state is abstract, and there is
                 no checkpoint.
         """
+        if unknown:
+            raise UnknownArgumentError(_ONE_STATE)
         processes = self._manager.processes
         with processes.together("restore_or_initialize"):
             processes.compare("the options of the callbacks", {"resume": self._options.resume})
@@ -437,7 +454,7 @@ class CheckpointCallback:
         self,
         step: int,
         state: Any,
-        *,
+        *unknown: Never,
         metrics: Mapping[str, Any] | None = None,
         batch: Any = None,
         epoch: Any = None,
@@ -466,8 +483,8 @@ class CheckpointCallback:
             StateError: The callback is closed, or the directory holds checkpoints that were not restored; or the steps
                 since the resume are not those of before the stop, with ``on_inexact="raise"``.
         """
-        if type(step) is not int:
-            step = operator.index(step)
+        if unknown or type(step) is not int:
+            step = _checked_step(step, unknown)
         if not self._begun or self._closed:
             self._begin_without_restore(state)
         if metrics is not None:

@@ -118,7 +118,6 @@ def test_ls_shows_how_resumes_proved(capsys: pytest.CaptureFixture[str], tmp_pat
             for step in range(start + 1, last + 1):
                 state = {"w": state["w"] + step}
                 checkpoint.on_step(step, state)
-        capsys.readouterr()
         return checkpoint
 
     train(5, witness=False)
@@ -360,7 +359,7 @@ def test_ls_of_several_directories(capsys: pytest.CaptureFixture[str], run: Path
     text = output_of(capsys, "ls", run, other)
     alone = [output_of(capsys, "ls", place) for place in (run, other)]
     assert text == f"{run / 'checkpoints'}:\n{alone[0]}\n{other}:\n{alone[1]}"
-    documents = json.loads(output_of(capsys, "ls", run, other, "--json"))
+    documents = json.loads(output_of(capsys, "ls", run, other, "--json"))["directories"]
     assert documents == [json.loads(output_of(capsys, "ls", place, "--json")) for place in (run, other)]
 
 
