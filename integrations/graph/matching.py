@@ -407,10 +407,9 @@ class _LiveOptimizer:
 
     def _is_related(self, optimizer: Any, saved: str) -> bool:
         """Whether the saved optimizer is of the same class, a base or derived one, or has the same options at least."""
-        kind = type(optimizer)
-        if not (saved.startswith(_TORCH) and kind.__module__.startswith(_TORCH)):
-            return True  # the program may have moved or renamed its own class
+        kind = type(getattr(optimizer, "optimizer", optimizer))
         if is_kin(kind, saved):
             return True
-        options = self.saved_options.get(0, {})
-        return bool(self.saved_options) and options.keys() == group_options(optimizer.param_groups[0]).keys()
+        of_torch = saved.startswith(_TORCH) and kind.__module__.startswith(_TORCH)
+        options = self.saved_options.get(0, {})  # Before torch 2.7, AdamW was no Adam.
+        return of_torch and options.keys() == group_options(optimizer.param_groups[0]).keys()
