@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from .errors import HoldfastError, shortened
 from .format import WITNESS, WITNESS_LIMIT
-from .pytree import MISSING, Sampler, Samples, Ways, full_sum, is_jax_array, is_torch_tensor, leaves_of, loaded, size_of
+from .pytree import MISSING, Sampler, Samples, Ways, full_sum, is_jax_array, leaves_of, loaded, size_of
 from .storage import Location, append_line
 
 VERSION = 1
@@ -80,7 +80,10 @@ class Recorder:
 
     Args:
         seen: What the program shows as the run begins: its state, of which records have samples.
-        names: The leaves that a resume is compared in; None chooses them.
+        names: The leaves that a resume is compared in until its next save; None chooses them.
+
+    Attributes:
+        attributes: The plain attributes of all objects as the run began, or at the last save, as texts by name.
     """
 
     def __init__(self, seen: Seen, names: tuple[str, ...] | None = None) -> None:
@@ -88,16 +91,7 @@ class Recorder:
         self._sampler = Sampler()
         self._ways = Ways(seen.root, _LEAVES, names)
         self._saves = 0
-        self._begun = self._before = self._attributes(seen)
-
-    @property
-    def attributes(self) -> Mapping[str, str]:
-        """The plain attributes of all objects as the run began, or at the last save, as texts by name."""
-        return self._before
-
-    def release(self) -> None:
-        """Choose other leaves at the next save, as nothing is compared any more."""
-        self._names = None
+        self._begun = self.attributes = self._attributes(seen)
 
     def take(self, k: int, seen: Seen, same: Pending | None = None) -> Pending:
         """Begin the record of a step, with k = 0 of a save; what lies on a device arrives later.
@@ -108,7 +102,7 @@ class Recorder:
         self._saves += k == 0
         # The first steps of a run make leaves, such as the state of an optimizer; later ones hardly do.
         if k == 0 and (self._saves & (self._saves - 1) == 0 or any(leaf is MISSING for leaf in leaves)):
-            self._ways = Ways(seen.root, _LEAVES, self._names)
+            self._ways = Ways(seen.root, _LEAVES, self._names if self._saves == 1 else None)
             leaves = self._ways.follow(seen.root)
         ways = self._ways
         record: Record = {"k": k, "step": seen.step, "generators": _checksums(seen.generators)}
@@ -129,10 +123,13 @@ class Recorder:
                 layers["batch"] = batch, batch
         else:
             # Only attributes that steps have changed are kept, and whether the steps before changed them as well.
-            before, self._before = self._before, self._attributes(seen)
-            changed = {name: text for name, text in self._before.items() if self._begun.get(name) != text}
+            before, self.attributes = self.attributes, self._attributes(seen)
             moves = before != self._begun
-            record["attributes"] = {name: [text, moves and before.get(name) != text] for name, text in changed.items()}
+            record["attributes"] = {
+                name: [text, moves and before.get(name) != text]
+                for name, text in self.attributes.items()
+                if self._begun.get(name) != text
+            }
         full = _full_sums(ways.names, leaves, sparse if seen.metrics else _in_turn(len(leaves), k))
         if same is not None and same.names == ways.names and not full:
             samples, layers = same.samples, {"state": layers["state"]}
@@ -165,61 +162,57 @@ class RecordFile:
         self._first = first
         self._waiting = [] if first is None else [first]
         self._lines: list[str] = []
-        self._size = 0
-        self.known = {0}  # which records there are, by their k
+        self._written = 0  # lines that the file has
+        self._known = {0}  # which records there are, by their k
 
     @classmethod
     def of(cls, step: int, process: int, place: Location, records: Records) -> RecordFile:
         """Return the file of a step that the run has resumed from; its lines stay as they are."""
         found = cls(step, process, records.key, None)
-        found._place, found._size, found.known = place, records.size, {*records.by_k}
-        found._lines = [*records.lines]
+        found._place, found._known, found._lines = place, {*records.by_k}, [*records.lines]
+        found._written = len(found._lines)
         return found
 
     def add(self, pending: Pending) -> None:
         """Add a later record, and write what has arrived."""
         with self._lock:
-            if pending.record["k"] not in self.known:
-                self.known.add(pending.record["k"])
+            if pending.record["k"] not in self._known:
+                self._known.add(pending.record["k"])
                 self._waiting.append(pending)
                 if self._place is not None and self._place.is_local:
-                    self._flush(wait=False)
+                    self._flush(self._place, wait=False)
 
     def commit(self, place: Location, checkpoint: str) -> None:
         """Write the records that there are, now that the commit of the step is known."""
         with self._lock:
-            if (first := self._first) is None:
-                return
-            header = {"version": VERSION, "checkpoint": checkpoint, "names": first.names, "total": first.total}
-            self._lines = [_line({**header, "key": {**self._key, "devices": first.devices}})]
-            self._size = len(self._lines[0]) + 1
-            self._place, self._first = place, None
-            self._flush(wait=True, new=True)
+            if (first := self._first) is not None:
+                header = {"version": VERSION, "checkpoint": checkpoint, "names": first.names, "total": first.total}
+                self._lines = [_line({**header, "key": {**self._key, "devices": first.devices}})]
+                self._place, self._first = place, None
+                self._flush(place, wait=True)
 
     def finish(self) -> None:
         """Write what is left, as the next step is saved or the run ends; in a store, the object is replaced."""
         with self._lock:
-            if self._place is not None and self._waiting:
-                self._flush(wait=True)
+            if self._place is not None:
+                self._flush(self._place, wait=True)
 
-    def _flush(self, *, wait: bool, new: bool = False) -> None:
+    def _flush(self, place: Location, *, wait: bool) -> None:
         """Write records in their order; nothing depends on the file, so no error goes further."""
-        lines = []
         while self._waiting and (wait or self._waiting[0].is_ready):
             with contextlib.suppress(RuntimeError):  # The computation on the device has failed.
-                line = _line(self._waiting[0].finish())
-                if self._size + len(line) < LIMIT:
-                    self._size += len(line) + 1
-                    lines.append(line)
-            self._waiting.pop(0)
-        place, self._lines = self._place, self._lines + lines
-        assert place is not None
+                line = _line(self._waiting.pop(0).finish())
+                if sum(len(each) + 1 for each in (*self._lines, line)) <= LIMIT:
+                    self._lines.append(line)
+        written, self._written, file = self._written, len(self._lines), place / self._name
         with contextlib.suppress(OSError, HoldfastError):
             # The step may have been deleted since, and must not come back as a folder with this file alone.
-            if new or (lines and not place.is_local and (place / self._name).is_there()):
-                (place / self._name).write_bytes(("\n".join(self._lines) + "\n").encode(), atomic=False)
-            elif lines and place.is_local:
-                append_line(place.path / self._name, "\n".join(lines), create=False)
+            if written == len(self._lines):
+                return
+            if written and place.is_local:
+                append_line(file.path, "\n".join(self._lines[written:]), create=False)
+            elif not written or file.is_there():
+                file.write_bytes(("\n".join(self._lines) + "\n").encode(), atomic=False)
 
 
 @dataclass
@@ -273,7 +266,6 @@ class Records:
     names: tuple[str, ...] = ()  # of the leaves whose samples they have
     total: int = 0  # leaves of the state
     by_k: Mapping[int, Record] = field(default_factory=dict)  # by the number of reports since the save
-    size: int = 0  # bytes of the file
     why: str = ""  # why there are none
     key: Mapping[str, Any] = field(default_factory=dict)  # what has to be alike in the run that resumes
     lines: tuple[str, ...] = ()
@@ -302,7 +294,7 @@ def read_records(place: Location, process: int, checkpoint: str) -> Records:
             return Records(why="its record is of another checkpoint or version")
         by_k = {int(record["k"]): record for record in reversed(records)}
         names, total = tuple(header["names"]), int(header["total"])
-        return Records(names, total, by_k, len(content), "", header["key"], tuple(lines))
+        return Records(names, total, by_k, "", header["key"], tuple(lines))
     except (ValueError, KeyError, TypeError, AttributeError):
         return Records(why="its record is damaged")
 
@@ -312,22 +304,24 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
     same: list[str] = []
     differs: Layers = {}
     for layer in ("batch", "generators", "counters", "metrics"):
-        one, other = saved.get(layer) or {}, now.get(layer) or {}
-        both = {name for name in one.keys() & other.keys() if layer != "metrics" or not is_time(name)}
-        if changed := sorted(name for name in both if _bits(one[name]) != _bits(other[name])):
+        both, changed = _compared(saved, now, layer)
+        if changed:
+            one, other = saved[layer], now[layer]
             has_values = layer in ("counters", "metrics")
             shown = [f"{name} {_value(one[name])}, now {_value(other[name])}" for name in changed]
             differs[layer] = shortened(shown if has_values else changed, _SHOWN)
         elif both:
             same.append(layer)
+    if "batch" in differs:  # Positions explain: the loader is elsewhere, or its state lacks what decides.
+        loaders, moved = _compared(saved, now, "positions")
+        as_well = f", and so is the state of {shortened(moved, _SHOWN)}"
+        differs["batch"] = as_well if moved else f", with the same state of {shortened(loaders)}" if loaders else ""
     for layer in ("state", "gradients"):
         first, second = (_unpacked(record.get(layer, [""])[0], np.uint32) for record in (saved, now))
         known = (first != 0) & (second != 0) if len(first) == len(second) == len(names) else np.zeros(0, bool)
         leaves = [names[index] for index in np.flatnonzero(known & (first != second))] if known.any() else []
         if layer == "state":
-            sums, others = saved.get("full") or {}, now.get("full") or {}
-            unsampled = sorted(name for name in sums.keys() & others.keys() if sums[name] != others[name])
-            leaves = list(dict.fromkeys([*leaves, *unsampled]))
+            leaves = list(dict.fromkeys([*leaves, *_compared(saved, now, "full")[1]]))
         if leaves:
             size = _difference(saved, now) if layer == "state" else None
             text = f"{len(leaves)} of {int(known.sum())} leaves: {shortened(map(shown_name, leaves), _SHOWN)}"
@@ -337,9 +331,13 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
     return same, differs
 
 
-def _bits(entry: Any) -> Any:
-    """Return the part of an entry that has to be equal: metrics have a digest and a value, other layers a number."""
-    return entry[0] if isinstance(entry, list) else entry
+def _compared(saved: Record, now: Record, layer: str) -> tuple[list[str], list[str]]:
+    """Return the names that both records have in a layer, without measures of the machine, and those that differ."""
+    one, other = saved.get(layer) or {}, now.get(layer) or {}
+    both = sorted(name for name in one.keys() & other.keys() if layer != "metrics" or not is_time(name))
+    # Metrics have a digest, which has to be equal, and a value.
+    bits = [[entry[0] if isinstance(entry, list) else entry for entry in (one[name], other[name])] for name in both]
+    return both, [name for name, (first, second) in zip(both, bits, strict=True) if first != second]
 
 
 def _value(entry: Any) -> str:
@@ -404,14 +402,12 @@ def _checksums(states: Mapping[str, Any]) -> dict[str, int]:
     found = {}
     for name, state in states.items():
         arrays, text = leaves_of(state)
-        total = zlib.crc32(text.encode("utf-8", "surrogatepass"))
+        found[name] = zlib.crc32(text.encode("utf-8", "surrogatepass"))
         for array in arrays:
-            if is_jax_array(array) and not array.is_ready():
-                continue  # It would have to be waited for.
-            with contextlib.suppress(Exception):  # one on a device, or of an unknown kind
-                array = array.numpy() if is_torch_tensor(array) else np.asarray(array)
-                total = zlib.crc32(array.tobytes(), total)
-        found[name] = total
+            # An array of jax that is not ready would have to be waited for; one on a device cannot be read.
+            if not is_jax_array(array) or array.is_ready():
+                with contextlib.suppress(Exception):
+                    found[name] = zlib.crc32(np.asarray(array).tobytes(), found[name])
     return found
 
 

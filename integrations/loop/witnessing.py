@@ -140,7 +140,6 @@ class Witness:
         why = records.why or why_not or not_comparable(records.key, key)
         self.proof = Proof(why=why)
         if found is None or why:
-            self._recorder.release()
             if not records.why:
                 text = "not witnessed: %s, so the steps after step %d are not comparable with those before"
                 self._say(text, why, step)
@@ -200,7 +199,6 @@ class Witness:
             self._compare_arrived(wait=True)
             self._conclude()
             self._compares = False
-            self._recorder.release()
             if self._file is not None:
                 self._earlier.append(self._file)
             first = self._recorder.take(0, seen, same)
@@ -303,7 +301,8 @@ class Witness:
         self._compares, self._has_said = False, True
         self._event(layers)
         what = "; ".join(
-            f"{layer} ({text})" if layer != "batch" else "the batch is another one" for layer, text in differs.items()
+            f"{layer} ({text})" if layer != "batch" else f"the batch is another one{text}"
+            for layer, text in differs.items()
         )
         where = f"not exact from step {step} on" if k else f"not exact: step {step} was not restored as it was saved"
         agrees = f". The same as before the stop: {', '.join(same)}" if same else ""
