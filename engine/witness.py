@@ -19,6 +19,7 @@ import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -106,21 +107,17 @@ class Recorder:
             leaves = self._ways.follow(seen.root)
         ways = self._ways
         record: Record = {"k": k, "step": seen.step, "generators": _checksums(seen.generators)}
-        layers: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {"state": (ways.names, leaves)}
-        sparse = []
+        layers: dict[str, Mapping[Any, Any]] = {"state": dict(zip(ways.names, leaves, strict=True))}
+        gradients = _gradients(layers["state"]) if k else {}
         if k:
             record |= {"positions": _checksums(seen.positions), "counters": {**seen.counters}}
             record["batch"] = {**seen.checksums}
-            metrics = _named_numbers(seen.metrics or {})
-            layers["metrics"] = [*metrics], [*metrics.values()]
-            gradients = _gradients(leaves)
-            sparse = [place for place, gradient in gradients if gradient.is_sparse]
-            held = gradients[:_GRADIENTS]
-            layers["gradients"] = [place for place, _ in held], [gradient for _, gradient in held]
+            layers["metrics"] = _named_numbers(seen.metrics or {})
+            layers["gradients"] = dict(islice(gradients.items(), _GRADIENTS))
             if seen.batch is not None:
                 batch, text = leaves_of(seen.batch)
                 record["batch"]["batch"] = zlib.crc32(text.encode())
-                layers["batch"] = batch, batch
+                layers["batch"] = dict(enumerate(batch))
         else:
             # Only attributes that steps have changed are kept, and whether the steps before changed them as well.
             before, self.attributes = self.attributes, self._attributes(seen)
@@ -130,13 +127,13 @@ class Recorder:
                 for name, text in self.attributes.items()
                 if self._begun.get(name) != text
             }
-        full = _full_sums(ways.names, leaves, sparse if seen.metrics else _in_turn(len(leaves), k))
-        if same is not None and same.names == ways.names and not full:
+        sparse = {name: layers["state"][name] for name, gradient in gradients.items() if gradient.is_sparse}
+        layers["full"] = _full_sums(sparse if seen.metrics else layers["state"], k)
+        if same is not None and same.names == ways.names and not layers["full"]:
             samples, layers = same.samples, {"state": layers["state"]}
         else:
-            layers["full"] = [*full], [*full.values()]
-            samples = self._sampler.take([value for _, values in layers.values() for value in values])
-        return Pending(record, ways.names, ways.total, samples, {layer: keys for layer, (keys, _) in layers.items()})
+            samples = self._sampler.take([value for values in layers.values() for value in values.values()])
+        return Pending(record, ways.names, ways.total, samples, {layer: [*names] for layer, names in layers.items()})
 
     def _attributes(self, seen: Seen) -> dict[str, str]:
         """Return the plain attributes of the objects that a program shows as texts, by name."""
@@ -199,7 +196,7 @@ class RecordFile:
 
     def _flush(self, place: Location, *, wait: bool) -> None:
         """Write records in their order; nothing depends on the file, so no error goes further."""
-        while self._waiting and (wait or self._waiting[0].is_ready):
+        while self._waiting and (wait or self._waiting[0].samples.is_ready):
             with contextlib.suppress(RuntimeError):  # The computation on the device has failed.
                 line = _line(self._waiting.pop(0).finish())
                 if sum(len(each) + 1 for each in (*self._lines, line)) <= LIMIT:
@@ -223,7 +220,7 @@ class Pending:
     names: tuple[str, ...]
     total: int
     samples: Samples
-    layers: Mapping[str, Sequence[Any]]  # what the samples are of, in their order: a name or place of each
+    layers: Mapping[str, Sequence[Any]]  # what the samples are of, in their order
     _finished: bool = False
 
     @property
@@ -231,31 +228,20 @@ class Pending:
         """The kinds of devices that hold the state."""
         return self.samples.devices(len(self.names))
 
-    @property
-    def is_ready(self) -> bool:
-        return self.samples.is_ready
-
     def finish(self) -> Record:
         """Return the whole record; waits for what has not arrived."""
         if not self._finished:
             self._finished, record, begin = True, self.record, 0
             digests, values = self.samples.fetch(max(1, min(16, _NUMBERS // max(1, len(self.names)))))
             for layer, keys in self.layers.items():
-                found, numbers = digests[begin : begin + len(keys)], values[begin : begin + len(keys)]
-                begin += len(keys)
+                part = slice(begin, begin := begin + len(keys))
                 if layer == "state":
-                    record[layer] = [_packed(found), _packed(numbers)]
-                elif layer == "gradients" and len(keys):
-                    every = np.zeros(len(self.names), np.uint32)
-                    every[[*keys]] = found
-                    record[layer] = [_packed(every)]
-                elif layer == "batch" and len(keys):
-                    record[layer]["batch"] ^= zlib.crc32(found.tobytes())
-                elif layer == "full":
-                    record[layer] = dict(zip(keys, found.tolist(), strict=True))
-                elif layer == "metrics":
-                    pairs = zip(keys, found.tolist(), numbers[:, 0].tolist(), strict=True)
-                    record[layer] = {name: [digest, value] for name, digest, value in pairs if digest}
+                    record[layer] = [_packed(digests[part]), _packed(values[part])]
+                elif layer == "batch":
+                    record[layer][layer] ^= zlib.crc32(digests[part].tobytes()) if len(keys) else 0
+                else:
+                    entries = zip(keys, digests[part].tolist(), values[part, 0].tolist(), strict=True)
+                    record[layer] = {name: [digest, value] for name, digest, value in entries if digest}
         return self.record
 
 
@@ -303,31 +289,28 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
     """Return the layers in which two records of a step agree, and those that differ with their differences."""
     same: list[str] = []
     differs: Layers = {}
-    for layer in ("batch", "generators", "counters", "metrics"):
+    for layer in ("batch", "generators", "counters", "metrics", "gradients"):
         both, changed = _compared(saved, now, layer)
-        if changed:
-            one, other = saved[layer], now[layer]
-            has_values = layer in ("counters", "metrics")
-            shown = [f"{name} {_value(one[name])}, now {_value(other[name])}" for name in changed]
-            differs[layer] = shortened(shown if has_values else changed, _SHOWN)
+        if changed and layer in ("counters", "metrics"):
+            values = [f"{name} {_value(saved[layer][name])}, now {_value(now[layer][name])}" for name in changed]
+            differs[layer] = shortened(values, _SHOWN)
+        elif changed:
+            differs[layer] = shortened(map(shown_name, changed), _SHOWN)
         elif both:
             same.append(layer)
     if "batch" in differs:  # Positions explain: the loader is elsewhere, or its state lacks what decides.
         loaders, moved = _compared(saved, now, "positions")
         as_well = f", and so is the state of {shortened(moved, _SHOWN)}"
         differs["batch"] = as_well if moved else f", with the same state of {shortened(loaders)}" if loaders else ""
-    for layer in ("state", "gradients"):
-        first, second = (_unpacked(record.get(layer, [""])[0], np.uint32) for record in (saved, now))
-        known = (first != 0) & (second != 0) if len(first) == len(second) == len(names) else np.zeros(0, bool)
-        leaves = [names[index] for index in np.flatnonzero(known & (first != second))] if known.any() else []
-        if layer == "state":
-            leaves = list(dict.fromkeys([*leaves, *_compared(saved, now, "full")[1]]))
-        if leaves:
-            size = _difference(saved, now) if layer == "state" else None
-            text = f"{len(leaves)} of {int(known.sum())} leaves: {shortened(map(shown_name, leaves), _SHOWN)}"
-            differs[layer] = text + (f"; relative difference {size:.1g}" if size else "")
-        elif known.any():
-            same.append(layer)
+    first, second = (_unpacked(record.get("state", [""])[0], np.uint32) for record in (saved, now))
+    known = (first != 0) & (second != 0) if len(first) == len(second) == len(names) else np.zeros(0, bool)
+    leaves = [names[index] for index in np.flatnonzero(known & (first != second))] if known.any() else []
+    if leaves := list(dict.fromkeys([*leaves, *_compared(saved, now, "full")[1]])):
+        size = _difference(saved, now)
+        text = f"{len(leaves)} of {int(known.sum())} leaves: {shortened(map(shown_name, leaves), _SHOWN)}"
+        differs["state"] = text + (f"; relative difference {size:.1g}" if size else "")
+    elif known.any():
+        same.append("state")
     return same, differs
 
 
@@ -411,27 +394,22 @@ def _checksums(states: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
-def _gradients(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
-    """Return the gradients of parameters of torch, each with the place of its leaf."""
+def _gradients(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the gradients of parameters of torch, by the names of their leaves."""
     torch: Any = loaded("torch")
-    trained = [] if torch is None else [(n, leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    found = [(n, leaf.grad) for n, leaf in trained if leaf.requires_grad and leaf.is_leaf]
-    return [(n, gradient) for n, gradient in found if gradient is not None]
+    trained = {} if torch is None else {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    found = {name: leaf.grad for name, leaf in trained.items() if leaf.requires_grad and leaf.is_leaf}
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
-def _in_turn(count: int, k: int) -> list[int]:
-    """Return all places, from another one on at each k."""
-    first = k.bit_length() * 7 % max(1, count)
-    return [*range(first, count), *range(first)]
-
-
-def _full_sums(names: Sequence[str], leaves: Sequence[Any], places: Sequence[int]) -> dict[str, Any]:
-    """Return sums of all bits of the leaves at some places, as many as a record may look at."""
+def _full_sums(leaves: Mapping[str, Any], k: int) -> dict[str, Any]:
+    """Return sums of all bits of as many leaves as a record may look at, from another leaf on at each k."""
+    first = k.bit_length() * 7 % max(1, len(leaves))
     found, left = {}, _FULL
-    for place in places:
-        size = size_of(leaves[place])
-        if 512 < size <= left and (total := full_sum(leaves[place])) is not None:
-            found[names[place]], left = total, left - size
+    for name, leaf in [*islice(leaves.items(), first, None), *islice(leaves.items(), first)]:
+        size = size_of(leaf)
+        if 512 < size <= left and (total := full_sum(leaf)) is not None:
+            found[name], left = total, left - size
     return found
 
 

@@ -256,7 +256,7 @@ class Witness:
             self._found(self._resumed or 0, 0, same, differs)
 
     def _compare_arrived(self, *, wait: bool) -> None:
-        while self._waiting and (wait or self._waiting[0].pending.is_ready):
+        while self._waiting and (wait or self._waiting[0].pending.samples.is_ready):
             k, pending = self._waiting.pop(0)
             now, saved = pending.finish(), self._records.by_k[k]
             same, differs = compare(saved, now, self._records.names)
