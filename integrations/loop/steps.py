@@ -318,7 +318,9 @@ class StepSaver:
         assert self.step is not None
         if self._manager.local_due(self.step):
             with part_of_save(self._manager, self.step, locally=True):
-                self._manager.save_locally(self.step, **self._taken())
+                taken = self._taken()
+                self._witness.save(self.step, self._last.seen)
+                self._manager.save_locally(self.step, **taken)
 
     def _taken(self) -> dict[str, Any]:
         """Return what is saved of the last step, as arguments of the manager."""

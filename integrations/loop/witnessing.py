@@ -37,6 +37,7 @@ from .announce import announce
 
 logger = logging.getLogger("holdfast")
 
+_SAVES = 4  # earlier ones that may be under way, in the directory and in the local places of the hosts
 _LAST = 4  # reports after a save; what was compared until then is said in one line
 
 
@@ -200,7 +201,7 @@ class Witness:
             self._conclude()
             self._compares = False
             if self._file is not None:
-                self._earlier.append(self._file)
+                self._earlier = [*self._earlier[-_SAVES:], self._file]
             first = self._recorder.take(0, seen, same)
             self._file = RecordFile(step, self._processes.index, self._key, first)
             self._k = 0
@@ -208,10 +209,10 @@ class Witness:
     def _committed(self, place: Location, record: CheckpointRecord) -> None:
         """Write the records of a step that was committed; called on the thread that saves."""
         with self._only_logged():
-            earlier, self._earlier = self._earlier, []
-            for file in earlier:
+            files = self._files()
+            for file in files[:-1]:
                 file.finish()
-            for file in (*earlier, *([] if self._file is None else [self._file])):
+            for file in files:
                 if file.step == record.step:
                     file.commit(place, record.fingerprint)
 
@@ -221,8 +222,11 @@ class Witness:
         with self._only_logged():
             self._compare_arrived(wait=True)
             self._conclude()
-            for file in (*self._earlier, *([] if self._file is None else [self._file])):
+            for file in self._files():
                 file.finish()
+
+    def _files(self) -> list[RecordFile]:
+        return [*self._earlier, *([] if self._file is None else [self._file])]
 
     @contextlib.contextmanager
     def _only_logged(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -265,6 +266,38 @@ def test_a_difference_that_another_processor_rounds(tmp_path: Path, caplog: pyte
     assert (proof.exact, proof.differs) == (None, ())
     assert 0 < proof.rounding < 1e-4
     assert [text for text in caplog.messages if "as another processor rounds" in text]
+
+
+KILLED = """
+import os, signal, sys
+import holdfast as hf
+from tests.witness.test_resumes import Run
+
+def at(step):
+    if step == 8:
+        run.checkpoint.manager.wait_until_finished()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+directory, memory, hidden = sys.argv[1:]
+run = Run(directory, hidden, save_interval_steps=1000, local=hf.Local(memory, every=2, copies=0))
+run(at=at)
+"""
+
+
+@pytest.mark.parametrize(("hidden", "exact", "differs"), [("", True, ()), ("state", False, ("metrics", "state"))])
+def test_a_resume_from_the_memory_of_the_host_is_compared(
+    tmp_path: Path, hidden: str, exact: bool, differs: tuple[str, ...]
+) -> None:
+    """A local step has the records of its next steps beside its files, and they are removed with it."""
+    directory, memory = tmp_path / "run", tmp_path / "memory"
+    arguments = [sys.executable, "-c", KILLED, str(directory), str(memory), hidden]
+    assert subprocess.run(arguments, check=False, capture_output=True).returncode == -signal.SIGKILL
+    files = sorted(memory.glob("*/own/*/witness.jsonl"))
+    assert [len(file.read_bytes().splitlines()) for file in files] == [4, 3]  # a header, k = 0, 1, and the next save
+    run = Run(directory, hidden, save_interval_steps=1000, local=hf.Local(memory, every=2, copies=0))(last=12)
+    proof = run.checkpoint.proof
+    assert (proof.exact, proof.steps, proof.differs) == (exact, (7,) if exact else (), differs)
+    assert not [file for file in files if file.exists()]
 
 
 def test_records_go_on_where_a_resume_was_exact(tmp_path: Path) -> None:
