@@ -48,7 +48,7 @@ from .objects import adapter_for
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, peek, restore, unfinished_neighbour, warn_of_misfits
 from .states import STATE, LoopArguments, StateAdapter, check_depth
-from .steps import StepSaver, check_metrics, seen
+from .steps import Report, StepSaver, check_metrics
 from .stopping import AfterSignal, AgreedStop, Durations, Stop, agreed_steps_after_signal, barrier_exit, stop_of
 from .witnessing import Proof, Witness, why_not_comparable
 
@@ -499,13 +499,14 @@ class CheckpointCallback:
             raise StateError(missing_extras(self._names - extras.keys()))
         if self._should_stop and self._preemption.ends_run:
             return StepOutcome(False, "the run was stopped; nothing is saved any more", should_stop=True)
+        report = Report(step, state, metrics, self._with_generators(extras), batch, epoch)
         if self._after_signal is not None and not self._should_stop:
-            self._saver.show(step, state, metrics, self._with_generators(extras), batch, epoch)
+            self._saver.show(report)
             after = self._after_signal = self._after_signal.after(self._durations.longest, again=self._preemption.again)
             if after.left == 0:
                 self._stop_now(extras)
             return StepOutcome(False, "preempted; the step is recorded and not saved", self._should_stop)
-        self._saver.update(step, state, metrics, self._with_generators(extras), batch, epoch)
+        self._saver.update(report)
         decision = self._manager.decide(step, metrics=metrics)
         if self._stop.after_batch():
             return self._on_preemption(decision.save, decision.reason, extras)
@@ -643,7 +644,7 @@ class CheckpointCallback:
                 logger.info("took the weights from %s; everything else starts fresh", taken)
                 warn_of_misfits(adapter.misfits, f"init_from={str(place)!r}", "weights")
             self._begin_steps(state, extras)
-            self._witness.begin(seen(0, state, self._with_generators(extras), {}))
+            self._witness.begin(Report(0, state, extras=self._with_generators(extras)).seen({}))
             self._announce_first_save()
             return state, 0
         if place is not None:
@@ -652,7 +653,7 @@ class CheckpointCallback:
         self._restored = restored.step
         state = initial.completed(adapter, restored.state)
         self._begin_steps(state, extras)
-        shown = seen(restored.step, state, self._with_generators(self.extras), {})
+        shown = Report(restored.step, state, extras=self._with_generators(self.extras)).seen({})
         self._witness.resume(restored.step, shown, why_not_comparable(self._options, self._adapter.misfits))
         return state, restored.step
 
@@ -743,7 +744,7 @@ class CheckpointCallback:
             )
         self._adapt(state)
         self._begin_steps((), {})  # The state before the first step is not known.
-        self._witness.begin(seen(0, state, {}, {}))
+        self._witness.begin(Report(0, state).seen({}))
 
     def _stop_now(self, extras: Mapping[str, Any]) -> None:
         """Ask to stop, and end the data: a ``break`` may leave one of several loops."""
