@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Never, Protocol, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, Self, TypeVar, overload
 
 from ...engine.checkpoint import AsyncCheckpointer
 from ...engine.clock import Clock, Duration, seconds
@@ -224,6 +224,9 @@ class CheckpointCallback:
         global_generators: Save and restore the global random generators of Python, numpy and torch (on the CPU and on
             devices), as far as the program has imported them. Each of several processes has its own, unless they are
             ``replicated``.
+        step_offset: 1 if the step that your loop reports is the index of its last update, as with Orbax, so that N + 1
+            updates are in the state of step N, and a resume begins with step N + 1. 0 is the number of updates. It is
+            saved with each step; None takes that of the step that the run resumes from, or 0.
 
     Attributes:
         extras: The extras by name as they were restored; as they were passed, after a fresh start.
@@ -271,6 +274,7 @@ class CheckpointCallback:
         barrier_timeout_secs: Duration = "10m",
         load_and_broadcast: bool | None = None,
         global_generators: bool = True,
+        step_offset: Literal[0, 1] | None = None,
         **unknown: Never,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
@@ -420,7 +424,7 @@ class CheckpointCallback:
         and never waits for the device.
 
         Args:
-            step: The number of updates that are in the state.
+            step: The number of updates that are in the state, less ``step_offset``.
             state: The state after the update.
             metrics: Metrics of this step by name: numbers or scalars still on the device, which are fetched only if a
                 save needs them.
@@ -448,7 +452,6 @@ class CheckpointCallback:
         check_no_options(extras)
         self._durations.note()
         self._check_order(step)
-        self._adapter.check_step(step, state)
         if not self._names <= extras.keys():
             raise StateError(missing_extras(self._names - extras.keys()))
         if self._after_signal is not None and not self._should_stop:
@@ -528,6 +531,13 @@ class CheckpointCallback:
         self._preemption.hand_on()
         raise SystemExit(self.exit_status)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Never:
+            is_hook = name == "setup" or name.startswith("on_")  # which a Lightning trainer asks for
+            hint = "; a Lightning trainer takes holdfast.integrations.lightning.CheckpointCallback" if is_hook else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
+
     def __enter__(self) -> Self:
         self._preemption.install()
         return self
@@ -590,7 +600,7 @@ class CheckpointCallback:
                 state, taken = adapter.with_weights(state, place)
                 logger.info("took the weights from %s; everything else starts fresh", taken)
                 warn_of_misfits(adapter.misfits, f"init_from={str(place)!r}", "weights")
-            self._begin_steps(state, extras)
+            self._begin_steps(state, extras, -self._saver.step_offset)
             self._witness.begin(seen(0, state, self._with_generators(extras), {}))
             self._announce_first_save()
             return state, 0
@@ -598,11 +608,13 @@ class CheckpointCallback:
             logger.info("init_from=%s is ignored, as the run resumes", place)
         self.extras = {name: restored.extras[name] for name in extras}
         self._restored = restored.step
+        if self._options.step_offset is None:
+            self._saver.step_offset = (self._manager.custom_metadata(restored.step) or {}).get("step_offset", 0)
         state = initial.completed(adapter, restored.state)
-        self._begin_steps(state, extras)
+        self._begin_steps(state, extras, restored.step)
         shown = seen(restored.step, state, self._with_generators(self.extras), {})
         self._witness.resume(restored.step, shown, why_not_comparable(self._options, self._adapter.misfits))
-        return state, restored.step
+        return state, restored.step + self._saver.step_offset
 
     def _all_steps(self) -> list[int]:
         """Return the steps in the directory, damaged ones among them, and that of the hosts."""
@@ -623,6 +635,7 @@ class CheckpointCallback:
             self._adapter = adapter_for(state, None if self._options.partial is None else Misfits())
             self._state_checkpointer.handler = self._adapter.handler(self._options)
             self._saver = StepSaver(self._manager, self._adapter, self._options.replicated, self._witness)
+            self._saver.step_offset = self._options.step_offset or 0
             self._is_adapted = True
         return self._adapter
 
@@ -657,9 +670,9 @@ class CheckpointCallback:
         """Return the extras with the global generators, last, as a restore of other extras may draw from them."""
         return extras if self._generators is None else {**extras, GLOBAL_GENERATORS: self._generators}
 
-    def _begin_steps(self, state: Any, extras: Mapping[str, Any]) -> None:
+    def _begin_steps(self, state: Any, extras: Mapping[str, Any], last: int | None) -> None:
         """Set the global generators, when everything else is restored, and begin to watch the state."""
-        self._saver.watch(state, extras)
+        self._saver.watch(state, extras, last)
         missing = [] if self._generators is None else self._generators.begin()
         if missing:
             logger.warning(
@@ -687,7 +700,7 @@ class CheckpointCallback:
                 "restore_or_initialize before the loop, or choose another directory"
             )
         self._adapt(state)
-        self._begin_steps((), {})  # The state before the first step is not known.
+        self._begin_steps((), {}, None)  # The state before the first step is not known.
         self._witness.begin(seen(0, state, {}, {}))
 
     def _on_preemption(self, due: bool, why: str) -> StepOutcome:
