@@ -438,8 +438,9 @@ class CheckpointCallback:
 
         Raises:
             SaveFailedError: An earlier save failed in the background; this step is saved nevertheless.
-            StateError: The callback is closed, or the directory holds checkpoints that were not restored; or the steps
-                since the resume are not those of before the stop, with ``on_inexact="raise"``.
+            StateError: The callback is closed, or the directory holds checkpoints that were not restored; or the state
+                lacks names of the one that came back, or is a state dict that was handed over; or the steps since the
+                resume are not those of before the stop, with ``on_inexact="raise"``.
         """
         if type(step) is not int:
             step = operator.index(step)

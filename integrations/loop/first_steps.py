@@ -97,11 +97,7 @@ class FirstSteps:
         if len(self._looks) == 1:
             self._check_state(step, state)
         self._looks.append(self._look(step, state))
-        if (
-            len(self._looks) == 2
-            and step == self._looks[0].step
-            and _differ(self._looks[0], self._looks[1], self._arrays)
-        ):
+        if len(self._looks) == 2 and step == self._looks[0].step and _differ(self._looks, self._arrays):
             logger.warning(_REPEATED, step)
         if len(self._looks) == 3:
             if self._leaves_out():
@@ -127,7 +123,7 @@ class FirstSteps:
         if self._reports - reports < _FAR:
             return False
         has_other_loss = any(before.get(name, one) != one for name, one in metrics.items() if not is_time(name))
-        if has_other_loss and first.versions == now.versions and not _differ(first, now):
+        if has_other_loss and first.versions == now.versions and not _differ([first, now]):
             _check_use(step, first.step, leaves)
         return True
 
@@ -172,9 +168,10 @@ def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], roo
     own = [one for _, one in searched(root) if isinstance(one, torch.optim.Optimizer)]
     held = _addresses(leaves)
     left = changed.keys() & held - _addresses(chain(*map(_parameters, own), *map(_moments, own)))
-    for one in _live(torch.optim.Optimizer) if left else ():
-        state, trained = _addresses(_moments(one)), _addresses(_parameters(one)) & left
-        if trained and state and not state & held:
+    others = [(one, _addresses(_moments(one))) for one in _live(torch.optim.Optimizer)] if left else []
+    left -= _addresses(chain(*(_parameters(one) for one, state in others if state & held)))  # saved as state dicts
+    for one, state in others:
+        if (trained := _addresses(_parameters(one)) & left) and state and not state & held:
             shown = sorted(changed[address].removeprefix(f"{STATE}.") for address in trained)
             logger.warning(_FORGOTTEN, step, type(one).__qualname__, shortened(shown, 3))
             return
@@ -189,8 +186,8 @@ def _check_use(step: int, earlier: int, leaves: list[Any]) -> None:
         logger.warning(_UNUSED, step, earlier, len(others))
 
 
-def _differ(one: _Look, other: _Look, end: int | None = None) -> bool:
-    pairs = zip(*(look.samples.fetch(1)[0][:end].tolist() for look in (one, other)), strict=True)
+def _differ(looks: list[_Look], end: int | None = None) -> bool:
+    pairs = zip(*(look.samples.fetch(1)[0][:end].tolist() for look in looks), strict=True)
     return any(mine and yours and mine != yours for mine, yours in pairs)
 
 
