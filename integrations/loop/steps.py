@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
-from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError, shortened
+from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError, StateError, shortened
 from ...engine.generators import GlobalGenerators, capture, is_generator
 from ...engine.handlers import check_savable
 from ...engine.loaders import without_generators
@@ -29,6 +29,7 @@ from .extras import (
     moves,
     tree_of,
 )
+from .first_steps import FirstSteps
 from .objects import VersionCounters, is_versioned
 from .states import STATE, StateAdapter, is_deleted
 from .witnessing import Witness
@@ -237,6 +238,8 @@ class StepSaver:
         self._saved: int | None = None
         self.fresh_extras: FreshTypes | None = None  # the types of the extras at the start of the run
         self._extra_versions = VersionCounters()
+        self.step_offset = 0  # updates that are in a state beyond the number of its step
+        self._first_steps: FirstSteps | None = None
         self._last = LastStep(adapter, self._extra_versions, replicated)
 
     @property
@@ -249,10 +252,22 @@ class StepSaver:
         """Whether the last step is saved, or no step was reported."""
         return self.step is None or self.holds(self.step)
 
-    def watch(self, state: Any, extras: Mapping[str, Any]) -> None:
-        """Begin to watch the state before the first step."""
+    def watch(self, state: Any, extras: Mapping[str, Any], last: int | None) -> None:
+        """Begin to watch the state before the first step; ``last`` is the number of the step before, if it is known."""
+        first = self._first_steps = FirstSteps()
+        self._ask(lambda: first.begin(state, last, extras))
         self._adapter.watch(state)
         self._extra_versions.watch({name: extra for name, extra in extras.items() if is_versioned(extra)})
+
+    def _ask(self, look: Callable[[], bool | None]) -> None:
+        """Let the first steps look until they have nothing more to say; another error than theirs ends no run."""
+        try:
+            self._first_steps = None if look() else self._first_steps
+        except StateError:
+            raise
+        except Exception:
+            self._first_steps = None
+            logger.info("the first steps of the loop are not checked", exc_info=True)
 
     @property
     def left_in_epoch(self) -> int | None:
@@ -261,6 +276,8 @@ class StepSaver:
 
     def update(self, report: Report) -> None:
         """Note a step that the loop has finished, and compare it with that of before the stop."""
+        if (first := self._first_steps) is not None:
+            self._ask(lambda: first.report(report.step, report.state, report.extras))
         is_first = self.step is None
         self._last.update(report)
         if is_first:
@@ -304,11 +321,11 @@ class StepSaver:
         last, step = self._last, self._last.step
         assert step is not None
         with part_of_save(self._manager, step):
-            if self._saved is None:
-                self._adapter.warn_of_step(step, last.report.state)
             last.warn_of_gradients()
             taken = self._taken()
             self._witness.save(step, last.seen)
+            if (first := self._first_steps) is not None:
+                self._ask(lambda: first.save(step, last.report.state, taken["metrics"] or {}))
         try:
             if not self._manager.save(step, force=True, reason=reason, **taken):
                 return False
@@ -335,7 +352,8 @@ class StepSaver:
         arguments: dict[str, Any] = {STATE: self._adapter.save_kwargs()}
         if self.fresh_extras is not None and "extras" in items:
             arguments["extras"] = {"fresh": self.fresh_extras}
-        return {"items": items, "metrics": metrics, "save_kwargs": arguments}
+        kept = {"step_offset": self.step_offset} if self.step_offset else None
+        return {"items": items, "metrics": metrics, "save_kwargs": arguments, "custom_metadata": kept}
 
     def save_at_end(self) -> None:
         """Save the last step if that is still possible, and log a warning if it is not."""
