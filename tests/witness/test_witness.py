@@ -319,7 +319,7 @@ def test_a_file_is_read_again(tmp_path: Path) -> None:
 def test_a_file_that_is_continued_keeps_its_lines(tmp_path: Path) -> None:
     records = written(tmp_path)
     before = (tmp_path / "witness.jsonl").read_bytes()
-    file = RecordFile.of(5, 0, as_location(tmp_path), records)
+    file = RecordFile(5, 0, {}, None, records)
     for k in (1, 2, 4):
         file.add(Recorder(seen(0)).take(k, seen(5 + k, w=9.0)))
     file.finish()
