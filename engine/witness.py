@@ -42,34 +42,20 @@ _TIMES |= {"speed", "fps", "throughput", "memory"}
 _LOSS, _UPDATE = 1e-4, 1e-2  # relative differences that rounding explains where another kind of processor computes
 _SHOWN = 3
 
-Layers = dict[str, str]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a program shows at a step.
-
-    Attributes:
-        step: The number of the step.
-        root: The state, and all that is saved with it whose values lie in arrays and numbers, by name.
-        objects: Other objects that were handed over, such as loaders, whose plain attributes explain a difference.
-        generators: Snapshots of the states of random generators, by name.
-        positions: Snapshots of opaque states, such as places in the data, by name.
-        batch: The batch of the step, or None where it is not visible.
-        checksums: Checksums of batches that were taken already, by name of the loader.
-        metrics: The metrics as they were reported.
-        counters: Numbers that must agree, such as the epoch.
-    """
+    """What a program shows at a step."""
 
     step: int
-    root: Any
-    objects: Mapping[str, Any] = field(default_factory=dict)
-    generators: Mapping[str, Any] = field(default_factory=dict)
-    positions: Mapping[str, Any] = field(default_factory=dict)
+    root: Any  # the state, and all that is saved with it whose values lie in arrays and numbers, by name
+    objects: Mapping[str, Any] = field(default_factory=dict)  # such as loaders, whose plain attributes explain
+    generators: Mapping[str, Any] = field(default_factory=dict)  # snapshots of states of random generators, by name
+    positions: Mapping[str, Any] = field(default_factory=dict)  # snapshots of opaque states, such as places in the data
     batch: Any = None
-    checksums: Mapping[str, int] = field(default_factory=dict)
+    checksums: Mapping[str, int] = field(default_factory=dict)  # of batches that were taken already, by loader
     metrics: Mapping[str, Any] | None = None
-    counters: Mapping[str, int] = field(default_factory=dict)
+    counters: Mapping[str, int] = field(default_factory=dict)  # numbers that must agree, such as the epoch
 
 
 Record = dict[str, Any]
@@ -82,9 +68,6 @@ class Recorder:
     Args:
         seen: What the program shows as the run begins: its state, of which records have samples.
         names: The leaves that a resume is compared in until its next save; None chooses them.
-
-    Attributes:
-        attributes: The plain attributes of all objects as the run began, or at the last save, as texts by name.
     """
 
     def __init__(self, seen: Seen, names: tuple[str, ...] | None = None) -> None:
@@ -92,7 +75,7 @@ class Recorder:
         self._sampler = Sampler()
         self._ways = Ways(seen.root, _LEAVES, names)
         self._saves = 0
-        self._begun = self.attributes = self._attributes(seen)
+        self._begun = self.attributes = self._attributes(seen)  # as the run began, and at the last save
 
     def take(self, k: int, seen: Seen, same: Pending | None = None) -> Pending:
         """Begin the record of a step, with k = 0 of a save; what lies on a device arrives later.
@@ -143,32 +126,22 @@ class Recorder:
 class RecordFile:
     """The records of the steps after one save, in a file beside that of the step.
 
-    Args:
-        step: The step of the save.
-        process: The index of this process, which has a file of its own.
-        key: What a comparison needs to be alike: the number of processes, versions, devices.
-        first: The record of the save; None for the file of a step that the run has resumed from.
+    ``first`` is the record of the save, or None for a step that the run has resumed from; the ``records`` of that stay.
     """
 
-    def __init__(self, step: int, process: int, key: Mapping[str, Any], first: Pending | None) -> None:
+    def __init__(
+        self, step: int, process: int, key: Mapping[str, Any], first: Pending | None, records: Records | None = None
+    ) -> None:
+        records = records or Records()
         self.step = step
         self._name = file_name(process)
         self._key = key
         self._lock = threading.Lock()
-        self._place: Location | None = None  # where the step is, once it is committed
-        self._first = first
+        self._place = records.place  # None until the step is committed
         self._waiting = [] if first is None else [first]
-        self._lines: list[str] = []
-        self._written = 0  # lines that the file has
-        self._known = {0}  # which records there are, by their k
-
-    @classmethod
-    def of(cls, step: int, process: int, place: Location, records: Records) -> RecordFile:
-        """Return the file of a step that the run has resumed from; its lines stay as they are."""
-        found = cls(step, process, records.key, None)
-        found._place, found._known, found._lines = place, {*records.by_k}, [*records.lines]
-        found._written = len(found._lines)
-        return found
+        self._lines = [*records.lines]
+        self._written = len(self._lines)  # lines that the file has
+        self._known = {0, *records.by_k}  # which records there are, by their k
 
     def add(self, pending: Pending) -> None:
         """Add a later record, and write what has arrived."""
@@ -182,10 +155,11 @@ class RecordFile:
     def commit(self, place: Location, checkpoint: str) -> None:
         """Write the records that there are, now that the commit of the step is known."""
         with self._lock:
-            if (first := self._first) is not None:
+            if self._place is None:
+                first, self._place = self._waiting[0], place
                 header = {"version": VERSION, "checkpoint": checkpoint, "names": first.names, "total": first.total}
-                self._lines = [_line({**header, "key": {**self._key, "devices": first.devices}})]
-                self._place, self._first = place, None
+                key = {**self._key, "devices": first.samples.devices(len(first.names))}
+                self._lines = [_line({**header, "key": key})]
                 self._flush(place, wait=True)
 
     def finish(self) -> None:
@@ -223,11 +197,6 @@ class Pending:
     layers: Mapping[str, Sequence[Any]]  # what the samples are of, in their order
     _finished: bool = False
 
-    @property
-    def devices(self) -> str:
-        """The kinds of devices that hold the state."""
-        return self.samples.devices(len(self.names))
-
     def finish(self) -> Record:
         """Return the whole record; waits for what has not arrived."""
         if not self._finished:
@@ -255,6 +224,7 @@ class Records:
     why: str = ""  # why there are none
     key: Mapping[str, Any] = field(default_factory=dict)  # what has to be alike in the run that resumes
     lines: tuple[str, ...] = ()
+    place: Location | None = None
 
 
 def file_name(process: int) -> str:
@@ -280,15 +250,15 @@ def read_records(place: Location, process: int, checkpoint: str) -> Records:
             return Records(why="its record is of another checkpoint or version")
         by_k = {int(record["k"]): record for record in reversed(records)}
         names, total = tuple(header["names"]), int(header["total"])
-        return Records(names, total, by_k, "", header["key"], tuple(lines))
+        return Records(names, total, by_k, "", header["key"], tuple(lines), place)
     except (ValueError, KeyError, TypeError, AttributeError):
         return Records(why="its record is damaged")
 
 
-def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[str], Layers]:
+def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
     """Return the layers in which two records of a step agree, and those that differ with their differences."""
     same: list[str] = []
-    differs: Layers = {}
+    differs: dict[str, str] = {}
     for layer in ("batch", "generators", "counters", "metrics", "gradients"):
         both, changed = _compared(saved, now, layer)
         if changed and layer in ("counters", "metrics"):
@@ -306,7 +276,10 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
     known = (first != 0) & (second != 0) if len(first) == len(second) == len(names) else np.zeros(0, bool)
     leaves = [names[index] for index in np.flatnonzero(known & (first != second))] if known.any() else []
     if leaves := list(dict.fromkeys([*leaves, *_compared(saved, now, "full")[1]])):
-        size = _difference(saved, now)
+        one, other = _values(saved), _values(now)
+        with np.errstate(all="ignore"):
+            apart = np.abs(one - other) / np.maximum(np.abs(one), 1e-30)
+        size = max(apart[np.isfinite(apart)], default=0.0)
         text = f"{len(leaves)} of {int(known.sum())} leaves: {shortened(map(shown_name, leaves), _SHOWN)}"
         differs["state"] = text + (f"; relative difference {size:.1g}" if size else "")
     elif known.any():
@@ -329,22 +302,15 @@ def _value(entry: Any) -> str:
 
 def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
     """Return the greatest relative difference of metrics and update at k = 1 if rounding explains it, or None."""
-    found = [0.0]
-    for name, (digest, value) in (saved.get("metrics") or {}).items():
-        other = (now.get("metrics") or {}).get(name, [digest, value])
-        if digest != other[0] and not is_time(name):
-            size = abs(value - other[1]) / max(abs(value), 1e-30)
-            if not size <= _LOSS:
-                return None
-            found.append(size)
-    before, one, other = (_unpacked(record["state"][1], np.float32) for record in (first, saved, now))
-    if not len(before) == len(one) == len(other):
+    pairs = [(saved["metrics"][name][1], now["metrics"][name][1]) for name in _compared(saved, now, "metrics")[1]]
+    found = [abs(value - other) / max(abs(value), 1e-30) for value, other in pairs]
+    before, one, other = (_values(record) for record in (first, saved, now))
+    if not all(size <= _LOSS for size in found) or not len(before) == len(one) == len(other):
         return None
     with np.errstate(all="ignore"):
-        moved = one.astype(np.float64) - before
-        apart = np.linalg.norm(np.nan_to_num(other.astype(np.float64) - one))
-        size = float(apart / max(float(np.linalg.norm(np.nan_to_num(moved))), 1e-300)) if apart else 0.0
-    return max(found + [size]) if size <= _UPDATE else None
+        moved, apart = (float(np.linalg.norm(np.nan_to_num(change))) for change in (one - before, other - one))
+    size = apart / max(moved, 1e-300)
+    return max([*found, size]) if size <= _UPDATE else None
 
 
 def changed_attributes(saved: Record, own: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
@@ -352,12 +318,12 @@ def changed_attributes(saved: Record, own: Mapping[str, str]) -> dict[str, tuple
 
     By name: the value at the save, the value now, and whether two saves showed that steps change it.
     """
-    found = {}
-    for name, (text, moves) in (saved.get("attributes") or {}).items():
-        # What first steps make once, such as a cache, is not there yet; what steps change again and again is missed.
-        if own.get(name) != text and (name in own or moves):
-            found[shown_name(name)] = (text, own.get(name, "not there"), bool(moves))
-    return found
+    # What first steps make once, such as a cache, is not there yet; what steps change again and again is missed.
+    return {
+        shown_name(name): (text, own.get(name, "not there"), bool(moves))
+        for name, (text, moves) in (saved.get("attributes") or {}).items()
+        if own.get(name) != text and (name in own or moves)
+    }
 
 
 def shown_name(name: str) -> str:
@@ -397,8 +363,8 @@ def _checksums(states: Mapping[str, Any]) -> dict[str, int]:
 def _gradients(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Return the gradients of parameters of torch, by the names of their leaves."""
     torch: Any = loaded("torch")
-    trained = {} if torch is None else {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
-    found = {name: leaf.grad for name, leaf in trained.items() if leaf.requires_grad and leaf.is_leaf}
+    tensors = {} if torch is None else {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    found = {name: leaf.grad for name, leaf in tensors.items() if leaf.requires_grad and leaf.is_leaf}
     return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
@@ -413,12 +379,8 @@ def _full_sums(leaves: Mapping[str, Any], k: int) -> dict[str, Any]:
     return found
 
 
-def _difference(saved: Record, now: Record) -> float | None:
-    one, other = (_unpacked(record["state"][1], np.float32).astype(np.float64) for record in (saved, now))
-    with np.errstate(all="ignore"):
-        apart = np.abs(one - other) / np.maximum(np.abs(one), 1e-30)
-    known = apart[np.isfinite(apart)]
-    return float(known.max()) if known.size else None
+def _values(record: Record) -> NDArray[np.float64]:
+    return _unpacked(record["state"][1], np.float32).astype(np.float64)
 
 
 def _packed(array: NDArray[Any]) -> str:

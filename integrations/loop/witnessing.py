@@ -137,7 +137,7 @@ class Witness:
             records = read_records(found[0], self._processes.index, found[1].fingerprint)
         self._recorder = Recorder(seen, None if records.why or why_not else records.names)
         now = self._recorder.take(0, seen)
-        key = {**self._key, "devices": now.devices}
+        key = {**self._key, "devices": now.samples.devices(len(now.names))}
         why = records.why or why_not or not_comparable(records.key, key)
         self.proof = Proof(why=why)
         if found is None or why:
@@ -146,7 +146,7 @@ class Witness:
                 self._say(text, why, step)
             return
         self._records, self._compares, self._has_said = records, True, False
-        self._file = RecordFile.of(step, self._processes.index, found[0], records)
+        self._file = RecordFile(step, self._processes.index, records.key, None, records)
         self._compare_restored(records.by_k.get(0, {}), now.finish())
 
     def note(self, look: Callable[[], Seen], mark: Any = None) -> None:

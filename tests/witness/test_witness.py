@@ -18,7 +18,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 from holdfast import graph
-from holdfast.engine.pytree import MISSING, Sampler, Ways, full_sum, leaves_of
+from holdfast.engine.pytree import MISSING, Sampler, Samples, Ways, full_sum, leaves_of
 from holdfast.engine.storage import as_location
 from holdfast.engine.witness import (
     LIMIT,
@@ -59,6 +59,7 @@ def test_a_change_of_any_sampled_element_changes_the_digest() -> None:
     "leaf",
     [
         np.array([object()]),
+        np.array(["words"]),
         np.zeros((0, 3)),
         torch.zeros(3, device="meta"),
         torch.zeros(0),
@@ -67,7 +68,7 @@ def test_a_change_of_any_sampled_element_changes_the_digest() -> None:
         None,
         MISSING,
     ],
-    ids=["objects", "empty", "meta", "empty of torch", "sparse", "text", "None", "gone"],
+    ids=["objects", "words", "empty", "meta", "empty of torch", "sparse", "text", "None", "gone"],
 )
 def test_what_cannot_be_read_has_the_digest_0(leaf: Any) -> None:
     digests, _ = Sampler().take([1.0, leaf, 2.0]).fetch(1)
@@ -78,6 +79,17 @@ def test_a_number_and_an_array_of_it_are_the_same() -> None:
     leaves = [3, np.int64(3), np.array(3), torch.tensor(3), jnp.asarray(3), np.array([3])]
     digests, _ = Sampler().take(leaves).fetch(1)
     assert len({*digests.tolist()}) == 1
+
+
+def test_what_jax_gathers_on_a_device_has_the_digests_of_the_host() -> None:
+    """Each dtype is gathered on its own, so that no bit changes: not the bits of a NaN, nor those of long integers."""
+    nan = np.array([1, 2, 0x7FC0BEEF, 0xFFC00001], np.uint32).view(np.float32)
+    dtypes: list[Any] = [jnp.bfloat16, jnp.float32, bool, jnp.complex64, jnp.float16, jnp.int32]
+    arrays = [jnp.asarray(nan), *(jnp.asarray(np.arange(300).reshape(20, 15) % 7, dtype) for dtype in dtypes)]
+    arrays.append(jnp.asarray(np.arange(100) + (1 << 30), jnp.uint32))
+    gathered = Samples(len(arrays), Sampler()._gathered_by_jax([*enumerate(arrays)])).fetch(4)
+    for found, expected in zip(gathered, Sampler().take(arrays).fetch(4), strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_tensors_are_read_where_they_are_now() -> None:
@@ -274,6 +286,26 @@ def test_what_only_explains(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("place", "explained"), [(1, ", with the same state of data"), (2, ", and so is the state of data")]
+)
+def test_the_state_of_a_loader_explains_another_batch(place: int, explained: str) -> None:
+    changes = {"batch": {"x": np.ones(3)}, "positions": {"data": {"n": place}}}
+    _, differs = compare(record(1, seen(1, **SAME)), record(1, seen(1, **{**SAME, **changes})), NAMES)
+    assert differs == {"batch": explained}
+
+
+@pytest.mark.parametrize("metrics", [{"loss": 0.5}, None], ids=["metrics", "sums"])
+def test_a_step_that_is_saved_is_sampled_once(metrics: dict[str, float] | None) -> None:
+    """The last record of the save before and that of the new one share a sample, unless this one has other sums."""
+    table = Seen(step=6, root={"state": {"w": np.ones(1000)}}, metrics=metrics, batch=np.ones(3))
+    recorder, alone = (Recorder(Seen(step=0, root=table.root)) for _ in range(2))
+    last = recorder.take(3, table)
+    first = recorder.take(0, table, last)
+    assert (first.samples is last.samples) is (metrics is not None)
+    assert {"full": {}} | first.finish() == alone.take(0, table).finish()
+
+
+@pytest.mark.parametrize(
     ("noise", "loss", "explained"),
     [(1e-6, 0.5, True), (1e-6, 0.50001, True), (1e-6, 0.501, False), (2e-2, 0.5, False), (float("nan"), 0.5, True)],
 )
@@ -319,7 +351,7 @@ def test_a_file_is_read_again(tmp_path: Path) -> None:
 def test_a_file_that_is_continued_keeps_its_lines(tmp_path: Path) -> None:
     records = written(tmp_path)
     before = (tmp_path / "witness.jsonl").read_bytes()
-    file = RecordFile.of(5, 0, as_location(tmp_path), records)
+    file = RecordFile(5, 0, {}, None, records)
     for k in (1, 2, 4):
         file.add(Recorder(seen(0)).take(k, seen(5 + k, w=9.0)))
     file.finish()
