@@ -35,7 +35,9 @@ class Page:
 
 
 PAGES: Mapping[str, Page] = {
-    "callback": Page("The callback for loops", "For any training loop.", ["integrations.loop", "engine.loaders"]),
+    "callback": Page(
+        "The callback for loops", "For any training loop.", ["integrations.loop", "engine.resumable", "engine.loaders"]
+    ),
     "files": Page(
         "Save, load, list, verify",
         "Functions for one checkpoint or a directory of them.",
