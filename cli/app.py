@@ -17,7 +17,7 @@ COMMANDS = {
     "supervise": "Run a program, and start it again after a preemption, a crash or a hang.",
     "drill": "Rehearse preemptions of a program, and compare its checkpoints bit for bit.",
     "recipes": "List the available recipes.",
-    "ls": "List the checkpoints of a run, or the runs in a folder.",
+    "ls": "List the checkpoints of runs, or the runs in a folder.",
     "watch": "Follow a run: print its checkpoints as they come and go, until Ctrl-C.",
     "prune": "Delete the checkpoints of a run that no rule keeps.",
     "rm": "Delete checkpoints of a run, pinned and damaged ones, too.",
@@ -47,7 +47,9 @@ def execute(arguments: Sequence[str]) -> int:
 
         return shell_complete(_app, {}, _NAME, _COMPLETE, instruction)
     try:
-        with _app.make_context(_NAME, list(arguments) or ["--help"]) as context:
+        words = list(arguments) or ["--help"]
+        words = [*words[1:], "--help"] if words[0] == "help" else words
+        with _app.make_context(_NAME, words) as context:
             status: int = _app.invoke(context)
             return status
     except click.exceptions.Exit as ended:  # --help and --version end so.
@@ -147,8 +149,9 @@ def _flag(name: str, text: str, **more: Any) -> click.Option:
 
 _app = _App(
     help="Run training recipes, and inspect, verify, convert and delete checkpoints.",
+    epilog="holdfast help COMMAND, or holdfast COMMAND -h, shows the arguments of a command.",
     commands=[_Unloaded(name, short_help=text) for name, text in COMMANDS.items()],
-    context_settings={"show_default": True},
+    context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
     params=[
         # The entry point has handled --traceback already.
         _flag("--traceback", "Print the traceback of an error; accepted anywhere."),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import click
 
 from ..engine.errors import CheckpointNotFoundError, StorageError, shortened
@@ -17,10 +20,47 @@ directory = click.argument(
 )
 run_directory = click.argument("directory", metavar="DIR", help="The directory of a run: a path or URL.")
 source = click.argument("source", metavar="SRC", help="A run, a directory of checkpoints, or one checkpoint.")
-step = click.argument("step", metavar="[STEP]", type=click.IntRange(min=0), required=False, help="The step.")
-steps = click.argument(
-    "steps", metavar="STEP...", type=click.IntRange(min=0), nargs=-1, required=True, help="The steps."
-)
+
+
+def step_of(
+    help: str,  # noqa: A002
+    name: str = "step",
+    kind: Any = click.IntRange(min=0),  # noqa: B008
+    *,
+    many: bool = False,
+    required: bool = False,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator for a step, or ``many``, that users give by position or with an option of the same name."""
+    option = f"--{name.removesuffix('s').replace('_', '-')}"
+    shown = f"{option.removeprefix('--').upper()}{'...' if many else ''}"
+
+    def note(context: click.Context, _: click.Parameter, value: tuple[Any, ...]) -> None:
+        context.meta[name] = value
+
+    def merge(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+        given = (*(value if many else () if value is None else (value,)), *context.meta.pop(name, ()))
+        if len(given) > 1 and not many:
+            raise click.BadParameter("give it once, by position or as an option", context, parameter)
+        if required and not given:
+            raise click.MissingParameter(ctx=context, param=parameter)
+        return given if many else next(iter(given), None)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        more: dict[str, Any] = {"type": kind, "multiple": True, "expose_value": False, "is_eager": True}
+        by_name = click.option(
+            option, f"{name}_option", metavar="STEP", callback=note, help="The same, as an option.", **more
+        )
+        metavar = shown if required else f"[{shown}]"
+        nargs = -1 if many else 1
+        return click.argument(name, metavar=metavar, type=kind, nargs=nargs, required=False, callback=merge, help=help)(
+            by_name(function)
+        )
+
+    return decorate
+
+
+step = step_of("The step.")
+steps = step_of("The steps.", "steps", many=True, required=True)
 program = click.argument(
     "command", metavar="-- PROGRAM [ARGUMENT]...", nargs=-1, required=True, help="The program to run."
 )

@@ -28,7 +28,7 @@ from ..engine.manager import (
     stored_rules,
 )
 from ..engine.sources import find_steps
-from ..engine.steps import StepEntry, list_steps, prefix_of
+from ..engine.steps import StepEntry, list_steps, prefix_of, stray_folders
 from ..engine.storage import Location, as_location
 from . import arguments
 from .arguments import checkpoints_at, is_one_checkpoint, where_else
@@ -52,6 +52,7 @@ class ChangedRun:
             raise OptionError(f"{self.location}: {found.format} wrote these checkpoints; holdfast changes only its own")
         self.entries = _of_one_prefix(self.location, found.entries, prefix)
         self.series = self.entries[0].series
+        self.strays = [entry.step for entry in stray_folders(self.location, self.series, self.entries)]
         identity = stored_identity(self.location)
         self.mirror, self.local = identity.mirror, identity.local
         found_options, self.function = stored_rules(self.location)
@@ -65,9 +66,9 @@ class ChangedRun:
             manager.acquire()
             yield manager
 
-    def check(self, steps: Collection[int]) -> None:
-        """Raise CheckpointNotFoundError for steps that are not there."""
-        there = [entry.step for entry in self.entries]
+    def check(self, steps: Collection[int], *, strays: bool = False) -> None:
+        """Raise CheckpointNotFoundError for steps that are not there; ``strays`` admits folders without a record."""
+        there = sorted([*(entry.step for entry in self.entries), *(self.strays if strays else ())])
         missing = sorted(set(steps) - set(there))
         if missing:
             raise CheckpointNotFoundError(
@@ -174,13 +175,13 @@ def _pruning_options(run: ChangedRun, rules: dict[str, Any], only: bool) -> Chec
 def rm(directory: str, steps: Sequence[int], prefix: str | None, dry_run: bool, yes: bool, as_json: bool) -> int:
     """Delete checkpoints of a run, pinned and damaged ones, too."""
     run = ChangedRun(directory, prefix)
-    run.check(steps)
+    run.check(steps, strays=True)
     return _delete(run, sorted(set(steps)), yes, dry_run, as_json=as_json)
 
 
 @click.command()
 @arguments.run_directory
-@click.argument("step", metavar="STEP", type=click.IntRange(min=0), help="The step to go back to.")
+@arguments.step_of("The step to go back to.", required=True)
 @arguments.prefix
 @arguments.dry_run
 @arguments.yes

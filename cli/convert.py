@@ -14,7 +14,7 @@ from ..engine.clock import format_size
 from ..engine.errors import DONE, CheckpointExistsError, OptionError, TreeMismatchError
 from ..engine.manager import copy_checkpoint
 from ..engine.sources import is_ours
-from ..integrations.formats.convert import Conversion, ExportFormat, export_checkpoint, import_checkpoint
+from ..integrations.formats.convert import Conversion, ExportFormat, export_checkpoint, format_of, import_checkpoint
 from . import arguments
 from .arguments import checkpoints_at
 from .progress import progress_of
@@ -26,6 +26,7 @@ _OPTIONS = {  # the options of the commands, by the arguments of functions that 
     "item=": "--item",
     "step='best'": "--step best",
     "root=": "--root ",
+    "to=": "--to ",
     "max_bandwidth=": "--max-bandwidth ",
     "select=": "--select ",
 }
@@ -101,9 +102,13 @@ def _step_or_best(text: str) -> int | str:
 @click.argument(
     "destination", metavar="[DST]", required=False, help="The file, or the directory for orbax; none with --in-place."
 )
-@click.option("--to", type=click.Choice(get_args(ExportFormat)), default="safetensors", help="The format.")
+@click.option(
+    "--to",
+    type=click.Choice(get_args(ExportFormat)),
+    help="The format; by default torch for .pt, .pth and .ckpt, and else safetensors.",
+)
 @click.option("--in-place", is_flag=True, help="Only add the small files with which orbax reads it in place.")
-@click.option("--step", metavar="STEP", type=_step_or_best, help="A number, or best; by default the newest.")
+@arguments.step_of("A number, or best; by default the newest.", kind=_step_or_best)
 @click.option("--item", help="The item, if there are several.")
 @arguments.select
 @click.option("--root", help="Only what is in this container, such as model, with names that begin there.")
@@ -112,7 +117,7 @@ def _step_or_best(text: str) -> int | str:
 def export(
     source: str,
     destination: str | None,
-    to: ExportFormat,
+    to: ExportFormat | None,
     in_place: bool,
     step: Any,
     item: str | None,
@@ -136,7 +141,7 @@ def export(
         raise OptionError(
             "DST is missing: give the file or directory to write" + (", or use --in-place" if to == "orbax" else "")
         )
-    place = checkpoints_at(source)
+    place, to = checkpoints_at(source), to or format_of(destination)
     with _command_options_in_errors(), progress_of("export", shown=not as_json) as progress:
         conversions = export_checkpoint(
             place,

@@ -156,8 +156,8 @@ def _about(leaf: LeafSummary, numbers: Mapping[tuple[str, str], LeafStatistics])
 @click.command()
 @click.argument("one", metavar="A", help="A checkpoint, or the directory of a run: a path or URL.")
 @click.argument("other", metavar="B", help="What it is compared with.")
-@click.option("--step", type=click.IntRange(min=0), help="The step of A; by default the newest.")
-@click.option("--other-step", type=click.IntRange(min=0), help="The step of B; by default that of A, or the newest.")
+@arguments.step_of("The step of A; by default the newest.")
+@arguments.step_of("The step of B; by default that of A, or the newest.", "other_step")
 @click.option(
     "--rtol", type=click.FloatRange(min=0), default=0.0, help="Relative tolerance; by default bits are compared."
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -31,37 +31,53 @@ _PLACES = {
 
 
 @click.command()
-@arguments.directory
+@click.argument("directories", metavar="DIR...", nargs=-1, required=True, help="Runs, or folders of runs.")
 @arguments.as_json
-def ls(directory: str, as_json: bool) -> int:
-    """List the checkpoints of a run, or the runs in a folder.
+def ls(directories: Sequence[str], as_json: bool) -> int:
+    """List the checkpoints of runs, or the runs in a folder.
 
     For each checkpoint: its age, size and metrics, why it is kept, whether it is damaged, and whether the newest resume
     from it was exact (recorded: none was compared yet). Below them: the mirror of the run, and where its hosts keep
     local steps.
     """
     configure_logging("warning")
-    return list_at(checkpoints_at(directory), as_json=as_json)
+    locations = [checkpoints_at(directory) for directory in directories]
+    if as_json:
+        documents = [_listing(location) for location in locations]
+        print_json({"directories": documents} if len(documents) > 1 else documents[0])
+        return DONE
+    for number, location in enumerate(locations):
+        if len(locations) > 1:
+            say("\n" * (number > 0) + f"{location}:")
+        list_at(location)
+    return DONE
 
 
-def list_at(location: Location, *, as_json: bool = False) -> int:
-    """Print the checkpoints of a location and where else the run has steps, or its runs."""
+def _listing(location: Location) -> dict[str, Any]:
+    """Return the checkpoints of a location, or the runs below it, and where else the run has steps, as JSON."""
     found = [{**shown(item), "witness": None} for item in _checkpoints(location)]
     _add_witness(location, found)
     runs = [] if found else [_run(location / name) for name in runs_below(location)]
-    places = _other_places(location)
-    if as_json:
-        print_json({"directory": str(location), "checkpoints": found, **({"runs": runs} if runs else {}), **places})
-        return DONE
-    if runs:
-        _print_runs(runs)
-    elif not found:
+    return {
+        "directory": str(location),
+        "checkpoints": found,
+        **({"runs": runs} if runs else {}),
+        **_other_places(location),
+    }
+
+
+def list_at(location: Location) -> None:
+    """Print the checkpoints of a location and where else the run has steps, or its runs."""
+    found = _listing(location)
+    if "runs" in found:
+        _print_runs(found["runs"])
+    elif not found["checkpoints"]:
         say(f"no checkpoints in {location}{where_else(location)}")
     else:
-        _print_steps(found)
-    for name, place in places.items():
-        say(_PLACES[name].format(place))
-    return DONE
+        _print_steps(found["checkpoints"])
+    for name, text in _PLACES.items():
+        if name in found:
+            say(text.format(found[name]))
 
 
 def _add_witness(location: Location, found: list[dict[str, Any]]) -> None:

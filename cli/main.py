@@ -23,6 +23,7 @@ from ..engine.errors import (
     InvalidLocationError,
     OptionError,
 )
+from ..engine.installed import install_command, stranger
 from .streams import open_closed_streams, say
 
 _USAGE_ERRORS = (OptionError, CheckpointNotFoundError, CheckpointExistsError, InvalidLocationError)
@@ -34,6 +35,8 @@ _JSON = "--json"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with its arguments, by default those of the process, and return the exit status."""
     open_closed_streams()
+    if (line := stranger()) is not None:
+        say(f"holdfast: {line}", file=sys.stderr)
     if arguments is None and sys.argv[1:2] != ["run"]:  # code that others wrote may rely on that search
         atexit.register(gc.freeze)  # the interpreter searches for garbage as it ends, in all that has been imported
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -69,10 +72,11 @@ def _explained(error: BaseException) -> tuple[str, int]:
     if isinstance(error, _USAGE_ERRORS):
         return str(error), BAD_USAGE
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _OWN_PACKAGES:
-        return f"the command needs {error.name}: pip install 'holdfast[cli]'", FAILED
+        return f"the command needs {error.name}: {install_command('cli')}", FAILED
     usage_message = getattr(error, "format_message", None)  # errors of the argument parser
     if usage_message is not None:
-        return f"{usage_message()} (holdfast --help lists the commands)", BAD_USAGE
+        command = getattr(getattr(error, "ctx", None), "command_path", "holdfast")
+        return f"{usage_message()} ({command} --help shows how to call it)", BAD_USAGE
     kind = type(error)
     if kind.__module__.partition(".")[0] == __package__.partition(".")[0]:
         return str(error), FAILED

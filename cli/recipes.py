@@ -165,7 +165,7 @@ def recipes(name: str | None, as_json: bool) -> int:
             "summary": recipe.summary,
             "config": f"{recipe.name}.yaml",
             "missing": recipe.missing(),
-            "install": f"pip install 'holdfast[recipes,{recipe.extra}]'",
+            "install": recipe.install,
         }
         for recipe in RECIPES.values()
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -10,11 +11,11 @@ import sys
 from typing import TextIO
 
 from ..engine.storage import without_secrets
+from ..engine.streams import STREAMS, redirect
 
 # Characters that act on a terminal: controls, marks that reorder text, and other line separators.
 _ACTING = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 _LONGEST_WAIT = 5.0  # seconds to wait for a reader that does not read
-_NAMES = {0: "stdin", 1: "stdout", 2: "stderr"}
 
 
 def visible(text: object) -> str:
@@ -69,24 +70,15 @@ def configure_logging(level: str) -> None:
 
 def open_closed_streams() -> None:
     """Open ``/dev/null`` in place of closed streams, or the next file would get their output."""
-    for number, name in _NAMES.items():
+    for number, name in STREAMS.items():
         try:
             os.fstat(number)
         except OSError:
-            _redirect(number)
+            redirect(number)
         if getattr(sys, name) is None:  # Python sets a stream to None if its descriptor was closed at startup.
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 # stays open as long as the process
-
-
-def silence_lost_streams() -> list[str]:
-    """Redirect streams without a reader to ``/dev/null``, as writing to them kills programs; return their names."""
-    poll = select.poll()
-    for number in (1, 2):
-        poll.register(number, 0)
-    lost = [number for number, state in poll.poll(0) if state & (select.POLLERR | select.POLLHUP | select.POLLNVAL)]
-    for number in lost:
-        _redirect(number)
-    return [_NAMES[number] for number in lost]
+        elif number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # A terminal of ASCII shows what it can.
 
 
 def write_error(text: str) -> None:
@@ -99,12 +91,3 @@ def write_error(text: str) -> None:
             data = data[os.write(2, data) :]
     except OSError:
         pass
-
-
-def _redirect(number: int) -> None:
-    null = os.open(os.devnull, os.O_RDWR)
-    if null == number:
-        os.set_inheritable(null, True)
-        return
-    os.dup2(null, number)
-    os.close(null)

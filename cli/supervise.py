@@ -25,23 +25,25 @@ from typing import Any, Literal
 import click
 
 from ..engine.clock import seconds
-from ..engine.errors import BAD_USAGE, FAILED, NO_PROGRESS, PREEMPTED, HoldfastError, OptionError
+from ..engine.errors import BAD_USAGE, FAILED, INTERRUPTED, NO_PROGRESS, PREEMPTED, HoldfastError, OptionError
 from ..engine.manager import EVENTS, append_after_death, slow_saves
 from ..engine.steps import list_steps, newest_step
 from ..engine.storage import as_location
+from ..engine.streams import silence_lost_streams
 from . import arguments
 from .program import Program, Signals, shell_status
 from .report import proof_text
-from .streams import silence_lost_streams, write_error
+from .streams import write_error
 
 _BETWEEN_STACKS = 5.0  # seconds at most
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STALLED = 3  # The supervisor gives up after so many restarts in a row without a new checkpoint.
 EARLY = 60.0  # seconds; it also gives up after STALLED starts in a row that end sooner, before their run begins
 
-Kind = Literal["finished", "preempted", "crashed", "hung", "misused"]
+Kind = Literal["finished", "preempted", "interrupted", "crashed", "hung", "misused"]
 
 _PREEMPTED = (PREEMPTED, 128 + signal.SIGTERM, -signal.SIGTERM)
+_INTERRUPTED = (INTERRUPTED, -signal.SIGINT)
 _ENDS = ("preempted", "finished", "failed")
 
 
@@ -91,6 +93,8 @@ def kind_of(returncode: int, state: str | None, *, hung: bool, asked: bool) -> K
     """
     if hung and not (state == "finished" and returncode == 0):
         return "hung"
+    if returncode in _INTERRUPTED and state != "finished":
+        return "interrupted"
     if state in ("preempted", "finished"):
         return "preempted" if state == "preempted" else "finished"
     if returncode in _PREEMPTED or (asked and (returncode == 0 or returncode < 0)):
@@ -126,6 +130,8 @@ class RestartPolicy:
         if last.kind == "finished":
             why = "the run has finished" + (f", and then the program ended with {status}" if status else "")
             return Verdict("end", why, status)
+        if last.kind == "interrupted":
+            return Verdict("end", "the program was interrupted by Ctrl-C", status)
         if last.asked:
             if last.kind == "preempted":
                 return Verdict("end", "preempted", status if last.returncode in _PREEMPTED else PREEMPTED)

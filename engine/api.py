@@ -58,15 +58,22 @@ def save(
 @overload
 def load(
     path: Place, *, like: None = None, select: Patterns | Mapping[str, Any] | None = None, item: str | None = None
-) -> Any: ...
+) -> Any:
+    """Load a checkpoint with the containers that it was saved with, as arrays of numpy; the newest step of a run."""
 
 
 @overload
-def load(path: Place, *, like: T, select: Patterns | None = None, item: str | None = None) -> T: ...
+def load(path: Place, *, like: T, select: Patterns | None = None, item: str | None = None) -> T:
+    """Load a checkpoint into the containers, array libraries and shardings of a template."""
 
 
 def load(
-    path: Place, *, like: Any = None, select: Patterns | Mapping[str, Any] | None = None, item: str | None = None
+    path: Place,
+    *,
+    like: Any = None,
+    select: Patterns | Mapping[str, Any] | None = None,
+    item: str | None = None,
+    **unknown: Never,
 ) -> Any:
     """Load a checkpoint; needs neither the devices nor the frameworks it was saved from.
 
@@ -100,6 +107,7 @@ def load(
         OptionError: There are several items and ``like`` or ``select`` are given; ``select`` has indexes beside a
             template, or an index for a value that is no array.
     """
+    refuse_unknown("load", unknown, load)
     from .sources import read_checkpoint  # not above: a save needs nothing that reads
 
     return read_checkpoint(as_location(path), lambda checkpoint: _load(checkpoint, like, select, item))

@@ -6,12 +6,12 @@ import contextlib
 import datetime
 import math
 import re
-import threading
 import time
 from types import TracebackType
 from typing import Protocol, Self
 
 from .errors import OptionError
+from .forks import Lock
 
 
 class Clock(Protocol):
@@ -193,7 +193,7 @@ class Portion:
         self._nbytes = nbytes
         self._units = units
         self._done = self._reported = 0
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def work(self, units: int) -> None:
         """Add to the expected work."""

@@ -31,7 +31,7 @@ from .generators import as_tree, capture, is_generator
 from .pytree import is_torch_tensor, loaded
 from .stateful import state_of
 
-Kind = Literal["generator", "position", "value", "array"]
+Kind = Literal["generator", "position", "loader", "optimizer", "value", "array"]
 STATELESS = "no state"  # the digest of a generator of the operating system: no look tells what was drawn from it
 
 
@@ -61,6 +61,7 @@ _LIBRARIES = tuple(
 )
 _LAZY = (zip, map, filter, enumerate, reversed, itertools.chain, itertools.cycle, itertools.islice)
 _OPEN = ("torch.utils.data", "torchdata", "grain", "datasets", "flax.nnx.rnglib")  # libraries whose objects are visited
+_DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # samplers of torch
 _CLOSED = (type, ModuleType, FunctionType, FrameType)
 
 
@@ -85,9 +86,14 @@ def facts() -> dict[str, Fact]:
     # A program has many modules, whose variables must not hide what the running functions hold.
     groups = [list(_functions()), list(_modules())]
     known = {id(space) for group in groups for _, _, space in group}
-    looked: list[Any] = []  # References keep the objects alive, so that no other object gets the same id.
+    looked: list[tuple[str, Any]] = []  # References keep the objects alive, so that no other object gets the same id.
     for group in groups:
         _look(group, found, known, looked)
+    ours = [one for _, one in looked if type(one).__module__.startswith(f"{__package__.partition('.')[0]}.")]
+    handed = {id(part) for one in ours for _, part in _attributes(one)}  # such as the loader of hf.skip_to
+    for name in [name for name, thing in looked if id(thing) in handed and name in found]:
+        if found[name].kind == "loader":
+            del found[name]
     return found
 
 
@@ -103,7 +109,7 @@ def not_handed_over() -> list[str]:
     ]
 
 
-def _look(spaces: list[_Space], found: dict[str, Fact], known: set[int], looked: list[Any]) -> None:
+def _look(spaces: list[_Space], found: dict[str, Fact], known: set[int], looked: list[tuple[str, Any]]) -> None:
     """Add the fingerprints of objects that variables lead to, the nearest first."""
     queue: deque[tuple[str, str, Any, int, type]] = deque()  # name, place, object, depth, type of its owner
     for prefix, where, space in spaces:
@@ -118,7 +124,7 @@ def _look(spaces: list[_Space], found: dict[str, Fact], known: set[int], looked:
                 if id(thing) in known:
                     continue
                 known.add(id(thing))
-                looked.append(thing)
+                looked.append((name, thing))
             fact = _fact(thing, with_arrays=depth < 2)
             if fact is not None and fact[0] == "value" and is_position(owner):
                 found.setdefault(name, Fact("position", owner.__qualname__, where, fact[1]))
@@ -244,6 +250,12 @@ def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     torch, jax = loaded("torch"), loaded("jax")
     if torch is not None and isinstance(thing, torch.Tensor):
         return _fact_of_torch(torch, thing) if with_arrays else None
+    if torch is not None and type(thing) is torch.utils.data.DataLoader:
+        return ("loader", "shuffled") if type(thing.sampler).__name__ in _DRAWING else None
+    if torch is not None and isinstance(thing, torch.optim.Optimizer):
+        first: Any = next(iter(thing.state.values()), {}).values()
+        facts = [_fact_of_torch(torch, one) if is_torch_tensor(one) else repr(one) for one in first]
+        return "optimizer", _digest(repr(facts))
     if jax is not None and isinstance(thing, jax.Array):
         return _fact_of_jax(jax, thing, with_arrays=with_arrays)
     if type(thing).__name__ == "RngStream" and type(thing).__module__.startswith("flax."):

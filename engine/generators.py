@@ -177,7 +177,7 @@ def same_state(one: Any, other: Any) -> bool:
 
 def _equal(one: Any, other: Any) -> bool:
     if type(one) in _PLAIN and type(other) in _PLAIN:
-        return bool(one == other)
+        return bool(one == other or (one != one and other != other))  # NaN is the same as NaN.
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_equal, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
@@ -187,7 +187,7 @@ def _equal(one: Any, other: Any) -> bool:
     if is_torch_tensor(one) and is_torch_tensor(other):
         return bool(one.equal(other))
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return np.array_equal(one, other)
+        return np.array_equal(one, other) or np.asarray(one).tobytes() == np.asarray(other).tobytes()
     without: Any = object.__eq__
     if type(one).__eq__ is without and type(other).__eq__ is without:
         return True  # Identity does not tell whether such objects are equal.

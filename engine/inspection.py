@@ -112,6 +112,8 @@ def _value_text(leaf: SavedLeaf) -> str:
     return shortened_text(text)
 
 
+_LISTINGS = 3  # times to list the steps of a run that deletes all of them before they are read
+
 # ---- verification: every byte is read and checked; problems are named file by file and leaf by leaf
 
 
@@ -144,8 +146,8 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Return whether all of them are whole."""
-        return not any(checkpoint.problems for checkpoint in self.checkpoints)
+        """Return whether there are any, and all of them are whole."""
+        return bool(self.checkpoints) and not any(checkpoint.problems for checkpoint in self.checkpoints)
 
 
 def verify(path: Place, step: int | None = None, *, progress: Progress | None = None) -> VerifyReport:
@@ -163,14 +165,16 @@ def verify(path: Place, step: int | None = None, *, progress: Progress | None = 
         CheckpointNotFoundError: There is no such checkpoint.
         OptionError: Checkpoints of several names have this step, such as ``a-1`` and ``b-1``.
     """
-    location = as_location(path).snapshot()
     progress = progress or UNHEARD
-    if step is None and is_run(location):
-        entries = find_steps(location).entries
-        if entries:
-            portions = portions_of(progress, entries)
-            found = [_verify_listed(entry.location, entry.step, next(portions)) for entry in entries]
-            return VerifyReport(checkpoints=tuple(one for one in found if one is not None))
+    for _ in range(_LISTINGS):
+        location = as_location(path).snapshot()
+        entries = find_steps(location).entries if step is None and is_run(location) else ()
+        if not entries:
+            break
+        portions = portions_of(progress, entries)
+        verified = [_verify_listed(entry.location, entry.step, next(portions)) for entry in entries]
+        if found := tuple(one for one in verified if one is not None):
+            return VerifyReport(checkpoints=found)
     location = find_checkpoint(location, step)
     (portion,) = portions_of(progress, [StepEntry(0, location)])
     with portion:

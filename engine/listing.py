@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import CheckpointNotFoundError, HoldfastError
-from .format import FileRecord
+from .format import RECORD, FileRecord
 from .manager import infos_of, reasons, retention_rules, stored_rules
 from .sources import find_steps
-from .steps import StepEntry, files_of, has_changed, shared_by_links
+from .steps import StepEntry, files_of, has_changed, shared_by_links, stray_folders
 from .storage import Entry, Place, as_location
+
+_STRAY = f"no {RECORD}: not a checkpoint, and left alone until `holdfast rm` deletes it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,7 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
             ``a-1`` and ``b-1``, are all listed.
 
     Returns:
-        The steps, damaged ones included: by name, in ascending order.
+        The steps, damaged ones and folders without a commit record included: by name, in ascending order.
 
     Raises:
         CheckpointNotFoundError: There is nothing at this path.
@@ -75,7 +77,10 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     for entry, one in zip(steps.entries, found, strict=True):
         if one.damage and entry.record is not None and has_changed(entry.location, entry.record):
             return list_checkpoints(directory)  # a run has replaced or deleted the step meanwhile
-    return found
+    strays = stray_folders(location, None, steps.entries)
+    series = {str(entry.location): entry.series for entry in (*steps.entries, *strays)}
+    found += [CheckpointSummary(step=one.step, path=str(one.location), damage=_STRAY) for one in strays]
+    return sorted(found, key=lambda one: (series[one.path], one.step))
 
 
 def _native_summary(entry: StepEntry, kept: tuple[str, ...], seen: set[tuple[int, int]]) -> CheckpointSummary:

@@ -41,6 +41,8 @@ _PEER_NAMES: Mapping[str, str] = {
     "todelete_subdir": "leave it out: a step that no rule keeps is deleted at once",
     "todelete_full_path": "leave it out: a step that no rule keeps is deleted at once",
     "single_host_load_and_broadcast": "here it is load_and_broadcast of CheckpointManagerOptions",
+    # Arguments of managers that functions of a path do not take:
+    "step": "give the path of the step, such as runs/digits/400; the path of a run is that of its newest step",
     # Arguments of Orbax's handlers:
     "ocdbt_target_data_file_size": "here it is data_file_bytes of PyTreeCheckpointHandler, or of hf.Layout",
     "save_concurrent_gb": "leave it out: a save writes from its snapshot, with a few threads; pinned_bytes limits "

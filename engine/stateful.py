@@ -50,6 +50,7 @@ _TORCH = "torch.Tensor"
 _JAX = "jax.Array"
 _KEY = "jax.random.key"
 _SAVED = "torch.save"  # key of the bytes of what torch saves and loads without code of a program
+_BYTES = "holdfast.bytearray"  # key of the bytes of one
 _PAIRS = "holdfast.pairs"  # key of the pairs of a dictionary whose keys are no text or numbers
 _CLASS = "holdfast.class"  # key of the name of a class, beside its fields
 _FIELDS = "fields"
@@ -105,7 +106,16 @@ def state_of(thing: object) -> Any:
             f"{type(thing).__qualname__} has no state to save: define get_state() and set_state(state), or "
             "state_dict() and load_state_dict(state), or pass plain data"
         )
-    return thing
+    return _wrapped(thing)
+
+
+def _wrapped(value: Any) -> Any:
+    """Return plain data for a checkpoint, in which bytearrays are wrapped, and nothing else is."""
+    if type(value) is dict:
+        return {key: _wrapped(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_wrapped, value))
+    return {_BYTES: bytes(value)} if isinstance(value, bytearray) else value
 
 
 def begins_epoch(thing: object) -> bool:
@@ -155,9 +165,9 @@ def is_plain(value: object) -> bool:
     """Return whether a value consists of plain data only, without arrays or objects."""
     if isinstance(value, dict):
         return all(isinstance(key, (str, int)) and is_plain(item) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, set, frozenset)):
         return all(map(is_plain, value))
-    return isinstance(value, _PLAIN)
+    return isinstance(value, (*_PLAIN, bytearray))
 
 
 def _methods(thing: object) -> tuple[str, str] | None:
@@ -415,6 +425,10 @@ def encode_state(value: Any) -> Any:
         return entries if type(value) is dict else _like(value, entries)
     if type(value) in (list, tuple):
         return type(value)(map(encode_state, value))
+    if type(value) in (set, frozenset):
+        return type(value)(value)
+    if type(value) is bytearray:
+        return _wrapped(value)
     if type(value) is deque:
         return deque(map(encode_state, value), value.maxlen)
     if isinstance(value, np.ndarray):
@@ -486,6 +500,8 @@ def decode_state(value: Any) -> Any:
             return jax.random.wrap_key_data(jax.numpy.asarray(value[_KEY]), impl=value["impl"])
         if value.keys() == {_SAVED}:
             return _loaded_by_torch(value[_SAVED])
+        if value.keys() == {_BYTES} and isinstance(value[_BYTES], bytes):
+            return bytearray(value[_BYTES])
         if value.keys() == {_PAIRS}:
             return {hashable(key): decode_state(item) for key, item in value[_PAIRS]}
         if value.keys() == {_CLASS, _FIELDS}:
@@ -521,15 +537,20 @@ def instance_of(kind: Any, fields: Mapping[str, Any]) -> Any | None:
     return found
 
 
-def _instance(name: str, fields: Mapping[str, Any]) -> Any:
-    """Return a named tuple or dataclass with these fields, of a class that the program has defined."""
+def loaded_object(name: str) -> Any:
+    """Return the object with a name such as ``torch.nn:ReLU`` in the modules that are loaded, or None."""
     module, _, path = name.partition(":")
-    kind: Any = sys.modules.get(module)
+    found: Any = sys.modules.get(module)
     for part in path.split("."):
         # A class in a function is not an attribute of anything.
-        kind = vars(kind).get(part) if isinstance(kind, type) or hasattr(kind, "__dict__") else None
-    kind = _classes.get(name) if kind is None else kind
-    found = instance_of(kind, fields)
+        found = vars(found).get(part) if isinstance(found, type) or hasattr(found, "__dict__") else None
+    return found
+
+
+def _instance(name: str, fields: Mapping[str, Any]) -> Any:
+    """Return a named tuple or dataclass with these fields, of a class that the program has defined."""
+    kind = loaded_object(name)
+    found = instance_of(_classes.get(name) if kind is None else kind, fields)
     if found is not None:
         return found
     raise StateError(

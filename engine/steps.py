@@ -35,8 +35,11 @@ from .errors import (
     StorageError,
 )
 from .format import (
+    DELETED,
+    PARTIAL,
     RECORD,
     STEP_FOLDER,
+    WITNESSES,
     CheckpointRecord,
     FileRecord,
     decode_document,
@@ -83,9 +86,7 @@ class LateMetrics:
     def refresh(self, exists: Callable[[str], bool]) -> set[str]:
         """Read the metrics added to steps in existing folders since the last call; return these folders."""
         names = set(_names(self._directory))
-        for name in self._files.keys() - names:
-            del self._files[name]
-            self._names[_folder(name)].discard(name)
+        self._forget(self._files.keys() - names)
         unread = [name for name in names - self._files.keys() if exists(_folder(name))]
         place = self._directory / LATE
         contents = parallel_map(lambda name: _read(place / name), unread, max_concurrency(self._directory))
@@ -97,8 +98,18 @@ class LateMetrics:
 
     def of(self, folder: str) -> list[Added]:
         """Return the metrics added to the checkpoint in a folder, in any order."""
-        names = list(self._names.get(folder, ()))  # a copy, as another thread may refresh meanwhile
-        return [added for name in names if (added := self._files.get(name)) is not None]
+        return [added for name in self.files_of(folder) if (added := self._files.get(name)) is not None]
+
+    def files_of(self, folder: str) -> list[str]:
+        """Return the names of the files that were read of metrics added to the checkpoint in a folder."""
+        return list(self._names.get(folder, ()))  # a copy, as another thread may refresh meanwhile
+
+    def remove_files(self, names: Sequence[str]) -> None:
+        """Remove files whose metrics the commit record has."""
+        if names:
+            with contextlib.suppress(StorageError):
+                self._remove(names)
+                self._forget(names)
 
     def remove(self, folder: str) -> None:
         """Remove the metrics added to a deleted checkpoint; a file that remains has no effect.
@@ -106,7 +117,7 @@ class LateMetrics:
         In an object store, files that are not known yet stay: a list would take a request for each deletion.
         """
         with contextlib.suppress(StorageError):
-            known = _names(self._directory) if self._directory.is_local else list(self._names.get(folder, ()))
+            known = _names(self._directory) if self._directory.is_local else self.files_of(folder)
             self._remove(name for name in known if _folder(name) == folder)
 
     def remove_stray(self, listing: Location) -> None:
@@ -114,6 +125,11 @@ class LateMetrics:
         folders = {entry.name for entry in listing.entries() if entry.is_directory}
         with contextlib.suppress(StorageError):
             self._remove(one.name for one in (listing / LATE).entries() if _folder(one.name) not in {"", *folders})
+
+    def _forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._files.pop(name, None)
+            self._names[_folder(name)].discard(name)
 
     def _remove(self, names: Iterable[str]) -> None:
         (self._directory / LATE).check_not_link()
@@ -141,7 +157,7 @@ def _names(directory: Location) -> list[str]:
 
 
 def _folder(name: str) -> str:
-    return name.split(".", 1)[0] if name.endswith(".json") else ""
+    return name.removesuffix(".json").rpartition(".")[0] if name.endswith(".json") else ""
 
 
 def _read(place: Location) -> Added | None:
@@ -317,6 +333,22 @@ def list_steps(
     return sorted(found, key=lambda entry: (entry.series, entry.step))
 
 
+def stray_folders(directory: Location, series: str | None, known: Iterable[StepEntry]) -> list[StepEntry]:
+    """Return the local folders that have the name of a step and files, but no commit record and no marker of a save.
+
+    A copy that was interrupted leaves such folders, and so does a user. ``known`` are the steps that have records.
+    """
+    if not directory.is_local:  # In a store, the late requests of a save that has ended may leave files.
+        return []
+    records = {entry.location.name for entry in known}
+    folders = [folder for folder in step_folders(directory, series) if folder.location.name not in records]
+    return [folder for folder in folders if _is_stray({entry.name for entry in folder.location.entries()})]
+
+
+def _is_stray(names: set[str]) -> bool:
+    return not {RECORD, PARTIAL, DELETED} & names and not all(map(WITNESSES.fullmatch, names))
+
+
 def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEntry | None:
     """Return the newest step by the rule of this module, or None.
 
@@ -324,10 +356,26 @@ def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEnt
     refuses damaged checkpoints does not silently get one of another series.
     """
     heads: dict[str, StepEntry] = {}
-    for entry in entries:
-        if not (whole and entry.error) and (entry.series not in heads or entry.step > heads[entry.series].step):
+    found = list(entries)
+    left = left_behind(entry.record for entry in found)
+    for entry in found:
+        passed_over = (whole and entry.error) or (entry.record is not None and was_left(entry.step, entry.record, left))
+        if not passed_over and (entry.series not in heads or entry.step > heads[entry.series].step):
             heads[entry.series] = entry
     return max(heads.values(), key=_commit_order, default=None)
+
+
+LEFT_BEHIND = "holdfast.left_behind"  # key in the metadata of a step: [number, time] of each later one that it left
+
+
+def left_behind(records: Iterable[CheckpointRecord | None]) -> list[Any]:
+    """Return number and time of the steps that a run has left for an earlier one; these are not the newest."""
+    found = [(record.custom_metadata or {}).get(LEFT_BEHIND) for record in records if record is not None]
+    return [pair for listed in found if isinstance(listed, list) for pair in listed]
+
+
+def was_left(step: int, record: CheckpointRecord, left: Sequence[Any]) -> bool:
+    return [step, record.time] in left
 
 
 def _commit_order(entry: StepEntry) -> tuple[float, str]:

@@ -17,7 +17,7 @@ import json
 import re
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,7 +85,7 @@ class Recorder:
 
     def __init__(self, seen: Seen, names: tuple[str, ...] | None = None) -> None:
         self._names = names
-        self._samplers = {layer: Sampler() for layer in ("state", "gradients", "full", "metrics", "batch")}
+        self._sampler = Sampler()
         self._ways = Ways(seen.root, _LEAVES, names)
         self._saves = 0
         self._begun = self._before = self._attributes(seen)
@@ -99,8 +99,11 @@ class Recorder:
         """Choose other leaves at the next save, as nothing is compared any more."""
         self._names = None
 
-    def take(self, k: int, seen: Seen) -> Pending:
-        """Begin the record of a step; what lies on a device arrives later."""
+    def take(self, k: int, seen: Seen, same: Pending | None = None) -> Pending:
+        """Begin the record of a step, with k = 0 of a save; what lies on a device arrives later.
+
+        ``same`` is the record of a step that is saved, as one of those after the save before: its samples serve twice.
+        """
         leaves = self._ways.follow(seen.root)
         self._saves += k == 0
         # The first steps of a run make leaves, such as the state of an optimizer; later ones hardly do.
@@ -108,33 +111,35 @@ class Recorder:
             self._ways = Ways(seen.root, _LEAVES, self._names)
             leaves = self._ways.follow(seen.root)
         ways = self._ways
-        metrics = _named_numbers(seen.metrics or {}) if k else {}
-        torch = loaded("torch")
-        gradients = [] if torch is None or not k else [_gradient(torch, leaf) for leaf in leaves]
-        held = [place for place, one in enumerate(gradients) if one is not None]
-        sparse = [place for place in held if gradients[place].is_sparse]
-        for place in held[_GRADIENTS:]:
-            gradients[place] = None
-        full = _full_sums(ways.names, leaves, sparse if seen.metrics else _in_turn(len(leaves), k))
-        batch, text = leaves_of(seen.batch if k else None)
-        layers = {"state": leaves, "full": [*full.values()], "metrics": [*metrics.values()], "batch": batch}
-        layers |= {"gradients": gradients} if held else {}
-        taken = {layer: self._samplers[layer].take(values) for layer, values in layers.items()}
         record: Record = {"k": k, "step": seen.step, "generators": _checksums(seen.generators)}
-        record["positions"] = _checksums(seen.positions)
+        layers: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {"state": (ways.names, leaves)}
+        sparse = []
         if k:
-            record["counters"] = {**seen.counters}
-            record["batch"] = {**seen.checksums} | ({} if seen.batch is None else {"batch": zlib.crc32(text.encode())})
+            record |= {"positions": _checksums(seen.positions), "counters": {**seen.counters}}
+            record["batch"] = {**seen.checksums}
+            metrics = _named_numbers(seen.metrics or {})
+            layers["metrics"] = [*metrics], [*metrics.values()]
+            gradients = _gradients(leaves)
+            sparse = [place for place, gradient in gradients if gradient.is_sparse]
+            held = gradients[:_GRADIENTS]
+            layers["gradients"] = [place for place, _ in held], [gradient for _, gradient in held]
+            if seen.batch is not None:
+                batch, text = leaves_of(seen.batch)
+                record["batch"]["batch"] = zlib.crc32(text.encode())
+                layers["batch"] = batch, batch
         else:
             # Only attributes that steps have changed are kept, and whether the steps before changed them as well.
             before, self._before = self._before, self._attributes(seen)
-            now = self._before
-            changed = {name: text for name, text in now.items() if self._begun.get(name) != text}
+            changed = {name: text for name, text in self._before.items() if self._begun.get(name) != text}
             moves = before != self._begun
             record["attributes"] = {name: [text, moves and before.get(name) != text] for name, text in changed.items()}
-            record["structure"] = ways.structure
-        shown = max(1, min(16, _NUMBERS // max(1, len(ways.names))))
-        return Pending(record, tuple(ways.names), ways.total, taken, (*metrics,), (*full,), shown)
+        full = _full_sums(ways.names, leaves, sparse if seen.metrics else _in_turn(len(leaves), k))
+        if same is not None and same.names == ways.names and not full:
+            samples, layers = same.samples, {"state": layers["state"]}
+        else:
+            layers["full"] = [*full], [*full.values()]
+            samples = self._sampler.take([value for _, values in layers.values() for value in values])
+        return Pending(record, ways.names, ways.total, samples, {layer: keys for layer, (keys, _) in layers.items()})
 
     def _attributes(self, seen: Seen) -> dict[str, str]:
         """Return the plain attributes of the objects that a program shows as texts, by name."""
@@ -186,7 +191,7 @@ class RecordFile:
             if (first := self._first) is None:
                 return
             header = {"version": VERSION, "checkpoint": checkpoint, "names": first.names, "total": first.total}
-            self._lines = [_line({**header, "key": {**self._key, "devices": first.taken["state"].devices}})]
+            self._lines = [_line({**header, "key": {**self._key, "devices": first.devices}})]
             self._size = len(self._lines[0]) + 1
             self._place, self._first = place, None
             self._flush(wait=True, new=True)
@@ -224,31 +229,40 @@ class Pending:
     record: Record
     names: tuple[str, ...]
     total: int
-    taken: Mapping[str, Samples]
-    metrics: tuple[str, ...]
-    full: tuple[str, ...]
-    shown: int
+    samples: Samples
+    layers: Mapping[str, Sequence[Any]]  # what the samples are of, in their order: a name or place of each
     _finished: bool = False
 
     @property
+    def devices(self) -> str:
+        """The kinds of devices that hold the state."""
+        return self.samples.devices(len(self.names))
+
+    @property
     def is_ready(self) -> bool:
-        return all(samples.is_ready for samples in self.taken.values())
+        return self.samples.is_ready
 
     def finish(self) -> Record:
         """Return the whole record; waits for what has not arrived."""
         if not self._finished:
-            self._finished, record = True, self.record
-            for layer in ("state", "gradients"):
-                if layer in self.taken:
-                    digests, values = self.taken[layer].fetch(self.shown)
-                    record[layer] = [_packed(digests)] + ([_packed(values)] if layer == "state" else [])
-            digests, values = self.taken["full"].fetch(1)
-            record["full"] = dict(zip(self.full, digests.tolist(), strict=True))
-            digests, values = self.taken["metrics"].fetch(1)
-            pairs = zip(digests.tolist(), values[:, 0].tolist(), strict=True)
-            record["metrics"] = {name: [*pair] for name, pair in zip(self.metrics, pairs, strict=True) if pair[0]}
-            if self.taken["batch"].count:
-                record["batch"]["batch"] ^= zlib.crc32(self.taken["batch"].fetch(1)[0].tobytes())
+            self._finished, record, begin = True, self.record, 0
+            digests, values = self.samples.fetch(max(1, min(16, _NUMBERS // max(1, len(self.names)))))
+            for layer, keys in self.layers.items():
+                found, numbers = digests[begin : begin + len(keys)], values[begin : begin + len(keys)]
+                begin += len(keys)
+                if layer == "state":
+                    record[layer] = [_packed(found), _packed(numbers)]
+                elif layer == "gradients" and len(keys):
+                    every = np.zeros(len(self.names), np.uint32)
+                    every[[*keys]] = found
+                    record[layer] = [_packed(every)]
+                elif layer == "batch" and len(keys):
+                    record[layer]["batch"] ^= zlib.crc32(found.tobytes())
+                elif layer == "full":
+                    record[layer] = dict(zip(keys, found.tolist(), strict=True))
+                elif layer == "metrics":
+                    pairs = zip(keys, found.tolist(), numbers[:, 0].tolist(), strict=True)
+                    record[layer] = {name: [digest, value] for name, digest, value in pairs if digest}
         return self.record
 
 
@@ -401,8 +415,12 @@ def _checksums(states: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
-def _gradient(torch: Any, leaf: Any) -> Any:
-    return leaf.grad if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf else None
+def _gradients(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
+    """Return the gradients of parameters of torch, each with the place of its leaf."""
+    torch: Any = loaded("torch")
+    trained = [] if torch is None else [(n, leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    found = [(n, leaf.grad) for n, leaf in trained if leaf.requires_grad and leaf.is_leaf]
+    return [(n, gradient) for n, gradient in found if gradient is not None]
 
 
 def _in_turn(count: int, k: int) -> list[int]:
@@ -411,7 +429,7 @@ def _in_turn(count: int, k: int) -> list[int]:
     return [*range(first, count), *range(first)]
 
 
-def _full_sums(names: list[str], leaves: list[Any], places: list[int]) -> dict[str, Any]:
+def _full_sums(names: Sequence[str], leaves: Sequence[Any], places: Sequence[int]) -> dict[str, Any]:
     """Return sums of all bits of the leaves at some places, as many as a record may look at."""
     found, left = {}, _FULL
     for place in places:

@@ -11,10 +11,13 @@ from typing import Any, ClassVar, Literal, get_args
 from ..engine.clock import Clock, Duration, seconds
 from ..engine.errors import InvalidLocationError, OptionError
 from ..engine.handlers import PyTreeCheckpointHandler
-from ..engine.manager import CheckpointManagerOptions, CheckpointOptions, has_triggers, limits
+from ..engine.manager import CheckpointManagerOptions, CheckpointOptions, as_int, has_triggers, limits
 from ..engine.storage import Place, as_location, hidden_address
 
 Resume = Literal["auto", "must", "never", "best"] | int
+_NEWEST = "; did you mean 'auto', which resumes from the newest checkpoint, and starts fresh without one?"
+_NEVER = "; did you mean 'never', which raises an error if there is a checkpoint?"
+_MEANT = {**dict.fromkeys(("latest", "last", "newest", "true"), _NEWEST), "false": _NEVER}
 Partial = Literal["initialize"] | None
 OnInexact = Literal["warn", "raise", "ignore"]
 Reshard = Callable[[str, Sequence[Any], int, int], Any]
@@ -41,7 +44,7 @@ class CallbackOptions(CheckpointOptions):
     partial: Partial = None
     compression: int | None = field(default=None, metadata=limits(1, 22))
 
-    signals: Collection[str | signal.Signals] = ("SIGTERM",)
+    signals: Collection[str | signal.Signals] = ("SIGTERM", "SIGHUP")
     grace_secs: Duration | None = None
     replicated: Collection[str] = ()
     witness: bool = True
@@ -62,12 +65,15 @@ class CallbackOptions(CheckpointOptions):
             except InvalidLocationError as error:
                 raise InvalidLocationError(f"init_from={hidden_address(str(self.init_from))!r}: {error}") from error
         words: tuple[str, ...] = get_args(get_args(Resume)[0])
-        if type(self.resume) is int and self.resume < 0:
-            raise OptionError(f"resume={self.resume} must not be negative")
-        if type(self.resume) is not int and self.resume not in words:
-            close = difflib.get_close_matches(str(self.resume), words, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise OptionError(f"resume={self.resume!r} is not one of {', '.join(map(repr, words))} or a step{hint}")
+        resume: Any = as_int(self.resume)
+        if type(resume) is int:
+            if resume < 0:
+                raise OptionError(f"resume={resume} must not be negative")
+            object.__setattr__(self, "resume", resume)
+        elif resume not in words:
+            close = difflib.get_close_matches(str(resume), words, n=1)
+            hint = _MEANT.get(str(resume).lower()) or (f"; did you mean {close[0]!r}?" if close else "")
+            raise OptionError(f"resume={resume!r} is not one of {', '.join(map(repr, words))} or a step{hint}")
         if isinstance(self.replicated, str) or not all(isinstance(name, str) for name in self.replicated):
             raise OptionError(
                 f"replicated={self.replicated!r} must be the names of extras, such as ['data'], or of state of a "

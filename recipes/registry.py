@@ -23,6 +23,7 @@ from typing import Any, get_type_hints
 from pydantic import ConfigDict, Field, create_model
 
 from ..engine.errors import HoldfastError, OptionError
+from ..engine.installed import install_command
 from . import schema
 from .schema import Config
 
@@ -106,7 +107,7 @@ class Recipe:
     name: str  # the value of the ``recipe`` key of a configuration, and the name of the module
     summary: str  # one line for users
     schema: type[Config]
-    extra: str = ""  # the extra of holdfast that it needs, as in ``pip install 'holdfast[flax]'``
+    extra: str = ""  # the extra of holdfast that it needs
     packages: tuple[str, ...] = ()  # the import names of those that it needs beyond the recipes' own requirements
     # The program, where it is imported already; None for the modules of this package.
     function: Callable[[Any, RunContext], Outcome] | None = None
@@ -115,15 +116,18 @@ class Recipe:
         """Return which of the packages are not installed, without importing them."""
         return [package for package in self.packages if importlib.util.find_spec(package) is None]
 
+    @property
+    def install(self) -> str:
+        """The command that installs what it needs."""
+        return install_command("recipes", self.extra)
+
     def program(self) -> Callable[[Any, RunContext], Outcome]:
         """Import the program; MissingExtraError, with the pip command, if a package that it needs is not installed."""
         if self.function is not None:
             return self.function
         missing = self.missing()
         if missing:
-            raise MissingExtraError(
-                f"the recipe {self.name} needs {' and '.join(missing)}: pip install 'holdfast[recipes,{self.extra}]'"
-            )
+            raise MissingExtraError(f"the recipe {self.name} needs {' and '.join(missing)}: {self.install}")
         module = importlib.import_module(f".{self.name}", __package__)
         run: Callable[[Any, RunContext], Outcome] = module.run
         return run

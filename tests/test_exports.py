@@ -98,6 +98,26 @@ def test_a_name_of_a_module_is_pointed_out(name: str) -> None:
     assert name in getattr(hf, inner).__all__
 
 
+@pytest.mark.parametrize("source", ["engine/api.py", "integrations/loop/callback.py"])
+def test_editors_show_the_documentation_of_each_overload(source: str) -> None:
+    tree = ast.parse((Path(hf.__path__[0]) / source).read_text())
+    overloads = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and any("overload" in ast.dump(one) for one in node.decorator_list)
+    ]
+    assert len(overloads) >= 2
+    assert [node.lineno for node in overloads if ast.get_docstring(node) is None] == []
+
+
+def test_editors_show_public_names_only() -> None:
+    """As they list what the module imports, names of other packages included."""
+    tree = ast.parse((Path(hf.__path__[0]) / "__init__.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {alias.asname or alias.name for node in imports for alias in node.names} - {"__version__"}
+    assert [name for name in sorted(names) if not name.startswith("_")] == []
+
+
 def test_unknown_names() -> None:
     assert not hasattr(hf, "no_such_name")
     assert set(hf.__all__) <= set(dir(hf))

@@ -103,15 +103,20 @@ class StepDifference:
 
 # ---- causes
 
-_CAUSES = ("generator", "position", "value")  # kinds of facts that explain a difference, the strongest first
+_CAUSES = (
+    "generator",
+    "position",
+    "optimizer",
+    "value",
+)  # kinds of facts that explain a difference, the strongest first
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A cause, or something else that is wrong."""
 
-    # generator, position, value, unseeded, nondeterministic, not_saved_right, unknown, not_resumed, new_directory or
-    # ignores_signal
+    # generator, loader, position, optimizer, value, unseeded, nondeterministic, not_saved_right, unknown, not_resumed,
+    # new_directory or ignores_signal
     cause: str
     text: str  # what was found
     advice: str = ""  # what to do
@@ -240,14 +245,18 @@ class Causes:
             if step > limit or step not in reference:
                 break
             noisy = {name for name, _, _ in _differing(one.get(step, {}), other.get(step, {}))}
-            here = [
-                (name, fact, other)
-                for name, fact, other in _differing(reference[step], run[step])
-                if name not in noisy and in_use(name, reference)
-            ]
+            differing = [entry for entry in _differing(reference[step], run[step]) if entry[0] not in noisy]
+            here = [entry for entry in differing if in_use(entry[0], reference)]
             by_kind = {kind: [one for one in here if one[1].kind == kind] for kind in _CAUSES}
             in_lightning = not {"lightning", "pytorch_lightning"}.isdisjoint(self._reference.libraries)
             by_kind["value"] = _likeliest(by_kind["value"])
+            loaders = [(name, fact, fact) for name, fact in reference[step].items() if fact.kind == "loader"]
+            if (
+                loaders
+                and not in_lightning
+                and any(one.kind == "generator" and not one.where for _, one, _ in differing)
+            ):
+                by_kind = {"loader": loaders}  # They draw the order of an epoch from a global generator.
             found = [
                 _not_restored(kind, those, step, self._run.restored, in_lightning=in_lightning)
                 for kind, those in by_kind.items()
@@ -255,7 +264,7 @@ class Causes:
             ]
             if found:
                 break
-        strong = [one for one in found if one.cause in ("generator", "position")]
+        strong = [one for one in found if one.cause != "value"]
         return strong or found
 
 
@@ -330,6 +339,18 @@ def _not_restored(
             )
         what = "the place in the data is not saved, or not restored"
         text = f"{what}: {listed}{more} differs from the undisturbed run {after}"
+    elif kind == "loader":
+        advice = (
+            f"wrap it, {plain} = hf.resumable({plain}), and pass it to restore_or_initialize and on_step as an extra, "
+            f"such as data={plain}"
+        )
+        text = (
+            f"a shuffled DataLoader is not handed over: {listed}{more} has begun an epoch in another order, and at its "
+            f"first batch, {after}"
+        )
+    elif kind == "optimizer":
+        advice = f'put it into the state, such as {{"model": model, "optimizer": {plain}}}'
+        text = f"an optimizer is not saved, or not restored: {listed}{more} differs from the undisturbed run {after}"
     else:
         advice = "save it with the state, or as an extra of the callback, if the next steps depend on it"
         values = "; ".join(

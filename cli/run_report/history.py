@@ -109,6 +109,7 @@ class History:
     fallbacks: int = 0  # restores that skipped damaged steps
     redone_steps: int = 0  # steps that were trained, not saved, and trained again
     redone_seconds: float = 0.0
+    hides_steps: bool = False  # whether a start was killed, so that its last steps are not known
 
     @property
     def saves(self) -> list[Save]:
@@ -272,6 +273,7 @@ def _end_all(history: History) -> None:
         if attempt.how is None:
             elsewhere = attempt.host not in ("", socket.gethostname())
             attempt.how = "lost" if after else "open" if elsewhere else "running" if _is_alive(attempt) else "lost"
+        history.hides_steps |= attempt.how == "lost" and after is not None
         if after is None or after.restored is None or attempt.last_step is None:
             continue
         lost = attempt.last_step - after.restored

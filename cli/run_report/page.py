@@ -144,8 +144,10 @@ def _figures(run: RunFacts, now: float) -> Markup:
         share = f"{percent(history.blocked / ran)} of the time" if ran else ""
         found.append(("Waited for saves", duration(history.blocked), share))
         if len(history.attempts) > 1:
-            text = f"{duration(history.redone_seconds)} lost" if history.redone_steps else "nothing lost"
-            found.append(("Trained again", count(history.redone_steps, "step", "steps"), text))
+            least = "at least " if history.hides_steps else ""
+            lost = f"{least}{duration(history.redone_seconds)} lost" if history.redone_steps else "nothing known of"
+            text = lost if least or history.redone_steps else "nothing lost"
+            found.append(("Trained again", f"{least}{count(history.redone_steps, 'step', 'steps')}", text))
         if proofs := [attempt.proof or "" for attempt in history.attempts if attempt.restored is not None]:
             kinds = [(proofs.count(proof), PROOFS.get(proof, "not compared")) for proof in (*PROOFS, "")]
             text = ", ".join(f"{number} {what}" for number, what in kinds if number)

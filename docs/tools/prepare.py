@@ -36,7 +36,7 @@ class Page:
 
 PAGES: Mapping[str, Page] = {
     "callback": Page(
-        "The callback for loops", "For any training loop.", ["integrations.loop", "engine.resumable", "engine.loaders"]
+        "The callback for loops", "For any training loop.", ["integrations.loop", "engine.loaders", "engine.resumable"]
     ),
     "files": Page(
         "Save, load, list, verify",
@@ -212,7 +212,7 @@ def yaml_page() -> str:
     shared = {key for key, *_ in _keys(Config)}
     for recipe in RECIPES.values():
         own = [row for row in _keys(recipe.schema) if row[0] not in shared]
-        needs = f"pip install 'holdfast[recipes,{recipe.extra}]'"
+        needs = f"pip install 'holdfast-checkpoint[recipes,{recipe.extra}]'"
         parts += [f"## {recipe.name}\n", f"Trains {recipe.summary}. Install: `{needs}`\n", _table(own)]
         if recipe.schema.METRICS:
             parts.append(f"Metrics for `best_fn`: {', '.join(f'`{one}`' for one in recipe.schema.METRICS)}.\n")

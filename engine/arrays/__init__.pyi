@@ -42,6 +42,7 @@ from .source import SavedLeaf as SavedLeaf
 from .source import TreeSource as TreeSource
 from .source import aggregate_details as aggregate_details
 from .source import damaged_leaves as damaged_leaves
+from .source import without_value as without_value
 from .transform import load_transformed_tree as load_transformed_tree
 from .write import HostTree as HostTree
 from .write import TreePlan as TreePlan

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError
+from ..forks import Lock
 from ..format import ArrayMetadata, checksums_of, crc32c, decompress_exactly
 from ..pytree import Box, whole
 from ..storage import Buffer, aligned_empty
@@ -148,7 +149,7 @@ class Assembly:
         self._small = self.column(lambda decoder: decoder.small, bool) & self.are_whole
         self._arrays: list[NDArray[Any] | None] = [None] * count
         self._damaged: set[int] = set()
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._threads = threading.local()  # a buffer for each thread: it decompresses into it, and copies out of it
 
     @property

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ..clock import UNHEARD
 from ..distributed import shares_machine
 from ..errors import DamagedCheckpointError, FormatVersionError, ObjectNotFoundError
+from ..forks import Lock
 from ..format import (
     CHECKSUMS_MAGIC,
     NODE_LIMIT,
@@ -75,7 +76,7 @@ class ArrayDatabase:
         self._limit = limit
         self.bytes_read = 0  # bytes read so far from all files, gaps between chunks included
         self.unreadable = False  # whether the disk failed to read some of the data
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._complete = False  # whether all of the index is known
         self._parts_read = 0  # bytes of the index that were read in parts
         manifest = self.read_file(MANIFEST)

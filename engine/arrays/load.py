@@ -29,6 +29,7 @@ from ..pytree import (
     describe_template,
     flatten,
     format_path,
+    joined_names,
     key_segments,
     leaf_names,
     loaded,
@@ -39,7 +40,6 @@ from ..pytree import (
     regrown,
     tensor_like,
     unflatten,
-    unwrapped_name,
     wanted_parts,
     with_request,
 )
@@ -123,13 +123,12 @@ def _resumed(
 
 
 def _saved_names(names: list[str], saved: list[str]) -> list[str]:
-    """Return the saved names of a template's leaves, which may differ by those that wrappers of modules add."""
+    """Return the saved names of a template's leaves, which may differ by dots in keys and by wrappers of modules."""
     if set(names) == set(saved):
         return names
-    bare = {unwrapped_name(name): name for name in saved}
-    wanted = [unwrapped_name(name) for name in names]
-    if len(bare) == len(saved) == len(names) and set(wanted) == bare.keys():
-        return [bare[name] for name in wanted]
+    joined, wanted = dict(zip(joined_names(saved), saved, strict=True)), joined_names(names)
+    if len(joined) == len(saved) == len(names) and set(wanted) == joined.keys():
+        return [joined[name] for name in wanted]
     return names
 
 

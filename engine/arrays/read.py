@@ -26,7 +26,6 @@ from ..pytree import (
     Details,
     Patterns,
     Saved,
-    choose,
     decode_value,
     format_path,
     from_document,
@@ -66,18 +65,9 @@ class TreeReader(TreeSource):
             stored = document.get("tree")
             if not isinstance(stored, dict):
                 raise DamagedCheckpointError(f"{location / TREE} does not describe a tree")
-            chosen = None if select is None else leaves_at(stored, select)
-            if chosen is not None:
-                stored, self.numbers = chosen
-                select = None
+            stored, numbers = (stored, None) if select is None else leaves_at(stored, select)
             names, details, self.tree = from_document(stored)
-            if chosen is None:
-                self.numbers = range(len(names))
-            if select is not None:
-                flags = choose(names, select)
-                self.tree = self.tree.select(flags)
-                self.numbers = [number for number, one in enumerate(flags) if one]
-                names, details = [names[n] for n in self.numbers], [details[n] for n in self.numbers]
+            self.numbers = range(len(names)) if numbers is None else numbers
             self._aggregated = self._read_aggregated(names, details, aggregate or MsgpackHandler())
             self.leaves = self._leaves(names, details, self._database.metadata(names))
         self._began = stored.get("fresh")

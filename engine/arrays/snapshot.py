@@ -6,7 +6,6 @@ waits for a comparison of containers and facts, and for the copy.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..forks import Lock
 from ..pytree import (
     ArrayLeaf,
     Arrival,
@@ -83,7 +83,7 @@ class StagingBuffer:
     """
 
     def __init__(self, pinned_bytes: int = 0) -> None:
-        self.lock = threading.Lock()
+        self.lock = Lock()
         self.pinned_bytes = pinned_bytes
         self._pinned: PinnedMemory | None = None  # made when it is needed
         self._memory: Bytes = np.empty(0, np.uint8)

@@ -166,8 +166,8 @@ class TreeSource(Protocol):
         if not missing:
             return self
         wanted = set(names)
-        spare = {_without_value(name): name for name in saved if name not in wanted}
-        pairs = ((name, spare.pop(_without_value(name), None)) for name in missing)
+        spare = {without_value(name): name for name in saved if name not in wanted}
+        pairs = ((name, spare.pop(without_value(name), None)) for name in missing)
         renamed = {there: name for name, there in pairs if there is not None}
         if not renamed:
             return self
@@ -178,7 +178,8 @@ class TreeSource(Protocol):
         return None
 
 
-def _without_value(name: str) -> str:
+def without_value(name: str) -> str:
+    """Return the name of a variable of flax.nnx, which is a container of its value, for the name of the value."""
     return name.removesuffix(".value")
 
 

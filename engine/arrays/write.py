@@ -238,21 +238,25 @@ class TreeWriter:
                 yield chunks[0][start:end], chunks[1][start:end]
             start = end
 
-    def merge(self, location: Location, fragments: Sequence[bytes]) -> dict[str, FileRecord]:
-        """Write the index over the chunks of all processes and the tree's structure; on process 0 only."""
+    def merge(self, location: Location, fragments: Sequence[bytes], *, describes: bool = True) -> dict[str, FileRecord]:
+        """Write the index over the chunks of all processes and the tree's structure; on process 0 only.
+
+        Without ``describes``, the arrays alone are written, as another library reads them.
+        """
         if self._own is not None:
             index, written = merge_fragments(self._catalog, [self._own], 1)
         else:
             decoded = (Fragment.decode(data, process) for process, data in enumerate(fragments))
             index, written = merge_fragments(self._catalog, decoded, len(fragments), _plain_values(self._tree))
         manifest, nodes = index.encode(node_file=INDEX, database_id=os.urandom(16), created_ns=time.time_ns())
+        files = {INDEX: nodes, MANIFEST: manifest}
         try:
-            structure = self.plan.document(self._tree, self._catalog.documents(self._tree.leaves))
+            if describes:
+                files[TREE] = self.plan.document(self._tree, self._catalog.documents(self._tree.leaves))
         except ValueError as error:
             raise UnsupportedLeafError(
                 f"{location}: tree.json cannot hold this tree: {error}; put long texts into arrays"
             ) from error
-        files = {INDEX: nodes, TREE: structure, MANIFEST: manifest}
         at_once = max_concurrency(location)
         records = parallel_map(lambda path: write_file(location / path, files[path]), list(files), at_once)
         return written | dict(zip(files, records, strict=True))

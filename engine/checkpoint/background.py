@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from ..distributed import missed_a_process
 from ..errors import SaveFailedError, StateError, describe_error
+from ..forks import Lock
 from ..storage import Helper
 
 _logger = logging.getLogger("holdfast")
@@ -28,7 +29,7 @@ class BackgroundSave:
     def __init__(self, timeout: float = 3600.0) -> None:
         self._timeout = timeout
         self._thread: Helper | None = None
-        self._changing = threading.Lock()  # guards the thread: several threads of the program may save and wait
+        self._changing = Lock()  # guards the thread: several threads of the program may save and wait
         self._awaited = threading.Event()  # whether the loop waits for the save that is under way
         self._what = ""
         self._step: int | None = None

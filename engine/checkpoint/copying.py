@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from ..arrays import ArrayDatabase, FileCheck, required
 from ..clock import UNHEARD
 from ..errors import CheckpointExistsError, DamagedCheckpointError, HoldfastError, ObjectNotFoundError
+from ..forks import Lock
 from ..format import ARCHIVE, TREES, WITNESS_LIMIT, WITNESSES, CheckpointRecord, ItemRecord, own_shares
 from ..storage import PAGE, DataReader, Location, Segment, max_concurrency, parallel_map
 from .commit import CommitParts, PendingCheckpoint
@@ -270,7 +271,7 @@ class _Copy:
         self._throttle = throttle
         self._progress = progress
         self._copied = copied
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self.failure: Exception | None = None  # the error of the original, or the one that ends the copy
 
     def run(self, files: list[_File], *, continues: bool) -> None:

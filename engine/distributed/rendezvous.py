@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import google_crc32c
 
 from ..errors import BarrierTimeoutError, PeerFailedError, describe_error, shortened
+from ..forks import Lock
 from .coordinators import Coordinator
 
 T = TypeVar("T")
@@ -140,9 +141,9 @@ _MESSAGE_LIMIT = 4000  # characters of an error that the other processes get
 _MOST_RETIRED = 64  # closed rendezvous that are remembered; another process that died never closed its own
 _MOST_KEYS = 4000  # keys that a process reports for deletion
 
-_missed_lock = threading.Lock()  # of its own: the other one is held during requests to the store
+_missed_lock = Lock()  # of its own: the other one is held during requests to the store
 _missed: weakref.WeakKeyDictionary[Coordinator, _Misses] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()  # protects the tables below
+_lock = Lock()  # protects the tables below
 _counts: weakref.WeakKeyDictionary[Coordinator, dict[str, int]] = weakref.WeakKeyDictionary()
 _retired: weakref.WeakKeyDictionary[Coordinator, list[_Retired]] = weakref.WeakKeyDictionary()
 

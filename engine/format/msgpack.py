@@ -26,7 +26,7 @@ _DEPTH = 200  # levels of containers
 _AXES = 64  # numpy makes no array of more axes
 _SINGLES = {0xC0: None, 0xC2: False, 0xC3: True}
 _NUMBERS = {code: struct.Struct(f">{letter}") for code, letter in enumerate("fdBHIQbhiq", 0xCA)}
-_KEYS = (str, int, bytes)
+_KEYS = (str, int, bytes, type(None))
 
 # Makes the value of an extension: takes its type, its content, and the number of containers around it.
 Extension = Callable[[int, bytes, int], Any]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,9 +13,10 @@ from ..checkpoint import BackgroundSave
 from ..clock import Clock, format_duration, seconds
 from ..distributed import ProcessGroup
 from ..errors import StateError
+from ..forks import Lock
 from ..observer import Observer
 from ..storage import Location, as_location
-from .directory import RunDirectory
+from .directory import RunDirectory, check_json
 from .events import RunEvents
 from .intervals import LearnedInterval
 from .mirror import RunMirror
@@ -52,9 +52,9 @@ class RunAccess:
         self.run = RunDirectory(directory, options, clock, self._drain, writes=processes.is_primary)
         self.mirror: RunMirror | None = None  # None without one, and for a manager that only reads
         self.local: LocalTier | None = None  # the local steps of the hosts; None as above
-        self.changing = threading.RLock()  # of the thread that begins a save, or takes ownership
+        self.changing = Lock(reentrant=True)  # of the thread that begins a save, or takes ownership
         self.learned: LearnedInterval | None = None  # on process 0, the trigger that learns the interval between saves
-        self._metadata = None if metadata is None else dict(metadata)
+        self._metadata = check_json("metadata", metadata)
         self._compared = False  # whether the processes have compared their options
         self._acquired = False
         self._closed = False
@@ -99,7 +99,7 @@ class RunAccess:
             if self.options.local is not None:
                 belongs = replace(belongs, local=as_location(self.options.local.url).url)
             self.compare_options()
-            self.processes.decide("acquire", self.run.acquire, self._metadata, belongs)
+            self.run.strays = frozenset(self.processes.decide("acquire", self.run.acquire, self._metadata, belongs))
             if not self.processes.is_primary:
                 self.run.reload()
             self._acquired = True
@@ -230,10 +230,12 @@ class RunAccess:
         return self.mirror is not None or (step in self.run.hosts.further and step not in self.run)
 
     def steps_of_both_places(self) -> list[tuple[int, bool]]:
-        """Return the steps in ascending order, damaged ones among them, and whether each is there without a fetch."""
+        """Return the steps, the newest last, damaged ones among them, and whether each is there without a fetch."""
         here = {*self.run.steps_and_damaged(), *self.run.hosts.read}
         there = [*self.run.hosts.further, *(() if self.mirror is None else self.mirror.steps())]
-        return sorted([(step, True) for step in here] + [(step, False) for step in set(there).difference(here)])
+        every = [(step, True) for step in here] + [(step, False) for step in set(there).difference(here)]
+        left = self.run.left_behind()
+        return sorted(every, key=lambda one: (one[0] not in left, one[0]))
 
     def notify_mirror(self) -> None:
         """Tell the mirror that the directory has changed."""

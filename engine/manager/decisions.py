@@ -295,6 +295,12 @@ class SaveDecisions:
         """Note that the run resumes from a step."""
         self._last = self._before = step, self._last[1]
 
+    def deleted(self, newest: int) -> None:
+        """Note that steps were deleted, and ``newest`` is left: a save counts from there."""
+        previous, now = self._last
+        if previous is not None and previous > newest:
+            self._last = self._before = newest, now
+
     def save_begins(self, step: int) -> None:
         """Note that a save begins."""
         self._starts_at(step)
@@ -386,11 +392,13 @@ class Rollback:
         """Whether an existing step belongs to the branch that was left, and is to be saved again."""
         return step in self._left
 
-    def saving(self, step: int) -> None:
-        """Note that a step is about to be saved; warn, once, if there are later ones."""
+    def saving(self, step: int, *, leaves: bool = False) -> None:
+        """Note that a step is about to be saved; warn, once, if there are later ones, unless it leaves them behind."""
         self.resumed_from = None
         later = self._run.steps_after(step)
-        if not self._began and later:
+        if leaves:
+            self._left &= {step}
+        elif not self._began and later:
             self._warn(
                 f"step {step} is saved, and this run has not restored the later steps that are there "
                 f"({shortened_steps(later)}): they are replaced only if that is forced"

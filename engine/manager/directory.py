@@ -8,7 +8,6 @@ import itertools
 import json
 import logging
 import os
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +37,7 @@ from ..errors import (
     StoragePermissionError,
     shortened_steps,
 )
+from ..forks import Lock
 from ..format import OWNER, PARTIAL, RECORD, CheckpointRecord, encode_document
 from ..sources import check_unclaimed, described_steps, find_steps, open_at
 from ..steps import (
@@ -45,6 +45,7 @@ from ..steps import (
     METADATA,
     LateMetrics,
     StepEntry,
+    left_behind,
     list_steps,
     read_again,
     read_entry,
@@ -54,6 +55,8 @@ from ..steps import (
     step_folders,
     store_metadata,
     stored_metadata,
+    stray_folders,
+    was_left,
     with_late,
     write_late,
 )
@@ -87,7 +90,8 @@ def check_json(option: str, data: Mapping[str, Any] | None) -> dict[str, Any] | 
     if data is None:
         return None
     if not isinstance(data, Mapping):
-        raise OptionError(f"{option}= must be a dictionary, not {type(data).__name__}")
+        way = f"; pass vars({option})" if hasattr(data, "__dict__") else ""
+        raise OptionError(f"{option}= must be a dictionary, not {type(data).__name__}{way}")
     try:
         encoded = encode_document("json", {"data": dict(data)})
     except (TypeError, ValueError) as error:
@@ -178,6 +182,7 @@ class RunDirectory:
         self.ownership = Ownership(location, clock, drain)
         self.last_saved: int | None = None  # the step that this run saved last
         self.hosts = HostSteps()
+        self.strays: frozenset[int] = frozenset()  # steps whose folder is there, and is no checkpoint
         self._options = options
         self._rules = retention_rules(options)
         self._reads_metrics = options.best_fn is not None or options.keep_checkpoints_without_metrics
@@ -186,9 +191,9 @@ class RunDirectory:
         self._warned = False  # whether the warning was given that no checkpoint has the metric of best_fn
         self._held: set[int] = set()  # steps that are being copied elsewhere
         self._spared: list[Location] = []  # folders of interrupted copies that the next attempt may complete
-        self._changing = threading.Lock()  # serializes changes of records and deletions of steps
+        self._changing = Lock()  # serializes changes of records and deletions of steps
         self._late = LateMetrics(location)
-        self._lock = threading.Lock()  # guards the attributes below
+        self._lock = Lock()  # guards the attributes below
         self._records: dict[int, CheckpointRecord] = {}
         self._others: dict[int, Location] = {}  # steps of another library
         self._identity: RunIdentity | None = None  # None until this writer owns the directory
@@ -316,6 +321,12 @@ class RunDirectory:
         """Return the committed steps whose record verifies, in ascending order."""
         return [info.step for info in self.infos()]
 
+    def left_behind(self) -> set[int]:
+        """Return the steps that the run has left for an earlier one; they do not count as its newest."""
+        with self._lock:
+            left = left_behind(self._records.values())
+            return {step for step, record in self._records.items() if was_left(step, record, left)}
+
     def steps_after(self, step: int) -> list[int]:
         """Return the committed steps after one, in ascending order; most often none, also in a large directory."""
         later = itertools.takewhile(lambda info: info.step > step, reversed(self.infos()))
@@ -425,13 +436,12 @@ class RunDirectory:
         belongs: RunIdentity | None,
         *,
         spare: CheckpointRecord | None = None,
-    ) -> None:
+    ) -> list[int]:
         """Take ownership, remove the remains of interrupted runs, and store the metadata and options of the run.
 
         The next attempt completes an interrupted copy of ``spare``. ``belongs`` has the run of a mirror, or the mirror
-        of a run, which this directory does not know itself.
+        of a run, which this directory does not know itself. Return the steps whose folders are no checkpoints.
         """
-        check_json("metadata", metadata)
         self.ownership.take()
         listing = self.location.snapshot()
         content = listing.entries()
@@ -462,6 +472,16 @@ class RunDirectory:
         # A directory of holdfast 0.1 does not say whether it had a mirror.
         self._dooms = identity.mirror is not None or (stored.run is None and bool(self._records))
         self._store(identity)
+        known = [StepEntry(step, self.step_location(step)) for step in {*self._records, *self._errors}]
+        strays = sorted(entry.step for entry in stray_folders(self.location, self._series, known))
+        if strays:
+            text = (
+                "%s: the folder of step %s holds files and no %s, such as after an interrupted copy: it is left alone, "
+                "and no such step is saved. Move it away, or delete it with `holdfast rm %s %s`"
+            )
+            listed = shortened_steps(strays)
+            _logger.warning(text, self.location, listed, RECORD, self.location, " ".join(map(str, strays)))
+        return strays
 
     def _store(self, identity: RunIdentity) -> None:
         store_identity(self.location, options_document(self._options), identity)
@@ -560,6 +580,10 @@ class RunDirectory:
         """Replace the commit record of a step, atomically."""
         with self._changing:
             record = self.record(step) if self._writes else self.stored_record(step)
+            # What other programs have added becomes a part of the record, or it would count as later than ``metrics``.
+            folder = self.step_location(step).name
+            added = self._late.files_of(folder)
+            record = with_late(record, self._late.of(folder))
             if metrics is not None:
                 record = record.with_metrics(metrics)
             if pinned is not None:
@@ -568,12 +592,13 @@ class RunDirectory:
                 self.ownership.check()
                 self.step_location(step).check_not_link()
                 write_record(self.step_location(step), record)
+                self._late.remove_files(added)
             self.add(step, record)
 
     def delete(self, step: int, mirror: bool = False) -> None:
         """Delete a step, whole or damaged, and note it for the mirror if that must delete it, too."""
         with self._changing:
-            if not self.is_damaged(step):
+            if not (self.is_damaged(step) or step in self.strays):
                 self.stored_record(step)
             if mirror:
                 self._doom([step])
@@ -593,12 +618,16 @@ class RunDirectory:
             self.ownership.check()
             location = self.step_location(step)
             try:
-                delete_checkpoint(location, self._records.get(step))
+                if step in self.strays:
+                    location.remove_tree()
+                else:
+                    delete_checkpoint(location, self._records.get(step))
             except StorageError:
                 if not (location / RECORD).is_there():  # the step is deleted, and the next sweep removes its files
                     self.add(step, None)
                 raise
             self._late.remove(location.name)
+        self.strays -= {step}
         self.add(step, None)
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:

@@ -13,13 +13,13 @@ import logging
 import math
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..clock import Clock
 from ..errors import PREEMPTED
+from ..forks import Lock
 from ..observer import Observer
 from ..storage import Location, append_line, open_own
 
@@ -211,7 +211,7 @@ def few(metrics: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return dict(short[:_METRICS]) or None
 
 
-_rotating = threading.Lock()
+_rotating = Lock()
 
 
 def _append(path: Path, text: str) -> None:

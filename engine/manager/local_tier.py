@@ -19,6 +19,7 @@ from ..checkpoint import BackgroundSave, ItemToSave, Save, leave_save
 from ..clock import Clock, seconds
 from ..distributed import ProcessGroup, Rendezvous, missed_a_process
 from ..errors import OwnershipError, PeerFailedError, StorageError
+from ..forks import Lock
 from ..format import RECORD
 from ..storage import Buffer, Location, parallel_map
 from .decisions import EverySteps
@@ -90,7 +91,7 @@ class LocalTier:
         self._history = LocalHistory(0, ())
         self._continue_after(-1, ())
         self._noted = 0  # the number of the history that was noted last
-        self._noting = threading.Lock()  # the saves of both places note it, and change which local steps are kept
+        self._noting = Lock()  # the saves of both places note it, and change which local steps are kept
         self._run.see_hosts(further=self._hosts.further, left=self._hosts.left)
         if self._hosts.newest is not None:
             self._read(self._hosts.newest)

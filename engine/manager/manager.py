@@ -24,7 +24,7 @@ from .intervals import LearnedInterval
 from .items import ItemSet
 from .metrics import as_given, plain_metrics
 from .mirror import MirrorStatus
-from .options import CheckpointManagerOptions, LocalStatus, mirror_of, save_triggers
+from .options import CheckpointManagerOptions, LocalStatus, mirror_of, save_triggers, shown_call
 from .ownership import stored_options
 from .resuming import Peek, Restored, Resume
 from .retention import best, newest_with
@@ -90,6 +90,9 @@ class CheckpointManager:
         **unknown: Never,
     ) -> None:
         refuse_unknown(type(self).__name__, unknown, CheckpointManager.__init__)
+        if not isinstance(options, CheckpointManagerOptions | None):
+            shown = f"**{options}" if isinstance(options, Mapping) else "..."
+            raise OptionError(f"options= must be hf.CheckpointManagerOptions({shown}), not a {type(options).__name__}")
         self.observer = observer or process_observer()
         self.options = self.observer.options(options or CheckpointManagerOptions())
         writes = not self.options.read_only
@@ -169,8 +172,8 @@ class CheckpointManager:
         """
         if item is not None:
             return newest_with(item, self._run.infos())
-        infos = self._run.infos()
-        return max([*self._run.hosts.read, *(info.step for info in infos[-1:])], default=None)
+        left = self._run.left_behind()
+        return max([*self._run.hosts.read, *(step for step in self._run.steps() if step not in left)], default=None)
 
     def item_due(self, item: str, step: int) -> bool:
         """Return whether a save at a step has an item, so that a loop need not collect a large one unnecessarily.
@@ -247,6 +250,9 @@ class CheckpointManager:
         """Read the directory again, to see what another process has done; waits for a save that is under way."""
         self._background.join()
         self._run.reload(forget=True)
+
+    def __repr__(self) -> str:
+        return shown_call(self, self.directory, self.options)
 
     # ---- restoring
 
@@ -402,7 +408,8 @@ class CheckpointManager:
             reason: Why it is saved, for the log and the record, instead of the reason that the triggers give.
 
         Returns:
-            Whether it was saved. A save in the background is not committed yet.
+            Whether it was saved. A save in the background is not committed yet. A step whose folder holds other files
+            is not.
 
         Raises:
             SaveFailedError: The save before this one failed in the background; this one is done nevertheless, unless
@@ -509,6 +516,7 @@ class CheckpointManager:
         self._saves.join_save_of(step)
         self._access.wait_for_saves()
         self._access.change(f"delete {step}", self._run.delete, step, mirror)
+        self._saves.deleted()
         if mirror:
             self._access.forget_local()
             self._access.delete_in_mirror()
@@ -539,6 +547,7 @@ class CheckpointManager:
         if not self.processes.is_primary:
             for one in deleted:
                 self._run.add(one, None)
+        self._saves.deleted()
         self._access.forget_local()
         self._access.delete_in_mirror()
         return deleted

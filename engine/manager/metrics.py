@@ -216,17 +216,32 @@ class MetricWatch:
             self.ended = True
             import difflib  # for an error only
 
+            value = _lookup(metrics or {}, missing)
             near = difflib.get_close_matches(missing, names, n=1)
+            if value is _ABSENT:
+                what = f"without the metric {missing}, by which best_fn ranks checkpoints"
+                about = f"; reported: {shortened(names) or 'no metrics'}" + (
+                    f"; did you mean {near[0]}?" if near else ""
+                )
+            else:
+                what = f"with a metric {missing} that is {_kind(value)}, and best_fn ranks checkpoints by a number"
+                about = ""
             _logger.warning(
-                "%s: step %d was reported without the metric %s, by which best_fn ranks checkpoints; reported: %s%s. A "
-                "step without it is never the best, and save_on_best does not save it. All is well if it comes later, "
-                "such as from an evaluation",
+                "%s: step %d was reported %s%s. A step without it is never the best, and save_on_best does not save "
+                "it. All is well if it comes later, such as from an evaluation",
                 self._where,
                 step,
-                missing,
-                shortened(names) or "no metrics",
-                f"; did you mean {near[0]}?" if near else "",
+                what,
+                about,
             )
+
+
+def _kind(value: Any) -> str:
+    """Return what a metric is that is no number, without its values."""
+    if value is None or isinstance(value, str):
+        return repr(value)[:60]
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" + ("" if shape is None else f" of the shape {list(shape)}")
 
 
 def _missing(metrics: Mapping[str, Any], metric: Metric) -> str | None:

@@ -30,6 +30,7 @@ from ..errors import (
     OwnershipError,
     StorageError,
 )
+from ..forks import Lock
 from ..format import CheckpointRecord
 from ..steps import store_metadata, stored_metadata
 from ..storage import Helper, Location
@@ -153,7 +154,8 @@ class RunMirror:
         self._far: RunDirectory | None = None
         self._acquired = False
         self._changes = False  # whether this run changes the mirror, or is about to: then only its thread reads it
-        self._looking = threading.RLock()  # a listing of another thread must not undo what was deleted since it began
+        # A listing of another thread must not undo what was deleted since it began.
+        self._looking = Lock(reentrant=True)
         self._thread: Helper | None = None
         self.process = os.getpid()
         self.fetches = False  # whether the mirror only fetches, as the run is not ready to be copied yet

@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from numbers import Integral
 from typing import Any, ClassVar, Literal, TypeVar
 
 from ..clock import Duration, Rate, bytes_per_second, seconds
@@ -48,11 +49,18 @@ def limits(least: int, greatest: int | None = None) -> dict[str, Any]:
 
 def option_texts(taker: type) -> dict[str, str]:
     """Return the documentation of options by name, as the docstring of a class has it; nothing under ``python -OO``."""
-    section = re.search(
-        r"^(?:Args|Attributes):\n((?: {4}.*\n?|\n)+)", inspect.cleandoc(taker.__doc__ or ""), re.MULTILINE
-    )
-    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section[1], re.MULTILINE) if section else []
+    text = inspect.cleandoc(taker.__doc__ or "")
+    title = "Args" if "\nArgs:" in text else "Attributes"
+    sections = re.findall(rf"^{title}:.*\n((?: {{4}}.*\n?|\n)+)", text, re.MULTILINE)
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", "\n".join(sections), re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
+
+
+def shown_call(taker: object, directory: object, options: Any) -> str:
+    """Return the call that makes a manager or a callback: its directory, and the options that are no defaults."""
+    given = [one for one in fields(options) if one.default is not MISSING and getattr(options, one.name) != one.default]
+    arguments = [repr(str(directory)), *(f"{one.name}={getattr(options, one.name)!r}" for one in given)]
+    return f"{type(taker).__name__}({', '.join(arguments)})"
 
 
 def refuse_options(taker: str, unknown: Iterable[str], known: Collection[str]) -> None:
@@ -109,7 +117,7 @@ class Mirror:
         except InvalidLocationError as error:
             raise OptionError(f"mirror={hidden_address(str(self.url))!r}: {error}") from error
         for one in fields(self):
-            _check_limits(one, getattr(self, one.name))
+            _check_limits(self, one)
         if self.max_bandwidth is not None:
             bytes_per_second(self.max_bandwidth, name="max_bandwidth")
         for name in ("save_interval_secs", "keep_time_interval", "wait_secs"):
@@ -159,7 +167,7 @@ class Local:
                 "such as in /dev/shm/holdfast. For a second place that all hosts share, use mirror="
             )
         for one in fields(self):
-            _check_limits(one, getattr(self, one.name))
+            _check_limits(self, one)
             if one.name in ("every", "copies") and getattr(self, one.name) is None:
                 raise OptionError(f"{one.name}=None must be a whole number")
 
@@ -215,7 +223,7 @@ class CheckpointOptions:
         if self.save_on_best and self.best_fn is None:
             raise OptionError("save_on_best=True needs best_fn: the name of a metric, or a function of the metrics")
         for one in fields(self):
-            _check_limits(one, getattr(self, one.name))
+            _check_limits(self, one)
         if self.best_fn is not None and not (
             callable(self.best_fn) or (isinstance(self.best_fn, str) and self.best_fn)
         ):
@@ -380,7 +388,7 @@ def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
         "keep_latest": options.keep_latest,
         "keep_period": options.keep_period,
         "keep_time_interval": options._stored_interval(),
-        "keep_steps": sorted(options.keep_steps),
+        "keep_steps": sorted(map(int, options.keep_steps)),
         "best_fn": function if isinstance(function, str) else None,
         "best_function": metric_name(function) if callable(function) else None,  # only the program has the function
         "best_mode": options.ranking_mode,
@@ -399,11 +407,18 @@ def options_from_document(document: Mapping[str, Any]) -> CheckpointManagerOptio
         raise OptionError(f"these are not options of a checkpoint manager: {error}") from error
 
 
-def _check_limits(option: Field[Any], value: Any) -> None:
+def as_int(value: object) -> object:
+    """Return a whole number of any library as that of Python, and anything else, also True, as it is."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+
+
+def _check_limits(options: object, option: Field[Any]) -> None:
+    """Raise OptionError for a number that is not whole, or beyond its limits; make it a number of Python."""
+    value = as_int(getattr(options, option.name))
     if value is None or "least" not in option.metadata:
         return
     least, greatest = option.metadata["least"], option.metadata["greatest"]
     limits = f"of at least {least}" if greatest is None else f"from {least} to {greatest}"
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < least or (greatest is not None and value > greatest):
+    if type(value) is not int or value < least or (greatest is not None and value > greatest):
         raise OptionError(f"{option.name}={value!r} must be a whole number {limits}, or None")
+    object.__setattr__(options, option.name, value)

@@ -121,11 +121,11 @@ class Ownership:
     def _lock_file(self) -> None:
         try:
             self._lock.acquire(os.O_RDWR | os.O_CREAT)
-        except StorageConflictError as error:
+        except StorageConflictError:
             raise OwnershipError(
                 f"{self._directory}: another run is writing to this directory ({self._describe()}). "
                 "Stop it, wait for it to end, or use another directory"
-            ) from error
+            ) from None
         if self._lock.obstacle is not None:  # only the token protects the directory
             path, obstacle = self._directory / OWNER, self._lock.obstacle
             self._lock.release()

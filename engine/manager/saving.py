@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import Save, leave_save
 from ..errors import SaveFailedError
+from ..forks import Lock
 from ..format import CheckpointRecord, ItemRecord
+from ..steps import LEFT_BEHIND
 from ..storage import Location
 from .access import RunAccess
 from .decisions import Decision, EverySteps, Rollback, SaveDecisions
@@ -61,7 +63,10 @@ class Saves:
         # A function of the metrics fetches them from the device: it is called only where a trigger calls it as well.
         if self._watch is not None and (isinstance(self._options.best_fn, str) or self._options.save_on_best):
             self.note_metrics(step, metrics)
-        return self._decisions.decide(step, metrics, saved=saved, earlier=self._earlier())
+        decision = self._decisions.decide(step, metrics, saved=saved, earlier=self._earlier())
+        if decision.save and step in self._run.strays:
+            return Decision(False, f"{self._run.step_location(step)} is no checkpoint, and is left alone")
+        return decision
 
     def note_metrics(self, step: int, metrics: Mapping[str, Any] | None) -> None:
         """Warn, once, of metrics without the one that ranks checkpoints."""
@@ -112,6 +117,8 @@ class Saves:
         if not decision.save:
             return False
         self._access.acquire()
+        if step in self._run.strays and (reason is not None or not force):  # An explicit save is refused.
+            return False
         if force:
             self._observer.reached("step", step)  # decide() was perhaps not called for this step
         self._background.join()
@@ -162,7 +169,7 @@ class Saves:
             earlier: SaveFailedError | None = None
             try:
                 self._observer.reached("saving", step)  # here, so that a drill knows of a thread that has not begun
-                self._rollback.saving(step)
+                self._rollback.saving(step, leaves=LEFT_BEHIND in (custom_metadata or {}))
                 self._decisions.save_begins(step)
                 self._pending = pending
                 if not save.in_background:
@@ -315,6 +322,10 @@ class Saves:
         self._change_metrics(step, metrics)
         return metrics
 
+    def deleted(self) -> None:
+        """Count the next save from the newest step that is left."""
+        self._decisions.deleted(max(self._run.steps(), default=0))
+
     def join_save_of(self, step: int) -> None:
         """Wait for the save of a step, if it is under way."""
         pending = self._pending
@@ -323,6 +334,7 @@ class Saves:
 
     def _change_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.join_save_of(step)
+        self._run.add_late_metrics()
         self._run.change(step, metrics=metrics)
         self._events.write("metrics", step=step, metrics=few(metrics))
         self._access.notify_mirror()
@@ -344,7 +356,7 @@ class PendingSave:
         self._reason = reason
         self._facts = check_json("custom_metadata", custom_metadata)
         self.metrics = None if metrics is None else plain_metrics(metrics)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._open = True
 
     def add(self, metrics: Mapping[str, Any]) -> bool:

@@ -74,6 +74,7 @@ from .names import escape_first as escape_first
 from .names import escape_key as escape_key
 from .names import format_path as format_path
 from .names import join as join
+from .names import joined_names as joined_names
 from .names import split as split
 from .names import unescape_key as unescape_key
 from .names import unwrapped_name as unwrapped_name

@@ -8,18 +8,16 @@ from ``1``; keys that are tuples are lists. A document never names code to run.
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..errors import DamagedCheckpointError
 from .containers import FACTORIES, build_counter, build_defaultdict, build_deque, build_mapping
 from .flattening import MAX_DEPTH, Key, TreeDef, key_segments, plain_key, unflatten
-from .names import Patterns, escape_key, unescape_key, unescape_keys
+from .names import Pattern, Patterns, choose, compiled, escape_key, unescape_key, unescape_keys
 
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple}
 _MAPPINGS = {"dict", "ordered_dict", "default_dict", "counter", "mapping", "namedtuple", "dataclass", "node"}
@@ -89,133 +87,81 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
     return names, leaves, TreeDocument(structure)
 
 
-def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, Any], list[int]] | None:
+def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, Any], list[int]]:
     """Return the document of the leaves that match patterns, and their positions in the tree.
 
-    They are looked up, without an object for each other leaf. None where that cannot be told: with ``**`` before the
-    end, for a pattern that matches nothing, and for a document that is not what `to_document` writes.
+    They are looked up, without an object for each other leaf. A pattern that matches nothing is an error.
     """
-    texts = [patterns] if isinstance(patterns, str) else patterns
-    if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) for text in texts):
-        return None
-    if any("(" in text or "%2E" in text for text in texts):  # patterns have dots, and not their escapes
-        return None
-    lookup, chosen = _Lookup(), _Chosen()
+    lookup = _Lookup(compiled(patterns, "select"))
     try:
-        for text in texts:
-            if not lookup.find(document["tree"], text.split("/"), 0, chosen):
-                return None
-        tree = lookup.below(document["tree"], chosen)
-        leaves, numbers = document["leaves"], list(chosen.leaves())
-        return {**document, "tree": tree, "leaves": [leaves[number] for number in numbers]}, numbers
+        tree = lookup.below(document["tree"], [(one, one.begin) for one in lookup.unmatched], 0)
+        leaves = [document["leaves"][number] for number in lookup.numbers]
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError):
-        return None  # reading all of the document says what is wrong with it
+        lookup.numbers = []  # The tree is one leaf, or reading all of the document says what is wrong with it.
+    if lookup.unmatched or not lookup.numbers:
+        names = from_document(document)[0]
+        choose(names, patterns)
+        return document, list(range(len(names)))
+    return {**document, "tree": tree, "leaves": leaves}, lookup.numbers
 
 
-class _Chosen(dict[int, "int | _Chosen"]):
-    """The children of a container that were found, by their indexes: positions of leaves, and containers."""
-
-    def leaves(self) -> Iterator[int]:
-        """Return the positions of all leaves in the tree, ascending."""
-        for _, found in sorted(self.items()):
-            if isinstance(found, int):
-                yield found
-            else:
-                yield from found.leaves()
+_Places = Sequence[tuple[Pattern, Collection[int]]]  # patterns, each with the places in it that a path has reached
 
 
 class _Lookup:
-    """Finds leaves in the document of containers."""
+    """Finds leaves in the document of containers: their positions in the tree, and the patterns that match none."""
 
-    def __init__(self) -> None:
+    def __init__(self, patterns: Sequence[Pattern]) -> None:
+        self.unmatched = list(patterns)
+        self.numbers: list[int] = []
         self._counts: dict[int, int] = {}  # leaves below containers; keys are their identities
 
-    def find(self, node: dict[str, Any], keys: list[str], before: int, chosen: _Chosen) -> bool:
-        """Note the leaves that match below a container that ``before`` leaves precede; return whether there are any."""
-        any_found = False
-        begin, preceding = 0, before
-        for index, rest in sorted(_steps(node, keys), key=itemgetter(0)):
-            child = node["children"][index]
-            preceding += self._count(node["children"][begin:index])
+    def below(self, node: dict[str, Any], places: _Places, number: int) -> dict[str, Any] | None:
+        """Return a container with the leaves below it that match, as `TreeDocument.select` does, or None.
+
+        ``number`` leaves precede it.
+        """
+        children, stored = node["children"], node.get("keys")
+        segments = map(str, range(len(children))) if stored is None else stored
+        if not all(isinstance(segment, str) for segment in stored or ()):
+            segments = _decode_keys(stored, "", {})[1]
+        keys = [one.literal(before) for one, before in places]
+        wanted = None if None in keys else {key for some in keys if some is not None for key in some}
+        kept: dict[int, Any] = {}
+        begin = 0
+        for index, (segment, child) in enumerate(zip(segments, children, strict=True)):
+            if wanted is not None and segment not in wanted and "%2E" not in segment:
+                continue
+            key = segment.replace("%2E", ".")
+            reached = [(one, after) for one, before in places if (after := one.after(before, key))]
+            number += self._count(children[begin:index])
             begin = index
-            if child is None:
-                if not rest or rest == ["**"]:
-                    chosen[index] = preceding
-                    any_found = True
-            elif rest:
-                below = chosen.get(index, _Chosen())
-                if isinstance(below, _Chosen) and self.find(child, rest, preceding, below):
-                    chosen[index] = below
-                    any_found = True
-        return any_found
+            ends = [one for one, after in reached if (one.ends(after) if child is None else one.takes_all(after))]
+            takes = ends and (child is None or len(ends) == len(reached))
+            if takes and (count := self._count([child])):
+                kept[index] = child
+                self.numbers += range(number, number + count)
+                self.unmatched = [one for one in self.unmatched if one not in ends]
+            elif child is not None and reached and (part := self.below(child, reached, number)) is not None:
+                kept[index] = part
+        if not kept:
+            return None
+        if all(index in kept or not self._count([child]) for index, child in enumerate(children)):
+            return {**node, "children": [kept.get(index, child) for index, child in enumerate(children)]}
+        named = list(kept) if stored is None else [stored[index] for index in kept]
+        label = {} if stored is None else {name: node[name] for name in ("class",) if name in node}
+        kind = "dict" if stored is None else node["type"]
+        return {"type": kind, **label, "keys": named, "children": list(kept.values())}
 
     def _count(self, children: list[Any]) -> int:
         bare = children.count(None)
-        if bare == len(children):
-            return bare
-        return bare + sum(self._below(child) for child in children if child is not None)
+        return bare if bare == len(children) else bare + sum(map(self._leaves_in, filter(None, children)))
 
-    def _below(self, node: dict[str, Any]) -> int:
+    def _leaves_in(self, node: dict[str, Any]) -> int:
         count = self._counts.get(id(node))
         if count is None:
             count = self._counts[id(node)] = self._count(node["children"])
         return count
-
-    def below(self, node: dict[str, Any], chosen: _Chosen) -> Any:
-        """Return the container with the leaves that were found below it, as `TreeDocument.select` does."""
-        children = node["children"]
-        kept = {
-            index: None if isinstance(found, int) else self.below(children[index], found)
-            for index, found in sorted(chosen.items())
-        }
-        if all(index in kept or (child is not None and not self._below(child)) for index, child in enumerate(children)):
-            return {**node, "children": [kept.get(index, child) for index, child in enumerate(children)]}
-        keys = node.get("keys")
-        named = list(kept) if keys is None else [keys[index] for index in kept]
-        kind = "dict" if keys is None else node["type"]
-        label = {} if keys is None else {name: node[name] for name in ("class",) if name in node}
-        return {"type": kind, **label, "keys": named, "children": list(kept.values())}
-
-
-def _steps(node: dict[str, Any], keys: list[str]) -> Iterator[tuple[int, list[str]]]:
-    """Return the children of a container to which keys of a pattern lead, and the keys that remain for each."""
-    wild = any(set(key) & set("*?[") for key in keys)
-    segments = node["keys"] if "keys" in node else range(len(node["children"]))
-    if wild and any("%2E" in key for key in segments if isinstance(key, str)):
-        raise ValueError("a key with dots is also the keys between them")
-    if keys[0] == "**":
-        if len(keys) > 1:
-            raise ValueError("leaves at any depth")
-        yield from ((index, keys) for index in range(len(segments)))
-    elif set(keys[0]) & set("*?["):
-        matches = re.compile(fnmatch.translate(keys[0])).fullmatch
-        yield from ((index, keys[1:]) for index, key in enumerate(segments) if matches(_text_of(key)))
-    else:
-        # A key with dots is one key, and also the keys between its dots.
-        for count in range(1, len(keys) + 1):
-            if count > 1 and any("." in key for key in keys[:count]):
-                break
-            index = _index_of(node, ".".join(keys[:count]).replace(".", "%2E"))
-            if index is not None:
-                yield index, keys[count:]
-
-
-def _text_of(key: Any) -> str:
-    if not isinstance(key, str | int):
-        raise ValueError("a key of another type")
-    return str(key)
-
-
-def _index_of(node: dict[str, Any], segment: str) -> int | None:
-    """Return the position of the child that a part of a name leads to."""
-    keys = node.get("keys")
-    number = int(segment) if segment.isascii() and segment.isdigit() and str(int(segment)) == segment else None
-    if keys is None:
-        return number if number is not None and number < len(node["children"]) else None
-    for key in (segment, number):
-        if key is not None and key in keys:
-            return int(keys.index(key))
-    return None
 
 
 def _has_value(document: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import threading
+import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError, UnsupportedLeafError
+from ..forks import Lock
 from .containers import NnxObjects, expand
 from .leaves import (
     MIXED,
@@ -281,7 +282,7 @@ def _without_values(node: TreeDef) -> TreeDef:
     return TreeDef(node.kind, None if node.keys is None else list(node.keys), children, list, node.label)
 
 
-_lock = threading.Lock()
+_lock = Lock()
 _holders = 0
 _was_enabled = False
 
@@ -306,6 +307,17 @@ def collection_paused() -> Iterator[None]:
             _holders -= 1
             if _holders == 0 and _was_enabled:
                 gc.enable()
+
+
+def _end_pauses() -> None:
+    """Collect garbage again in a forked process, where the threads that paused it do not go on."""
+    global _holders
+    if _holders and _was_enabled:
+        gc.enable()
+    _holders = 0
+
+
+os.register_at_fork(after_in_child=_end_pauses)
 
 
 # ---- long sequences of numbers

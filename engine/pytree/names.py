@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ..errors import OptionError, TreeMismatchError, shortened
 
@@ -98,6 +98,16 @@ def unwrapped_name(name: str) -> str:
     return _WRAPPED_KEYS.sub("", name)
 
 
+def joined_names(names: Sequence[str]) -> list[str]:
+    """Return names with all keys joined by dots, and without those of wrappers if all stay different.
+
+    So a module's ``layers.0.weight`` in a state dict has the name of the nested ``layers/0/weight``.
+    """
+    joined = [".".join(split(name)) for name in names]
+    bare = list(map(unwrapped_name, joined))
+    return bare if len(set(bare)) == len(set(joined)) else joined
+
+
 def format_path(name: str) -> str:
     """Return a name as a path for messages: ``params/Dense_0/kernel``, or ``(root)`` for the bare leaf.
 
@@ -113,6 +123,7 @@ Patterns = str | Sequence[str]
 of whole keys. A key with dots, such as ``encoder.0.weight`` of a module's state dict, counts as one key and also as the
 keys between its dots, so that ``encoder/**`` and ``**/weight`` match it."""
 
+_WILD = set("*?[")
 _CLOSE = 2000  # paths that are compared with a pattern that matches none
 
 
@@ -120,26 +131,26 @@ class PathFilter:
     """Chooses paths by patterns. A path is the escaped keys of a leaf's name."""
 
     def __init__(self, select: Patterns | None = None, exclude: Patterns | None = None) -> None:
-        self._select = None if select is None else _compiled(select, "select")
-        self._exclude = [] if exclude is None else _compiled(exclude, "exclude")
+        self._select = None if select is None else compiled(select, "select")
+        self._exclude = [] if exclude is None else compiled(exclude, "exclude")
 
     def chooses(self, path: Sequence[str]) -> bool:
         """Return whether a path is selected and not excluded."""
         if self._select is None and not self._exclude:
             return True
-        found = _Path(_shown(path))
-        if any(pattern.matches(found) for pattern in self._exclude):
+        keys = _shown(path)
+        if any(pattern.matches(keys) for pattern in self._exclude):
             return False
-        return self._select is None or any(pattern.matches(found) for pattern in self._select)
+        return self._select is None or any(pattern.matches(keys) for pattern in self._select)
 
     def check(self, paths: Iterable[Sequence[str]]) -> None:
         patterns = [*(self._select or ()), *self._exclude]
         if not patterns:
             return
-        every = [_Path(_shown(path)) for path in paths]
+        every = list(map(_shown, paths))
         for pattern in patterns:
             if not any(map(pattern.matches, every)):
-                known = shortened([repr(path.text) for path in every]) or "no leaves"
+                known = shortened([repr("/".join(path)) for path in every]) or "no leaves"
                 near = _nearest(pattern, every)
                 hint = "" if near is None else f"; did you mean {near!r}?"
                 raise TreeMismatchError(f"{pattern} matches no leaf; the checkpoint has {known}{hint}")
@@ -153,70 +164,97 @@ def choose(names: Sequence[str], select: Patterns) -> list[bool]:
     return [chosen.chooses(path) for path in paths]
 
 
-class _Path:
-    """A path, and the keys that may follow each of its beginnings, each with the beginning that it leads to."""
+class Pattern:
+    """A pattern, which is compared with paths key by key: a *place* is the number of its keys that lie behind."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.steps: list[list[tuple[str, int]]] = []
-        for key in text.split("/"):
-            parts = key.split(".") if "." in key else [key]
-            begin = len(self.steps)
-            self.steps += [[(part, begin + number + 1)] for number, part in enumerate(parts)]
-            if len(parts) > 1:
-                self.steps[begin].append((key, len(self.steps)))
-
-
-class _Pattern:
     def __init__(self, option: str, text: str) -> None:
         self.text = text
         self._label = f"{option}={text!r}"
-        self._keys = [None if key == "**" else re.compile(fnmatch.translate(key)) for key in text.split("/")]
+        self._texts = text.split("/")
+        self._keys = [None if key == "**" else _matcher(key) for key in self._texts]
+        self._skipped = [[place] for place in range(len(self._keys) + 1)]  # each place with those behind ``**`` there
+        for place in reversed(range(len(self._keys))):
+            if self._keys[place] is None:
+                self._skipped[place] += self._skipped[place + 1]
+        self.begin: Collection[int] = self._skipped[0]
 
     def __str__(self) -> str:
         return self._label
 
-    def matches(self, path: _Path) -> bool:
+    def after(self, places: Collection[int], key: str) -> set[int]:
+        """Return the places behind a key of a path; one with dots is also the keys between them."""
+        found = self._after(places, key)
+        if "." in key:
+            for part in key.split("."):
+                places = self._after(places, part)
+            found.update(places)
+        return found
+
+    def _after(self, places: Collection[int], key: str) -> set[int]:
+        found: set[int] = set()
+        for place in places:
+            matches = self._keys[place] if place < len(self._keys) else _never
+            if matches is None:
+                found.update(self._skipped[place])
+            elif matches(key):
+                found.update(self._skipped[place + 1])
+        return found
+
+    def literal(self, places: Collection[int]) -> Collection[str] | None:
+        """Return the keys that lead on from places, among those without dots; None if it depends on wildcards."""
+        keys = [self._texts[place] for place in places if place < len(self._texts)]
+        return None if any(set(key) & _WILD for key in keys) else keys
+
+    def ends(self, places: Collection[int]) -> bool:
+        """Return whether a path that ends at these places matches."""
+        return len(self._keys) in places
+
+    def takes_all(self, places: Collection[int]) -> bool:
+        """Return whether all paths that lead on from these places match."""
+        return self._keys[-1] is None and len(self._keys) - 1 in places
+
+    def matches(self, path: Iterable[str]) -> bool:
         """Return whether a whole path matches, in time proportional to the product of both lengths."""
-        steps = path.steps
-        found = {0}  # the beginnings of the path that match the pattern so far
-        for key in self._keys:
-            if key is None:
-                found = set(range(min(found), len(steps) + 1))
-            else:
-                found = {
-                    end for begin in found if begin < len(steps) for text, end in steps[begin] if key.fullmatch(text)
-                }
-            if not found:
+        places = self.begin
+        for key in path:
+            places = self.after(places, key)
+            if not places:
                 return False
-        return len(steps) in found
+        return self.ends(places)
 
 
-def _nearest(pattern: _Pattern, paths: Sequence[_Path]) -> str | None:
+def _matcher(key: str) -> Callable[[str], object]:
+    return re.compile(fnmatch.translate(key)).fullmatch if set(key) & _WILD else key.__eq__
+
+
+def _never(_: str) -> None:
+    return None
+
+
+def _nearest(pattern: Pattern, paths: Sequence[Sequence[str]]) -> str | None:
     """Return a pattern that matches something and is close to one that matches nothing."""
     for text in (f"{pattern.text}/**", f"**/{pattern.text}", f"**/{pattern.text}/**"):
-        if any(map(_Pattern("", text).matches, paths)):
+        if any(map(Pattern("", text).matches, paths)):
             return text
     known: dict[str, None] = {}  # containers first, as there are fewer
-    for path in paths[:_CLOSE]:
-        keys = path.text.split("/")
+    for keys in paths[:_CLOSE]:
         known |= {"/".join([*keys[:length], "**"]): None for length in range(1, len(keys))}
-    known |= {path.text: None for path in paths[:_CLOSE]}
+    known |= {"/".join(keys): None for keys in paths[:_CLOSE]}
     import difflib  # for an error only
 
     close = difflib.get_close_matches(pattern.text, list(known)[: 2 * _CLOSE], n=1)
     return close[0] if close else None
 
 
-def _compiled(patterns: Patterns, option: str) -> list[_Pattern]:
+def compiled(patterns: Patterns, option: str) -> list[Pattern]:
     if isinstance(patterns, str):
-        return [_Pattern(option, patterns)]
+        return [Pattern(option, patterns)]
     if not isinstance(patterns, Sequence) or not patterns or not all(isinstance(text, str) for text in patterns):
         raise OptionError(
             f"{option}={patterns!r} must be a pattern of paths such as 'params/**', or a list of such patterns"
         )
-    return [_Pattern(option, text) for text in patterns]
+    return [Pattern(option, text) for text in patterns]
 
 
-def _shown(path: Sequence[str]) -> str:
-    return format_path(".".join(path))
+def _shown(path: Sequence[str]) -> list[str]:
+    return format_path(".".join(path)).split("/")

@@ -7,9 +7,9 @@ the host while the program goes on; :attr:`Samples.is_ready` says when they have
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,15 +21,16 @@ from .torch_leaves import is_dense
 
 _ELEMENTS = 64  # of a leaf that are read
 _ON_DEVICES = 64  # leaves of jax on one device: XLA takes about 8 ms to compile the gather of each
+_SHARDINGS = 64  # of arrays of jax whose devices are remembered
 _WEIGHTS = np.random.default_rng(0x5EED).integers(1, 1 << 63, 2 * _ELEMENTS, np.uint64) | np.uint64(1)
 _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class _Group(NamedTuple):
-    """Leaves whose elements lie one after the other in one array: their places among all, and their numbers."""
+    """Leaves of one dtype, whose elements lie one after the other in one array."""
 
-    places: list[int]
-    counts: list[int]
+    places: list[int]  # of the leaves among all
+    counts: tuple[int, ...]  # elements of each
     fetch: Callable[[], NDArray[Any]]
     is_ready: Callable[[], bool]
 
@@ -44,13 +45,11 @@ class Samples:
 
     count: int
     _groups: list[_Group] = field(default_factory=list)
-    _numbers: dict[int, Any] = field(default_factory=dict)
-    _devices: set[str] = field(default_factory=set)
+    _devices: dict[str, int] = field(default_factory=dict)  # with the first leaf on each
 
-    @property
-    def devices(self) -> str:
-        """The kinds of devices that hold the leaves, with the number of those that hold one leaf together."""
-        return ", ".join(sorted(self._devices))
+    def devices(self, count: int) -> str:
+        """Return the kinds of devices of the first leaves, with the number of those that hold one leaf together."""
+        return ", ".join(sorted(device for device, place in self._devices.items() if place < count))
 
     @property
     def is_ready(self) -> bool:
@@ -62,96 +61,133 @@ class Samples:
         digests = np.zeros(self.count, np.uint32)
         values = np.full((self.count, shown), np.nan, np.float32)
         for group in self._groups:
-            flat = group.fetch()
-            places, counts = np.array(group.places), np.array(group.counts)
-            starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
-            digests[places] = _digests(flat, starts, counts)
-            for index in np.flatnonzero(counts == 1).tolist():  # An array of one element is a number like any other.
-                digests[places[index]] = _digest_of_number(flat[starts[index]].item())
-            chosen = starts[:, None] + np.arange(shown) * counts[:, None] // shown
+            flat, places = group.fetch(), np.array(group.places)
+            digests[places] = _digests(flat, group.counts)
             with np.errstate(all="ignore"):
-                values[places] = _real(flat[chosen])
-        for place, number in self._numbers.items():
-            digests[place] = _digest_of_number(number)
-            values[place] = _float(number)
+                values[places] = _real(flat[_chosen(group.counts, shown)])
         return digests, values
+
+
+class _View(NamedTuple):
+    """The elements of a tensor that are read, as long as it is this tensor, with memory at this address."""
+
+    tensor: int  # its identity
+    address: int
+    size: int
+    group: str  # device and dtype
+    elements: Any  # a view, or None at the first sample of a tensor
 
 
 class Sampler:
     """Takes samples of the same leaves again and again; those of torch are found by views that it keeps."""
 
     def __init__(self) -> None:
-        # By place: the identity, address and shape of a tensor, and a view of its elements or None.
-        self._views: dict[int, tuple[tuple[int, int, Any] | None, Any]] = {}
+        self._views: dict[int, _View] = {}  # by place
+        self._homes: dict[int, tuple[Any, list[Any]]] = {}  # shardings by their identity, with their devices
         self._gathers: dict[Any, Any] = {}  # compiled functions of jax, by strides
 
     def take(self, leaves: Sequence[Any]) -> Samples:
         """Begin to take samples of leaves: arrays of numpy, torch or jax, or numbers; others have none."""
         samples = Samples(len(leaves))
-        on_host: dict[Any, list[tuple[int, NDArray[Any]]]] = {}
-        of_torch: dict[Any, list[tuple[int, Any]]] = {}
+        on_host: dict[Any, list[tuple[int, Any]]] = {}
+        of_torch: dict[str, list[tuple[int, Any]]] = {}
         of_jax: dict[Any, list[tuple[int, Any]]] = {}
         for place, leaf in enumerate(leaves):
             kind = _KINDS.get(type(leaf)) or _kind_of(leaf)
             if kind == "torch":
-                if (view := self._view(place, leaf)) is not None:
-                    of_torch.setdefault((view.device, view.dtype), []).append((place, view))
+                group, view = self._view(place, leaf)
+                if view is not None:
+                    of_torch.setdefault(group, []).append((place, view))
             elif kind == "jax":
-                _add_of_jax(samples, on_host, of_jax, place, leaf)
+                self._add_of_jax(samples, on_host, of_jax, place, leaf)
             elif kind == "array":
                 _add_array(on_host, place, leaf)
-            elif kind == "number":
-                samples._numbers[place] = leaf.item() if isinstance(leaf, np.generic) else leaf
+            elif kind == "number":  # numpy makes an object of a longer integer.
+                is_long = isinstance(leaf, int) and leaf.bit_length() > 63
+                _add_array(on_host, place, np.asarray(hash(leaf) if is_long else leaf))
         for entries in on_host.values():
-            flat = np.concatenate([part for _, part in entries])
-            samples._groups.append(_group(entries, [len(part) for _, part in entries], flat))
-        for (device, _), entries in of_torch.items():
-            samples._devices.add(device.type)
-            samples._groups.append(_gathered_by_torch(device, entries))
+            samples._groups.append(_group(entries, np.concatenate([part for _, part in entries])))
+        for entries in of_torch.values():
+            samples._devices.setdefault(entries[0][1].device.type, entries[0][0])
+            samples._groups.append(_gathered_by_torch(entries))
         for entries in of_jax.values():
-            samples._groups.append(self._gathered_by_jax(entries[:_ON_DEVICES]))
+            samples._groups += self._gathered_by_jax(entries[:_ON_DEVICES])
         return samples
 
-    def _view(self, place: int, tensor: Any) -> Any:
-        """Return a view of some elements of a tensor, or None; of a distributed one, of the part of this process.
+    def _view(self, place: int, tensor: Any) -> tuple[str, Any]:
+        """Return device and dtype of a tensor, and a view of some elements of the part of this process, or None.
 
         A view keeps the memory of its tensor, so it is kept only of one that was there at the sample before. There is
         no weak reference to a tensor: torch refuses to swap a parameter that has one.
         """
-        address = _address(tensor)
-        known, view = self._views.get(place, (None, None))
-        if known is None or known[0] != id(tensor) or known[1] != address or known[2] != tensor.shape or not address:
-            self._views[place] = (id(tensor), address, tensor.shape), None
-            return _view_of(tensor)
-        if view is None or not _address(view):
+        address, known = _address(tensor), self._views.get(place)
+        is_known = known is not None and known.tensor == id(tensor) and known.address == address
+        if known is None or not is_known or known.size != tensor.numel() or not address:
             view = _view_of(tensor)
-            self._views[place] = known, view
-        return view
+            known = _View(
+                id(tensor), address, tensor.numel(), "" if view is None else f"{view.device} {view.dtype}", None
+            )
+            self._views[place] = known
+            return known.group, view
+        if known.elements is None or _address(known.elements) != address:
+            known = self._views[place] = known._replace(elements=_view_of(tensor))
+        return known.group, known.elements
 
-    def _gathered_by_jax(self, entries: list[tuple[int, Any]]) -> _Group:
-        """Gather elements on the device: one compiled function for all arrays, and one copy."""
+    def _add_of_jax(
+        self,
+        samples: Samples,
+        on_host: dict[Any, list[tuple[int, Any]]],
+        of_jax: dict[Any, list[tuple[int, Any]]],
+        place: int,
+        leaf: Any,
+    ) -> None:
+        """Add an array of jax, of which the first part on a device of this process is read; deleted ones have none."""
+        if leaf.is_deleted():
+            return
+        if is_key(leaf):
+            leaf = loaded("jax").random.key_data(leaf)  # type: ignore[union-attr]
+        sharding, devices = self._homes.get(id(leaf.sharding), (None, []))
+        if sharding is not leaf.sharding:
+            sharding, devices = leaf.sharding, [*leaf.devices()]
+            if len(self._homes) >= _SHARDINGS:
+                self._homes.clear()
+            self._homes[id(sharding)] = sharding, devices
+        device, count = devices[0], len(devices)
+        samples._devices.setdefault(device.platform if count == 1 else f"{device.platform} x {count}", place)
+        if count > 1:
+            leaf = leaf.addressable_data(0)
+            (device,) = leaf.devices()
+        if device.platform == "cpu":
+            _add_array(on_host, place, np.asarray(leaf))
+        elif leaf.size:
+            of_jax.setdefault(device, []).append((place, leaf))
+
+    def _gathered_by_jax(self, entries: list[tuple[int, Any]]) -> list[_Group]:
+        """Gather elements on the device: one compiled function for all arrays, and one copy for each dtype."""
         import jax
 
-        strides = tuple(1 + (array.size - 1) // _ELEMENTS for _, array in entries)
-        gather = self._gathers.get(strides)
+        groups: dict[Any, list[tuple[int, Any]]] = {}
+        for place, array in entries:
+            groups.setdefault(array.dtype, []).append((place, array))
+        strides = [[_stride(array.size) for _, array in group] for group in groups.values()]
+        gather = self._gathers.get(key := repr(strides))
         if gather is None:
 
-            def run(arrays: list[Any]) -> Any:
-                parts = [array.reshape(-1)[::stride] for array, stride in zip(arrays, strides, strict=True)]
-                return [jax.lax.bitcast_convert_type(part, _unsigned(part.dtype)) for part in parts]
+            def run(arrays: list[list[Any]]) -> Any:
+                parts = [
+                    [array.reshape(-1)[::stride] for array, stride in zip(*of_dtype, strict=True)]
+                    for of_dtype in zip(arrays, strides, strict=True)
+                ]
+                return [jax.numpy.concatenate(part) for part in parts]
 
-            gather = self._gathers[strides] = jax.jit(run)
-        found = gather([array for _, array in entries])
-        for one in found:
+            gather = self._gathers[key] = jax.jit(run)
+        found = gather([[array for _, array in group] for group in groups.values()])
+        gathered = []
+        for one, group, steps in zip(found, groups.values(), strides, strict=True):
             one.copy_to_host_async()
-        dtypes = [array.dtype for _, array in entries]
-
-        def fetch() -> NDArray[Any]:
-            parts = [np.asarray(one).view(dtype) for one, dtype in zip(found, dtypes, strict=True)]
-            return np.concatenate([part.astype(np.float64) if len(set(dtypes)) > 1 else part for part in parts])
-
-        counts = [-(-array.size // stride) for (_, array), stride in zip(entries, strides, strict=True)]
-        return _Group([place for place, _ in entries], counts, fetch, lambda: all(one.is_ready() for one in found))
+            counts = tuple(-(-array.size // stride) for (_, array), stride in zip(group, steps, strict=True))
+            gathered.append(_Group([place for place, _ in group], counts, partial(np.asarray, one), one.is_ready))
+        return gathered
 
 
 _KINDS: dict[type, str] = {bool: "number", int: "number", float: "number"}  # of classes of leaves
@@ -174,54 +210,33 @@ def _view_of(tensor: Any) -> Any:
         return None
     if not _address(local):
         return None
-    local = local.detach()
-    flat = local.view(-1) if local.is_contiguous() else _memory_of(local)
-    return flat[:: 1 + (flat.numel() - 1) // _ELEMENTS]
+    flat = local.detach() if local.is_contiguous() else _memory_of(local.detach())
+    stride = _stride(flat.numel())
+    return flat.as_strided((-(-flat.numel() // stride),), (stride,))
 
 
-def _add_array(on_host: dict[Any, list[tuple[int, NDArray[Any]]]], place: int, array: NDArray[Any]) -> None:
-    if array.size and not array.dtype.hasobject:
+def _stride(size: int) -> int:
+    return 1 + (size - 1) // _ELEMENTS
+
+
+def _add_array(on_host: dict[Any, list[tuple[int, Any]]], place: int, array: NDArray[Any]) -> None:
+    dtype = array.dtype
+    if array.size and not dtype.hasobject and (dtype.itemsize in _WIDTHS or dtype.kind in "fc"):
         flat = array.reshape(-1) if array.flags.c_contiguous else array.ravel(order="K")
-        on_host.setdefault(array.dtype, []).append((place, flat[:: 1 + (flat.size - 1) // _ELEMENTS]))
+        on_host.setdefault(dtype, []).append((place, flat[:: _stride(flat.size)]))
 
 
-def _add_of_jax(
-    samples: Samples,
-    on_host: dict[Any, list[tuple[int, NDArray[Any]]]],
-    of_jax: dict[Any, list[tuple[int, Any]]],
-    place: int,
-    leaf: Any,
-) -> None:
-    """Add an array of jax, of which the first part on a device of this process is read; deleted ones have none."""
-    if leaf.is_deleted():
-        return
-    if is_key(leaf):
-        leaf = loaded("jax").random.key_data(leaf)  # type: ignore[union-attr]
-    devices = leaf.devices()
-    device, count = next(iter(devices)), len(devices)
-    platform = device.platform
-    samples._devices.add(platform if count == 1 else f"{platform} x {count}")
-    if count > 1:
-        leaf = leaf.addressable_data(0)
-        (device,) = leaf.devices()
-    if platform == "cpu":
-        _add_array(on_host, place, np.asarray(leaf))
-    elif leaf.size:
-        of_jax.setdefault(device, []).append((place, leaf))
-
-
-def _gathered_by_torch(device: Any, entries: list[tuple[int, Any]]) -> _Group:
+def _gathered_by_torch(entries: list[tuple[int, Any]]) -> _Group:
     torch: Any = loaded("torch")
-    counts = [view.numel() for _, view in entries]
     with torch.no_grad():
         flat = torch.cat([view for _, view in entries])
         if flat.dtype.is_floating_point and flat.dtype not in (torch.float16, torch.float32, torch.float64):
             flat = flat.float()  # numpy has no such type; the numbers are the same
-    if device.type == "cpu":
-        return _group(entries, counts, flat.numpy())
-    streams: Any = getattr(torch, device.type, None)
+    if flat.device.type == "cpu":
+        return _group(entries, flat.numpy())
+    streams: Any = getattr(torch, flat.device.type, None)
     if not hasattr(streams, "Event"):
-        return _group(entries, counts, flat.cpu().numpy())
+        return _group(entries, flat.cpu().numpy())
     host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
     host.copy_(flat, non_blocking=True)
     event = streams.Event()
@@ -232,17 +247,19 @@ def _gathered_by_torch(device: Any, entries: list[tuple[int, Any]]) -> _Group:
         array: NDArray[Any] = host.numpy()
         return array
 
-    return _Group([place for place, _ in entries], counts, fetch, event.query)
+    return _group(entries, flat)._replace(fetch=fetch, is_ready=event.query)
 
 
-def _group(entries: Sequence[tuple[int, Any]], counts: list[int], flat: NDArray[Any]) -> _Group:
+def _group(entries: list[tuple[int, Any]], flat: Any) -> _Group:
+    counts = tuple([len(part) for _, part in entries])
     return _Group([place for place, _ in entries], counts, lambda: flat, lambda: True)
 
 
 def _address(tensor: Any) -> int:
     """Return the address of a tensor's memory, or 0 if it has none now, as a sharded parameter between two steps."""
     try:
-        return int(tensor.data_ptr())
+        address: int = tensor.data_ptr()
+        return address
     except RuntimeError:  # a tensor of a subclass
         return 0
 
@@ -258,40 +275,48 @@ def _unsigned(dtype: Any) -> Any:
     return _WIDTHS[np.dtype(dtype).itemsize]
 
 
-def _digests(flat: NDArray[Any], starts: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.uint32]:
-    """Return a digest of the bits of each run of elements, never 0."""
+@functools.lru_cache(64)
+def _chosen(counts: tuple[int, ...], shown: int) -> NDArray[Any]:
+    """Return the places of the elements whose values are recorded, in a row for each leaf."""
+    each = np.array(counts)
+    chosen: NDArray[Any] = (np.cumsum(each) - each)[:, None] + np.arange(shown) * each[:, None] // shown
+    return chosen
+
+
+@functools.lru_cache(64)
+def _layout(counts: tuple[int, ...]) -> tuple[NDArray[Any], NDArray[np.uint64], NDArray[Any]]:
+    """Return where each run of elements begins, the weight of each element, and where the runs of one element are."""
+    each = np.array(counts)
+    starts = np.cumsum(each) - each
+    return starts, _WEIGHTS[np.arange(each.sum()) - np.repeat(starts, each)], starts[each == 1]
+
+
+def _digests(flat: NDArray[Any], counts: tuple[int, ...]) -> NDArray[np.uint32]:
+    """Return a digest of the bits of each run of elements, never 0; an array of one element is as a number."""
     if flat.dtype.kind == "c":
-        flat, starts, counts = flat.view(flat.real.dtype), 2 * starts, 2 * counts
+        flat, counts = flat.view(flat.real.dtype), tuple(2 * count for count in counts)
     if flat.dtype.itemsize not in _WIDTHS:
         flat = flat.astype(np.float64)
-    bits = np.ascontiguousarray(flat).view(_WIDTHS[flat.dtype.itemsize]).astype(np.uint64)
-    within = np.arange(len(bits)) - np.repeat(starts, counts)
-    with np.errstate(over="ignore"):
-        mixed = (bits + np.uint64(1)) * _WEIGHTS[within]
-        mixed ^= mixed >> np.uint64(29)
-        sums = np.add.reduceat(mixed, starts) * _WEIGHTS[0]
-    folded: NDArray[np.uint32] = ((sums >> np.uint64(32)) ^ (sums & np.uint64(0xFFFFFFFF))).astype(np.uint32)
+    starts, weights, single = _layout(counts)
+    bits = np.ascontiguousarray(flat).view(_unsigned(flat.dtype)).astype(np.uint64)
+    if single.size and flat.dtype.kind not in "mMSU" and flat.dtype.type is not np.void:
+        numbers = flat[single].astype(np.int64 if flat.dtype.kind in "biu" else np.float64)
+        numbers[numbers != numbers] = np.nan if numbers.dtype.kind == "f" else 0
+        bits[single] = numbers.view(np.uint64)
+    mixed = (bits + np.uint64(1)) * weights
+    mixed ^= mixed >> np.uint64(29)
+    sums = np.add.reduceat(mixed, starts) * _WEIGHTS[0]
+    folded: NDArray[np.uint32] = ((sums >> np.uint64(32)) ^ sums).astype(np.uint32)
     return np.maximum(folded, 1)
-
-
-def _digest_of_number(number: Any) -> int:
-    return zlib.crc32(repr(number).encode()) or 1
 
 
 def _real(array: NDArray[Any]) -> NDArray[np.float32]:
     if array.dtype.kind == "c":
         array = np.abs(array)
-    if array.dtype.kind in "mMUSV":
+    if array.dtype.kind in "mMUS" or array.dtype.type is np.void:
         return np.zeros(array.shape, np.float32)
     found: NDArray[np.float32] = array.astype(np.float32)
     return found
-
-
-def _float(number: Any) -> float:
-    try:
-        return float(number)
-    except (OverflowError, TypeError):
-        return float("nan")
 
 
 def size_of(leaf: Any) -> int:

@@ -251,10 +251,21 @@ class _Planner:
             return self._kept(path, value, "use_fallback takes it from there", match)
         return self._taken(path, match.source, value, match)
 
+    def _find(self, path: str, value: Any) -> tuple[int, int, TreeDef | None] | None:
+        """Return what the original has for a leaf, also where variables of nnx contain their value in one tree only."""
+        found, below = self._original.get(path), self._original.get(f"{path}/value")
+        if found is None and path.endswith("/value"):
+            above = self._original.get(path.removesuffix("/value"))
+            return above if above is not None and above[2] is None else None
+        if value is ... or found is None or found[2] is None or found[2].keys != ["value"]:
+            return found
+        return found if below is None or below[2] is not None else below
+
     def _is_there(self, path: str, value: Any) -> bool:
-        if path not in self._original:
+        found = self._find(path, value)
+        if found is None:
             return False
-        start, stop, container = self._original[path]
+        start, stop, container = found
         return value is ... or (not self._empty[start] if container is None else stop > start)
 
     def _kept(self, path: str, value: Any, why: str, match: _Match | None = None) -> Origin:
@@ -263,8 +274,8 @@ class _Planner:
         return Kept()
 
     def _taken(self, path: str, source: str, value: Any, match: _Match | None) -> Origin:
-        found = self._original.get(source)
         function = None if match is None else match.rule.transform.value_fn
+        found = self._find(source, value) if function is None else self._original.get(source)
         if found is None:
             why = "not in the original tree" if source == path else f"{source!r} is not in the original tree"
             if function is not None and source == path:

@@ -13,6 +13,7 @@ import random
 import sys
 import types
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
@@ -66,7 +67,6 @@ class Ways:
     Attributes:
         names: The names of the chosen leaves, keys and attributes joined by dots.
         total: The number of all leaves.
-        structure: A checksum of the names of all leaves.
     """
 
     def __init__(self, root: Any, most: int, names: Collection[str] | None = None) -> None:
@@ -93,14 +93,13 @@ class Ways:
                 elif not isinstance(child.value, _CLOSED) and child.value is not None:
                     queue.append((name, len(nodes) - 1, child.value, (*above, id(value))))
         self.total = len(leaves)
-        self.structure = zlib.crc32("\n".join(sorted(name for name, _, _ in leaves)).encode())
         if names is None:
             ordered = sorted(leaves, key=lambda leaf: (leaf[2], zlib.crc32(leaf[0].encode())))
             chosen = {name: place for name, place, _ in ordered[:most]}
         else:
             places = {name: place for name, place, _ in leaves}
             chosen = {name: places.get(name, -2) for name in names}
-        self.names = list(chosen)
+        self.names = tuple(chosen)
         self._attributes = [(name, place, key) for name, place, key in attributes]
         self._nodes: list[_Node] = []
         self._moved: dict[int, int] = {-1: -1}
@@ -352,8 +351,8 @@ def leaves_of(value: Any, most: int = 1000) -> tuple[list[Any], str]:
         one = queue.popleft()
         if _is_array(one):
             arrays.append(one)
-        elif isinstance(one, list | tuple) and len(one) > 16 and all(type(item) in _PLAIN for item in one):
-            texts.append(repr(one))
+        elif isinstance(one, list | tuple) and len(one) > 16 and (kinds := {*map(type, one)}) <= {*_PLAIN}:
+            texts.append(_text_of_integers(one) if kinds == {int} else repr(one))
         elif isinstance(one, Mapping | list | tuple | deque):
             if isinstance(one, Mapping):
                 texts.append(repr([*map(str, one)]))
@@ -363,3 +362,11 @@ def leaves_of(value: Any, most: int = 1000) -> tuple[list[Any], str]:
         elif not isinstance(one, _CLOSED) and (contents := expand(one)) is not None:
             queue.extend(contents.values)
     return arrays, "\n".join(texts)
+
+
+def _text_of_integers(numbers: Collection[int]) -> str:
+    """Return a checksum of integers, as many as the state of a generator has: their texts take ten times as long."""
+    try:
+        return f"integers {zlib.crc32(array('q', numbers).tobytes()):08x}"
+    except OverflowError:
+        return repr(numbers)

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..arrays import PartialTree, SavedLeaf, TreeSource, load_tree
+from ..arrays import PartialTree, SavedLeaf, TreeSource, load_tree, without_value
 from ..errors import OptionError, TreeMismatchError, difference
-from ..pytree import Flattened, compare, describe_template, flatten, format_path, split, unflatten, unwrapped_name
+from ..pytree import Flattened, compare, describe_template, flatten, format_path, joined_names, unflatten
 from ..storage import Location, Place, as_location
 from .native import read_checkpoint
 from .protocol import TREE, CheckpointSource
@@ -134,7 +134,7 @@ def _load_weights(
     misfits: Misfits | None,
 ) -> Weights:
     flat = flatten(template)
-    names = dict(zip(_joined(flat.names), flat.names, strict=True))
+    names = dict(zip(joined_names(flat.names), flat.names, strict=True))
     found = max(
         (
             candidate
@@ -172,11 +172,13 @@ def _load_weights(
 def _candidates(
     source: TreeSource, names: Mapping[str, str], ignored: Collection[str], containers: Sequence[str]
 ) -> Iterator[_Candidate]:
-    leaves = dict(zip(_joined([leaf.name for leaf in source.leaves]), source.leaves, strict=True))
+    leaves = dict(zip(joined_names([leaf.name for leaf in source.leaves]), source.leaves, strict=True))
+    bare = {without_value(name): name for name in names}
     for container in (*_CONTAINERS, *containers):
         prefix = f"{container}." if container else ""
         inside = {joined.removeprefix(prefix): leaf for joined, leaf in leaves.items() if joined.startswith(prefix)}
-        kept = {joined: leaf for joined, leaf in inside.items() if joined in names or joined not in ignored}
+        inside = {one if one in names else bare.get(without_value(one), one): leaf for one, leaf in inside.items()}
+        kept = {one: leaf for one, leaf in inside.items() if one in names or without_value(one) not in ignored}
         if kept:
             yield _Candidate(source, container, kept, names)
 
@@ -192,10 +194,3 @@ class _Candidate(PartialTree):
         shared = leaves.keys() & names.keys()
         # More shared names are better; among equals, fewer others.
         self.fitness = (len(shared), len(shared) - len(leaves))
-
-
-def _joined(names: Sequence[str]) -> list[str]:
-    """Return names with all keys joined by dots, and without those of wrappers if all stay different."""
-    joined = [".".join(split(name)) for name in names]
-    bare = list(map(unwrapped_name, joined))
-    return bare if len(set(bare)) == len(set(joined)) else joined

@@ -29,6 +29,8 @@ from ..errors import (
     StoragePermissionError,
     StorageUnavailableError,
 )
+from ..forks import Lock
+from ..installed import install_command
 from .backend import Segment
 from .local import TEMPORARY_PREFIX
 from .object_store import UNKNOWN_SIZE, ObjectStoreBackend, failing_parts, file_parts
@@ -74,7 +76,7 @@ class _TimedOutError(Exception):
 
 
 _given: dict[str, FsspecBackend] = {}  # the backends of file systems that were passed, by the schemes of their URLs
-_given_lock = threading.Lock()
+_given_lock = Lock()
 
 
 def open_fsspec(scheme: str, authority: str, shown: str) -> FsspecBackend:
@@ -90,7 +92,7 @@ def open_fsspec(scheme: str, authority: str, shown: str) -> FsspecBackend:
     if _WRAPPERS.fullmatch(scheme):
         raise UnknownSchemeError(unknown)
     if importlib.util.find_spec("fsspec") is None:
-        raise UnknownSchemeError(f"{unknown}, for which fsspec is needed (pip install 'holdfast[fsspec]')")
+        raise UnknownSchemeError(f"{unknown}, for which fsspec is needed ({install_command('fsspec')})")
     import fsspec
 
     if ":" in authority.rpartition("@")[0]:
@@ -124,7 +126,7 @@ def _open_fsspec(scheme: str, authority: str, settings: object) -> FsspecBackend
 def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | str:
     """Return the backend and key for a path in a file system of fsspec or pyarrow; a path if that is a local one."""
     if importlib.util.find_spec("fsspec") is None:
-        raise OptionError("filesystem= needs fsspec: pip install 'holdfast[fsspec]'")
+        raise OptionError(f"filesystem= needs fsspec: {install_command('fsspec')}")
     import fsspec
     from fsspec.implementations.arrow import ArrowFSWrapper
     from fsspec.implementations.local import LocalFileSystem
@@ -249,7 +251,7 @@ class FsspecBackend(ObjectStoreBackend):
         self._replaces = protocol in _REPLACING
         self._renames = protocol in _RENAMING or self._replaces
         self._connected: tuple[int, Any, str, Any] | None = None  # process, file system, prefix, lock
-        self._connecting = threading.Lock()
+        self._connecting = Lock()
         missing = [_NOT_ALONE]
         if not self._whole:
             missing.append(_NOT_DURABLE)

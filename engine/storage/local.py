@@ -21,6 +21,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from ..errors import DamagedCheckpointError
+from ..forks import Lock
 from .backend import DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE, BlockPool, Buffer, aligned_empty, round_up
 from .parallel import CORES, parallel_map
@@ -49,6 +50,7 @@ _SET_LOCK: int = getattr(fcntl, "F_OFD_SETLK", -1)  # Linux; elsewhere no reader
 _GET_LOCK: int = getattr(fcntl, "F_OFD_GETLK", -1)
 
 _SYNCS = 6  # files and directories that are synced at a time, at most
+_REMOVALS = 100  # attempts to remove what other processes change
 _FEW = 32  # so many for each thread
 
 _AWAY = "move it away"  # advice where something else lies in the place of one of our files
@@ -293,7 +295,7 @@ class LocalDataReader(DataReader):
         self._is_cached = bool(cached)
         self._looks_out = False  # whether to look for other readers of this file
         self._descriptor = -1
-        self._lock = threading.Lock()
+        self._lock = Lock()
         with os_errors(path, "open"):
             descriptor = _open(path, os.O_RDONLY) if cached else _open_direct(path, os.O_RDONLY)
             self._size = _regular_size(descriptor, path)
@@ -564,7 +566,7 @@ def _regular_size(descriptor: int, path: str) -> int:
 
 def _remove(path: str) -> None:
     """Delete a file, a link or a directory tree, even while another process deletes from it."""
-    while True:
+    for _ in range(_REMOVALS):
         try:
             if stat.S_ISDIR(os.lstat(path).st_mode):
                 import shutil  # slow, as it imports all formats of archives
@@ -576,3 +578,6 @@ def _remove(path: str) -> None:
         except FileNotFoundError:
             if not os.path.lexists(path):
                 return
+    raise OSError(
+        errno.EIO, f"the file system lists it, and has answered {_REMOVALS} times that it does not exist", path
+    )

@@ -31,6 +31,8 @@ _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+._-]*::.*://", re.DOTALL)
 _COLLAPSED = re.compile(
     r"(?:file|memory|s3a?|gs|gcs|https?|az|abfss?|(?:web|arrow_)?hdfs|sftp|ssh|ftp|smb):/", re.IGNORECASE
 )
+_WINDOWS = re.compile(r"[A-Za-z]:[\\/]")
+_NO_COLON = re.compile(r"(?:s3a?|gs|gcs|az|abfss?|https?|sftp|hdfs)//", re.IGNORECASE)
 _SYNONYMS = {"gcs": "gs", "s3a": "s3"}
 _KNOWN = "a path, file:///path, memory://name, s3://bucket/name, gs://bucket/name or az://container/name"
 
@@ -100,6 +102,12 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
             raise InvalidLocationError(
                 f"{hidden_address(text)!r} looks like a URL that lost a slash; pathlib removes it, so pass URLs as str"
             )
+        if _WINDOWS.match(text):
+            there = f"/mnt/{text[0].lower()}{text[2:]}".replace("\\", "/")
+            raise InvalidLocationError(f"{text!r} is a path of Windows; in WSL it is {there!r}")
+        if _NO_COLON.match(text):
+            shown = hidden_address(text.replace("//", "://", 1))
+            raise InvalidLocationError(f"{shown.replace('://', '//', 1)!r} lacks a colon: {shown!r}")
         return Location(_local, os.path.abspath(os.path.expanduser(text)))
     scheme, rest, shown = match.group(1).lower(), match.group(2), hidden_address(text)
     for mark in "?#|":

@@ -6,7 +6,6 @@ there, the file holds a token, the latest writer wins, and an earlier one finds 
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -19,9 +18,9 @@ from ..errors import (
     DamagedCheckpointError,
     ObjectNotFoundError,
     StorageConflictError,
-    StorageError,
     StoragePermissionError,
 )
+from ..forks import Lock
 from .local import open_own
 from .location import Location
 from .status import os_errors
@@ -32,7 +31,7 @@ _GLANCE = 0.02  # seconds; a process that only tests a lock releases it within t
 class FileLock:
     """An advisory lock on one local file. A forked process, such as a data loader's worker, does not inherit it."""
 
-    handover: ClassVar[threading.Lock] = threading.Lock()  # held while one thread passes a lock on to another
+    handover: ClassVar[Lock] = Lock()  # held while one thread passes a lock on to another
 
     def __init__(self, place: Location) -> None:
         self._place = place
@@ -47,11 +46,10 @@ class FileLock:
         StoragePermissionError: it cannot be opened, so whether it is locked is unknown.
         """
         self.release()  # an interrupted attempt may have locked it
-        with os_errors(self._place.url, "open"):
-            descriptor = open_own(self._place, flags)
-        self.descriptor = descriptor
-        self._close = weakref.finalize(self, os.close, descriptor)  # runs also when the holder is garbage
-        _held.add(self)
+        with _descriptors, os_errors(self._place.url, "open"):
+            descriptor = self.descriptor = open_own(self._place, flags)
+            self._close = weakref.finalize(self, os.close, descriptor)  # runs also when the holder is garbage
+            _held.add(self)
         try:
             self.obstacle = None
             try:
@@ -67,20 +65,15 @@ class FileLock:
 
     def is_current(self) -> bool:
         """Whether the locked file still has its name: another process may have replaced, moved or removed it."""
-        descriptor = self.descriptor
         try:
-            with os_errors(self._place.url, "access"):
-                if descriptor is None:
+            with _descriptors, os_errors(self._place.url, "access"):
+                if self.descriptor is None:
                     return False
-                locked, named = os.fstat(descriptor), os.stat(self._place)
+                locked, named = os.fstat(self.descriptor), os.stat(self._place)
                 # A server of NFS, whose locks may hold on one host only, gives a new file the number of a removed one.
                 return os.path.samestat(locked, named) and locked.st_mtime_ns == named.st_mtime_ns
         except ObjectNotFoundError:
             return False
-        except StorageError as error:
-            if error.errno == errno.EBADF:  # another thread has released it meanwhile
-                return False
-            raise
 
     def is_own(self, token: str, size: int | None) -> bool:
         """Whether the file is the one that is locked or, where no lock tells, one with a token, of ``size`` bytes."""
@@ -89,11 +82,12 @@ class FileLock:
 
     def release(self) -> None:
         """Close the file, which releases the lock; the file stays."""
-        _held.discard(self)
-        self.descriptor = None
-        if self._close is not None:
-            self._close()
-            self._close = None
+        with _descriptors:
+            _held.discard(self)
+            self.descriptor = None
+            if self._close is not None:
+                self._close()
+                self._close = None
 
     def write(self, content: bytes, *, sync: bool) -> None:
         """Fill the empty file that is locked, durably if ``sync``."""
@@ -123,9 +117,9 @@ def locked_elsewhere(place: Location) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        status = os.fstat(descriptor)
-        held = [lock.descriptor for lock in list(_held) if lock.descriptor is not None]
-        return not any(os.path.samestat(status, os.fstat(one)) for one in held)
+        with _descriptors:
+            held = [os.fstat(lock.descriptor) for lock in _held if lock.descriptor is not None]
+        return not any(os.path.samestat(os.fstat(descriptor), one) for one in held)
     except OSError:
         return False
     finally:
@@ -193,13 +187,17 @@ class SaveLock(FileLock):
 
 
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
+# Held while the descriptor of a lock is opened, read or closed, so that no other thread takes its number for another
+# file, and while a process forks, so that the child knows all the descriptors that it must close. A collection of
+# garbage may release a lock in the middle of such a block, hence reentrant.
+_descriptors = threading.RLock()
 
 
-def _after_fork() -> None:
-    """Run in a forked process: it must not keep the locks of its parent, which may die first."""
-    FileLock.handover = threading.Lock()  # another thread may have held it
+def _in_child() -> None:
+    """Release the locks of the parent, which may die first."""
     for lock in list(_held):
         lock.release()
+    _descriptors.release()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(before=_descriptors.acquire, after_in_parent=_descriptors.release, after_in_child=_in_child)

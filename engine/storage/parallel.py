@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from ..forks import Lock
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -33,7 +35,7 @@ class Helper(threading.Thread):
         self._process: int | None = None  # PID of the process in which it runs; it does not run in a forked child
         self._is_done = False
         # Released when the work is done. An interrupt could leave the lock within an Event locked for ever.
-        self._under_way = threading.Lock()
+        self._under_way = Lock()
         self._under_way.acquire()
 
     def run(self) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -38,6 +38,7 @@ class SavedComponent(Protocol):
 
     location: Location
     path: Path  # from the component that was opened
+    left_out: Sequence[str]  # what the file has and its state, once read, lacks: one line each, with the reason
 
     @property
     def description(self) -> Description: ...
@@ -57,6 +58,8 @@ class SavedComponent(Protocol):
 
 
 class NativeComponent:
+    left_out: Sequence[str] = ()
+
     def __init__(self, root: Location, items: Mapping[Path, ItemRecord], path: Path = ()) -> None:
         self._root = root
         self._items = items
@@ -116,7 +119,7 @@ class RLlibComponent(RLlibDirectory):
         )
 
     def state(self, component: Any = None, *, packed: bool = False) -> Any:
-        return super().state()
+        return self.own_state(none=not packed)  # a packed state is stored as a tree, in which None is no key
 
     def _constructor(self) -> tuple[str, dict[str, Any] | None, str]:
         """Return the name of the class, the constructor spec, and why there is none."""

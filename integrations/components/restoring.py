@@ -42,7 +42,7 @@ class ComponentReport:
         missing: Components of the program that the checkpoint does not have; they stay as they are.
         unused: Components of the checkpoint that the program does not have.
         missing_values: Values of restored components that the checkpoint does not have: ``learner/p0: net/bias``.
-        unused_values: Values of the checkpoint that a restored component has no place for.
+        unused_values: Values of the checkpoint that a restored component has no place for, or that are not data.
         separate: Pairs of components that are one object in the checkpoint, and two in the program. Both were restored,
             but will differ as soon as training continues.
     """
@@ -151,11 +151,17 @@ class _Restore:
             raise TreeMismatchError(f"{self.saved.location} {headline}", missing)
         live = paths_of(self.target.root)
         self._states = {path: _read_state(origin, live[path]) for path, origin in self._origins.items()}
+        if self.strict and (left_out := self._left_out()):
+            headline = "has values that cannot be restored (strict=True); nothing was changed:"
+            raise TreeMismatchError(f"{self.saved.location} {headline}", left_out)
         if isinstance(self.keep, KeepPatterns):
             self._check(self.keep)
         self._done: dict[Path, OwnReport] = {}
         self._before: list[tuple[LiveComponent, Any]] = []
         self._asked: dict[Path, Any] = {}  # states of remote components before the restore, requested at once
+
+    def _left_out(self) -> tuple[str, ...]:
+        return _values({path: tuple(origin.left_out) for path, origin in self._origins.items()})
 
     def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
         """Return the saved component for each live one, by its path, components below others first."""
@@ -204,7 +210,7 @@ class _Restore:
         for saved in all_components(self.saved):
             if saved.path not in matched:
                 path = (*self.target.path, *saved.path[len(self.saved.path) :])
-                for name in flatten(saved.state()).names:
+                for name in flatten(saved.state(packed=True)).names:
                     keep((*path, *name.split(".")), None)
         keep.check()
 
@@ -297,7 +303,7 @@ class _Restore:
             missing=tuple(self._missing()),
             unused=tuple(format_component_path(one.path) for one in below if not _is_used(one, used)),
             missing_values=_values({path: one.missing for path, one in self._done.items()}),
-            unused_values=_values({path: one.unused for path, one in self._done.items()}),
+            unused_values=(*_values({path: one.unused for path, one in self._done.items()}), *self._left_out()),
             separate=tuple(self._separate()),
         )
 

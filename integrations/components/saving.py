@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path as FilePath
 from typing import Any
 
+from ...engine import __version__
 from ...engine.arrays import Layout, WrittenSteps, write_file
 from ...engine.checkpoint import PendingCheckpoint
 from ...engine.clock import SystemClock
@@ -231,8 +232,8 @@ _GIT_LIMIT = 4 << 20  # bytes of a file of git that is read
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, of holdfast, and of the libraries that are in use."""
-    found = {"python": platform.python_version()}
-    for name in ("holdfast", *(name for name in _LIBRARIES if name in sys.modules)):
+    found = {"python": platform.python_version(), "holdfast": __version__}
+    for name in (name for name in _LIBRARIES if name in sys.modules):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = _version(name)
     return found

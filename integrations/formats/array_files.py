@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from ...engine.arrays import TreeSource
 from ...engine.errors import DamagedCheckpointError, HoldfastError, OptionError
 from ...engine.format import ITEM
+from ...engine.installed import install_command
 from ...engine.pytree import MAX_DEPTH, Box, whole
 from ...engine.sources import JSON, TREE, CheckpointSource, FetchedArray, FetchedTree, Path, SingleTree, first_bytes
 from ...engine.storage import Location
@@ -96,7 +97,7 @@ def _h5py(location: Location) -> Any:
         return importlib.import_module("h5py")
     except ImportError as error:
         what = f"{location} is a file of Keras, or another one of HDF5"
-        raise OptionError(f"{what}; reading it needs h5py: pip install 'holdfast[keras]'") from error
+        raise OptionError(f"{what}; reading it needs h5py: {install_command('keras')}") from error
 
 
 class HDF5Tree(FetchedTree):

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args
 
 from numpy.typing import NDArray
 
-from ...engine.arrays import HostTree, Layout, SavedLeaf, TreeSource, TreeWriter, batches
+from ...engine.arrays import HostTree, Layout, PartialTree, SavedLeaf, TreeSource, TreeWriter, batches, make_durable
 from ...engine.checkpoint import ItemToSave, Save, deleted_on_interrupt
 from ...engine.clock import UNHEARD, Portion, Progress, SystemClock
-from ...engine.distributed import Coordinator, run_on_primary
+from ...engine.distributed import Coordinator, ProcessInfo, run_on_primary
 from ...engine.errors import CheckpointExistsError, DamagedCheckpointError, OptionError, UnsupportedLeafError, itemized
 from ...engine.format import ITEM, CheckpointRecord
 from ...engine.handlers import JsonCheckpointHandler, PreparedGraph, PreparedItem, PyTreeCheckpointHandler
 from ...engine.manager import best_step_in
-from ...engine.pytree import EXTERNAL, NAME_ONLY, ArrayLeaf, Patterns, Piece, TreeDef, ValueLeaf, format_path
+from ...engine.pytree import EXTERNAL, NAME_ONLY, ArrayLeaf, Patterns, Piece, TreeDef, ValueLeaf, describe, format_path
 from ...engine.sources import (
     JSON,
     METRICS,
@@ -41,6 +42,13 @@ from ...engine.steps import StepEntry, store_metadata
 from ...engine.storage import Location, Place, as_location
 
 ExportFormat = Literal["safetensors", "orbax", "torch"]
+
+_SUFFIXES: dict[str, ExportFormat] = {
+    ".safetensors": "safetensors",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".ckpt": "torch",
+}
 
 _logger = logging.getLogger("holdfast")
 
@@ -138,6 +146,11 @@ def _imports(origin: Location, target: Location, overwrite: bool, progress: Prog
     return done
 
 
+def format_of(name: str, default: ExportFormat = "safetensors") -> ExportFormat:
+    """Return the format that the end of a file's name stands for; other names stand for the default."""
+    return _SUFFIXES.get(os.path.splitext(name)[1].lower(), default)
+
+
 def export_checkpoint(
     source: Place,
     destination: Place,
@@ -191,13 +204,15 @@ def export_checkpoint(
     if to == "orbax" and root is not None:
         raise OptionError("root= does not apply to Orbax, which restores the whole tree: leave it out")
     origin, target = as_location(source), as_location(destination, writes=True)
+    if format_of(target.name, to) != to:
+        raise OptionError(f"to={to!r} does not fit {target}: other programs read a file of this name as another format")
 
     def work() -> list[Conversion]:
         chosen = best_step_in(origin) if step == "best" else step
         if to == "orbax":
             from .orbax.export import export_orbax
 
-            exported = export_orbax(origin, target, chosen, item, select, progress or UNHEARD)
+            exported = export_orbax(origin, target, chosen, item, select, progress or UNHEARD, _write_arrays)
             return [_conversion(one, place, to, number, trees, ()) for one, place, number, trees in exported]
         checkpoint = open_at(find_checkpoint(origin, chosen).without_links())
         # The extras of a callback lie beside the item of the state.
@@ -318,6 +333,24 @@ def _conversion(
         bytes=sum(leaf.nbytes for leaf in leaves),
         left_out=tuple(left_out),
     )
+
+
+def _write_arrays(
+    folder: Location,
+    source: TreeSource,
+    arrays: Mapping[str, SavedLeaf | NDArray[Any]],
+    advance: Callable[[int], None],
+) -> None:
+    """Write leaves of a tree, and other arrays, by the names that another library gives them; they are durable then."""
+    chosen = {name: leaf for name, leaf in arrays.items() if isinstance(leaf, SavedLeaf)}
+    stored = PartialTree(source, chosen, source.tree)
+    loader = _Loader(stored, advance, _BATCH, _KEPT)
+    leaves: dict[str, ArrayLeaf | ValueLeaf] = {leaf.name: _host_leaf(leaf, loader) for leaf in stored.leaves}
+    others = {name: array for name, array in arrays.items() if not isinstance(array, SavedLeaf)}
+    leaves |= zip(others, describe(list(others), list(others.values())), strict=True)
+    advance(sum(array.nbytes for array in others.values()))
+    writer = TreeWriter(HostTree(list(leaves), list(leaves.values()), None), Layout())
+    make_durable(folder, writer.merge(folder, [writer.write(folder, ProcessInfo())], describes=False))
 
 
 class TreeSourceHandler(PyTreeCheckpointHandler):

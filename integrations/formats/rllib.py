@@ -73,7 +73,6 @@ _logger = logging.getLogger("holdfast")
 _METADATA = ("metadata.json", "rllib_checkpoint.json")
 CONSTRUCTOR = "class_and_ctor_args.pkl"
 _LIMIT = 1 << 34  # bytes of a state, all of which is held in memory
-_SMALL = 16 << 20
 _STEP = re.compile(r"checkpoint_([0-9]{1,18})")
 _LEVELS = 32
 
@@ -86,6 +85,7 @@ class RLlibDirectory:
         self.path = path
         self.names = {entry.name: entry.is_directory for entry in location.entries()}
         self.metadata = self._read_metadata()
+        self.left_out: Sequence[str] = ()
 
     @cached_property
     def children(self) -> Mapping[tuple[str, ...], Self]:
@@ -98,10 +98,11 @@ class RLlibDirectory:
                 found[(segment,)] = type(self)(self.location / name, (*self.path, segment))
         return found
 
-    def state(self) -> Any:
-        """Read its own state, without those of the components below; log what is left out."""
+    def own_state(self, *, none: bool) -> Any:
+        """Read its state without those of components below; log what is left out: without ``none``, the keys None."""
         left_out: list[str] = []
-        found = self._read_state(left_out)
+        self.left_out = left_out
+        found = self._read_state(left_out, none)
         if left_out:
             _logger.warning(
                 "%s: left out objects that are not data: %s",
@@ -110,20 +111,22 @@ class RLlibDirectory:
             )
         return found
 
-    def _read_state(self, left_out: list[str]) -> Any:
+    def _read_state(self, left_out: list[str], none: bool) -> Any:
         place = self.location / self._state_file()
         content = read_checked(place, None, limit=_LIMIT)
         with naming(place):
-            return decode_state(content) if place.name.endswith(".msgpack") else plain_state(content, left_out)
+            found = decode_state(content) if place.name.endswith(".msgpack") else unpickle(content, BUILDERS)
+            found = without_objects(found, left_out, len(content), needed=(), none=none)
+            if not isinstance(found, dict):
+                raise DamagedCheckpointError("it is not a dictionary of data")
+            return found
 
     def full_state(self, left_out: list[str], prefix: str = "") -> Any:
         """Read its state with those of all components below."""
         lines: list[str] = []
-        found = without_objects(self._read_state(lines), lines, _SMALL, needed=())
+        found = self._read_state(lines, none=False)
         left_out += [f"{prefix}{line}" for line in lines]
         for child in self.children.values():
-            if not isinstance(found, dict):
-                raise DamagedCheckpointError(f"{self.location}: its state is not a dictionary, but it has components")
             name = child.location.name
             found[name] = child.full_state(left_out, f"{prefix}{name}/")
         return found
@@ -150,14 +153,6 @@ class RLlibDirectory:
                 found = read_json(self.location / name)
                 return found if isinstance(found, dict) else {}
         return {}
-
-
-def plain_state(content: bytes, left_out: list[str]) -> dict[Any, Any]:
-    """Read a pickled state; add what is not data to ``left_out``."""
-    found = without_objects(unpickle(content, BUILDERS), left_out, len(content), needed=())
-    if not isinstance(found, dict):
-        raise DamagedCheckpointError("it is not a dictionary of data")
-    return found
 
 
 def looks_like_rllib(location: Location) -> bool:

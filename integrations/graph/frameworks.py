@@ -388,10 +388,11 @@ def variable_accessors(variable: Any) -> tuple[Callable[[], Any], Callable[[Any]
 
 # ---- Keras 3 on torch and jax: models, layers, optimizers, metrics and variables
 #
-# Their state is in their variables. Keras numbers layers without a name of the program in the order in which a process
-# makes them (``dense``, ``dense_1``), so that a second model of a process has other names. Here they are numbered
-# within the layer that holds them, as in the files of ``save_weights``
-# (https://keras.io/api/models/model_saving_apis/weights_saving_and_loading).
+# Their state is in their variables. As in TensorFlow, a variable or layer has the name of the attribute that holds it.
+# Where there is none, as in a Sequential model, layers have the names that the program gave them, or else those of
+# their classes, numbered within the layer that holds them, as in the files of ``save_weights``
+# (https://keras.io/api/models/model_saving_apis/weights_saving_and_loading): names of Keras (``dense_1``) are numbers
+# of a process, and differ for a second model.
 
 LAYER, OPTIMIZER, VARIABLE = "Layer", "Optimizer", "Variable"
 _KINDS = {LAYER, OPTIMIZER, VARIABLE, "Metric", "SeedGenerator"}
@@ -430,26 +431,74 @@ def bare_variable(value: Any) -> Any:
     return value
 
 
-def keras_children(value: Any) -> list[tuple[str, Any]]:
-    """Return the variables and the parts of an object of Keras by name."""
+def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[str] = ()) -> list[tuple[str, Any]]:
+    """Return the variables and the parts of an object of Keras by name, with the lists that TensorFlow has ``saved``.
+
+    ``order`` has a place for each parameter of an optimizer, in which what it keeps for the parameter is listed.
+    """
+    pairs = _parts(value)
+    wanted, named, found = {id(one) for _, one in pairs}, list[tuple[str, Any]](), set[int]()
+    for name, child in {**vars(value), **vars(value).get("_modules", {})}.items():
+        part, held = _held(child, wanted)
+        if not held or name == "_layers":  # a Sequential model lists those of the program by number
+            continue
+        if order is not None and isinstance(part, list) and len(part) == len(order):
+            part = [part[order.index(place)] for place in range(len(order))]
+        found |= held
+        public = name.lstrip("_")
+        names = [public, name] if isinstance(getattr(type(value), public, None), property) else [name]
+        named += [(one, part) for one in dict.fromkeys(names)]
+    for name in {"_operations", "_functional"}.intersection(saved):
+        operations = getattr(getattr(value, "_functional", None) or value, "_operations", [])
+        part = [one if id(one) in wanted else None for one in operations]
+        named.append((name, part if name == "_operations" else {"_operations": part}))
+    return _numbered([*named, *(pair for pair in pairs if id(pair[1]) not in found)])
+
+
+def numbered_children(value: Any) -> list[tuple[str, Any]]:
+    """Return the same by the names of variables and numbered names of classes, as earlier versions saved them."""
+    return _numbered(_parts(value))
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """Return the variables and the parts of an object of Keras, with the optimizer of a model, by their own names."""
     if _kind(value) == OPTIMIZER:  # the names of its variables contain those of layers, which Keras numbers
         return [(f"variable_{index}", one) for index, one in enumerate(value.variables)]
     if _kind(value) != LAYER:
-        return _numbered((_name(one), one) for one in _variables(value))
+        return [(_name(one), one) for one in _variables(value)]
     if any(base.__name__ == "TorchModuleWrapper" and _is_of_keras(base) for base in type(value).__mro__):
         return [("module", value.module)]  # its buffers are no variables of Keras
     layers = value._flatten_layers(include_self=False, recursive=False)
     below = {id(one) for layer in layers for one in layer.variables}
-    own = [(_name(one), one) for one in value.variables if id(one) not in below]
+    pairs = [(_name(one), one) for one in value.variables if id(one) not in below]
     if _overridden(type(value), _OWN_METHODS):
-        own.append((OWN_STATE, _OwnVariables(value, OWN_STATE)))
-    parts = [(_layer_name(layer), layer) for layer in layers if layer.variables]
+        pairs.append((OWN_STATE, _OwnVariables(value, OWN_STATE)))
+    pairs += [(_layer_name(layer), layer) for layer in layers if layer.variables]
     optimizer = getattr(value, "optimizer", None)
     if optimizer is not None:
         if getattr(optimizer, "built", True) is False and value.built:
             optimizer.build(value.trainable_variables)  # as fit() does before its first step
-        parts.append(("optimizer", optimizer))
-    return _numbered([*own, *parts])
+        pairs.append(("optimizer", optimizer))
+    return pairs
+
+
+def keras_parameters(value: Any) -> list[Any]:
+    """Return the parameters that an optimizer of Keras keeps variables for, in its order."""
+    return list(map(bare_variable, getattr(value, "_trainable_variables", ()))) if _kind(value) == OPTIMIZER else []
+
+
+def _held(child: Any, wanted: set[int]) -> tuple[Any, set[int]]:
+    """Return what an attribute leads to, in lists and dictionaries of Python, and which variables and layers it has."""
+    if id(child) in wanted:
+        return child, {id(child)}
+    if _kind(child) not in (None, LAYER, VARIABLE):
+        return child, wanted.intersection(map(id, _variables(child)))
+    # Keras makes containers of its own of those of a program; plain ones are its books.
+    if not isinstance(child, list | tuple | dict) or not (isinstance(child, tuple) or _is_of_keras(type(child))):
+        return None, set()
+    parts = [_held(one, wanted) for one in (child.values() if isinstance(child, dict) else child)]
+    found, held = [part for part, _ in parts], set[int]().union(*(ids for _, ids in parts))
+    return dict(zip(child, found, strict=True)) if isinstance(child, dict) else found, held
 
 
 def why_not_saved(value: Any) -> str | None:

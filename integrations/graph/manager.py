@@ -16,7 +16,7 @@ from ...engine.errors import CheckpointExistsError, OptionError, SaveFailedError
 from ...engine.manager import CheckpointManager as StepManager
 from ...engine.manager import CheckpointManagerOptions, Mirror, Peek, Rule, StepInfo, infos_of
 from ...engine.peer_names import refuse_unknown
-from ...engine.steps import list_steps, stored_metadata
+from ...engine.steps import LEFT_BEHIND, list_steps, series_and_step, stored_metadata
 from ...engine.storage import Place, as_location
 from .checkpoint import Checkpoint, CheckpointTemplate, listen, numbered
 from .reader import numbers_of
@@ -108,7 +108,7 @@ class CheckpointManager:
         self._kwargs = {} if layout is None else {"layout": layout}
         self.status: RestoreStatus | None = None
         clock = clock or SystemClock()
-        found = infos_of(list_steps(self._directory, f"{checkpoint_name}-"))
+        found = self._infos()
         stored = stored_metadata(self._directory)
         metadata = {_SINCE: -1.0 if found else clock.now() - 1.0} if stored is None else stored
         since = metadata.get(_SINCE)  # the beginning of the first interval of preservation
@@ -128,6 +128,7 @@ class CheckpointManager:
         )
         self._processes = ProcessGroup(f"numbers of {self._directory.url}", None, _TIMEOUT)
         self._protected: set[int] = set()  # steps to keep for good
+        self._later: set[int] = set()  # steps after the one that was restored last, which are saved again
         behind = max((info.time for info in found), default=0.0) - clock.now()
         if found and behind > 0:
             _logger.warning(
@@ -158,7 +159,8 @@ class CheckpointManager:
     def checkpoints(self) -> list[str]:
         """The paths of the checkpoints from the oldest to the newest, without those that are kept for good."""
         listed = []
-        for step in self._steps.all_steps():
+        newest = self._steps.latest_step() or 0
+        for step in sorted(self._steps.all_steps(), key=lambda step: (step <= newest, step)):
             why = set(self._steps.why_kept(step))
             if step not in self._protected and "pinned" not in why and why != {_PRESERVED}:
                 listed.append(self._path(step))
@@ -175,7 +177,7 @@ class CheckpointManager:
             The path of the checkpoint, or None where it is too early. A background save is not committed yet.
 
         Raises:
-            CheckpointExistsError: The number is taken.
+            CheckpointExistsError: The number is taken, by no checkpoint after the one that was restored last.
             StateError: Values of an earlier restore still wait for their objects, or objects for their values.
             SaveFailedError: The background save before this one failed; this one is done nevertheless.
             OwnershipError: Another run writes to this directory.
@@ -186,7 +188,7 @@ class CheckpointManager:
             return None
         wanted = None if checkpoint_number is None else _number(checkpoint_number)
         # Process 0 decides for all: another process may see an older listing of the directory.
-        counter, number, protected = self._processes.decide("number", self._next, wanted)
+        counter, number, protected, left = self._processes.decide("number", self._next, wanted)
         for one in protected:
             self._steps.pin(one)
         self._protected.clear()
@@ -194,10 +196,14 @@ class CheckpointManager:
         failed = None
         with numbered(self._checkpoint, counter) as item:
             try:
-                self._steps.save(number, item, force=True, save_kwargs=self._kwargs, reason=reason)
+                facts = {LEFT_BEHIND: left} if left else None
+                self._steps.save(
+                    number, item, force=True, custom_metadata=facts, save_kwargs=self._kwargs, reason=reason
+                )
             except SaveFailedError as error:  # the save before failed; this one is under way
                 failed = error
         self._saving, self._last = (number, self._last), step
+        self._later.discard(number)
         if failed is not None:
             raise failed
         return self._path(number)
@@ -235,7 +241,11 @@ class CheckpointManager:
     def _note_restore(self, stored: StoredGraph) -> None:
         """Count the interval from a checkpoint that was restored, if it is one of this directory."""
         place = stored.checkpoint
-        if self._counter is not None and str(place) == str(self._directory / place.name):
+        if str(place) != str(self._directory / place.name):
+            return
+        _, number = series_and_step(place.name) or ("", 0)
+        self._later = {step for step in self._steps.all_steps() if step > number}
+        if self._counter is not None:
             self._saving, self._last = None, _number(self._counter)
 
     def wait_until_finished(self) -> None:
@@ -257,14 +267,18 @@ class CheckpointManager:
     # ---- internal
 
     def _next(self, wanted: int | None) -> list[Any]:
-        """Return the next counter, the number to save under, and the steps to keep for good."""
-        if wanted is not None and wanted in self._steps.all_steps():
+        """Return the next counter, the number to save under, the steps to keep for good, and those that are left."""
+        steps = self._steps.all_steps()
+        if wanted is not None and wanted in steps and wanted not in self._later:
             raise CheckpointExistsError(
                 f"{self._path(wanted)} exists already; nothing is overwritten. Choose another number"
             )
         taken = [] if wanted is not None else numbers_of(self._directory, self._name)
         following = max([self._checkpoint.save_counter, *taken]) + 1
-        return [following, following if wanted is None else wanted, sorted(self._protected)]
+        number = following if wanted is None else wanted
+        is_earlier = any(step > number for step in steps)
+        left = [[info.step, info.time] for info in (self._infos() if is_earlier else ()) if info.step > number]
+        return [following, number, sorted(self._protected), left]
 
     def _forget_failed(self) -> None:
         """Count the interval from the save before if the last one failed, which only a single process knows at once."""
@@ -278,6 +292,9 @@ class CheckpointManager:
         if self._last is None:
             return False
         return step == self._last or (check_interval and step < self._last + (self._interval or 0))
+
+    def _infos(self) -> list[StepInfo]:
+        return infos_of(list_steps(self._directory, f"{self._name}-"))
 
     def _path(self, number: int) -> str:
         return str(self._directory / f"{self._name}-{number}")

@@ -19,7 +19,7 @@ from .saved import SavedGraph
 from .slots import Assignment, PartSlot, Path, Place, Slot, format_node_path
 from .tracked import Node
 from .values import PlainValues, is_plain
-from .views import Branch, Leaf, View, classify, edge_at, root_view, sequence_slot
+from .views import Branch, Edge, Leaf, View, classify, edge_at, root_view, sequence_slot
 
 _logger = logging.getLogger("holdfast")
 
@@ -83,12 +83,18 @@ class Matching:
         children = (self.graph.nodes[number].edges.get(segment) for number, _ in self.bindings.of(holder))
         return any(child is not None and self.graph.nodes[child].edges for child in children)
 
-    def _match(self, queue: list[_Visit], *, anew: bool = False, known: _Visit | None = None) -> Iterator[Assignment]:
+    def _match(
+        self, queue: list[_Visit], *, anew: bool = False, known: _Visit | None = None, last: bool = False
+    ) -> Iterator[Assignment]:
         """Walk both graphs; unless ``anew``, skip objects below those that are bound already, except ``known``."""
         seen: set[tuple[int, int]] = set()
+        later: list[_Visit] = []
         self._places.clear()
         for visit in queue:  # the queue grows, and keeps all objects alive, so that their ids are unique
             number, value, view = visit.number, visit.value, visit.view
+            if isinstance(view, Branch) and view.parameters and not last:
+                later.append(visit)  # what an optimizer keeps is matched by its parameters, which come first
+                continue
             if isinstance(view, Leaf) and view.opened is not None and self._is_opened(number, view):
                 view = view.opened()
             if isinstance(view, Leaf):
@@ -109,6 +115,8 @@ class Matching:
                 yield Assignment(number, slot, visit.path)
             else:
                 self.unused[number] = visit.path
+        if later:
+            yield from self._match(later, anew=anew, known=known, last=True)
 
     def _is_opened(self, number: int, leaf: Leaf) -> bool:
         """Whether the checkpoint has an object in parts that is one value in the program."""
@@ -121,7 +129,11 @@ class Matching:
         if not self.bindings.bind(visit.number, visit.value, visit.path, fixed=leaf.in_place):
             return
         if self.graph.nodes[visit.number].value is not None:
-            yield Assignment(visit.number, leaf.slot, visit.path)
+            slot: Slot = leaf.slot
+            if self._final and leaf.in_place and visit.place is not None and self.plain.is_none(visit.number):
+                slot = visit.place  # what changes in place cannot become None
+                _logger.warning("%s is None in the checkpoint, and becomes None", format_node_path(visit.path))
+            yield Assignment(visit.number, slot, visit.path)
         elif (visit.value is None or leaf.opened) and (covers := self._made(visit.number)) is not None:
             yield Assignment(visit.number, leaf.slot, visit.path, covers=covers)
 
@@ -140,7 +152,7 @@ class Matching:
             if covers is not None and (changes or not (self.plain.shares(number) or isinstance(value, tuple))):
                 yield Assignment(number, slot, path, covers)
                 return
-        edges = {edge.segment: edge for edge in view.edges}
+        edges = {edge.segment: edge for edge in self._edges(number, view)}
         within = visit.within | {id(value)} if view.functional else frozenset()
         if not self.has_unmatched:
             new = (edge.value for segment, edge in edges.items() if segment not in saved)
@@ -158,6 +170,24 @@ class Matching:
                 yield Assignment(child, Place(place.anchor, (*place.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)
+
+    def _edges(self, number: int, view: Branch) -> list[Edge]:
+        """Return the edges of an object as the checkpoint names and orders them."""
+        if view.numbered is None or view.listed is None:
+            return view.edges
+        if self.graph.numbers_keras:
+            return view.numbered()
+        node = self.graph.nodes[number]
+        listed = node.edges.get("_trainable_variables")  # as TensorFlow saves them
+        in_lists = [] if listed is None else list(self.graph.nodes[listed].edges.values())
+        saved = node.groups[0] if node.groups else in_lists
+        if not view.parameters or not saved:
+            return view.listed(None, node.edges)
+        bound = [{one for one, _ in self.bindings.of(parameter)} for parameter in view.parameters]
+        order = [next((index for index, one in enumerate(saved) if one in numbers), -1) for numbers in bound]
+        if sorted(order) == list(range(len(saved))):
+            return view.listed(order, ())
+        return [edge for edge in view.edges if not isinstance(edge.value, list)]  # other parameters than those saved
 
     def _made(self, number: int) -> list[tuple[int, Path]] | None:
         """Return the values of a container that needs no object of the program; None if it needs one."""
@@ -377,10 +407,9 @@ class _LiveOptimizer:
 
     def _is_related(self, optimizer: Any, saved: str) -> bool:
         """Whether the saved optimizer is of the same class, a base or derived one, or has the same options at least."""
-        kind = type(optimizer)
-        if not (saved.startswith(_TORCH) and kind.__module__.startswith(_TORCH)):
-            return True  # the program may have moved or renamed its own class
+        kind = type(getattr(optimizer, "optimizer", optimizer))
         if is_kin(kind, saved):
             return True
-        options = self.saved_options.get(0, {})
-        return bool(self.saved_options) and options.keys() == group_options(optimizer.param_groups[0]).keys()
+        of_torch = saved.startswith(_TORCH) and kind.__module__.startswith(_TORCH)
+        options = self.saved_options.get(0, {})  # Before torch 2.7, AdamW was no Adam.
+        return of_torch and options.keys() == group_options(optimizer.param_groups[0]).keys()

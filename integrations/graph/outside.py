@@ -169,8 +169,14 @@ def derived_classes(kind: type) -> list[type]:
 
 
 def is_kin(kind: type, name: str) -> bool:
-    """Whether a name is that of a class, of a base of it, or of a class that derives from it."""
-    return name in map(class_name_of, (*kind.__mro__, *derived_classes(kind)))
+    """Whether a name may be that of a class, moved or wrapped, of a base of it, or of a class that derives from it."""
+    last = name.rpartition(".")[2]
+    is_same = not name or last in _WRAPPERS or _WRAPPED.sub("", last) == _WRAPPED.sub("", kind.__name__)
+    return is_same or name in map(class_name_of, (*kind.__mro__, *derived_classes(kind)))
+
+
+_WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer"}  # classes that tell nothing about the optimizer inside
+_WRAPPED = re.compile("^(Fabric|Lightning)(?=[A-Z])")  # prefixes of classes that are made for a wrapper
 
 
 # ---- wrappers around one module: DDP, ``torch.compile``, Fabric, activation checkpointing

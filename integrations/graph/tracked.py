@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -42,8 +43,19 @@ class Untracked:
         self.value = value
 
 
+def _forward(operation: Callable[[Any, Any], Any]) -> tuple[Callable[[Value, Any], Any], Callable[[Value, Any], Any]]:
+    """Return an operator of two values that takes boxes, and the same for a box on the right."""
+
+    def bare(one: Any) -> Any:
+        return one.value if isinstance(one, Value) else one
+
+    return lambda one, other: operation(one.value, bare(other)), lambda one, other: operation(bare(other), one.value)
+
+
 class Value:
     """A box for a number or another plain value that changes, such as a counter of steps.
+
+    It compares and counts as its value does, and the results are plain values, as those of a ``tf.Variable``.
 
     Args:
         value: A bool, int, float, complex, str, bytes or None.
@@ -53,12 +65,35 @@ class Value:
 
     >>> step = Value(1)
     >>> step.assign_add(1)
-    >>> int(step)
-    2
+    >>> int(step), step % 2 == 0, step < 2
+    (2, True, False)
     """
+
+    __array_ufunc__ = None  # numpy leaves operators to this class
+    __hash__ = object.__hash__  # the box stays the same when its value changes
+    __eq__ = _forward(operator.eq)[0]
+    __ne__ = _forward(operator.ne)[0]
+    __lt__, __gt__ = _forward(operator.lt)
+    __le__, __ge__ = _forward(operator.le)
+    __add__, __radd__ = _forward(operator.add)
+    __sub__, __rsub__ = _forward(operator.sub)
+    __mul__, __rmul__ = _forward(operator.mul)
+    __truediv__, __rtruediv__ = _forward(operator.truediv)
+    __floordiv__, __rfloordiv__ = _forward(operator.floordiv)
+    __mod__, __rmod__ = _forward(operator.mod)
+    __pow__, __rpow__ = _forward(operator.pow)
 
     def __init__(self, value: Any = 0) -> None:
         self.value = value
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+    def __neg__(self) -> Any:
+        return -self.value
+
+    def __abs__(self) -> Any:
+        return abs(self.value)
 
     def assign(self, value: Any) -> None:
         """Change the value."""
@@ -67,6 +102,10 @@ class Value:
     def assign_add(self, amount: Any) -> None:
         """Add to the value."""
         self.value = self.value + amount
+
+    def assign_sub(self, amount: Any) -> None:
+        """Subtract from the value."""
+        self.value = self.value - amount
 
     def __int__(self) -> int:
         return int(self.value)

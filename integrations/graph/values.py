@@ -42,6 +42,8 @@ from .tracked import TrackedDict, TrackedList
 # Leaves of these kinds need no object of the program.
 PLAIN_KINDS = NUMBER_KINDS | {NUMBERS, "str", "bytes", "none", "set", "frozenset", "numpy_scalar"}
 # Arrays of these kinds can be made without an array of the program; those of jax are placed on devices.
+_NUMBER_KINDS = NUMBER_KINDS | {"numpy_scalar"}
+_NUMBERS = (bool, int, float, complex, np.generic)
 MADE_KINDS = frozenset({"numpy", "torch"})
 
 _CONTAINERS = (list, dict, tuple, deque, TrackedList, TrackedDict)
@@ -91,6 +93,9 @@ class PlainValues:
     def is_packed(self, number: int) -> bool:
         """Whether a value is a sequence of numbers."""
         return self._values.get(number) == NUMBERS
+
+    def is_none(self, number: int) -> bool:
+        return self._values.get(number) == "none"
 
     def is_sequence(self, number: int) -> bool:
         return self._graph.nodes[number].type in _SEQUENCES
@@ -335,6 +340,11 @@ def _template(one: Assignment, leaf: Saved) -> Any:
         if isinstance(slot, OptimizerSlot | OptionSlot) and leaf.kind == "torch":
             return divided_like(slot.parameter, leaf.shape, leaf.dtype)  # the optimizer has yet to create it
         return ...
-    if is_python_value(live) and (leaf.kind == "none" or (isinstance(slot, OptionSlot) and leaf.kind in PLAIN_KINDS)):
-        return ...  # the slot is empty in the checkpoint; or an option may be the int 0 here and a float there
+    # The saved type comes back where the slot is empty in the checkpoint, or where a float may have begun as the int 0.
+    if leaf.kind == "none" and (is_python_value(live) or isinstance(slot, Place)):
+        return ...
+    if isinstance(live, _NUMBERS) and leaf.kind in _NUMBER_KINDS:
+        return ...
+    if isinstance(slot, OptionSlot) and is_python_value(live) and leaf.kind in PLAIN_KINDS:
+        return ...
     return live if is_single_leaf(live) or hasattr(live, "dtype") else ...

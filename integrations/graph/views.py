@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import types
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -44,8 +44,10 @@ from .frameworks import (
     is_uninitialized,
     keras_children,
     keras_kind,
+    keras_parameters,
     module_children,
     nnx_children,
+    numbered_children,
     variable_accessors,
     variable_slot,
     why_not_saved,
@@ -78,6 +80,10 @@ class Branch:
     sequence: bool = False  # whether the keys are 0, 1, 2, ...
     functional: bool = False  # whether a restore rebuilds it, so that it is another object afterwards
     optimizer: Any = None  # the object itself, if it is a torch optimizer
+    parameters: Sequence[Any] = ()  # those of an optimizer of Keras
+    # Edges of Keras in an order of the parameters, with lists of these names, or as earlier versions have named them.
+    listed: Callable[[list[int] | None, Iterable[str]], list[Edge]] | None = None
+    numbered: Callable[[], list[Edge]] | None = None
 
 
 @dataclass(slots=True)
@@ -301,7 +307,13 @@ def _keras(kind: str, value: Any, place: Slot) -> View:
         return Leaf(variable_slot(value), shared=True)
     if (reason := why_not_saved(value)) is not None:
         return Unsaved(reason)
-    return Branch(class_name(value), _attributes(value, keras_children(value), place))
+    return Branch(
+        class_name(value),
+        _attributes(value, keras_children(value), place),
+        parameters=keras_parameters(value),
+        listed=lambda order, saved: _attributes(value, keras_children(value, order, saved), place),
+        numbered=lambda: _attributes(value, numbered_children(value), place),
+    )
 
 
 def _plain_object(value: Any, place: Slot) -> View:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...engine.errors import UnsupportedLeafError
 from ...engine.pytree import collection_paused, is_python_value, is_torch_tensor, key_segments
-from .frameworks import GROUPS, OPTIMIZER_SLOTS, ModuleState, OptimizerSlot, is_buffer, is_module, slot_name
+from .frameworks import GROUPS, OPTIMIZER_SLOTS, ModuleState, OptimizerSlot, is_buffer, is_module, keras_kind, slot_name
 from .slots import Path, Slot, format_node_path
 from .tracked import Node, check_origin
 from .views import Branch, Edge, Leaf, Unsaved, options_edge, root_view
@@ -51,7 +51,7 @@ class LiveGraph:
     @property
     def notes(self) -> dict[Path, str]:
         """Remarks on objects that are saved, by path."""
-        modules = [node for node in self.nodes if is_module(node.value)]
+        modules = [node for node in self.nodes if is_module(node.value) and keras_kind(node.value) is None]
         plain = [one for node in modules for one in node.edges.values() if isinstance(one.value, dict | list | tuple)]
         what = "is a plain {} of modules, which state_dict() does not see"
         return {one.path: what.format(type(one.value).__name__) for one in plain}
@@ -148,6 +148,9 @@ class _Walk:
         """Add the values that optimizers keep for parameters that are in the graph, too."""
         by_object = {id(node.value): node for node in nodes if isinstance(node.view, Leaf) and node.view.shared}
         for node in list(nodes):
+            known = [by_object.get(id(one)) for one in node.view.parameters] if isinstance(node.view, Branch) else []
+            if known and None not in known:
+                node.groups.append([one for one in known if one is not None])
             if node.optimizer is None:
                 continue
             missing = 0

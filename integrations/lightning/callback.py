@@ -122,8 +122,9 @@ class CheckpointCallback(ResumingCallback):
             takes all that was saved, or nothing.
         compression: Compress arrays with zstd at this level, 1 to 22. None does not compress, which is faster on a fast
             disk.
-        signals: The signals that announce a preemption, by name: the run finishes its step, saves it, and ends. With
-            SIGINT, the first Ctrl-C does so, and a later one interrupts the program.
+        signals: The signals that announce a preemption, by name: the run finishes its step, saves it, and ends. A
+            closed terminal sends SIGHUP. With SIGINT, the first Ctrl-C does so, with exit status 130, and a later one
+            interrupts the program. SIGHUP and SIGINT stay ignored if they are, as with ``nohup`` and ``&``.
         grace_secs: The time between the signal and the end of the process, as the scheduler grants it. A save that
             takes longer is reported with a warning.
         replicated: The names of state that is the same in all processes, so that any number of them gets it. These are
@@ -203,7 +204,7 @@ class CheckpointCallback(ResumingCallback):
         init_from: Place | None = None,
         partial: Partial = None,
         compression: int | None = None,
-        signals: Sequence[str | signal.Signals] = ("SIGTERM",),
+        signals: Sequence[str | signal.Signals] = ("SIGTERM", "SIGHUP"),
         grace_secs: Duration | None = None,
         replicated: Sequence[str] = (),
         witness: bool = True,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ...engine.errors import OptionError, StateError
-from ...engine.generators import as_tree, capture, is_generator, restore
-from ...engine.loaders import is_torchdata_loader, nodes_of
+from ...engine.generators import as_tree, capture, restore
+from ...engine.loaders import generators_of, is_torchdata_loader, nodes_of
 from ...engine.pytree import loaded
 from ...engine.stateful import (
     is_replicated,
@@ -103,19 +103,10 @@ def all_stateful(loaders: Sequence[object]) -> bool:
 def set_sampler_epoch(loaders: Sequence[object], epoch: int) -> None:
     """Set the epoch of the samplers, as Lightning does, but before their iterators are made."""
     for loader in loaders:
-        for sampler in {id(one): one for one in _samplers(loader).values()}.values():
+        samplers = [getattr(one, "sampler", None) for one in (loader, getattr(loader, "batch_sampler", None))]
+        for sampler in {id(one): one for one in samplers}.values():
             if callable(method := getattr(sampler, "set_epoch", None)):
                 method(epoch)
-
-
-def _samplers(loader: object) -> dict[str, Any]:
-    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    return {"sampler": getattr(loader, "sampler", None), "batch_sampler.sampler": inner}
-
-
-def prefetched(fetcher: Any) -> list[Any]:
-    """Return the batches that were drawn ahead: one for loaders of unknown length, to detect the last batch."""
-    return list(getattr(fetcher, "batches", ()))
 
 
 def begin_within(fetcher: Any, ahead: Mapping[str, Any] | None, ended: Sequence[bool]) -> None:
@@ -238,11 +229,9 @@ def _generators(loaders: Sequence[object]) -> dict[str, Any]:
     """
     found: dict[int, tuple[str, Any]] = {}
     for index, loader in enumerate(loaders):
-        if _state_methods(loader) and not is_torchdata_loader(loader):
-            continue
-        for name, owner in {"loader": loader, **_samplers(loader)}.items():
-            if is_generator(generator := getattr(owner, "generator", None)):
-                found.setdefault(id(generator), (f"{index}.{name}.generator", generator))
+        if not _state_methods(loader) or is_torchdata_loader(loader):
+            for name, generator in generators_of(loader).items():
+                found.setdefault(id(generator), (f"{index}.{name}", generator))
     return dict(found.values())
 
 

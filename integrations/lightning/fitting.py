@@ -20,7 +20,7 @@ from ...engine.pytree import class_name, unwrapped_name
 from ...engine.sources import Misfits
 from ..graph import is_kin
 from ..loop import Hyperparameters, StateAdapter
-from .strategies import is_sharded
+from .strategies import as_saved, is_sharded
 from .wall import LoopHooks, callbacks_of, checkpoint_connector, is_search_file, loaded_checkpoint
 
 _CHANGED = (
@@ -90,7 +90,7 @@ class Fitting:
         self._saved: Description | None = None
         self._shapes: dict[str, torch.Size] = {}  # the shapes of the weights in the checkpoint
         self._groups: list[tuple[int, list[int | None]]] = []  # by optimizer: saved groups, and the origins of its own
-        self._described: tuple[list[int], str] | None = None
+        self._described: tuple[list[Any], str] | None = None
         self._schedulers: list[str] = []
         self._hyperparameters: Hyperparameters | None = None
         self._is_resumed = False
@@ -115,10 +115,10 @@ class Fitting:
 
     def description(self) -> str:
         """Return the description of optimizers and schedulers; it is computed only when they have changed."""
-        groups = chain.from_iterable(one.param_groups for one in self._trainer.strategy.optimizers)
-        parameters = [id(value) for group in groups for value in group["params"]]
-        if self._described is None or self._described[0] != parameters:
-            self._described = parameters, Description.of(self._trainer, self._schedulers).text()
+        optimizers = self._trainer.strategy.optimizers
+        known = [(type(one), [[*map(id, group["params"])] for group in one.param_groups]) for one in optimizers]
+        if self._described is None or self._described[0] != known:
+            self._described = known, Description.of(self._trainer, self._schedulers).text()
         return self._described[1]
 
     def take(self, description: str | None, callbacks: Mapping[str, Any]) -> None:
@@ -197,7 +197,7 @@ class Fitting:
             self._check("optimizer", optimizers, [one.kind for one in saved], options)
             with _noted():
                 ordered = [_ordered(index, *one) for index, one in enumerate(zip(states, saved, live, strict=True))]
-                original({**checkpoint, "optimizer_states": ordered})
+                self._load(original, checkpoint, ordered)
             return
         origins, taken = _matched(live, saved), []
         for index, origin in enumerate(origins):
@@ -213,7 +213,17 @@ class Fitting:
             else:
                 taken.append(self._fitting(index, fresh, live[index], states[origin], saved[origin]))
         self.misfits.surplus(f"optimizer_states/{index}" for index in range(len(saved)) if index not in origins)
-        original({**checkpoint, "optimizer_states": taken})
+        self._load(original, checkpoint, taken)
+
+    def _load(self, original: Callable[..., Any], checkpoint: _State, states: Sequence[_State]) -> None:
+        """Load the states of the optimizers, in the dtypes that they had."""
+        original({**checkpoint, "optimizer_states": states})
+        for optimizer, state in zip(self._trainer.strategy.optimizers, states, strict=True):
+            parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+            numbers = chain.from_iterable(group["params"] for group in state.get("param_groups", ()))
+            for parameter, number in zip(parameters, numbers, strict=False):
+                if parameter in optimizer.state and number in state["state"]:
+                    optimizer.state[parameter] = as_saved(optimizer.state[parameter], state["state"][number])
 
     def _fitting(self, index: int, fresh: _State, live: _Optimizer, state: _State, saved: _Optimizer) -> _State:
         """Return the state of one optimizer: the parts of the saved state that fit, otherwise the fresh state."""
@@ -406,13 +416,11 @@ def _differing(name: str, saved: Any, live: Any) -> str | None:
 def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
     """Return whether an object may have a state of the saved class.
 
-    Its class is the same, a base or a derived one, or its groups have the same ``options``. Classes of the program may
-    have been moved or renamed.
+    Its class is the same, a base or a derived one, or its groups have the same ``options``. Classes of the
+    program may have been moved, and its schedules renamed.
     """
     of_torch = [name.startswith("torch.") for name in (class_name(live), saved)]
-    if not saved or not any(of_torch):
-        return True
-    if is_kin(type(live), saved):
+    if is_kin(type(live), saved) or (options is None and not any(of_torch)):
         return True
     return all(of_torch) and options is not None and options[0].keys() == options[1].keys()
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
+from ...engine.installed import install_command
 from ...engine.manager import best_step_in
 from ...engine.steps import list_steps, newest_step
 from ...engine.storage import Location, Place, as_location
@@ -38,7 +39,7 @@ def _importable() -> list[tuple[Any, Any]]:
             errors.append(f"{callbacks}: {error}")
     if not found:
         raise ImportError(
-            "holdfast.integrations.lightning needs Lightning: pip install 'holdfast[lightning]'. " + "; ".join(errors)
+            f"holdfast.integrations.lightning needs Lightning: {install_command('lightning')}. {'; '.join(errors)}"
         )
     return found
 

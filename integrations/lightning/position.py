@@ -121,7 +121,7 @@ class Position:
         if replicated := epoch.replicated_states(self._loaders(), self._replicated):
             position["replicated"] = replicated
         if point != "epoch":
-            ahead = epoch.prefetched(fetcher)
+            ahead = list(getattr(fetcher, "batches", ()))  # one for data without a length, to detect the last batch
             position["fetched"] = fetcher.fetched
             position["consumed"] = fetcher.fetched - len(ahead)
             position["averages"] = epoch.capture_averages(self._trainer)

@@ -250,6 +250,24 @@ class ShardedState:
         states = checkpoint.get(_OPTIMIZERS, []) if self._optimizers else []
         for optimizer, state in zip(self._optimizers, states, strict=True):
             set_optimizer_state_dict(self._module, optimizer, state, options=options)
+            for name, parameter in self._module.named_parameters():
+                if (saved := state["state"].get(unwrapped_name(name))) is not None and parameter in optimizer.state:
+                    optimizer.state[parameter] = as_saved(optimizer.state[parameter], saved)
+
+
+def as_saved(loaded: Any, saved: Any) -> Any:
+    """Return what an optimizer has loaded in the dtypes that it had: torch casts it to the dtypes of the parameters."""
+    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
+        is_cast = loaded.dtype != saved.dtype and loaded.shape == saved.shape
+        moved = saved.to(loaded.device) if is_cast else loaded
+        return (
+            moved if is_cast and bool((moved.to(loaded.dtype) == loaded).logical_or(loaded != loaded).all()) else loaded
+        )
+    if isinstance(loaded, dict) and isinstance(saved, dict):
+        return {key: as_saved(value, saved.get(key)) for key, value in loaded.items()}
+    if type(loaded) in (list, tuple) and isinstance(saved, list | tuple) and len(loaded) == len(saved):
+        return type(loaded)(as_saved(*pair) for pair in zip(loaded, saved, strict=True))
+    return loaded
 
 
 def _names_by_index(templates: Sequence[Any], saved: Sequence[Any]) -> list[dict[int, str]]:

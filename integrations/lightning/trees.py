@@ -25,7 +25,7 @@ import torch
 
 from ...engine.errors import FormatVersionError, UnsupportedLeafError
 from ...engine.pytree import STRIDES, is_permuted, with_strides
-from ...engine.stateful import instance_of
+from ...engine.stateful import instance_of, loaded_object
 
 POSITION = "holdfast"
 """The entry for the state that Lightning's own checkpoints lack: the position in the data, and random generators."""
@@ -43,11 +43,11 @@ _Keys = tuple[str | int, ...]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-class _Left:
-    """A placeholder for a value that cannot be saved, with the name of its type."""
+class _LeftError(Exception):
+    """A value cannot be saved, of the type that is named."""
 
     def __init__(self, value: object) -> None:
-        self.kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        super().__init__(f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins."))
 
 
 def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -106,7 +106,8 @@ def plain_weights(tree: dict[str, Any], place: object) -> dict[str, Any]:
 def is_plain_tree(value: Any) -> bool:
     """Return whether a value would be saved in full."""
     plain = _Plain()
-    return not isinstance(plain.value(value, ()), _Left) and not plain.left
+    plain.entries({"": value}, ())
+    return not plain.left
 
 
 class _Plain:
@@ -126,21 +127,23 @@ class _Plain:
             if type(key) is int and not -(2**63) <= key < 2**63:
                 self.left.append(f"{inner} (its key is a number of more than 64 bits)")
                 continue
-            found = self.value(item, (*keys, key))
-            if isinstance(found, _Left):
-                self.left.append(f"{inner} ({found.kind})")
-            else:
-                kept[key] = found
+            count = len(self.types)
+            try:
+                kept[key] = self.value(item, (*keys, key))
+            except _LeftError as left:
+                del self.types[count:]
+                self.left.append(f"{inner} ({left})")
         return kept
 
     def value(self, value: Any, keys: _Keys) -> Any:
+        """Return a value as plain data and arrays; _LeftError refuses others."""
         kind = type(value)
         if kind in _PLAIN:
             return value
         if isinstance(value, torch.Tensor):
             unusual = value.layout != torch.strided or value.is_quantized or value.is_meta
             if unusual:
-                return _Left(value)
+                raise _LeftError(value)
             if not hasattr(value, "placements") and not value.is_contiguous():
                 strides = list(value.stride())
                 if is_permuted(value.shape, strides):  # The rounding of the next steps may depend on it.
@@ -148,39 +151,25 @@ class _Plain:
             return value.detach()
         if isinstance(value, dict):
             return self.entries(value, keys)
+        if kind in (set, frozenset) and not all(type(item) in _PLAIN for item in value):
+            raise _LeftError(value)
         if kind in (list, tuple, set, frozenset):
-            return self._sequence(value, keys)
-        if isinstance(value, np.ndarray):
+            # Leaving out one element would move the others, so the whole entry is left out.
+            return kind([self.value(item, (*keys, index)) for index, item in enumerate(value)])
+        if isinstance(value, np.ndarray | np.generic):
             if value.dtype.hasobject or value.dtype.names:
-                return _Left(value)
-            self.types.append((keys, _NUMPY))
+                raise _LeftError(value)
+            if isinstance(value, np.ndarray):
+                self.types.append((keys, _NUMPY))
             return value
-        if isinstance(value, np.generic):
-            return _Left(value) if value.dtype.hasobject or value.dtype.names else value
         if isinstance(value, str) and not isinstance(value, Enum):
             return str(value)
         if (other := as_plain(value)) is None:
-            return _Left(value)
+            raise _LeftError(value)
         data, name = other
-        count = len(self.types)
         found = self.value(data, keys)
-        if isinstance(found, _Left):
-            del self.types[count:]
-        else:
-            self.types.append((keys, name))
+        self.types.append((keys, name))
         return found
-
-    def _sequence(self, value: Any, keys: _Keys) -> Any:
-        items, count = [], len(self.types)
-        for index, item in enumerate(value):
-            found = self.value(item, (*keys, index))
-            if isinstance(found, _Left):
-                del self.types[count:]
-                return found  # Leaving out one element would move the others, so the whole entry is left out.
-            items.append(found)
-        if isinstance(value, set | frozenset):
-            return type(value)(items) if all(type(item) in _PLAIN for item in value) else _Left(value)
-        return items if isinstance(value, list) else tuple(items)
 
 
 def _value(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
@@ -254,7 +243,7 @@ def as_plain(value: Any) -> tuple[Any, str] | None:
     if isinstance(value, Enum):
         return (value.name, f"enum {_name(kind)}") if value.name in kind.__members__ else None
     if isinstance(value, type):
-        known = value.__module__.partition(".")[0] in _LIBRARIES and _found(_name(value)) is value
+        known = value.__module__.partition(".")[0] in _LIBRARIES and loaded_object(_name(value)) is value
         return (_name(value).replace(":", "."), f"class {_name(value)}") if known else None
     if dataclasses.is_dataclass(value) and not isinstance(value, torch.nn.Module):
         entries = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -275,7 +264,7 @@ def from_plain(plain: Any, kind: str) -> Any:
         if kind == "omegaconf":
             return importlib.import_module("omegaconf").OmegaConf.create(plain)
         family, _, name = kind.partition(" ")
-        found = _found(name)
+        found = loaded_object(name)
         if not isinstance(found, type):
             raise LookupError(f"the program has not loaded {name}")
         if family == "class" and name.partition(".")[0].partition(":")[0] in _LIBRARIES:
@@ -293,12 +282,3 @@ def from_plain(plain: Any, kind: str) -> Any:
 
 def _name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _found(name: str) -> Any:
-    """Return the object with a name such as ``torch.nn:ReLU`` in the modules that are loaded, or None."""
-    module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    return found

@@ -1,23 +1,101 @@
-"""The lines about a run that every user should see: it starts fresh, resumes, is preempted, has nothing left to do."""
+"""The lines about a run that every user should see: how it starts, and how it ends, with the steps that are lost."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
+import os
 import sys
+from dataclasses import dataclass
+
+from ...engine.errors import HoldfastError
+from ...engine.manager import Event
 
 logger = logging.getLogger("holdfast")
 
 
 def announce(text: str, *args: object, shown: bool = True) -> None:
-    """Log a line at INFO; process 0 also writes it to stderr if the application has not configured logging."""
+    """Log a line at INFO; process 0 also writes it to stderr, unless a handler shows it or the program wants silence.
+
+    A level of the logger ``holdfast`` itself, or a level below which logging is disabled, asks for silence.
+    """
     logger.info(text, *args)
-    if shown and not _is_configured() and sys.stderr is not None:
-        sys.stderr.write(f"holdfast: {text % args}\n")
-        sys.stderr.flush()
+    silent = logger.level != logging.NOTSET or logger.disabled or logger.manager.disable >= logging.INFO
+    if shown and not silent and not _is_handled() and sys.stderr is not None:
+        with contextlib.suppress(OSError):  # The terminal may be closed.
+            sys.stderr.write(f"holdfast: {text % args}\n")
+            sys.stderr.flush()
 
 
-def _is_configured() -> bool:
-    """Return whether the application has configured logging: by a handler, a level, or by disabling it."""
-    root = logging.getLogger()
-    levels = logger.level == logging.NOTSET and root.level == logging.WARNING  # Python's defaults
-    return logger.hasHandlers() or logger.disabled or root.manager.disable >= logging.INFO or not levels
+def _is_handled() -> bool:
+    """Return whether a handler of the application shows lines at INFO."""
+    one: logging.Logger | None = logger if logger.isEnabledFor(logging.INFO) else None
+    while one is not None:
+        if any(handler.level <= logging.INFO for handler in one.handlers):
+            return True
+        one = one.parent if one.propagate else None
+    return False
+
+
+_ADVICE: tuple[tuple[type[BaseException], str], ...] = (
+    (HoldfastError, ""),  # Its message says what to do.
+    (KeyboardInterrupt, '. To save the step first at Ctrl-C, set signals=("SIGTERM", "SIGHUP", "SIGINT")'),
+    (SystemExit, ". To save the step first, leave the loop with break, and call sys.exit after the with block"),
+    (BaseException, ". To lose fewer steps, save more often: save_interval_steps= or save_interval_secs="),
+)
+
+
+@dataclass(slots=True, eq=False)
+class Ending:
+    """What a run has reported and saved, for a line at its end; a listener of the events of the run."""
+
+    directory: str
+    step: int | None = None  # the last step that the loop has reported
+    _saved: int | None = None
+
+    def begin(self) -> None:
+        """Speak at the interpreter's exit unless the callback was closed before."""
+        _open.add(self)
+
+    def note(self, event: Event) -> None:
+        """Take note of the step that was saved or restored."""
+        if event["event"] in ("saved", "restored"):
+            self._saved = event.get("step")
+
+    def end(self, error: BaseException | None = None, *, shown: bool = False) -> None:
+        """End, with a line about the steps that an exception has lost if ``shown``."""
+        _open.discard(self)
+        if error is None or self.step is None or not shown:
+            return
+        how = f"the loop ended with {type(error).__name__}"
+        if self.step == self._saved:
+            announce("%s after step %d, which is saved in %s", how, self.step, self.directory)
+        else:
+            self._warn(how, next(advice for kind, advice in _ADVICE if isinstance(error, kind)))
+
+    def end_at_exit(self) -> None:
+        """Warn of steps that are lost as the interpreter exits, where no step can be saved any more."""
+        if self.step not in (None, self._saved):
+            advice = ". Use the callback in a with statement, or call its close(): both save the last step"
+            self._warn("the program ended without closing the callback", advice)
+
+    def _warn(self, how: str, advice: str) -> None:
+        assert self.step is not None
+        if self._saved is None:
+            lost = f"no step is saved in {self.directory}, so every step is lost"
+        else:
+            count = self.step - self._saved
+            steps = "1 step" if count == 1 else f"{count} steps"
+            lost = f"step {self._saved} is saved in {self.directory}, and the {steps} after it are lost"
+        logger.warning("%s after step %d: %s%s", how, self.step, lost, advice)
+
+
+_open: set[Ending] = set()  # the runs whose callback is not closed; they refer to no state
+os.register_at_fork(after_in_child=_open.clear)
+
+
+@atexit.register
+def _end_all() -> None:
+    for ending in _open:
+        ending.end_at_exit()

@@ -15,7 +15,7 @@ from typing import Any, Literal, Never, Protocol, Self, TypeVar, overload
 
 from ...engine.checkpoint import AsyncCheckpointer
 from ...engine.clock import Clock, Duration, seconds
-from ...engine.errors import PREEMPTED, OptionError, StateError
+from ...engine.errors import INTERRUPTED, PREEMPTED, OptionError, StateError, UnknownArgumentError
 from ...engine.generators import GlobalGenerators
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
 from ...engine.manager import (
@@ -28,11 +28,12 @@ from ...engine.manager import (
     described,
     has_triggers,
     refuse_options,
+    shown_call,
 )
 from ...engine.sources import Misfits
 from ...engine.storage import Place
 from ..options import OnInexact, Partial, Reshard, Resume
-from .announce import announce
+from .announce import Ending, announce
 from .extras import (
     GLOBAL_GENERATORS,
     check_extras,
@@ -86,19 +87,35 @@ class StepOutcome:
 _NOTHING_DUE = StepOutcome(saved=False, reason="nothing is due", should_stop=False)
 
 
+_ONE_STATE = (
+    'restore_or_initialize takes one state: restore_or_initialize({"model": model, "optimizer": optimizer}). Extras, '
+    "such as the place in the data, have names: data=loader"
+)
+
+
+def _checked_step(step: Any, unknown: Sequence[object]) -> int:
+    """Return a step as an integer; raise an error with the right call for arguments in another order."""
+    if unknown or not hasattr(type(step), "__index__"):
+        raise UnknownArgumentError(
+            "on_step takes the step and one state: on_step(step, state, metrics=..., data=loader)"
+        )
+    return operator.index(step)
+
+
 class CheckpointCallback:
     """Saves a training loop's state, keeps the right checkpoints, and resumes the loop where it stopped.
 
     ::
 
         with CheckpointCallback("runs/digits/checkpoints", save_interval_steps=100, max_to_keep=3) as checkpoint:
-            state, start = checkpoint.restore_or_initialize(state, data=batches)
-            for step in range(start, total_steps):
+            state, step = checkpoint.restore_or_initialize(state, data=batches)
+            while step < total_steps:
                 state, metrics = train_step(state, next(batches))
-                if checkpoint.on_step(step + 1, state, metrics=metrics, data=batches).should_stop:
+                step += 1
+                if checkpoint.on_step(step, state, metrics=metrics, data=batches).should_stop:
                     break
 
-    Step N means that N optimizer updates are in the state, so ``on_step(step + 1, ...)`` comes after the update. A run
+    Step N means that N optimizer updates are in the state, so count up and call ``on_step`` after the update. A run
     that is interrupted anywhere and resumed ends bit for bit where the uninterrupted run does, provided that the
     state and the extras have everything that the loop depends on.
 
@@ -146,28 +163,46 @@ class CheckpointCallback:
     Args:
         directory: Where the checkpoints go: a path or a URL.
         save_interval_steps: Save whenever the step passes a multiple of this.
+        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; where fewer have its metric,
+            the newest of the others fill up. None keeps all.
+        best_fn: The metric that ranks checkpoints: its name, or a function of the metrics.
+        best_mode: Whether the largest (``"max"``) or the smallest (``"min"``) value of the metric is best; a name in
+            ``best_fn`` needs it. None is the largest value of a function.
+
+    Args: when to save
         save_interval_secs: Save when this much time has passed since the last save: seconds, or ``"15m"``, ``"1h"``.
             ``"auto"``, or ``"auto 1m to 1h"`` with the least and the greatest interval, learns from the run's events
             which interval loses least.
         save_on_best: Save when the metric is better than at every checkpoint so far; needs ``best_fn``.
-        best_fn: The metric that ranks checkpoints: its name, or a function of the metrics.
-        best_mode: Whether the largest (``"max"``) or the smallest (``"min"``) value of the metric is best; a name in
-            ``best_fn`` needs it. None is the largest value of a function.
-        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; where fewer have its metric,
-            the newest of the others fill up. None keeps all.
+        save_at_end: Save the last step when training ends, whether or not a trigger asks for it.
+        item_intervals: Of a manager with several items, those that few checkpoints have, such as a replay buffer: for
+            each, the number of steps; a save at or past a multiple of it has the item, and so has the first one and one
+            with ``force=True``. The newest checkpoint that has it is kept.
+
+    Args: what to keep
         keep_latest: Keep this many of the newest checkpoints as well, best or not.
         keep_period: Keep the first checkpoint at or past each multiple of this many steps.
         keep_time_interval: Keep every checkpoint that was saved at least this long after the last one that this rule
             keeps; roughly one an hour for ``"1h"``.
         keep_steps: Keep the checkpoints of these steps.
+        keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default the other rules decide about
+            them as about all others.
+
+    Args: where, and how it is stored
         mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with an interval and limits of its own:
             steps are copied there in the background, and a run resumes from the newest step of both places.
         local: A ``Local``: saves every few steps into the memory or on the disk of each host, with copies on other
             hosts. A run resumes from these if they are newer than what is in the directory.
+        step_prefix: Steps live in directories named ``<step_prefix>_<step>`` instead of ``<step>``; a prefix that ends
+            in ``-`` needs no underscore.
+        metadata: JSON about the run, such as its configuration, stored with the checkpoints.
+        compression: Compress arrays with zstd at this level, 1 to 22. None does not compress, which is faster on a fast
+            disk.
         reuse_unchanged: Do not write arrays again that have not changed: a step shares their data files, by hard links,
             with the step before the last one; S3 and Google copy them. Every step stays whole and can be copied or
             deleted.
-        save_at_end: Save the last step when training ends, whether or not a trigger asks for it.
+
+    Args: what a resume does
         resume: ``"auto"`` resumes if there is a checkpoint, ``"must"`` raises if there is none, and ``"never"`` raises
             if there is one. A number begins from that step, ``"best"`` from the one that ``best_fn`` ranks first. Later
             steps stay until the run saves them again; remove the option before the run is started again.
@@ -178,12 +213,30 @@ class CheckpointCallback:
             transformation of an optimizer: values that fit the checkpoint are restored, the others stay as they were
             initialized, and a warning lists them. It holds for a resume and for the weights of ``init_from``. None
             takes all that was saved, or nothing.
-        compression: Compress arrays with zstd at this level, 1 to 22. None does not compress, which is faster on a fast
-            disk.
-        signals: The signals that announce a preemption, by name: the run finishes its step, saves it, and ends. With
-            SIGINT, the first Ctrl-C does so, and a later one interrupts the program.
+        hyperparameters: Which hyperparameters count in a resume where they differ, such as a new learning rate:
+            ``"saved"`` takes all of the saved state, ``"program"`` keeps the options of torch's optimizers and the
+            values of ``optax.inject_hyperparams`` as the program has set them. A line says what differs.
+        global_generators: Save and restore the global random generators of Python, numpy and torch (on the CPU and on
+            devices), as far as the program has imported them. Each of several processes has its own, unless they are
+            ``replicated``.
+        witness: Record the steps after each save beside it, and let a resume compare its first steps with them. A line
+            says which steps were the same, and a warning what differs.
+        on_inexact: What follows if a resumed run does other steps than before the stop: a warning (``"warn"``), a
+            ``StateError`` at that step, after which nothing is saved (``"raise"``), or nothing but ``proof``
+            and an event (``"ignore"``).
+
+    Args: preemptions
+        signals: The signals that announce a preemption, by name: the run finishes its step, saves it, and ends. A
+            closed terminal sends SIGHUP. With SIGINT, the first Ctrl-C does so, with exit status 130, and a later one
+            interrupts the program. SIGHUP and SIGINT stay ignored if they are, as with ``nohup`` and ``&``.
         grace_secs: The time between the signal and the end of the process, as the scheduler grants it. A save that
             takes longer is reported with a warning.
+        witness_steps_after_signal: After SIGTERM, when the step is saved, go on for up to so many steps that are
+            recorded but not saved, if a quarter of ``grace_secs`` (2 seconds without it) has time for them, so that the
+            resume can be compared with them. 0 stops at the saved step.
+        save_timeout_secs: How long waiting for a save may take before it is an error: seconds, or ``"10m"``.
+
+    Args: several processes
         replicated: The names of state that is the same in all processes, so that any number of them gets it. These are
             extras, such as a position in one order that no number of processes enters, or a random generator that all
             seed alike; ``"global_generators"`` for those of Python, numpy and torch; in a Lightning trainer
@@ -191,40 +244,19 @@ class CheckpointCallback:
             of a loop checks that the states are equal, and holds one; a Lightning trainer checks it when another number
             of processes resumes. Objects with an attribute ``replicated_state = True``, ``hf.skip_to`` with a
             ``global_batch_size`` and Grain's ``ElasticIterator`` need not be named.
-        witness: Record the steps after each save beside it, and let a resume compare its first steps with them. A line
-            says which steps were the same, and a warning what differs.
-        on_inexact: What follows if a resumed run does other steps than before the stop: a warning (``"warn"``), a
-            ``StateError`` at that step, after which nothing is saved (``"raise"``), or nothing but ``proof``
-            and an event (``"ignore"``).
-        witness_steps_after_signal: After SIGTERM, when the step is saved, go on for up to so many steps that are
-            recorded but not saved, if a quarter of ``grace_secs`` (2 seconds without it) has time for them, so that the
-            resume can be compared with them. 0 stops at the saved step.
-        clock: Where the time comes from, for tests.
-        metadata: JSON about the run, such as its configuration, stored with the checkpoints.
-        hyperparameters: Which hyperparameters count in a resume where they differ, such as a new learning rate:
-            ``"saved"`` takes all of the saved state, ``"program"`` keeps the options of torch's optimizers and the
-            values of ``optax.inject_hyperparams`` as the program has set them. A line says what differs.
         reshard: Called in a resume with another number of processes, for each place in the data, and other state that
             differs from process to process: a function of its name, the states that processes 0, 1, ... have saved, the
             index of this process and the number of processes. It returns the state of this process. Without it, such a
             resume is refused. Random generators stay with the index of their process.
-        keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default the other rules decide about
-            them as about all others.
-        item_intervals: Of a manager with several items, those that few checkpoints have, such as a replay buffer: for
-            each, the number of steps; a save at or past a multiple of it has the item, and so has the first one and one
-            with ``force=True``. The newest checkpoint that has it is kept.
-        step_prefix: Steps live in directories named ``<step_prefix>_<step>`` instead of ``<step>``; a prefix that ends
-            in ``-`` needs no underscore.
-        save_timeout_secs: How long waiting for a save may take before it is an error: seconds, or ``"10m"``.
         barrier_timeout_secs: How long a process waits for the others of its program before it raises an error that
             names them: seconds, or ``"10m"``.
         load_and_broadcast: Whether the processes of a program read once what several of them restore, and hand it on
             through the collective operations of JAX or torch. None is for programs on several machines, and for
             checkpoints in an object store, if that saves at least 64 MiB. False never does. True always does, also at
             ``restore(step)``.
-        global_generators: Save and restore the global random generators of Python, numpy and torch (on the CPU and on
-            devices), as far as the program has imported them. Each of several processes has its own, unless they are
-            ``replicated``.
+
+    Args: tests
+        clock: Where the time comes from, for tests.
 
     Attributes:
         extras: The extras by name as they were restored; as they were passed, after a fresh start.
@@ -255,7 +287,7 @@ class CheckpointCallback:
         init_from: Place | None = None,
         partial: Partial = None,
         compression: int | None = None,
-        signals: Collection[str | signal.Signals] = ("SIGTERM",),
+        signals: Collection[str | signal.Signals] = ("SIGTERM", "SIGHUP"),
         grace_secs: Duration | None = None,
         replicated: Collection[str] = (),
         witness: bool = True,
@@ -290,6 +322,8 @@ class CheckpointCallback:
             clock=options.clock,
         )
         self._manager.events.has_callback = True
+        self._ending = Ending(str(self._manager.directory))
+        self._manager.events.add_listener(self._ending.note)
         if options.grace_secs is not None:
             self._manager.events.add_listener(grace_check(seconds(options.grace_secs)))
         self._adapter: StateAdapter = StateAdapter()  # It is replaced at the first state.
@@ -309,6 +343,9 @@ class CheckpointCallback:
         self._went_on_from: int | None = None
         self._reported: int | None = None
         self.extras: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        return shown_call(self, self._manager.directory, self._options)
 
     @property
     def manager(self) -> CheckpointManager:
@@ -339,20 +376,26 @@ class CheckpointCallback:
     def exit_status(self) -> int:
         """The status to end the program with: 75 (``EX_TEMPFAIL``: run the same command again) after a preemption.
 
-        Otherwise it is 0. Ask for it after the ``with`` block, when the last step is saved.
+        It is 130 after a Ctrl-C that ``signals`` names, so that nothing starts the program again, and otherwise 0. Ask
+        for it after the ``with`` block, when the last step is saved.
         """
-        return PREEMPTED if self._preemption.received else 0
+        if not self._preemption.received:
+            return 0
+        return INTERRUPTED if self._preemption.number == signal.SIGINT else PREEMPTED
 
     @overload
-    def restore_or_initialize(self, state: Live, *, like: Any = None, **extras: Any) -> tuple[Live, int]: ...
+    def restore_or_initialize(self, state: Live, *, like: Any = None, **extras: Any) -> tuple[Live, int]:
+        """Restore objects, such as modules and optimizers, in place; initialize when there is no checkpoint."""
 
     @overload
-    def restore_or_initialize(self, state: Callable[[], T], *, like: Any = None, **extras: Any) -> tuple[T, int]: ...
+    def restore_or_initialize(self, state: Callable[[], T], *, like: Any = None, **extras: Any) -> tuple[T, int]:
+        """Restore the state that a function makes; call it when there is no checkpoint."""
 
     @overload
-    def restore_or_initialize(self, state: T, *, like: Any = None, **extras: Any) -> tuple[T, int]: ...
+    def restore_or_initialize(self, state: T, *, like: Any = None, **extras: Any) -> tuple[T, int]:
+        """Restore a state, and return it with the number of its updates; initialize when there is no checkpoint."""
 
-    def restore_or_initialize(self, state: Any, *, like: Any = None, **extras: Any) -> tuple[Any, int]:
+    def restore_or_initialize(self, state: Any, *unknown: Never, like: Any = None, **extras: Any) -> tuple[Any, int]:
         """Restore the newest whole checkpoint, or the step that ``resume`` names; initialize when there is none.
 
         Args:
@@ -380,6 +423,8 @@ class CheckpointCallback:
                 name of an option; or ``replicated`` names one that is not given; or the state is abstract, and there is
                 no checkpoint.
         """
+        if unknown:
+            raise UnknownArgumentError(_ONE_STATE)
         processes = self._manager.processes
         with processes.together("restore_or_initialize"):
             processes.compare("the options of the callbacks", {"resume": self._options.resume})
@@ -409,7 +454,7 @@ class CheckpointCallback:
         self,
         step: int,
         state: Any,
-        *,
+        *unknown: Never,
         metrics: Mapping[str, Any] | None = None,
         batch: Any = None,
         epoch: Any = None,
@@ -438,8 +483,8 @@ class CheckpointCallback:
             StateError: The callback is closed, or the directory holds checkpoints that were not restored; or the steps
                 since the resume are not those of before the stop, with ``on_inexact="raise"``.
         """
-        if type(step) is not int:
-            step = operator.index(step)
+        if unknown or type(step) is not int:
+            step = _checked_step(step, unknown)
         if not self._begun or self._closed:
             self._begin_without_restore(state)
         if metrics is not None:
@@ -553,9 +598,12 @@ class CheckpointCallback:
             # The exception under way matters more, so this one must not replace it.
             logger.exception("a save failed while the training loop was ending with %s", type(error).__name__)
         finally:
-            self._end(orderly=False)
+            self._end(orderly=False, error=error)
 
-    def _end(self, *, orderly: bool) -> None:
+    def _end(self, *, orderly: bool, error: BaseException | None = None) -> None:
+        # After a preemption, the steps that follow the saved one are to be repeated.
+        has_stopped = self._should_stop or self._after_signal is not None
+        self._ending.end(error, shown=self._manager.processes.is_primary and not has_stopped)
         self._preemption.restore()
         self._stop.end(orderly=orderly)
         if orderly and isinstance(self._stop, AgreedStop):
@@ -646,7 +694,7 @@ class CheckpointCallback:
                 "it never goes down. Begin the loop at the step that restore_or_initialize has returned; to go back, "
                 "restore the earlier step first"
             )
-        self._reported = step
+        self._reported = self._ending.step = step
 
     def _announce_first_save(self) -> None:
         """Announce the time of the first save, if the program has set no trigger."""
@@ -679,6 +727,7 @@ class CheckpointCallback:
         if not isinstance(self._stop, AgreedStop):
             self._stop = stop_of(self._manager.processes, self._preemption)
             self._stop.begin()
+        self._ending.begin()
         self._begun = True
 
     def _begin_without_restore(self, state: Any) -> None:
@@ -709,8 +758,8 @@ class CheckpointCallback:
                 self._saver.save(why)
             return StepOutcome(due, why, should_stop=True)
         save = not self._saver.is_saved
-        if save:
-            self._saver.save("preempted")
+        if save and not self._saver.save("preempted"):  # The next step is saved instead.
+            return StepOutcome(False, "the step has a folder that is no checkpoint", should_stop=False)
         self._manager.wait_until_finished()
         self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
         self._manager.events.write("preempted", step=self._saver.step)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 import math
+import operator
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -26,9 +28,11 @@ from ...engine.pytree import (
     unflatten,
 )
 from .announce import announce
-from .objects import is_versioned, searched
+from .objects import is_versioned, live_objects
 from .states import StateAdapter
 from .trees import TreeAdapter, from_tree, to_tree
+
+logger = logging.getLogger("holdfast")
 
 
 class InitialState:
@@ -156,10 +160,8 @@ def _sharded(init: Any, like: Any) -> Any:
 # part of a state, so a restore replaces them. A value that a schedule changes is no difference, but its initial rate
 # is.
 
-_SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "base_momentum", "max_momentum", "max_lr", "min_lr")
+_SCHEDULED = ("lr", "base_momentum", "max_momentum", "max_lr", "min_lr")
 _INJECTED, _MOVED = "hyperparams", "hyperparams_states"
-
-Groups = Mapping[tuple[str, int, str], Any]  # by the path of the optimizer, the index of the group, and the option
 
 
 class Hyperparameters:
@@ -169,99 +171,75 @@ class Hyperparameters:
         self, adapter: StateAdapter, state: Any, extras: Mapping[str, Any], initial: InitialState | None = None
     ) -> None:
         self._adapter = adapter
-        self._groups = {place: _plain(value) for place, value in _options(state, extras).items()}
+        self._options = {name: _plain(group[option]) for name, group, option in _options(state, extras)}
         found = _injected(adapter, state)
         abstract = {name for name, value in found.items() if is_jax_abstract(value)}
-        self._leaves = {name: value for name, value in found.items() if name not in abstract}
-        if abstract and initial is not None:
-            self._leaves |= initial.values(abstract)
+        made = initial.values(abstract) if abstract and initial is not None else {}
+        self._leaves = {name: value for name, value in found.items() if name not in abstract} | made
 
     def settle(self, state: Any, extras: Mapping[str, Any], counting: str, *, shown: bool) -> Any:
         """Return the restored state with the hyperparameters that count, ``"saved"`` or ``"program"``; log others."""
-        if not (differing := self.differences(state, extras)):
+        is_mine, lines = counting == "program", []
+        for name, group, option in _options(state, extras):
+            saved = _plain(group[option])
+            mine = self._options.get(name, saved)
+            if _same(mine, saved) or _is_moved(group, option):
+                continue
+            lines.append(f"{name} (program {_short(mine)}, saved {_short(saved)})")
+            if is_mine:
+                if option == "initial_lr" and saved:  # A schedule has changed the rate since.
+                    _set(group, "lr", _plain(group["lr"]) * (mine / saved))
+                _set(group, option, mine)
+        restored = _injected(self._adapter, state)
+        pairs = {name: (mine, restored[name]) for name, mine in self._leaves.items() if name in restored}
+        differing = {name: tuple(map(_plain, pair)) for name, pair in pairs.items() if not _same(*map(_plain, pair))}
+        lines += [
+            f"{format_path(name)} (program {_short(mine)}, saved {_short(saved)})"
+            for name, (mine, saved) in differing.items()
+        ]
+        if not lines:
             return state
-        is_mine = counting == "program"
-        state = self.put_back(state, extras) if is_mine else state
+        if is_mine:
+            for _, schedule in _objects(state, extras, "lr_scheduler.LRScheduler"):
+                groups = schedule.optimizer.param_groups
+                if hasattr(schedule, "base_lrs") and all("initial_lr" in group for group in groups):
+                    schedule.base_lrs = [_plain(group["initial_lr"]) for group in groups]
+                    schedule._last_lr = [_plain(group["lr"]) for group in groups]
+        if is_mine and differing:
+            flat = flatten(self._adapter.to_tree(state))
+            named = zip(flat.names, flat.values, strict=True)
+            leaves = [self._leaves[name] if name in differing else value for name, value in named]
+            state = self._adapter.from_tree(state, unflatten(flat.structure, leaves))
         text = "hyperparameters differ, and those %s count (hyperparameters=%r): %s"
         whose = "of the program" if is_mine else "that were saved"
-        announce(text, whose, counting, shortened(differing), shown=shown)
+        if is_mine:
+            announce(text, whose, counting, shortened(lines), shown=shown)
+        elif shown:  # The program has asked for values that it does not get.
+            logger.warning(text, whose, counting, shortened(lines))
         return state
 
-    def differences(self, state: Any, extras: Mapping[str, Any]) -> list[str]:
-        """Return a readable line for each hyperparameter that differs from the restored one."""
-        groups, found = _options(state, extras), []
-        for place, mine in self._groups.items():
-            saved = _plain(groups.get(place, mine))
-            if not _same(mine, saved) and not self._is_moved(place, groups):
-                path, index, option = place
-                found.append(f"{path}.param_groups[{index}].{option} (program {_short(mine)}, saved {_short(saved)})")
-        restored = _injected(self._adapter, state)
-        for name, mine in self._leaves.items():
-            if name in restored and not _same(_plain(mine), _plain(restored[name])):
-                values = f"program {_short(_plain(mine))}, saved {_short(_plain(restored[name]))}"
-                found.append(f"{format_path(name)} ({values})")
-        return found
 
-    def put_back(self, state: Any, extras: Mapping[str, Any]) -> Any:
-        """Return the state with the program's hyperparameters; optimizers of torch are changed in place."""
-        groups = _options(state, extras)
-        moved = {place for place in self._groups if self._is_moved(place, groups)}
-        for path, optimizer in _optimizers(state, extras):
-            for index, group in enumerate(optimizer.param_groups):
-                self._scale(group, self._groups.get((path, index, "initial_lr")))
-                for option in group:
-                    place = (path, index, option)
-                    if place in self._groups and place not in moved:
-                        _set(group, option, self._groups[place])
-        for schedule in _schedules(state, extras):
-            groups_of = schedule.optimizer.param_groups
-            if all("initial_lr" in group for group in groups_of):
-                schedule.base_lrs = [_plain(group["initial_lr"]) for group in groups_of]
-                schedule._last_lr = [_plain(group["lr"]) for group in groups_of]
-        if not self._leaves:
-            return state
-        flat = flatten(self._adapter.to_tree(state))
-        leaves = [self._leaves.get(name, value) for name, value in zip(flat.names, flat.values, strict=True)]
-        return self._adapter.from_tree(state, unflatten(flat.structure, leaves))
-
-    def _is_moved(self, place: tuple[str, int, str], groups: Groups) -> bool:
-        """Return whether a schedule changes an option; its initial rate belongs to the program."""
-        path, index, option = place
-        scheduled = (path, index, "initial_lr") in groups
-        if option in ("betas", "momentum"):
-            return scheduled and (path, index, "max_momentum") in groups
-        return scheduled and option in _SCHEDULED and option != "initial_lr"
-
-    def _scale(self, group: dict[str, Any], mine: Any) -> None:
-        """Scale the present rate of a schedule by the change of its initial rate."""
-        saved = _plain(group.get("initial_lr"))
-        if isinstance(mine, float) and isinstance(saved, float) and saved and not _same(mine, saved):
-            _set(group, "lr", _plain(group["lr"]) * (mine / saved))
-
-
-def _optimizers(state: Any, extras: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _objects(state: Any, extras: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:
+    """Return the objects of a class of ``torch.optim`` that a state and extras hold, each with the path to it."""
     torch: Any = loaded("torch")
-    found = () if torch is None else chain(searched(state), searched(dict(extras)))
-    return [(name, value) for name, value in found if isinstance(value, torch.optim.Optimizer)]
+    found = () if torch is None else chain(live_objects(state), live_objects(dict(extras)))
+    return [(name, value) for name, value in found if isinstance(value, operator.attrgetter(kind)(torch.optim))]
 
 
-def _schedules(state: Any, extras: Mapping[str, Any]) -> list[Any]:
-    torch: Any = loaded("torch")
-    found = () if torch is None else chain(searched(state), searched(dict(extras)))
-    schedules = [value for _, value in found if isinstance(value, torch.optim.lr_scheduler.LRScheduler)]
-    return [one for one in schedules if hasattr(one, "base_lrs")]
-
-
-def _options(state: Any, extras: Mapping[str, Any]) -> dict[tuple[str, int, str], Any]:
-    """Return those options of all groups of torch's optimizers that are numbers, flags or pairs of numbers."""
-    found = {}
-    for path, optimizer in _optimizers(state, extras):
+def _options(state: Any, extras: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Generate the options of torch's optimizers that are numbers, flags or pairs of numbers: name, group and key."""
+    for path, optimizer in _objects(state, extras, "Optimizer"):
         for index, group in enumerate(optimizer.param_groups):
-            for option, value in group.items():
+            for option, value in [*group.items()]:
                 is_number = is_torch_tensor(value) and value.numel() == 1
                 if option != "params" and (is_number or isinstance(value, (bool, int, float, tuple))):
-                    found[path, index, option] = value
-    return found
+                    yield f"{path}.param_groups[{index}].{option}", group, option
+
+
+def _is_moved(group: Mapping[str, Any], option: str) -> bool:
+    """Return whether a schedule changes an option; its initial rate belongs to the program."""
+    moves_momentum = "max_momentum" in group and option in ("betas", "momentum")
+    return "initial_lr" in group and (moves_momentum or option in _SCHEDULED)
 
 
 def _injected(adapter: StateAdapter, state: Any) -> dict[str, Any]:
@@ -269,11 +247,10 @@ def _injected(adapter: StateAdapter, state: Any) -> dict[str, Any]:
     if not isinstance(adapter, TreeAdapter) or "optax" not in sys.modules:
         return {}
     flat = flatten(adapter.to_tree(state))
-    names = set(flat.names)
     found = {}
     for name, value in zip(flat.names, flat.values, strict=True):
         before, key, option = name.rpartition(f".{_INJECTED}.")
-        moved = any(other.startswith(f"{before}.{_MOVED}.{option}.") for other in names) if key else True
+        moved = any(other.startswith(f"{before}.{_MOVED}.{option}.") for other in flat.names) if key else True
         if not moved and "." not in option and getattr(value, "shape", ()) == ():
             found[name] = value
     return found

@@ -272,30 +272,26 @@ class VersionCounters:
         self._names: list[str] = []
         self._tensors: list[Any] = []
         self._noted: list[int] = []
-        self._begun: dict[int, int] = {}
         self._gradient: tuple[Callable[[], Any], int] = (lambda: None), 0  # one of the last step, in its version
         self._has_new_gradient = False
 
     def watch(self, state: Any) -> None:
         """Store the counters before the first step; the program may create further tensors later."""
-        self._begun = {id(tensor): tensor._version for tensor in named_tensors(state).values()}
+        found = named_tensors(state)
+        self._names, self._tensors = list(found), list(found.values())
+        self._noted = [tensor._version for tensor in self._tensors]
 
     def note(self, state: Any) -> None:
         """Store the counters after a step."""
-        parts, before = [part for _, part in located(state, _is_watched)], self._noted
+        parts = [part for _, part in located(state, _is_watched)]
         if len(parts) != len(self._parts) or any(map(operator.is_not, parts, self._parts)):
-            known = self._begun | dict(zip(map(id, self._tensors), self._noted, strict=True))
-            self._parts = parts  # They are searched once, not at every step.
-            found = named_tensors(state)
-            self._names, self._tensors = list(found), list(found.values())
-            before = [known.get(id(tensor), -1) for tensor in self._tensors]
-        self._noted = [tensor._version for tensor in self._tensors]
+            known = dict(zip(map(id, self._tensors), self._noted, strict=True))
+            self.watch(state)  # The parts are searched once, not at every step.
+            self._parts, self._noted = parts, [known.get(id(tensor), -1) for tensor in self._tensors]
+        before, self._noted = self._noted, [tensor._version for tensor in self._tensors]
         steps = zip(self._tensors, before, self._noted, strict=True)
         self.has_updated = any(old != new and tensor.requires_grad for tensor, old, new in steps)
-        self._note_gradient()
-
-    def _note_gradient(self) -> None:
-        """Note one gradient: if no backward has changed it since the step before, an optimizer may have used it."""
+        # If no backward has changed a gradient since the step before, an optimizer may have used it.
         gradient: Any = next((one.grad for one in self._tensors if one.is_leaf and one.grad is not None), None)
         tensor, version = self._gradient
         self._has_new_gradient = gradient is not None and (tensor() is not gradient or version != gradient._version)
@@ -304,9 +300,7 @@ class VersionCounters:
 
     def new_gradients(self) -> list[str]:
         """Return the parameters whose gradients the last step has made; this may wait for a device."""
-        if not self._has_new_gradient:
-            return []
-        pairs = zip(self._names, self._tensors, strict=True)
+        pairs = zip(self._names, self._tensors, strict=True) if self._has_new_gradient else ()
         return [name for name, one in pairs if one.is_leaf and one.grad is not None and _is_usable(one.grad)]
 
     def why_lost(self) -> str | None:
@@ -318,14 +312,9 @@ class VersionCounters:
 
 def _is_usable(gradient: Any) -> bool:
     """Return whether an optimizer would use a gradient: not one that was cleared, or that overflows."""
-    values = local_values(gradient)
-    return bool(values.any()) and bool(values.isfinite().all())
-
-
-def local_values(gradient: Any) -> Any:
-    """Return the values of a gradient in this process."""
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return local.coalesce().values() if local.is_sparse else local
+    values = local.coalesce().values() if local.is_sparse else local
+    return bool(values.any()) and bool(values.isfinite().all())
 
 
 def set_gradients(state: Any, gradients: Mapping[str, Any]) -> list[str]:
@@ -340,21 +329,43 @@ def set_gradients(state: Any, gradients: Mapping[str, Any]) -> list[str]:
 
 def named_tensors(state: Any) -> dict[str, Any]:
     """Return the tensors that count their changes, each once, by the first path to it."""
+    torch: Any = loaded("torch")
     found: dict[int, tuple[str, Any]] = {}
-    for path, part in located(state, _is_watched):
-        for name, tensor in _tensors(path, part):
-            found.setdefault(id(tensor), (name, tensor))
+    for name, value in live_objects(state):
+        below: Iterable[tuple[Any, Any]] = ()
+        if _is_module(value):
+            below = chain(value.named_parameters(), value.named_buffers())
+        elif isinstance(value, torch.optim.Optimizer):
+            below = enumerate(one for group in value.param_groups for one in group["params"])
+        tensors = [(name, value)] if is_torch_tensor(value) else [(f"{name}.{key}", one) for key, one in below]
+        for place, tensor in tensors:
+            if not isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin) and not tensor.is_inference():
+                found.setdefault(id(tensor), (place, tensor))
     return dict(found.values())
 
 
-def searched(state: Any) -> Iterator[tuple[str, Any]]:
-    """Generate the live objects of a state and all that they hold, each with the first path to it."""
+def live_objects(state: Any) -> Iterator[tuple[str, Any]]:
+    """Generate the live objects of a state and all that they hold, each with the first path to it.
+
+    Without torch, there are none. The parts of its modules and optimizers are left to these.
+    """
     seen: set[int] = set()
-    for path, part in located(state, lambda value: _is_watched(value) or hasattr(value, "load_state_dict")):
-        for name, value in _searched(path, part):
-            if id(value) not in seen:
-                seen.add(id(value))
-                yield name, value
+    for root in located(state, _is_watched) if loaded("torch") is not None else ():
+        found = [root]
+        for name, value in found:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            yield name, value
+            library = type(value).__module__.partition(".")[0]
+            below: Iterable[tuple[Any, Any]] = ()
+            if isinstance(value, dict):
+                below = value.items()
+            elif isinstance(value, (list, tuple)):
+                below = enumerate(value)
+            elif not (is_torch_tensor(value) or is_versioned(value) or library in _FOREIGN):
+                below = getattr(value, "__dict__", {}).items()
+            found += [(f"{name}.{key}", one) for key, one in below if not is_python_value(one)]
 
 
 def _is_module(value: object) -> bool:
@@ -368,42 +379,4 @@ def _is_module(value: object) -> bool:
 
 def _is_watched(value: object) -> bool:
     is_live = is_versioned(value) or is_component(value) or _is_object(value) or _is_plain_object(value)
-    return is_live or is_torch_tensor(value)
-
-
-def _tensors(path: str, part: Any) -> Iterator[tuple[str, Any]]:
-    """Generate the tensors, which count their changes, of an object of the program and of all that it holds."""
-    torch: Any = loaded("torch")
-    if torch is None:
-        return
-    for name, value in _searched(path, part):
-        below: Iterable[tuple[Any, Any]] = ()
-        if _is_module(value):
-            below = chain(value.named_parameters(), value.named_buffers())
-        elif isinstance(value, torch.optim.Optimizer):
-            below = enumerate(one for group in value.param_groups for one in group["params"])
-        tensors = [(name, value)] if is_torch_tensor(value) else [(f"{name}.{key}", one) for key, one in below]
-        for place, tensor in tensors:
-            if not isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin) and not tensor.is_inference():
-                yield place, tensor
-
-
-def _searched(path: str, part: Any) -> Iterator[tuple[str, Any]]:
-    """Generate an object of the program and all that it holds, but not the parts of torch modules and optimizers."""
-    if loaded("torch") is None:
-        return
-    found, seen = [(path, part)], {id(part)}
-    for name, value in found:
-        yield name, value
-        below: Iterable[tuple[Any, Any]] = ()
-        if is_torch_tensor(value) or is_versioned(value):
-            continue
-        if isinstance(value, dict):
-            below = value.items()
-        elif isinstance(value, (list, tuple)):
-            below = enumerate(value)
-        elif type(value).__module__.partition(".")[0] not in _FOREIGN:
-            below = getattr(value, "__dict__", {}).items()
-        new = [(f"{name}.{key}", one) for key, one in below if id(one) not in seen and not is_python_value(one)]
-        seen.update(id(one) for _, one in new)
-        found += new
+    return is_live or is_torch_tensor(value) or hasattr(value, "load_state_dict")

@@ -21,10 +21,12 @@ from typing import Any, Self
 from ...engine.clock import Duration, seconds
 from ...engine.manager import Event, slow_saves
 from ...engine.pytree import loaded
+from ...engine.streams import silence_lost_streams
 
 logger = logging.getLogger("holdfast")
 
 _ONE_CTRL_C = 1.0  # seconds within which several signals count as one
+_OF_TERMINALS = (signal.SIGHUP, signal.SIGINT)  # nohup and & ignore them, so that a program outlives its terminal
 
 WITHOUT_GRACE = 10.0
 """Seconds for the mirror before a process ends early, if ``grace_secs`` is not known."""
@@ -158,7 +160,8 @@ class PreemptionSignal:
             return False
         self._process = os.getpid()
         for number in self.signals:
-            self._previous[number] = signal.signal(number, self._handle)
+            if number not in _OF_TERMINALS or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._handle)
         return True
 
     def restore(self) -> None:
@@ -184,6 +187,8 @@ class PreemptionSignal:
         active = self.installed
         if active:
             self.request(number)
+            if number == signal.SIGHUP:
+                silence_lost_streams()  # The terminal may be closed, and the next line of the program would end it.
             # Python's own handler of Ctrl-C would raise before the step is saved, so it is called at the second Ctrl-C.
             # A terminal and a launcher may both forward the same Ctrl-C.
             if previous is signal.default_int_handler and time.monotonic() - self._since < _ONE_CTRL_C:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ...engine.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -24,10 +22,9 @@ from ...engine.errors import (
     shortened,
     shortened_steps,
 )
-from ...engine.generators import DRAWN, IDLE, is_generator
+from ...engine.generators import DRAWN, IDLE, is_generator, same_state
 from ...engine.handlers import SavedShares
 from ...engine.manager import EVENTS, CheckpointManager, Peek, Restored, elsewhere, has_finished, note_resume
-from ...engine.pytree import flatten
 from ...engine.sources import Misfits
 from ...engine.stateful import decode_state, encode_state, is_elastic, is_stream
 from ...engine.steps import list_steps, newest_step, series_of
@@ -253,7 +250,7 @@ def _saved_extras(
                 common[name] = alike
             else:
                 fresh.append(name)
-        elif (not is_stream(extra) or is_elastic(extra)) and all(_equal(state, states[0]) for state in states):
+        elif (not is_stream(extra) or is_elastic(extra)) and all(same_state(state, states[0]) for state in states):
             common[name] = states[0]
         elif options.reshard is not None:
             common[name] = encode_state(options.reshard(name, [decode_state(state) for state in states], index, count))
@@ -285,16 +282,7 @@ def _drawn_alike(name: str, states: Sequence[Any]) -> Any | None:
     """Return the state of a generator from which several processes have drawn alike, as new ones then do, or None."""
     if name == GLOBAL_GENERATORS:  # Those that no step has drawn from, and that may not be seeded, do not matter.
         states = [{DRAWN: state[DRAWN], IDLE: {}} for state in states if state.get(DRAWN)]
-    return states[0] if len(states) > 1 and all(_equal(state, states[0]) for state in states) else None
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Return whether two saved states are the same."""
-    first, second = flatten(one), flatten(other)
-    pairs = zip(first.values, second.values, strict=False)
-    return first.names == second.names and all(
-        type(a) is type(b) and np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs
-    )
+    return states[0] if len(states) > 1 and all(same_state(state, states[0]) for state in states) else None
 
 
 def _restore_gradients(state: Any, extras: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -317,8 +317,11 @@ class StepSaver:
         """Return why the last step cannot be saved any more, or None when it can."""
         return self._last.why_lost()
 
-    def save(self, reason: str) -> None:
-        """Save the last step in the background, also if the save before it has failed, which then raises an error."""
+    def save(self, reason: str) -> bool:
+        """Save the last step in the background, also if the save before it has failed, which then raises an error.
+
+        Return False if the step has a folder that is no checkpoint.
+        """
         last, step = self._last, self._last.step
         assert step is not None
         with part_of_save(self._manager, step):
@@ -328,11 +331,13 @@ class StepSaver:
             taken = self._taken()
             self._witness.save(step, last.seen)
         try:
-            self._manager.save(step, force=True, reason=reason, **taken)
+            if not self._manager.save(step, force=True, reason=reason, **taken):
+                return False
         except SaveFailedError:  # The save before this one has failed.
             self._saved = step
             raise
         self._saved = step
+        return True
 
     def save_locally(self) -> None:
         """Save the last step in the local places of the hosts, if that is due."""
@@ -355,8 +360,8 @@ class StepSaver:
         """Save the last step if that is still possible, and log a warning if it is not."""
         lost = self.why_lost()
         if lost is None:
-            self.save("at the end")
-        else:
+            lost = None if self.save("at the end") else "its folder is no checkpoint"
+        if lost is not None:
             logger.warning("step %d is not saved at the end: %s", self.step, lost)
 
     def holds(self, step: int) -> bool:

@@ -6,9 +6,11 @@ A loop replaces a pytree and never changes it. This module imports flax only if 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from difflib import SequenceMatcher
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -39,7 +41,9 @@ class TreeAdapter(StateAdapter):
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         super().__init__(misfits)
-        self._counter = UpdateCounter()
+        self._kind: type | None = None
+        self._optimizer: Callable[[Any], Any] = lambda _: None
+        self._count: Any = None  # the array in which an optimizer of the last state counts its updates
         self._fresh: FreshTypes | None = None  # the types at the start of the run, once they are known
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
@@ -81,14 +85,24 @@ class TreeAdapter(StateAdapter):
             )
 
     def note(self, state: Any) -> None:
-        self._counter.note(state)
+        if type(state) is not self._kind:  # The state is searched once, not at every step.
+            self._kind, self._optimizer = type(state), _optimizer_in(state)
+        self._count = self._updates_of(state)
 
     def why_lost(self, step: int, state: Any) -> str | None:
-        if self._counter.has_moved(state):
+        if _has_changed(self._count, self._updates_of(state)):
             return "its objects were updated since; call on_step after every update"
         if is_deleted(to_tree(state)):
             return "its arrays were donated to a later update; call on_step after every update"
         return None
+
+    def _updates_of(self, state: Any) -> Any:
+        """Return the counter of an ``nnx.Optimizer``: objects of nnx change in place, and arrays of jax do not."""
+        try:
+            step = self._optimizer(state).step
+        except (AttributeError, LookupError):
+            return None
+        return step.get_raw_value() if hasattr(step, "get_raw_value") else step.raw_value  # flax before 0.12
 
     def describe(self, state: Any) -> str:
         count = len(list(located(state, _is_module)))
@@ -131,7 +145,8 @@ def to_tree(state: Any) -> Any:
     from flax import nnx
 
     values: dict[Any, Any] = nnx.to_pure_dict(nnx.state(tuple(objects)))
-    return _replace(state, iter([values.get(index, {}) for index in range(len(objects))]))
+    variables = iter([values.get(index, {}) for index in range(len(objects))])
+    return _mapped(state, lambda _: next(variables))
 
 
 def from_tree(state: Any, tree: Any) -> Any:
@@ -147,102 +162,63 @@ def from_tree(state: Any, tree: Any) -> Any:
     pure: dict[Any, Any] = {index: found.pop(id(one)) for index, one in enumerate(objects) if id(one) in found}
     paths = {id(one): path.replace(".", "/") for path, one in located(state, is_nnx)}
     own = nnx.to_pure_dict(variables)
-    if lacking := [
-        f"{name}: expected a variable of this name (checkpoint), found none (the fresh state)"
-        for index, values in pure.items()
-        for name in _lacking(values, own.get(index, {}), paths[id(objects[index])])
-    ]:
+    known = set(flatten(own).names)
+    lacking = []
+    for name in flatten(pure).names:
+        if name not in known:
+            index, _, rest = name.partition(".")
+            path = "/".join(filter(None, (paths[id(objects[int(index)])], rest.replace(".", "/"))))
+            lacking.append(f"{path}: expected a variable of this name (checkpoint), found none (the fresh state)")
+    if lacking:
         raise TreeMismatchError(
             "objects of nnx lack variables that steps have made. Make them before restore_or_initialize, as by a first "
             "call of the module, or take them out before on_step, as nnx.pop(model, nnx.Intermediate) does:",
             lacking,
         )
-    nnx.replace_by_pure_dict(variables, pure)
-    nnx.update(tuple(objects), variables)
+    # A value may be a dictionary itself, and replace_by_pure_dict() would look for variables in it.
+    new: dict[Any, Any] = {}
+    for path, one in nnx.to_flat_state(variables):
+        value: Any = pure
+        for key in path:
+            value = value.get(key, value.get(str(key), ...)) if isinstance(value, dict) else ...
+        if value is not ...:
+            new[path] = one.replace(value) if hasattr(one, "replace") else value
+    nnx.update(tuple(objects), nnx.from_flat_state(new))
     return merged
 
 
-def _lacking(values: Any, own: Any, path: str) -> Iterator[str]:
-    """Generate the paths of variables that nested dictionaries have beside those of others."""
-    for key, value in values.items() if isinstance(values, dict) and isinstance(own, dict) else ():
-        name = f"{path}/{key}" if path else str(key)
-        if key in own:
-            yield from _lacking(value, own[key], name)
-        else:
-            yield name
-
-
-_ITSELF = object()
-
-
-class UpdateCounter:
-    """Watches the counter of an ``nnx.Optimizer`` within a state, at no cost on the device.
-
-    nnx objects change in place, and jax arrays do not. So the objects were updated if the counter has another array
-    now. States without an optimizer are never reported as updated.
-    """
-
-    def __init__(self) -> None:
-        self._kind: type | None = None
-        self._place: Any = None
-        self._noted: Any = None
-
-    def note(self, state: Any) -> None:
-        """Remember the counter as it is now."""
-        if type(state) is not self._kind:  # The state is searched once, not at every step.
-            self._kind, self._place = type(state), _find(state)
-        self._noted = None if self._place is None else self._read(state)
-
-    def has_moved(self, state: Any) -> bool:
-        """Return whether the optimizer of the state has made updates since :meth:`note`."""
-        if self._noted is None:
-            return False
-        now = self._read(state)
-        if now is self._noted or now is None:
-            return False
-        # A jitted function that passes the optimizer through gives it a new array with the same value.
-        return is_deleted(self._noted) or is_deleted(now) or not np.array_equal(self._noted, now)
-
-    def _read(self, state: Any) -> Any:
-        try:
-            step = (state if self._place is _ITSELF else state[self._place]).step
-        except (AttributeError, LookupError):
-            return None
-        return step.get_raw_value() if hasattr(step, "get_raw_value") else step.raw_value  # flax before 0.12
-
-
-def _find(state: Any) -> Any:
-    nnx = loaded("flax.nnx")
-    if nnx is None:
-        return None
-    if isinstance(state, nnx.Optimizer):
-        return _ITSELF
+def _optimizer_in(state: Any) -> Callable[[Any], Any]:
+    """Return what takes the ``nnx.Optimizer`` out of a state like this one; it returns None if there is none."""
+    kind = getattr(loaded("flax.nnx"), "Optimizer", ())
+    if isinstance(state, kind):
+        return lambda one: one
     items = state.items() if type(state) is dict else enumerate(state) if type(state) in (list, tuple) else ()
-    return next((place for place, item in items if isinstance(item, nnx.Optimizer)), None)
+    return next((itemgetter(place) for place, item in items if isinstance(item, kind)), lambda _: None)
 
 
-def _children(container: Any) -> Any:
-    return container.values() if isinstance(container, dict) else container
+def _has_changed(before: Any, now: Any) -> bool:
+    if before is None or now is None or now is before:
+        return False
+    # A jitted function that passes the optimizer through gives it a new array with the same value.
+    return is_deleted(before) or is_deleted(now) or not np.array_equal(before, now)
 
 
-def _objects(value: Any) -> list[Any]:
-    if loaded("flax.nnx") is None:
-        return []
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a value with other ones for the nnx objects in its dicts, lists and tuples, in their order."""
     if is_nnx(value):
-        return [value]
-    if type(value) in (dict, list, tuple):
-        return [found for item in _children(value) for found in _objects(item)]
-    return []
-
-
-def _replace(value: Any, values: Any) -> Any:
-    if is_nnx(value):
-        return next(values)
+        return change(value)
     if type(value) is dict:
-        return {key: _replace(item, values) for key, item in value.items()}
+        return {key: _mapped(item, change) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)([_replace(item, values) for item in value])
+        return type(value)([_mapped(item, change) for item in value])
     return value
+
+
+def _objects(state: Any) -> list[Any]:
+    found: list[Any] = []
+    if loaded("flax.nnx") is not None:
+        _mapped(state, found.append)
+    return found
 
 
 def _merge(value: Any, tree: Any, found: dict[int, Any]) -> Any:
@@ -308,7 +284,7 @@ def _pairs(saved: _Place, wanted: _Place) -> Iterator[tuple[str, str]]:
     Entries of dictionaries and attributes correspond by their keys. Chains of optimizers are tuples that may have grown
     and may be nested differently: the states in them correspond by their order and by the names of their classes.
     """
-    if _is_tuple(saved[1]) or _is_tuple(wanted[1]):
+    if _is_chain(saved) or _is_chain(wanted):
         ours, theirs = list(_parts(saved)), list(_parts(wanted))
         kinds = [_kind(part, len(saved[0])) for part in ours]
         others = [_kind(part, len(wanted[0])) for part in theirs]
@@ -341,13 +317,22 @@ def _entries_of(place: _Place) -> Iterator[tuple[str, _Place]]:
         yield segment, (prefix + segment, child)
 
 
-def _is_tuple(node: TreeDef | None) -> bool:
-    return node is not None and node.kind == "tuple"
+def _is_chain(place: _Place) -> bool:
+    """Whether a container is a tuple, or one in an optimizer of nnx, of which its state is a dictionary by index."""
+    name, node = place
+    return node is not None and (node.kind == "tuple" or (_OF_NNX.search(name) is not None and _has_indices(node)))
+
+
+def _has_indices(node: TreeDef) -> bool:
+    return node.keys is not None and all(isinstance(key, int) for key in node.keys)
+
+
+_OF_NNX = re.compile(r"(^|\.)opt_state(\.\d+)*$")
 
 
 def _parts(place: _Place) -> Iterator[_Place]:
     """Generate the parts of a tuple and of tuples in it, without those that hold no leaf."""
-    if _is_tuple(place[1]):
+    if _is_chain(place):
         for _, child in _entries_of(place):
             yield from _parts(child)
     elif place[1] is None or _has_leaves(place[1]):
@@ -359,7 +344,10 @@ def _has_leaves(node: TreeDef) -> bool:
 
 
 def _kind(part: _Place, prefix: int) -> str:
+    """Return the class of a part of a chain; in an optimizer of nnx, which does not tell it, the keys."""
     name, node = part
+    if node is not None and _OF_NNX.search(name):
+        return ", ".join(sorted(map(str, node.keys or ())))
     return (None if node is None else _optax(node)) or name[prefix:]
 
 

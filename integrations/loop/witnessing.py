@@ -136,7 +136,7 @@ class Witness:
             records = read_records(found[0], self._processes.index, found[1].fingerprint)
         self._recorder = Recorder(seen, None if records.why or why_not else records.names)
         now = self._recorder.take(0, seen)
-        key = {**self._key, "devices": now.taken["state"].devices}
+        key = {**self._key, "devices": now.devices}
         why = records.why or why_not or not_comparable(records.key, key)
         self.proof = Proof(why=why)
         if found is None or why:
@@ -161,25 +161,29 @@ class Witness:
         """
         if self._error is not None:
             raise self._error
+        self._k += 1
+        k, self._last = self._k, None
+        is_new, self._mark = mark != self._mark and self._mark is not None, mark
+        is_due = k & (k - 1) == 0 or is_new or (self._compares and k in self._records.by_k)
+        if not is_due and not self._waiting and self._has_said:
+            return
         with self._only_logged():
-            self._k += 1
-            k, self._last = self._k, None
-            is_new, self._mark = mark != self._mark and self._mark is not None, mark
-            if k & (k - 1) == 0 or is_new or (self._compares and k in self._records.by_k):
-                self._take(look)
+            if is_due:
+                self._take(look())
             if self._waiting:
                 self._compare_arrived(wait=self._on_inexact == "raise")
             if k >= _LAST and not self._waiting:
                 self._conclude()
 
-    def _take(self, look: Callable[[], Seen]) -> None:
+    def _take(self, seen: Seen) -> Pending:
         assert self._recorder is not None
-        self._last = self._recorder.take(self._k, look())
+        self._last = self._recorder.take(self._k, seen)
         if self._compares and self._k in self._records.by_k:
             self._waiting.append(_Comparison(self._k, self._last))
         # Other steps than those of before the stop do not belong to the save that the run has resumed from.
         if self._file is not None and (self.proof.exact is not False or self._file.step != self._resumed):
             self._file.add(self._last)
+        return self._last
 
     def save(self, step: int, look: Callable[[], Seen]) -> None:
         """Note that the present step is about to be saved: it is the last one that is compared with the save before.
@@ -190,15 +194,16 @@ class Witness:
         with self._only_logged():
             if self._recorder is None:
                 return
+            seen, same = look(), None
             if self._k and self._last is None and self.watches:
-                self._take(look)
+                same = self._take(seen)
             self._compare_arrived(wait=True)
             self._conclude()
             self._compares = False
             self._recorder.release()
             if self._file is not None:
                 self._earlier.append(self._file)
-            first = self._recorder.take(0, look())
+            first = self._recorder.take(0, seen, same)
             self._file = RecordFile(step, self._processes.index, self._key, first)
             self._k = 0
 

@@ -6,7 +6,7 @@ import logging
 import signal
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Never
 
 from ...engine.errors import StateError
 from ...engine.manager import copy_checkpoint
@@ -31,10 +31,11 @@ class CheckpointCallback(LoopCallback):
         def train(config):
             ...
             with CheckpointCallback(run_directory(), save_interval_steps=100) as checkpoint:
-                state, start = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
-                for step in range(start, total_steps):
+                state, step = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
+                while step < total_steps:
                     ...
-                    if checkpoint.on_step(step + 1, state, metrics={"loss": loss}).should_stop:
+                    step += 1
+                    if checkpoint.on_step(step, state, metrics={"loss": loss}).should_stop:
                         break
 
     It takes the same options, and does the same outside of Ray Train. In a worker, it also does this:
@@ -94,7 +95,7 @@ class CheckpointCallback(LoopCallback):
         self,
         step: int,
         state: Any,
-        *,
+        *unknown: Never,
         metrics: Mapping[str, Any] | None = None,
         batch: Any = None,
         epoch: Any = None,
@@ -104,7 +105,9 @@ class CheckpointCallback(LoopCallback):
 
         All workers call it for every step, as it reports saved steps to Ray.
         """
-        return self._after(step, super().on_step(step, state, metrics=metrics, batch=batch, epoch=epoch, **extras))
+        return self._after(
+            step, super().on_step(step, state, *unknown, metrics=metrics, batch=batch, epoch=epoch, **extras)
+        )
 
     def on_eval(self, step: int, metrics: Mapping[str, Any]) -> StepOutcome:
         """Report metrics that became known after the step, as :meth:`holdfast.CheckpointCallback.on_eval`."""

@@ -8,15 +8,15 @@
 {'w': array([0, 1, 2]), 'step': 7}
 """
 
-import importlib
-import sys
+import importlib as _importlib
+import sys as _sys
 
-import lazy_loader
+import lazy_loader as _lazy_loader
 
 from .engine import __version__ as __version__
 
 try:
-    import fcntl  # noqa: F401
+    import fcntl as _fcntl  # noqa: F401
 except ImportError:
     raise ImportError(
         "holdfast runs on Linux and macOS: this Python has no fcntl, without which files cannot be locked. On Windows, "
@@ -24,7 +24,7 @@ except ImportError:
     ) from None
 
 # A name is loaded when it is first used, so that importing the package costs next to nothing; __init__.pyi lists them.
-_load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_load, __dir__, __all__ = _lazy_loader.attach_stub(__name__, __file__)
 _MODULES = ("errors", "handlers", "type_handlers", "reports", "processes", "storage", "clock", "observer")
 
 
@@ -34,9 +34,9 @@ def __getattr__(name):  # type checkers read __init__.pyi
         return _load(name)
     except AttributeError:
         for module in _MODULES if not name.startswith("_") else ():
-            if name in importlib.import_module(f"holdfast.{module}").__all__:
+            if name in _importlib.import_module(f"holdfast.{module}").__all__:
                 where = f"holdfast.{module}.{name}"
                 raise AttributeError(f"module 'holdfast' has no attribute {name!r}; it is {where}") from None
         # With name and obj, a traceback suggests the public name that is closest.
-        error = AttributeError(f"module 'holdfast' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        error = AttributeError(f"module 'holdfast' has no attribute {name!r}", name=name, obj=_sys.modules[__name__])
         raise error from None

@@ -179,3 +179,20 @@ def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
     for action in (hf.load, hf.describe, hf.verify):
         with pytest.raises(hf.CheckpointNotFoundError, match="this is a file; checkpoints are directories"):
             action(tmp_path / "model.ckpt")
+
+
+def test_a_state_dict_takes_the_weights_of_a_run(tmp_path: Path) -> None:
+    """The callback saves nested containers; the keys of a state dict have dots."""
+    torch = pytest.importorskip("torch")
+    models = [torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)) for _ in range(2)]
+    with hf.CheckpointCallback(tmp_path) as checkpoint:
+        state, step = checkpoint.restore_or_initialize({"model": models[0], "rate": 0.1})
+        checkpoint.on_step(step + 1, state)
+
+    like = {"model": models[1].state_dict()}
+    models[1].load_state_dict(hf.load(tmp_path, item="state", select="model/**", like=like)["model"])
+
+    for before, after in zip(models[0].state_dict().values(), models[1].state_dict().values(), strict=True):
+        assert torch.equal(before, after)
+    with pytest.raises(hf.errors.TreeMismatchError, match=r"model/0\.weight: expected float32\[5, 4\]"):
+        hf.load(tmp_path, item="state", like={"model": torch.nn.Sequential(torch.nn.Linear(4, 5)).state_dict()})

@@ -9,6 +9,7 @@ from holdfast.cli.main import main
 
 def output_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
     """Runs the command, which says nothing on standard error; returns what it prints."""
+    capsys.readouterr()  # what the test itself has said before
     found = main([str(argument) for argument in arguments])
     captured = capsys.readouterr()
     assert (found, captured.err) == (status, ""), captured.err
@@ -17,6 +18,7 @@ def output_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: in
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int) -> str:
     """Runs the command, which fails; returns what it says on standard error, and nowhere else."""
+    capsys.readouterr()  # what the test itself has said before
     found = main([str(argument) for argument in arguments])
     captured = capsys.readouterr()
     assert (found, captured.out) == (status, ""), captured.out

@@ -315,6 +315,54 @@ BAD_USAGE = {
 }
 
 
+STEPS: list[tuple[str, list[str], str]] = [  # a command, its arguments with a step, and what it prints
+    ("show", ["RUN"], "checkpoints/20: "),
+    ("verify", ["RUN"], "step 20: whole"),
+    ("diff", ["RUN", "RUN"], "/20 are the same, bit for bit"),
+    ("export", ["RUN", "OUT"], "/20 -> "),
+    ("rm", ["RUN", "--dry-run"], "delete 20: 1 checkpoint"),
+    ("rollback", ["RUN", "--dry-run"], "keep 20: "),
+    ("pin", ["RUN"], "pinned 20"),
+    ("unpin", ["RUN"], "unpinned 20"),
+]
+
+
+@pytest.mark.parametrize(("command", "arguments", "said"), STEPS)
+def test_a_step_is_given_by_position_or_by_name(
+    capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path, command: str, arguments: list[str], said: str
+) -> None:
+    for number, step in enumerate((["20"], ["--step", "20"])):
+        places = {"RUN": str(run), "OUT": str(tmp_path / f"{number}.safetensors")}
+        words = [places.get(word, word) for word in arguments]
+        assert said in output_of(capsys, command, *words, *step)
+    refused = error_of(capsys, command, *words, "20", "--step", "x", status=2)
+    assert refused.endswith(f"(holdfast {command} --help shows how to call it)\n")
+
+
+def test_a_step_is_given_once_and_several_in_any_way(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    assert "give it once" in error_of(capsys, "show", run, "20", "--step", "10", status=2)
+    assert "Missing argument 'STEP...'" in error_of(capsys, "rm", run, status=2)
+    assert "delete 10, 20, 30" in output_of(capsys, "rm", run, "10", "--step", "20", "--step", "30", "--dry-run")
+
+
+def test_help_is_found_where_it_is_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    full = output_of(capsys, "rm", "--help")
+    assert "STEP..." in full
+    for words in (["help", "rm"], ["rm", "-h"]):
+        assert output_of(capsys, *words) == full
+    assert output_of(capsys, "help") == output_of(capsys, "-h") == output_of(capsys, "--help")
+
+
+def test_ls_of_several_directories(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    other = run.with_name("other")
+    shutil.copytree(run / "checkpoints" / "30", other / "30")
+    text = output_of(capsys, "ls", run, other)
+    alone = [output_of(capsys, "ls", place) for place in (run, other)]
+    assert text == f"{run / 'checkpoints'}:\n{alone[0]}\n{other}:\n{alone[1]}"
+    documents = json.loads(output_of(capsys, "ls", run, other, "--json"))["directories"]
+    assert documents == [json.loads(output_of(capsys, "ls", place, "--json")) for place in (run, other)]
+
+
 @pytest.mark.parametrize("case", BAD_USAGE)
 def test_bad_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str], run: Path, case: str) -> None:
     arguments, message = BAD_USAGE[case]
@@ -400,7 +448,7 @@ def test_a_missing_package_names_the_command_that_installs_it(
     monkeypatch.delitem(sys.modules, "holdfast.cli.app", raising=False)
     monkeypatch.setitem(sys.modules, "click", None)
 
-    assert "pip install 'holdfast[cli]'" in error_of(capsys, "recipes", status=1)
+    assert error_of(capsys, "recipes", status=1).endswith("[cli]'\n")
 
 
 # ---- the rest

@@ -250,3 +250,29 @@ def test_the_weights_of_a_loop_have_the_names_of_their_module(
     part = torch.load(tmp_path / "part.pt", weights_only=True)
     assert part.keys() == {"weight"}
     assert torch.equal(part["weight"], model.state_dict()["0.weight"])
+
+
+SUFFIXES = [  # the file, and options; the format that is written, or the error
+    ("out.safetensors", [], "safetensors"),
+    ("out.pt", [], "torch"),
+    ("out.ckpt", [], "torch"),
+    ("out", [], "safetensors"),
+    ("out", ["--to", "torch"], "torch"),
+    ("out.pt", ["--to", "torch"], "torch"),
+    ("out.pt", ["--to", "safetensors"], "--to 'safetensors' does not fit "),
+    ("out.safetensors", ["--to", "torch"], "--to 'torch' does not fit "),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "found"), SUFFIXES)
+def test_the_end_of_the_name_decides_the_format(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, options: list[str], found: str
+) -> None:
+    hf.save(tmp_path / "one", {"w": torch.ones(2)})
+    refused = "does not fit" in found
+    text = (error_of if refused else output_of)(
+        capsys, "export", tmp_path / "one", tmp_path / name, *options, status=2 if refused else 0
+    )
+    assert (found if refused else f"({found})") in text
+    if found == "torch":
+        assert torch.load(tmp_path / name, weights_only=True)["w"].tolist() == [1, 1]

@@ -14,18 +14,19 @@ from typing import Any
 
 import pytest
 from tests.cli.commands import error_of
+from tests.documents.examples import blocks_of
 from tests.starts import run
 
 from holdfast.cli.drill.findings import Causes, Report, StepDifference, Trace, kind_of_state
 from holdfast.cli.drill.interruptions import KINDS, DrillOptions, Interruption, choose, places_to_save
-from holdfast.engine.fingerprints import STATELESS, Fact
+from holdfast.engine.fingerprints import STATELESS, Fact, facts
 from holdfast.engine.sources import LeafDifference
 
 pytestmark = pytest.mark.xdist_group("programs")
 
 PROGRAM = [sys.executable, "-W", "error", str(Path(__file__).with_name("programs.py"))]
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+EXAMPLES = {block.name: block.text for block in blocks_of("docs/which_interface.md")}
+FLAX, LIGHTNING = "python 1", "python 5"
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 
 
@@ -143,6 +144,60 @@ def test_what_the_next_step_depends_on_is_named_first(changes: dict[str, int], n
     report = Report(command=[], seed=0, differences=[StepDifference(3, "run", [])])
     (finding,) = Causes(whole, resumed, (whole, whole)).of(report, [])
     assert (finding.cause, finding.names) == ("value", names)
+
+
+LOADER = {"loader": Fact("loader", "DataLoader", "train.py", "shuffled")}
+NAMED = [
+    # A shuffled loader has drawn another number for its order from torch's generator, which no step draws from.
+    (
+        LOADER | {"torch's default generator": Fact("generator", "torch", "", "1")},
+        "torch's default generator",
+        "loader",
+    ),
+    (LOADER | {"rng": Fact("generator", "Generator", "train.py", "1")}, "rng", "generator"),
+    (
+        {"adam": Fact("optimizer", "Adam", "train.py", "1"), "loss": Fact("value", "Tensor", "", "1")},
+        "adam",
+        "optimizer",
+    ),
+]
+
+
+@pytest.mark.parametrize(("facts", "changed", "cause"), NAMED)
+def test_objects_of_torch_that_were_not_handed_over_are_named(facts: dict[str, Fact], changed: str, cause: str) -> None:
+    moved = {
+        name: fact if fact.kind == "loader" or not fact.where else fact._replace(digest="2")
+        for name, fact in facts.items()
+    }
+    whole = Trace(steps=[3, 4], restored=2, facts={3: facts, 4: moved})
+    resumed = Trace(
+        steps=[3, 4], restored=2, facts={3: facts | {changed: facts[changed]._replace(digest="9")}, 4: moved}
+    )
+    report = Report(command=[], seed=0, differences=[StepDifference(3, "run", [])])
+    (finding,) = Causes(whole, resumed, (whole, whole)).of(report, [])
+    assert finding.cause == cause
+    assert finding.names == ("loader" if cause == "loader" else changed,)
+
+
+def test_loaders_and_optimizers_in_reach() -> None:
+    torch = pytest.importorskip("torch")
+    data = torch.utils.data.TensorDataset(torch.zeros(4))
+    shuffled = torch.utils.data.DataLoader(data, shuffle=True)  # noqa: F841
+    ordered = torch.utils.data.DataLoader(data)  # noqa: F841
+    bare = torch.utils.data.DataLoader(data, shuffle=True)
+    place = type("Place", (), {"__module__": "holdfast.engine.loaders"})()  # as hf.resumable makes one
+    place.loader = bare
+    weight = torch.nn.Parameter(torch.ones(2))
+    adam = torch.optim.Adam([weight])
+    generator = torch.get_rng_state()
+    before = facts()
+    weight.sum().backward()
+    adam.step()
+    after = facts()
+    assert {name for name, fact in after.items() if fact.kind == "loader"} == {"shuffled"}
+    changed = {name: (fact.kind, before[name] == fact) for name, fact in after.items() if name == "adam"}
+    assert changed == {"adam": ("optimizer", False)}
+    assert torch.equal(torch.get_rng_state(), generator), "nothing is drawn"
 
 
 def test_a_generator_without_a_state_is_a_likely_cause_where_undisturbed_runs_differ() -> None:
@@ -334,11 +389,11 @@ sys.exit(checkpoint.exit_status)
     ("example", "changes", "cause", "name"),
     [
         (
-            0,
+            FLAX,
             {
                 "step(state):": "step(state, noise):",
                 "- 3 * x) ** 2": "- 3 * x - noise) ** 2",
-                "    for step": "    key = jax.random.key(1)\n    for step",
+                "    while step": "    key = jax.random.key(1)\n    while step",
                 "        state, metrics = train_step(state)": "        key, drawn = jax.random.split(key)\n"
                 "        state, metrics = train_step(state, jax.random.normal(drawn, x.shape))",
             },
@@ -346,7 +401,7 @@ sys.exit(checkpoint.exit_status)
             "key",
         ),
         (
-            2,
+            LIGHTNING,
             {
                 "Linear(1, 1)\n": "Linear(1, 1)\n        self.noise = torch.Generator().manual_seed(0)\n",
                 "3 * batch)": "3 * batch + torch.randn(batch.shape, generator=self.noise))",
@@ -355,7 +410,7 @@ sys.exit(checkpoint.exit_status)
             "trainer.lightning_module.noise",
         ),
         (
-            2,
+            LIGHTNING,
             {
                 "data = torch": "class Stream(torch.utils.data.IterableDataset):\n"
                 "    position = 0\n"
@@ -372,7 +427,7 @@ sys.exit(checkpoint.exit_status)
     ],
     ids=["flax without its key", "lightning without a generator", "lightning without its place in the data"],
 )
-def test_mistakes_in_the_examples(tmp_path: Path, example: int, changes: dict[str, str], cause: str, name: str) -> None:
+def test_mistakes_in_the_examples(tmp_path: Path, example: str, changes: dict[str, str], cause: str, name: str) -> None:
     program = EXAMPLES[example]
     for old, new in changes.items():
         assert old in program
@@ -542,18 +597,20 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("example", "arguments"),
     [
-        pytest.param(0, ["--at", 3, "--kinds", "term"], id="flax"),
-        pytest.param(0, ["--at", 3], marks=pytest.mark.sweep, id="flax, killed too"),
+        pytest.param(FLAX, ["--at", 3, "--kinds", "term"], id="flax"),
+        pytest.param(FLAX, ["--at", 3], marks=pytest.mark.sweep, id="flax, killed too"),
         # Three starts of Lightning.
-        pytest.param(2, ["--at", 10, "--kinds", "term", "--steps", 11], marks=pytest.mark.sweep, id="lightning"),
+        pytest.param(
+            LIGHTNING, ["--at", 10, "--kinds", "term", "--steps", 11], marks=pytest.mark.sweep, id="lightning"
+        ),
     ],
 )
-def test_the_examples_of_the_readme(tmp_path: Path, example: int, arguments: list[object]) -> None:
+def test_the_examples_of_the_interfaces(tmp_path: Path, example: str, arguments: list[object]) -> None:
     """The one for Lightning draws its weights without a seed; it is interrupted in the middle of its second epoch."""
     (tmp_path / "train.py").write_text(EXAMPLES[example])
     report = drill(tmp_path, "--steps", 5, *arguments, "--", sys.executable, "-W", "ignore", "train.py")
     assert report["passed"], report
-    assert report["unseeded"] == ([] if example == 0 else ["torch's default generator"])
+    assert report["unseeded"] == ([] if example == FLAX else ["torch's default generator"])
     assert [one["step"] for one in report["compared"]] == report["steps"]
     assert len(report["starts"]) == (2 if "--kinds" in arguments else 3)
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "tmp"}

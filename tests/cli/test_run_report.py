@@ -122,6 +122,14 @@ def test_how_starts_have_ended(events: list[dict[str, Any]], ends: list[str]) ->
     assert [attempt.how for attempt in read_history(events).attempts] == ends
 
 
+def test_a_killed_start_hides_its_last_steps() -> None:
+    """SIGKILL leaves no event: what is known to be trained again is the least."""
+    events = [event("started", 0), saved(10, 4), event("metrics", 20, step=13), event("started", 30, "b")]
+    events += [event("restored", 31, "b", step=4), event("finished", 40, "b", step=20)]
+    assert read_history(events).hides_steps
+    assert not read_history([*events[:2], event("failed", 21, step=13, error="x"), *events[3:]]).hides_steps
+
+
 def test_what_was_lost_between_two_starts() -> None:
     history = read_history(
         [event("started", 0), saved(10, 4), saved(20, 8), event("ended", 26, how="crashed", status=1, step=11)]

@@ -65,6 +65,8 @@ EARLY = Start("crashed", 1, None, early=True)
         ([EARLY] * 3, 2, "end", 93),
         ([EARLY] * 2, 1, "end", 1),
         ([Start("misused", 2, None)], 99, "end", 2),
+        ([Start("interrupted", 130, True)], 99, "end", 130),
+        ([Start("interrupted", -2, True, asked=True)], 99, "end", 130),
         ([Start("preempted", 75, True, asked=True)], 99, "end", 75),
         ([Start("preempted", 143, True, asked=True)], 99, "end", 143),
         ([Start("preempted", -15, True, asked=True)], 99, "end", 143),
@@ -107,6 +109,9 @@ def test_pauses_grow_until_there_is_progress(starts: list[Start], pause: float) 
         (0, "preempted", False, False, "preempted"),
         (1, "preempted", False, False, "preempted"),  # torchrun turns 75 into 1
         (75, None, False, False, "preempted"),
+        (130, "preempted", False, True, "interrupted"),  # Ctrl-C, after which the callback has saved
+        (-2, "unfinished", False, False, "interrupted"),
+        (130, "finished", False, False, "finished"),
         (143, "unfinished", False, False, "preempted"),
         (-15, None, False, False, "preempted"),
         (-10, "unfinished", False, True, "preempted"),  # died of the SIGUSR1 that was forwarded

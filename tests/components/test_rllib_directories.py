@@ -191,6 +191,47 @@ def test_what_a_restore_does_not_need_is_no_damage(tmp_path: Path, ray_class: ty
     assert learner.updates == 8
 
 
+class Filter(Checkpointable):
+    """Normalizes observations by their statistics, which RLlib keeps by agent: None where there is one."""
+
+    def __init__(self) -> None:
+        self.statistics: dict[Any, Any] = {None: {"mean": np.ones(3), "count": 5}}
+
+    def get_state(self, components: Any = None, *, not_components: Any = None, **options: Any) -> dict[str, Any]:
+        """Returns a state that holdfast can save."""
+        return {"statistics": list(self.statistics.items())}
+
+    def set_state(self, state: Any) -> None:
+        """Takes the state as RLlib gives it."""
+        self.statistics = dict(state.get("statistics", state))
+
+
+class Plain(Checkpointable):
+    """Has no state of its own making."""
+
+    def __init__(self) -> None:
+        self.statistics: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize("form", ["msgpack", "pkl"])
+@pytest.mark.parametrize("nested", [True, False])
+def test_statistics_under_the_key_none_reach_the_filter(tmp_path: Path, form: str, nested: bool) -> None:
+    statistics = {None: {"mean": np.zeros(3), "count": 900}}
+    state: dict[Any, Any] = {"statistics": statistics} if nested else statistics
+    path = tmp_path / f"state.{form}"
+    path.write_bytes({"msgpack": packed, "pkl": pickled}[form](state))
+    running = Filter()
+    assert running.restore_from_path(tmp_path, strict=True).complete
+    assert running.statistics[None]["count"] == 900
+    lost = "(root): statistics (a dictionary with the key None)" if nested else "(root): an entry with the key None"
+    plain = Plain()
+    with pytest.raises(hf.TreeMismatchError, match="has values that cannot be restored") as caught:
+        plain.restore_from_path(tmp_path, strict=True)
+    assert lost in str(caught.value)
+    report = plain.restore_from_path(tmp_path)
+    assert (report.complete, report.unused_values) == (False, (lost,))
+
+
 class DictionaryLearner(Checkpointable):
     """Has its modules in a dictionary."""
 
@@ -326,9 +367,7 @@ def test_msgpack_of_every_width(value: Any) -> None:
     assert decode_state(packed(value)) == value
 
 
-def test_numpy_in_every_pickle_protocol() -> None:
-    from holdfast.integrations.formats.rllib import plain_state
-
+def test_numpy_in_every_pickle_protocol(tmp_path: Path) -> None:
     state = {
         "array": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
         "scalar": np.float32(2),
@@ -338,7 +377,8 @@ def test_numpy_in_every_pickle_protocol() -> None:
         "tuple": (1, (2,)),
     }
     for protocol in (2, 4, 5):
-        found = plain_state(pickle.dumps(state, protocol=protocol), [])
+        (tmp_path / "state.pkl").write_bytes(pickle.dumps(state, protocol=protocol))
+        found = read_state(tmp_path)
         assert np.array_equal(found["array"], state["array"])  # type: ignore[arg-type]  # an array
         assert found["scalar"] == 2
         assert (found["deque"], found["tuple"], dict(found["ordered"])) == ([1, 2], (1, (2,)), {"x": 1})

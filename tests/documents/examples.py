@@ -20,6 +20,9 @@ ROOT = Path(__file__).parents[2]
 LANGUAGES = ("python", "console", "yaml", "toml", "bash", "ini")
 """Of examples. Blocks of ``text`` show what is printed; commands in ``sh`` blocks are for the reader's machine."""
 
+ALONE = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "how_to").glob("*.md"))
+"""Pages whose every program runs alone, whatever else is on the page."""
+
 _BLOCK = re.compile(r"^( *)```(\w+)([^\n]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 
 

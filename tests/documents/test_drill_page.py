@@ -45,7 +45,7 @@ def test_the_example(examples: Examples, tmp_path: Path) -> None:
     program = examples["python 1"]
     assert without_digits(run(tmp_path, program, command, 1)) == without_digits(OUTPUTS[0])
     mended = program.replace('{"weights": np.zeros(2)}', '{"weights": np.zeros(2)}, noise=noise')
-    mended = mended.replace("(step + 1, state)", "(step + 1, state, noise=noise)")
+    mended = mended.replace("(step, state)", "(step, state, noise=noise)")
     mended += f"\n{examples['python 2']}assert not log_to_wandb\n".replace("\n", "\n")
     assert OUTPUTS[1] in run(tmp_path, mended, command, 0)
     assert "identical: 40 checkpoints" in run(tmp_path, mended, short, 0)

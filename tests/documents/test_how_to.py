@@ -1,4 +1,4 @@
-"""The page of first questions: its examples run one after the other."""
+"""The pages of How do I: each snippet runs alone, in an empty folder."""
 
 from __future__ import annotations
 
@@ -7,35 +7,29 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.documents.examples import Examples
+from tests.documents.examples import ALONE, ROOT, blocks_of
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback
 
-PAGE = Path(__file__).parents[2] / "docs" / "how_to.md"
-TEXT = PAGE.read_text(encoding="utf-8")
+SNIPPETS = [(page, block.name) for page in ALONE for block in blocks_of(page) if block.language == "python"]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.examples("docs/how_to.md")
-def test_the_examples_run(examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("page", "name"), SNIPPETS)
+def test_a_snippet_runs_alone(page: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = examples.run({"__name__": __name__})
-
-    assert names["best"] == 4
-    assert names["half"]["params"]["head"]["kernel"].dtype == "bfloat16"
-    (hidden, fresh) = (names["filled"]["params"]["params"][name]["kernel"] for name in ("hidden_0", "hidden_1"))
-    assert (hidden == names["params"]["params"]["hidden_0"]["kernel"]).all()
-    assert fresh.shape == (8, 8)
-    assert (names["first"]["params"]["params"]["first"]["kernel"] == hidden).all()
-    with hf.CheckpointManager(
-        "runs/net", options=hf.CheckpointManagerOptions(read_only=True, max_to_keep=1)
-    ) as manager:
-        assert manager.why_kept(names["best"]) == ("pinned",)
+    [block] = [block for block in blocks_of(page) if block.name == name]
+    try:
+        exec(compile("\n" * block.line + block.text, page, "exec", dont_inherit=True), {"__name__": "__main__"})
+    except SystemExit as end:
+        if end.code:
+            raise AssertionError(f"status {end.code}") from end
 
 
 def test_the_arguments_in_the_table_are_there() -> None:
-    rows = [line.split("|")[2] for line in TEXT.splitlines() if line.startswith("| ")]
+    text = (ROOT / "docs" / "migrate" / "model_checkpoint.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[2] for line in text.splitlines() if line.startswith("| ")]
     named = set(re.findall(r"`(\w+)=", "".join(rows)))
 
     assert named >= {"best_fn", "save_on_best"}

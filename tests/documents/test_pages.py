@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.documents.examples import LANGUAGES, blocks_of, declared, missing
+from tests.documents.examples import ALONE, LANGUAGES, blocks_of, declared, missing
 from tests.documents.pages import DOCS, run_page
 
 pytestmark = pytest.mark.xdist_group("programs")
@@ -14,6 +14,7 @@ FOLDERS = ("trouble", "migrate")
 PAGES = [
     "index.md",
     "tutorial.md",
+    "first_torch.md",
     "which_interface.md",
     "how_it_works.md",
     "file_format.md",
@@ -33,14 +34,10 @@ def test_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     run_page(page, folder)
 
 
-def test_the_first_page_shows_a_resume_of_the_tutorial() -> None:
-    [shown] = [block.text for block in blocks_of("docs/index.md") if block.text.startswith("$ python train.py")]
-    assert shown in (DOCS / "tutorial.md").read_text(encoding="utf-8")
-
-
 def test_every_example_is_run_by_a_test() -> None:
-    """A new example belongs to a page of the list above, or to a test that declares it."""
+    """A new example belongs to a page of the list above or of ``ALONE``, or to a test that declares it."""
     done = {f"docs/{page}": {block.name for block in blocks_of(f"docs/{page}")} for page in PAGES}
+    done |= {page: {block.name for block in blocks_of(page) if block.language == "python"} for page in ALONE}
     for _, page, names in declared():
         done.setdefault(page, set()).update(names or (block.name for block in blocks_of(page)))
     kinds = {page: {name for name in names if name.split()[0] in LANGUAGES} for page, names in done.items()}

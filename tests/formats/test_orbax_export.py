@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import ml_dtypes
 import numpy as np
 import pytest
@@ -251,10 +252,15 @@ def test_checkpoints_of_others_become_orbax_s(tmp_path: Path) -> None:
         add_orbax_metadata(tmp_path / "old")
 
 
-def test_large_arrays_are_cut_into_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.integrations.formats.orbax.export.CHUNK_BYTES", 1 << 10)
-    monkeypatch.setattr("holdfast.integrations.formats.orbax.export.BYTES_AT_ONCE", 1 << 12)
-    saved = {"w": np.arange(3000.0).reshape(3, 1000), "v": np.arange(5000, dtype=np.int8), "u": np.ones((2, 3, 4))}
+def test_an_array_in_the_folder_of_another_one(tmp_path: Path) -> None:
+    hf.save(tmp_path / "ours", {"a": np.ones(1), "a/b": np.zeros(1), "a.c": np.zeros(1)})
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="a/b: it would lie in the folder of another array"):
+        copied(tmp_path / "ours", tmp_path / "theirs")
+
+
+def test_large_arrays_and_many_small_ones(tmp_path: Path) -> None:
+    saved = {"w": np.arange(9 << 20, dtype=np.float32).reshape(3, -1), "v": np.ones((2, 3, 4))}
+    saved |= {f"{index}": np.full(3, index) for index in range(300)}
     hf.save(tmp_path / "ours", saved)
     with ocp.StandardCheckpointer() as checkpointer:
         found = checkpointer.restore(copied(tmp_path / "ours", tmp_path / "theirs"))
@@ -290,6 +296,17 @@ def test_in_an_object_store(tmp_path: Path) -> None:
     assert found["w"].tolist() == [0, 1, 2, 3]
     assert hf.verify("memory://orbax/theirs").ok
     hf.storage.as_location("memory://orbax").remove_tree()
+
+
+def test_in_a_file_system_of_fsspec(tmp_path: Path) -> None:
+    """Orbax reads from none of these: the directory is copied to where it does."""
+    files = fsspec.filesystem("memory")
+    hf.save(tmp_path / "ours", {"w": np.arange(4), "text": "x"})
+    export_orbax(tmp_path / "ours", hf.storage.as_location("/orbax/theirs", filesystem=files))
+    files.get("/orbax/theirs", str(tmp_path / "theirs"), recursive=True)
+    files.rm("/orbax", recursive=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        assert checkpointer.restore(tmp_path / "theirs")["w"].tolist() == [0, 1, 2, 3]
 
 
 @both

@@ -24,6 +24,10 @@ class Variable:
             self.value = jnp.asarray(value)
 
 
+class TrackedList(list[Any]):
+    """What Keras makes of a list of a program."""
+
+
 class Layer(torch.nn.Module):
     """A dense layer, or layers one after the other; a module of torch, as on that backend."""
 
@@ -34,13 +38,16 @@ class Layer(torch.nn.Module):
         number = next(self.numbers)
         kind = type(self).__name__.lower()
         self.name = name or (f"{kind}_{number}" if number else kind)
-        self.backend, self.built, self.optimizer = backend, False, None
+        self.backend, self.built = backend, False
+        self.optimizer: Any = None
         self.own: list[Variable] = []
         self.layers: list[Any] = layers or []
 
     def build(self) -> None:
         self.built = True
-        self.own = [Variable(np.random.rand(2), "kernel", self.backend)] if not self.layers else []
+        if not self.layers:
+            self._kernel = Variable(np.random.rand(2), "kernel", self.backend)
+            self.own = [self._kernel]
         for layer in self.layers:
             layer.build()
         values = {f"{self.name}/{one.name}{index}": one.value for index, one in enumerate(self.variables)}
@@ -69,6 +76,10 @@ class Layer(torch.nn.Module):
 class Dense(Layer):
     numbers = count()
 
+    @property
+    def kernel(self) -> Variable:
+        return self._kernel
+
 
 class Sequential(Layer):
     numbers = count()
@@ -82,11 +93,13 @@ class Optimizer:
     def build(self, variables: list[Variable]) -> None:
         self.built = True
         backend = "torch" if isinstance(variables[0].value, torch.Tensor) else "jax"
-        self.variables = [Variable(0, "iteration", backend)]
-        self.variables += [Variable(np.zeros(2), f"{one.name}_momentum", backend) for one in variables]
+        self._trainable_variables = variables
+        self._iterations = Variable(0, "iteration", backend)
+        self._momentums = TrackedList(Variable(np.zeros(2), f"{one.name}_momentum", backend) for one in variables)
+        self.variables = [self._iterations, *self._momentums]
 
 
-for kind in (Variable, Layer, Dense, Sequential, Optimizer):
+for kind in (Variable, TrackedList, Layer, Dense, Sequential, Optimizer):
     kind.__module__ = "keras.src.models"
 
 

@@ -30,8 +30,93 @@ def test_a_model_restores_with_its_optimizer(tmp_path: Path, backend: str) -> No
     graph.Checkpoint(model=fresh).restore(path).assert_consumed()
     assert keras_like.values(fresh) == keras_like.values(saved)
     reader = graph.load_checkpoint(path)
-    names = {"dense/kernel", "mine/kernel", "dense_1/kernel", *(f"optimizer/variable_{index}" for index in range(4))}
+    names = {"dense/kernel", "mine/kernel", "dense_1/kernel", "optimizer/_iterations"}
+    names.update(f"optimizer/_momentums/{index}" for index in range(3))
     assert reader.get_variable_to_shape_map().keys() == {"save_counter", *(f"model/{name}" for name in names)}
+
+
+class ActorCritic(keras_like.Layer):
+    """A model with layers in attributes and in a list, as programs write them."""
+
+    def __init__(self, *names: str, backend: str) -> None:
+        super().__init__(backend=backend)
+        self.blocks: Any = keras_like.TrackedList()
+        for name in names:
+            layer = keras_like.Dense(backend=backend)
+            self.layers.append(layer)
+            if name == "blocks":
+                self.blocks.append(layer)
+            else:
+                setattr(self, name, layer)
+        self.build()
+        self.optimizer = keras_like.Optimizer()
+
+    def moments(self) -> dict[str, Any]:
+        """Return the kernels and their momentums by the names of the layers."""
+        known = {id(one): name for name in ("actor", "critic") for one in getattr(self, name).variables}
+        pairs = zip(self.variables, self.optimizer._momentums, strict=True)
+        found = {known.get(id(one), "blocks"): (one, momentum) for one, momentum in pairs}
+        return {name: [np.asarray(one.value.tolist()).tolist() for one in pair] for name, pair in found.items()}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_in_another_order_keep_their_values_and_moments(tmp_path: Path, backend: str) -> None:
+    saved = ActorCritic("actor", "critic", "blocks", backend=backend)
+    keras_like.train(saved)
+    path = graph.Checkpoint(net=saved).save(tmp_path / "ckpt")
+    fresh = ActorCritic("critic", "blocks", "actor", backend=backend)
+    graph.Checkpoint(net=fresh).restore(path).assert_consumed()
+    assert fresh.moments() == saved.moments()
+    names = set(graph.load_checkpoint(path).get_variable_to_shape_map())
+    assert {"net/actor/kernel", "net/critic/kernel", "net/blocks/0/kernel"} <= names
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layer_that_is_gone_is_told_and_others_keep_their_values(tmp_path: Path, backend: str) -> None:
+    saved = ActorCritic("actor", "blocks", "critic", backend=backend)
+    keras_like.train(saved)
+    path = graph.Checkpoint(net=saved).save(tmp_path / "ckpt")
+    fresh = ActorCritic("actor", "critic", backend=backend)
+    status = graph.Checkpoint(net=fresh).restore(path, partial=True)
+    pending = {"net/blocks/0/kernel", *(f"net/optimizer/_momentums/{index}" for index in range(3))}
+    assert set(status.report.pending) == pending
+    assert {name: pair[0] for name, pair in fresh.moments().items()} == {
+        name: saved.moments()[name][0] for name in ("actor", "critic")
+    }
+
+
+def test_a_part_alone_and_a_later_one_as_in_the_guide_of_tensorflow(tmp_path: Path) -> None:
+    net = ActorCritic("actor", "critic", backend="jax")
+    keras_like.train(net)
+    path = graph.Checkpoint(net=net).save(tmp_path / "ckpt")
+    critic, actor = (keras_like.Variable(np.zeros(2), "mine", "jax") for _ in range(2))
+    fake = graph.Checkpoint(critic=graph.Checkpoint(kernel=critic))
+    status = graph.Checkpoint(net=fake).restore(path).assert_existing_objects_matched()
+    fake.actor = graph.Checkpoint()
+    fake.actor.kernel = actor
+    assert [one.value.tolist() for one in (actor, critic)] == [one.value.tolist() for one in net.variables]
+    assert "net/optimizer/_iterations" in status.expect_partial().report.pending
+    reader = graph.load_checkpoint(path)
+    assert reader.get_tensor("net/critic/kernel/.ATTRIBUTES/VARIABLE_VALUE").tolist() == critic.value.tolist()
+
+
+def test_a_checkpoint_of_tensorflow_restores_into_the_same_model() -> None:
+    net: Any = ActorCritic("critic", "actor", backend="torch")
+    net.l1 = net.actor
+    net.l1._kernel = keras_like.Variable(np.zeros((1, 5)), "kernel", "torch")
+    net.l1.own = [net.l1._kernel]
+    source = Path(__file__).parents[1] / "formats" / "tensorflow" / "guide" / "ckpt-5"
+    status = graph.Checkpoint(net=net).restore(source, partial=True)
+    assert "net/l1/_kernel" not in status.report.pending
+    expected = graph.load_checkpoint(source).get_tensor("net/l1/_kernel")
+    assert np.array_equal(net.l1.kernel.value.detach().numpy(), expected)
+
+
+def test_a_checkpoint_of_a_version_that_numbered_layers_and_variables() -> None:
+    saved, fresh = keras_like.model("torch"), keras_like.model("torch")
+    keras_like.train(saved)
+    graph.Checkpoint(model=fresh).restore(Path(__file__).parent / "numbered_keras").assert_consumed()
+    assert keras_like.values(fresh) == keras_like.values(saved)
 
 
 def test_a_loop_of_torch_with_a_model_of_keras_resumes(tmp_path: Path) -> None:

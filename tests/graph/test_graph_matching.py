@@ -633,3 +633,50 @@ def test_restores_of_different_parts_stay(place: str) -> None:
     checkpoint.restore(path, select="b", partial=True)
     checkpoint.a, checkpoint.b = np.zeros(1), np.zeros(1)
     assert checkpoint.a == checkpoint.b == 1
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer of a program, which keeps a moment."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["moment"] = parameter.grad.clone()
+            parameter.detach().sub_(parameter.grad)
+
+
+class Lynx(Lion):
+    """Derives from another, whose state it takes."""
+
+
+class Tiger(torch.optim.Optimizer):
+    """Keeps the same for another rule."""
+
+    step = Lion.step
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+
+@pytest.mark.parametrize(("then", "partial"), [(Lynx, None), (Tiger, None), (Tiger, "initialize")])
+def test_what_an_optimizer_of_a_program_keeps_is_not_for_another(place: str, then: Any, partial: Any) -> None:
+    def state(kind: Any) -> dict[str, Any]:
+        net = torch.nn.Linear(2, 1)
+        return {"net": net, "optimizer": kind(net.parameters())}
+
+    with hf.CheckpointCallback(place) as checkpoint:
+        trained, _ = checkpoint.restore_or_initialize(state(Lion))
+        trained["net"](torch.ones(1, 2)).sum().backward()
+        trained["optimizer"].step()
+        checkpoint.on_step(1, trained)
+    with hf.CheckpointCallback(place, partial=partial) as checkpoint:
+        fresh = state(then)
+        if then is Tiger and partial is None:
+            with pytest.raises(hf.TreeMismatchError, match="optimizer/slots/net/weight/moment: in the checkpoint"):
+                checkpoint.restore_or_initialize(fresh)
+            return
+        checkpoint.restore_or_initialize(fresh)
+    assert torch.equal(fresh["net"].weight, trained["net"].weight)
+    assert len(fresh["optimizer"].state) == (2 if then is Lynx else 0)

@@ -27,6 +27,62 @@ def numbers(paths: list[str]) -> list[int]:
     return [int(path.rpartition("-")[2]) for path in paths]
 
 
+def test_after_going_back_the_newest_saved_counts(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A program that saves by its step goes back from 30 to 10, is stopped, and reaches 20 again."""
+
+    def saved(manager: graph.CheckpointManager, step: int) -> None:
+        manager.checkpoint.step.assign(step)
+        assert manager.save(checkpoint_number=manager.checkpoint.step) == f"{place}/ckpt-{step}"
+
+    def started() -> graph.CheckpointManager:
+        return graph.CheckpointManager(graph.Checkpoint(step=graph.Value(0)), place, max_to_keep=3)
+
+    with started() as manager:
+        for step in (10, 20, 30):
+            saved(manager, step)
+    with started() as manager:
+        manager.checkpoint.restore(f"{place}/ckpt-10")
+        saved(manager, 15)
+        assert numbers(manager.checkpoints) == [20, 30, 15]
+    for following in (18, 20, 25):
+        before = graph.latest_checkpoint(place)
+        assert hf.load(place)["step"] == int(str(before).rpartition("-")[2])
+        with started() as manager:
+            assert manager.restore_or_initialize() == before
+            saved(manager, following)
+            assert manager.latest_checkpoint == f"{place}/ckpt-{following}"
+    with started() as manager:
+        manager.restore_or_initialize()
+        assert manager.checkpoint.step == 25
+        saved(manager, 35)
+    assert graph.latest_checkpoint(place) == f"{place}/ckpt-35"
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_box_compares_and_counts_as_its_value() -> None:
+    box, done = graph.Value(3), graph.Value(False)
+    assert [box == 3, box != 3, 3 == box, box < 4, box >= 4, 2 < box, bool(box), bool(done)] == [  # noqa: SIM300
+        *(True, False, True, True, False, True, True, False)
+    ]
+    found = [box + 1, 10 - box, box * 2, 7 // box, 7 % box, 1 / graph.Value(2), box**2, -box, abs(-box)]
+    assert found == [4, 7, 6, 2, 1, 0.5, 9, -3, 3]
+    assert {type(one) for one in found} == {int, float}
+    assert (np.ones(2) * box).tolist() == [3, 3]
+    rounds = 0
+    while not done:
+        box.assign_sub(1)
+        rounds += 1
+        done.assign(box == 0)
+    assert rounds == 3
+
+
+def test_a_box_takes_the_saved_type(place: str) -> None:
+    path = graph.Checkpoint(best=graph.Value(0.5), last=graph.Value(3)).save(f"{place}/run")
+    fresh = graph.Checkpoint(best=graph.Value(0), last=graph.Value(-np.inf))
+    fresh.restore(path).assert_consumed()
+    assert (fresh.best.value, fresh.last.value) == (0.5, 3)
+
+
 def test_saves_are_numbered_from_one(place: str) -> None:
     checkpoint = graph.Checkpoint(w=1.5)
     paths = [checkpoint.save(f"{place}/run") for _ in range(10)]

@@ -1,4 +1,4 @@
-"""One line on stderr says where a run begins and how it ends, unless the application configures logging."""
+"""One line says where a run begins and how it ends: on stderr unless a handler shows it or the program silences us."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def handler_of_its_own() -> None:
 
 CONFIGURED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "not at all": (lambda: None, ["holdfast: at step 3"]),
-    "warnings": (logging.basicConfig, []),
+    "warnings": (logging.basicConfig, ["holdfast: at step 3"]),
     "info": (lambda: logging.basicConfig(level=logging.INFO, format="%(message)s"), ["at step 3"]),
-    "a handler": (handler_of_its_own, []),
+    "a handler": (handler_of_its_own, ["holdfast: at step 3"]),
     "our level": (lambda: logging.getLogger("holdfast").setLevel(logging.WARNING), []),
-    "the root's level": (lambda: logging.getLogger().setLevel(logging.ERROR), []),
+    "the root's level": (lambda: logging.getLogger().setLevel(logging.ERROR), ["holdfast: at step 3"]),
     "disabled": (lambda: logging.disable(logging.INFO), []),
 }
 
 
 @pytest.mark.parametrize("how", CONFIGURED)
-def test_an_application_that_configures_logging_keeps_control(
+def test_a_line_is_shown_once_unless_the_application_wants_silence(
     how: str, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unconfigure(monkeypatch)

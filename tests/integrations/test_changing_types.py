@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from tests.equality import assert_same
 from tests.versions import nnx_update
 
 import holdfast as hf
+from holdfast import graph
 
 pytestmark = pytest.mark.usefixtures("default_sigterm")
 
@@ -121,6 +123,33 @@ def beside_modules_update(state: Any) -> Any:
     return {**state, "losses": [*state["losses"], loss], "rate": jnp.asarray(state["rate"]) * 0.5}
 
 
+class Meter:
+    """An average that begins with numbers of Python, as programs write it."""
+
+    def __init__(self) -> None:
+        self.total, self.best, self.improved, self.average, self.recent = 0, -math.inf, False, torch.zeros(2), None
+
+
+def beside_torch() -> dict[str, Any]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return {"net": model, "optimizer": optimizer, "best_acc": 0, "meter": Meter(), "step": graph.Value(0)}
+
+
+def beside_torch_update(state: Any) -> Any:
+    loss = state["net"](torch.ones(1, 2)).square().sum()
+    state["optimizer"].zero_grad()
+    loss.backward()
+    state["optimizer"].step()
+    meter = state["meter"]
+    meter.total, meter.best, meter.improved = meter.total + loss.item(), 3, 1
+    meter.average, meter.recent = None, loss.item()
+    state["step"].assign_add(0.5)
+    return {**state, "best_acc": max(state["best_acc"], loss.item())}
+
+
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass
 class Layer:
@@ -209,16 +238,21 @@ PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "modules with functions": (modules, modules_update),
     "tuples as keys": (grouped, grouped_update),
     "beside modules": (beside_modules, beside_modules_update),
+    "beside a module of torch": (beside_torch, beside_torch_update),
 }
 
 
 def values(state: Any) -> Any:
     """Return the values by name; jit sorts the names of dictionaries, and templates have an order of their own."""
-    values = {
-        name: nnx.to_pure_dict(nnx.state(one)) if isinstance(one, nnx.Module | nnx.Optimizer) else one
-        for name, one in state.items()
-    }
-    return dict(sorted(values.items()))
+
+    def value(one: Any) -> Any:
+        if isinstance(one, torch.nn.Module | torch.optim.Optimizer):
+            return one.state_dict()
+        if isinstance(one, Meter | graph.Value):
+            return vars(one)
+        return nnx.to_pure_dict(nnx.state(one)) if isinstance(one, nnx.Module | nnx.Optimizer) else one
+
+    return {name: value(one) for name, one in sorted(state.items())}
 
 
 def train(init: Any, one_update: Callable[[Any], Any], directory: str, last: int) -> Any:

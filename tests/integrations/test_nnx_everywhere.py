@@ -197,6 +197,55 @@ def test_a_run_of_orbax_goes_on(tmp_path: Path) -> None:
     assert bits(again["model"]) == bits(objects["model"])
 
 
+@pytest.mark.needs("flax", "0.11")
+def test_a_clip_before_adam_keeps_the_moments(tmp_path: Path) -> None:
+    def make(transformation: Any) -> dict[str, Any]:
+        model = Line(rngs=nnx.Rngs(0))
+        return {"model": model, "optimizer": nnx.Optimizer(model, transformation, **WRT)}
+
+    with CheckpointCallback(tmp_path) as checkpoint:
+        objects, _ = checkpoint.restore_or_initialize(make(optax.adam(0.1)))
+        grads = nnx.grad(lambda model: jnp.mean(model.inner(jnp.ones((3, 2))) ** 2))(objects["model"])
+        nnx_update(objects["optimizer"], objects["model"], grads)
+        checkpoint.on_step(1, objects)
+    with CheckpointCallback(tmp_path, partial="initialize") as checkpoint:
+        clipped, _ = checkpoint.restore_or_initialize(make(optax.chain(optax.clip(1.0), optax.adam(0.1))))
+    moved = {name.replace("['opt_state'][1]", "['opt_state']"): one for name, one in bits(clipped["optimizer"]).items()}
+    assert moved == bits(objects["optimizer"])
+
+
+class Cached(nnx.Module):
+    def __init__(self, step: float = 0.0) -> None:
+        self.cache = nnx.Variable({"keys": jnp.full(2, step), "at": {"step": jnp.full(1, step)}})
+
+
+def test_a_variable_that_holds_a_dictionary_resumes(tmp_path: Path) -> None:
+    saved = Cached(5.0)
+    with CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.on_step(1, {"model": saved})
+    with CheckpointCallback(tmp_path) as checkpoint:
+        restored, _ = checkpoint.restore_or_initialize({"model": Cached()})
+    assert bits(restored["model"]) == bits(saved)
+
+
+@pytest.mark.parametrize("saver", ["state", "pure dictionaries", "by Orbax"])
+def test_every_reader_takes_states_and_plain_dictionaries(tmp_path: Path, saver: str) -> None:
+    model = Line(nnx.Rngs(1))
+    if saver == "by Orbax":
+        by_orbax(tmp_path / "1", model)  # type: ignore[arg-type]  # any module
+    else:
+        SAVERS[saver](tmp_path / "1", model)  # type: ignore[arg-type]
+    with CheckpointCallback(tmp_path / "run", init_from=tmp_path / "1") as checkpoint:
+        started, step = checkpoint.restore_or_initialize({"net": Line(nnx.Rngs(2))})
+    assert (bits(started["net"]), step) == (bits(model), 0)
+    renamed = {"other": hf.Transform(original_key="inner")}
+    for fresh in (nnx.state(Line(nnx.Rngs(2))), pure(Line(nnx.Rngs(2)))):
+        kept = hf.load_transformed(tmp_path / "1", {}, fresh)
+        found = hf.load_transformed(tmp_path / "1", renamed, {"other": fresh["inner"]})
+        for kernel in (kept["inner"]["kernel"], found["other"]["kernel"]):
+            assert np.array_equal(kernel[...], model.inner.kernel[...])
+
+
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     hf.save(tmp_path / "1", pure(trained()))
     larger = Model(2)

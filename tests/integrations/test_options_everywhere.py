@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import signal
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
@@ -184,7 +185,7 @@ def test_defaults_are_the_same_everywhere() -> None:
     manager = inspect.signature(hf.CheckpointManagerOptions).parameters
     assert {name: manager[name].default for name in SHARED} == {name: declared[name] for name in SHARED}
     section = CheckpointSection().callback_arguments()
-    assert section == {**declared, "keep_steps": [], "signals": ["SIGTERM"], "replicated": []}
+    assert section == {**declared, "keep_steps": [], "signals": ["SIGTERM", "SIGHUP"], "replicated": []}
 
 
 @pytest.mark.parametrize(
@@ -192,10 +193,37 @@ def test_defaults_are_the_same_everywhere() -> None:
 )
 def test_every_option_is_documented_where_it_is_taken_and_everywhere_alike(place: Any) -> None:
     texts, of_managers, of_loops = map(option_texts, (place, hf.CheckpointManagerOptions, hf.CheckpointCallback))
-    assert list(texts) == [name for name in inspect.signature(place).parameters if name != "unknown"]
+    assert sorted(texts) == sorted(name for name in inspect.signature(place).parameters if name != "unknown")
     assert all(texts.values())
     if place not in (hf.Mirror, hf.Local):
         assert texts == {**texts, **{name: text for name, text in (of_managers | of_loops).items() if name in texts}}
+
+
+def test_the_documentation_of_a_loop_begins_with_what_everybody_needs() -> None:
+    groups = re.findall(r"^ {4}Args:(.*)\n((?: {8}.*\n)+)", hf.CheckpointCallback.__doc__ or "", re.MULTILINE)
+    assert [title.strip() for title, _ in groups] == [
+        "",
+        "when to save",
+        "what to keep",
+        "where, and how it is stored",
+        "what a resume does",
+        "preemptions",
+        "several processes",
+        "tests",
+    ]
+    first = re.findall(r"^ {8}(\w+): ", groups[0][1], re.MULTILINE)
+    assert first == ["directory", "save_interval_steps", "max_to_keep", "best_fn", "best_mode"]
+
+
+def test_managers_and_callbacks_show_where_they_save_and_what_was_chosen(tmp_path: Path) -> None:
+    mirror = "s3://bucket/run"
+    assert repr(hf.CheckpointCallback(tmp_path, save_interval_steps=7, resume="must")) == (
+        f"CheckpointCallback('{tmp_path}', save_interval_steps=7, resume='must')"
+    )
+    options = hf.CheckpointManagerOptions(max_to_keep=3, mirror=mirror, read_only=True)
+    assert repr(hf.CheckpointManager(tmp_path, options=options)) == (
+        f"CheckpointManager('{tmp_path}', max_to_keep=3, mirror='s3://bucket/run', read_only=True)"
+    )
 
 
 def test_callbacks_take_their_options_by_name(tmp_path: Path) -> None:
@@ -249,7 +277,7 @@ TAKERS: dict[str, Callable[..., CallbackOptions]] = {
 
 @pytest.mark.parametrize("taker", TAKERS)
 def test_signals_are_given_by_name(taker: str, tmp_path: Path) -> None:
-    assert TAKERS[taker](tmp_path).preemption_signals() == (signal.SIGTERM,)
+    assert TAKERS[taker](tmp_path).preemption_signals() == (signal.SIGTERM, signal.SIGHUP)
     several = TAKERS[taker](tmp_path, signals=["SIGTERM", "USR1", "SIGTERM"], grace_secs="30s")
     assert several.preemption_signals() == (signal.SIGTERM, signal.SIGUSR1)
     for refused in ("SIGKILL", "STOP", "SIGNAL"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import shutil
@@ -52,10 +53,31 @@ def test_an_evaluator_beside_the_run_decides_which_step_is_best(tmp_path: Path) 
     listed = {found.step: found.metrics for found in hf.list_checkpoints(tmp_path)}
     assert listed == {4: {"loss": 0.1, "return": 8.0, "length": 3}, 6: None, 7: None}
     assert hf.verify(tmp_path).ok
-    assert [path.name.partition(".")[0] for path in (tmp_path / "metrics").iterdir()] == [
-        "4",
-        "4",
-    ]  # no others are left
+    assert not list((tmp_path / "metrics").iterdir())  # the record of step 4 has them
+
+
+def test_the_latest_value_counts_wherever_it_came_from(tmp_path: Path) -> None:
+    with trainer(tmp_path) as run:
+        save(run, 1, 2)
+        for value, of_the_run in ((1.0, False), (2.0, True), (3.0, False), (4.0, True)):
+            record = run.record_metrics if of_the_run else functools.partial(hf.record_metrics, tmp_path)
+            record(1, {"return": value, f"only {value}": value})
+            assert run.metrics(1)["return"] == value
+        everything = run.metrics(1)
+    assert len(everything) == 5
+    assert {found.step: found.metrics for found in hf.list_checkpoints(tmp_path)}[1] == everything
+
+
+@pytest.mark.parametrize("prefix", ["v1.5", "v1.5-", "a-1", "1", "modell größe", "x.json"])
+def test_metrics_belong_to_steps_of_any_name(prefix: str, tmp_path: Path) -> None:
+    with trainer(tmp_path, step_prefix=prefix) as run:
+        save(run, 1, 2)
+        hf.record_metrics(tmp_path, 1, {"return": 7.0}, step_prefix=prefix)
+        assert run.metrics(1) == {"return": 7.0}
+        save(run, 3, 4, 5)
+        assert run.all_steps() == [1, 4, 5]
+        run.delete(1)
+        assert not list((tmp_path / "metrics").iterdir())
 
 
 def test_a_run_reads_each_file_of_metrics_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,9 +96,9 @@ def test_a_run_reads_each_file_of_metrics_once(tmp_path: Path, monkeypatch: pyte
             hf.record_metrics(tmp_path, step, {"return": float(step)})
         assert run.best_step() == 9
         assert read == [str(step) for step in range(10)]
-        run.record_metrics(9, {"return": -1.0})  # what was added from outside counts, in memory as on disk
+        run.record_metrics(9, {"return": 10.0})  # the latest value counts, in memory as on disk
         save(run, 10)
-        assert run.metrics(9) == {"return": 9.0}
+        assert run.metrics(9) == {"return": 10.0}
         run.delete(9)
         save(run, 9)  # the metrics of the deleted one are void
         assert run.best_step() == 8

@@ -447,11 +447,11 @@ def test_others_see_the_mirror_while_its_remains_are_swept(tmp_path: Path, monke
     sweeps, seen = threading.Event(), threading.Event()
     acquire = RunDirectory.acquire
 
-    def acquires(self: RunDirectory, *args: Any, **kwargs: Any) -> None:
+    def acquires(self: RunDirectory, *args: Any, **kwargs: Any) -> list[int]:
         if self.location.url == str(tmp_path / "mirror"):
             sweeps.set()
             assert seen.wait(60)
-        acquire(self, *args, **kwargs)
+        return acquire(self, *args, **kwargs)
 
     monkeypatch.setattr(RunDirectory, "acquire", acquires)
     with manager(tmp_path / "run", tmp_path / "mirror") as run:

@@ -24,7 +24,7 @@ from tests.cli.commands import error_of
 import holdfast as hf
 from holdfast.engine.observer import Observer, Point
 from holdfast.engine.sources import discovery
-from holdfast.engine.storage import FileLock, Helper, Location, as_location
+from holdfast.engine.storage import FileLock, Helper, Location, as_location, locked_elsewhere
 
 TREE = {"weights": np.arange(10)}
 
@@ -265,16 +265,35 @@ def test_nothing_is_saved_once_another_thread_has_closed_the_manager(
     assert not (tmp_path / "2").exists()
 
 
-@pytest.mark.parametrize("reused", [False, True])
-def test_a_lock_that_another_thread_has_released_is_not_held(tmp_path: Path, reused: bool) -> None:
-    lock = FileLock(as_location(tmp_path) / "owner.json")
-    lock.acquire(os.O_RDWR | os.O_CREAT)
-    descriptor = lock.descriptor
-    assert lock.is_current()
-    lock.release()
-    lock.descriptor = descriptor  # as another thread has read it just before
-    with open(os.devnull) if reused else contextlib.nullcontext():
-        assert not lock.is_current()
+def test_locks_of_other_threads_are_asked_about_while_they_are_taken_and_released(tmp_path: Path) -> None:
+    """The number of a descriptor belongs to another file as soon as another thread has closed it."""
+    held = FileLock(as_location(tmp_path) / "held.json")
+    held.acquire(os.O_RDWR | os.O_CREAT)
+    ends, found = threading.Event(), set()
+
+    def take_and_release(index: int) -> None:
+        while not ends.is_set():
+            locks = [FileLock(as_location(tmp_path) / f"{index}-{number}.json") for number in range(8)]
+            for lock in locks:
+                lock.acquire(os.O_RDWR | os.O_CREAT)
+            for lock in locks:
+                lock.release()
+
+    threads = [threading.Thread(target=take_and_release, args=(index,)) for index in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(1000):
+            found.add((held.is_current(), locked_elsewhere(as_location(tmp_path) / "held.json")))
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+        held.release()
+    assert found == {(True, False)}
 
 
 def test_a_new_file_with_the_number_of_the_locked_one_is_another(

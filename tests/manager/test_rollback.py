@@ -138,3 +138,25 @@ def test_a_step_that_could_not_be_replaced_is_still_due(place: str) -> None:
             manager.save(2, {"branch": object()})
         assert manager.save(2, {"branch": "new"})
         assert branches(manager) == {1: "old", 2: "new"}
+
+
+@pytest.mark.parametrize("after", [True, False])
+def test_what_was_deleted_is_saved_again_and_the_interval_counts_from_what_is_left(after: bool, tmp_path: Path) -> None:
+    options = hf.CheckpointManagerOptions(save_interval_steps=10)
+    with hf.CheckpointManager(tmp_path, options=options) as run:
+        for step in (10, 20, 30):
+            assert run.save(step, {"w": 1.0})
+            run.wait_until_finished()
+        if after:
+            run.delete_after(20)
+        else:
+            run.delete(30)
+        assert run.should_save(31)
+        assert run.save(30, {"w": 2.0})
+        run.wait_until_finished()
+        assert not run.should_save(31)
+        assert run.restore(30) == {"w": 2.0}
+        run.delete(10)
+        assert not run.should_save(39)
+        run.delete_after(0)
+        assert run.should_save(31)

@@ -286,3 +286,18 @@ def test_entries_of_a_file(folder: Location) -> None:
     (folder / "file").write_bytes(b"1")
     with pytest.raises(ObjectNotFoundError, match="Not a directory"):
         (folder / "file").entries()
+
+
+def test_a_file_that_is_listed_and_cannot_be_removed(
+    tmp_path: pathlib.Path, folder: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system in trouble says that a file is missing, and lists it."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_bytes(b"1")
+
+    def unlink(path: Any) -> None:
+        raise FileNotFoundError(errno.ENOENT, "no such file", path)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    with pytest.raises(StorageError, match=r"folder: .* has answered 100 times that it does not exist"):
+        (folder / "folder").remove_tree(first="file")

@@ -51,19 +51,12 @@ def directory_spec(location: Location) -> dict[str, Any]:
     scheme, _, rest = location.url.partition("://")
     if scheme not in ("memory", "s3", "gs"):
         raise InvalidLocationError(
-            f"{location}: TensorStore, which reads and writes the arrays of Orbax, does not reach {scheme}://; use a "
+            f"{location}: TensorStore, which reads the arrays of Orbax, does not reach {scheme}://; use a "
             "disk, S3 or Google Cloud Storage, and copy the directory from there or to there"
         )
     bucket, _, key = ("", "", rest) if scheme == "memory" else rest.partition("/")
     key = unquote(key, errors="surrogateescape")
     return {**store_spec(scheme, bucket), "path": f"{key}/" if key else ""}
-
-
-def new_context() -> tensorstore.Context:
-    """Make the TensorStore context of one opened checkpoint; its cache is freed with it."""
-    import tensorstore
-
-    return tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE}}, parent=shared_context())
 
 
 class Wanted(NamedTuple):
@@ -80,7 +73,7 @@ class OpenedArrays:
         import tensorstore
 
         self._location = location
-        context = new_context()
+        context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE}}, parent=shared_context())
         opening = {name: tensorstore.open(spec, context=context, open=True, read=True) for name, spec in specs.items()}
         self._stores: dict[str, tensorstore.TensorStore] = {}
         self.dtypes: dict[str, np.dtype[Any]] = {}
@@ -200,7 +193,7 @@ class ProcessDatabases:
         for folder in folders:
             try:
                 with naming(folder):
-                    keys = _read_database(folder).keys
+                    keys = read_database(folder).keys
             except ObjectNotFoundError as error:
                 raise DamagedCheckpointError(f"{folder} is damaged: {error}") from error
             for key in keys:
@@ -228,7 +221,7 @@ def missing_files(location: Location, names: Collection[str]) -> dict[str, list[
     if not names:
         return {}
     try:
-        entries = _read_database(location)
+        entries = read_database(location)
     except (HoldfastError, OSError) as error:
         return {name: [(MANIFEST_NAME, str(error))] for name in names}
     wanted = {f"{name}/".encode() if name else b"": name for name in names}
@@ -262,7 +255,7 @@ def _size(place: Location) -> float | str:
         return f"it is missing or cannot be opened ({error})"
 
 
-def _read_database(location: Location) -> Entries:
+def read_database(location: Location) -> Entries:
     def node(path: str, offset: int, length: int) -> bytes:
         with (location / path).open_data() as file:
             return file.read(offset, length).tobytes()

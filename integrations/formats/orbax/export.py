@@ -6,21 +6,21 @@ A plan says how Orbax stores a tree: in arrays, and in JSON files beside them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.arrays import SavedLeaf, TreeSource, batches
+from ....engine.arrays import SavedLeaf, TreeSource
 from ....engine.checkpoint import deleted_on_interrupt
 from ....engine.clock import Portion, Progress
 from ....engine.distributed import Coordinator, run_on_primary
 from ....engine.errors import CheckpointExistsError, OptionError, StorageError, UnsupportedLeafError
-from ....engine.format import RECORD, encode_array_metadata, storage_dtype
+from ....engine.format import RECORD, storage_dtype
 from ....engine.pytree import NAME_ONLY, Patterns, Saved, TreeDef, format_path, materialize
 from ....engine.sources import (
     JSON,
@@ -36,15 +36,12 @@ from ....engine.sources import (
     selected,
 )
 from ....engine.steps import StepEntry
-from ....engine.storage import Location, Place, as_location, map_status
-from .arrays import directory_spec, new_context
+from ....engine.storage import Location, Place, as_location
 from .checkpoint import COMMITTED, METRICS_FOLDER, ONLY_ITEM, RUN_METADATA, RUN_METADATA_FILE, UNFINISHED
 from .tree import ARRAYS_FOLDER, CHECKPOINT_FILE, NONE, SCALAR, STRING, STRINGS_FILE, TREE_FILE, WITHOUT_DATA
 
 TREE_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 JSON_HANDLER = "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler"
-CHUNK_BYTES = 16 << 20  # bytes
-BYTES_AT_ONCE = 256 << 20  # bytes of arrays in memory
 _SEQUENCE, _MAPPING = 1, 2  # kinds of keys
 # Not "jax.Array": without a template, Orbax restores such a leaf only onto devices that are named. With a template,
 # either kind can be restored as the other.
@@ -55,6 +52,8 @@ _SCALARS = frozenset({"bool", "int", "float"})
 _ARRAYS = frozenset({"numpy", "jax", "torch", "key", "numpy_scalar", "complex"})
 
 _Keys = tuple[tuple[str, int], ...]  # a path: its keys, each with its kind
+# Writes leaves of a tree and other arrays, by their names, into a folder; it is told the bytes that are done.
+WriteArrays = Callable[[Location, TreeSource, Mapping[str, SavedLeaf | NDArray[Any]], Callable[[int], None]], None]
 
 
 class OrbaxPlan:
@@ -72,6 +71,9 @@ class OrbaxPlan:
         self._taken: dict[str, str] = {}
         self._problems: list[str] = []
         self._visit(source.tree.structure, ())
+        folders = sorted(f"{name}/" for name in self.arrays)
+        inside = [other for one, other in itertools.pairwise(folders) if other.startswith(one)]
+        self._problems += [f"{name[:-1]}: it would lie in the folder of another array" for name in inside]
         if not self.entries:
             self._problems.append("(root): Orbax does not save a tree without leaves")
         if self._problems:
@@ -214,7 +216,13 @@ def json_file(value: Any) -> bytes:
 
 
 def export_orbax(
-    origin: Location, target: Location, step: int | None, item: str | None, select: Patterns | None, progress: Progress
+    origin: Location,
+    target: Location,
+    step: int | None,
+    item: str | None,
+    select: Patterns | None,
+    progress: Progress,
+    write: WriteArrays,
 ) -> list[tuple[CheckpointSource, Location, int | None, Sequence[TreeSource]]]:
     """Write copies of checkpoints that Orbax restores; return each with its copy, its step and its trees.
 
@@ -241,7 +249,7 @@ def export_orbax(
         for (place, entry), portion in zip(entries.items(), portions_of(progress, [*entries.values()]), strict=True):
             made.append(place)
             checkpoint = open_at(entry.location)
-            trees = _export(checkpoint, place, item, select, portion, managed=managed)
+            trees = _export(checkpoint, place, item, select, portion, write, managed=managed)
             done.append((checkpoint, place, entry.step if managed else None, trees))
         if metadata:
             document = {"custom_metadata": dict(metadata)}
@@ -344,6 +352,7 @@ def _export(
     item: str | None,
     select: Patterns | None,
     portion: Portion,
+    write: WriteArrays,
     *,
     managed: bool,
 ) -> Sequence[TreeSource]:
@@ -365,7 +374,10 @@ def _export(
     portion.work(sum(leaf.nbytes for plan in plans.values() for leaf in plan.arrays.values()))
     with portion, _finished(target) as folder:
         for name, plan in plans.items():
-            _write_tree(folder if is_one_tree else folder / places[name], trees[name], plan, portion)
+            place = folder if is_one_tree else folder / places[name]
+            place.make_directory()
+            if plan.arrays:
+                write(place, trees[name], {**plan.arrays, **plan.numbers}, portion.advance)
         _write_files(folder, files)
     return [*trees.values()]
 
@@ -405,61 +417,3 @@ def _write_files(folder: Location, files: Mapping[str, bytes]) -> None:
         place = folder / path
         place.parent.make_directory()
         place.write_bytes(content)
-
-
-def _write_tree(folder: Location, source: TreeSource, plan: OrbaxPlan, portion: Portion) -> None:
-    folder.make_directory()
-    for group in batches(plan.arrays, lambda name: plan.arrays[name].nbytes, BYTES_AT_ONCE):
-        _write_arrays(folder, source, plan, group)
-        portion.advance(sum(plan.arrays[name].nbytes for name in group))
-
-
-def _write_arrays(folder: Location, source: TreeSource, plan: OrbaxPlan, names: list[str]) -> None:
-    """Write arrays in one transaction: into few files, durable when this returns."""
-    import tensorstore
-
-    stored = [name for name in names if name not in plan.numbers]
-    arrays = dict(zip(stored, source.read_leaves([plan.arrays[name] for name in stored]), strict=True)) | plan.numbers
-    context = new_context()
-    base = directory_spec(folder)
-    try:
-        with tensorstore.Transaction() as transaction:
-            opening = []
-            for name in names:
-                array = arrays[name]
-                assert array is not None
-                array = array.astype(array.dtype.newbyteorder("="), copy=False)
-                opening.append((array, _create(name, array, base, context, transaction)))
-            copies = [
-                store.result().write(array, can_reference_source_data_indefinitely=True).copy
-                for array, store in opening
-            ]
-            for copy in copies:
-                copy.result()
-    except (ValueError, NotImplementedError, OSError) as error:
-        raise map_status(error, folder.url, "write") from error
-
-
-def _create(name: str, array: NDArray[Any], base: dict[str, Any], context: Any, transaction: Any) -> Any:
-    import tensorstore
-
-    data_type = storage_dtype(array.dtype).data_type
-    metadata = json.loads(encode_array_metadata(array.shape, data_type, _chunk_shape(array)))
-    spec = {
-        "driver": "zarr3",
-        "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/" if name else ""},
-        "metadata": metadata,
-        "store_data_equal_to_fill_value": True,
-    }
-    return tensorstore.open(spec, create=True, context=context, transaction=transaction)
-
-
-def _chunk_shape(array: NDArray[Any]) -> tuple[int, ...]:
-    """Cut along the first axes, so that each chunk is one stretch of memory, until chunks are small enough."""
-    shape = [max(size, 1) for size in array.shape]
-    for axis, size in enumerate(shape):
-        row = math.prod(shape[axis + 1 :]) * max(array.dtype.itemsize, 1)
-        shape[axis] = min(size, max(1, CHUNK_BYTES // row))
-        if shape[axis] > 1 or row <= CHUNK_BYTES:
-            break
-    return tuple(shape)

@@ -44,8 +44,7 @@ from .arrays import (
     directory_spec,
     gather,
     missing_files,
-    new_context,
-    reason,
+    read_database,
 )
 
 TREE_FILE = "_METADATA"
@@ -444,14 +443,9 @@ class ArrayFolder(OrbaxTree):
         return renamed_for(self, names)
 
     def _read_structure(self, decoded: Decoded | None, files: set[str]) -> TreeMetadata:
-        import tensorstore
-
-        database = {"driver": "ocdbt", "base": directory_spec(self.location)}
-        try:
-            keys = tensorstore.KvStore.open(database, context=new_context()).result().list().result()
-            found = [key.removesuffix(_ARRAY).decode() for key in sorted(keys) if key.endswith(_ARRAY)]
-        except (ValueError, NotImplementedError, OSError) as error:
-            raise DamagedCheckpointError(f"{self.location}: {reason(error, self.location)}") from error
+        with naming(self.location):
+            keys = read_database(self.location).keys
+            found = [key.removesuffix(_ARRAY).decode(errors="backslashreplace") for key in keys if key.endswith(_ARRAY)]
         names = [name.removesuffix("/") for name in found if name.endswith("/") or not name]
         parameters = [Parameter((name,), "unknown") for name in names]
         return TreeMetadata(parameters, use_zarr3=True, complete=False, uses_ocdbt=True)

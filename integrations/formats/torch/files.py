@@ -251,14 +251,19 @@ def read_object(archive: TorchArchive, file: str = "") -> Any:
     return unpickle(archive.pickle, BUILDERS, storage_finder(archive.records, file, archive.byte_order))
 
 
-def without_objects(tree: Any, left_out: list[str], pickle_bytes: int, needed: tuple[str, ...] | None = None) -> Any:
-    """Replace objects that are not data by `Unreadable`; outside of the needed members, leaves them out."""
-    walk = _Walk(left_out, _VISITS + pickle_bytes)
+def without_objects(
+    tree: Any, left_out: list[str], pickle_bytes: int, needed: tuple[str, ...] | None = None, *, none: bool = False
+) -> Any:
+    """Replace objects that are not data by `Unreadable`; outside of the needed members, leaves them out.
+
+    With ``none``, None is a key, as in a dictionary that is never stored as a tree.
+    """
+    walk = _Walk(left_out, _VISITS + pickle_bytes, none)
     if needed is None or not isinstance(tree, dict):
         return walk.visit(tree, "", 0)
     found = {}
     for key, value in tree.items():
-        if not _is_key(key):
+        if not walk.is_key(key):
             left_out.append(f"an entry with the key {shown(key)}")
         elif key in needed:
             found[key] = walk.visit(value, str(key), 1)
@@ -271,6 +276,7 @@ def without_objects(tree: Any, left_out: list[str], pickle_bytes: int, needed: t
 class _Walk:
     left_out: list[str]
     visits: int  # how many nodes may still be visited
+    none: bool  # whether None is a key
 
     def visit(self, value: Any, path: str, depth: int) -> Any:
         self.visits -= 1
@@ -280,8 +286,7 @@ class _Walk:
         if kind in _SCALARS or kind is StoredArray:
             return value
         if kind is dict or kind is OrderedDict:
-            odd = next((key for key in value if not _is_key(key)), None)
-            if odd is not None:
+            for odd in (key for key in value if not self.is_key(key)):
                 return Unreadable(f"a dictionary with the key {shown(odd)}")
             return kind((key, self.visit(item, f"{path}/{key}", depth + 1)) for key, item in value.items())
         if kind in (list, tuple):
@@ -291,6 +296,11 @@ class _Walk:
         if isinstance(value, np.generic):
             return value
         return _leaf(plain_array(value))
+
+    def is_key(self, key: Any) -> bool:
+        if key is None:
+            return self.none
+        return type(key) in (str, bool) or (type(key) is int and -(1 << 63) <= key < 1 << 63)
 
     def prune(self, value: Any, path: str) -> Any:
         """Leave out entries of dictionaries that are, or hold, objects; a sequence is left out as a whole."""
@@ -311,10 +321,6 @@ def _object_in(value: Any) -> str | None:
         return value.what
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return next((what for item in inner if (what := _object_in(item)) is not None), None)
-
-
-def _is_key(key: Any) -> bool:
-    return type(key) in (str, bool) or (type(key) is int and -(1 << 63) <= key < 1 << 63)
 
 
 def _leaf(value: Any) -> Any:

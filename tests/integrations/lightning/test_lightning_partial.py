@@ -10,6 +10,7 @@ import lightning.pytorch as lightning
 import pytest
 import torch
 from lightning.pytorch import callbacks as parts
+from tests.equality import assert_same
 from tests.lightning_advice import ADVICE
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 
@@ -67,7 +68,7 @@ class Seen(lightning.Callback):
 def contents(trainer: Any, module: Any) -> tuple[Any, ...]:
     names = {parameter: name for name, parameter in module.named_parameters()}
     moments = {
-        names[parameter]: {key: torch.as_tensor(value).clone() for key, value in state.items()}
+        names[parameter]: {key: torch.as_tensor(value).clone() for key, value in state.items() if key != "signs"}
         for optimizer in trainer.optimizers
         for parameter, state in optimizer.state.items()
     }
@@ -370,6 +371,97 @@ def test_another_number_of_optimizers_is_refused(program: Any, new_directory: Ne
         go(directory, 3 * STEPS, 2)
     seen = go(directory, 3 * STEPS, 2, partial="initialize")
     assert seen.moments.keys() == {"two.weight", "two.bias"}  # the first took what it could, the other is fresh
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer of a program, which keeps a moment and the updates that it has done, in precision of its own."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> Any:
+        """Moves parameters by the sign of their moments, which are of float64, and counts in int64."""
+        loss = None if closure is None else closure()
+        for parameter in (one for group in self.param_groups for one in group["params"] if one.grad is not None):
+            state = self.state[parameter]
+            moment = state.get("moment", torch.zeros_like(parameter, dtype=torch.float64))
+            state["moment"] = moment * 0.9 + parameter.grad.detach().double() * 0.1
+            state["count"] = state.get("count", torch.tensor(0)) + 1
+            state["signs"] = [state["moment"].sign().to(torch.int8)]
+            with torch.no_grad():
+                parameter -= self.param_groups[0]["lr"] * state["moment"].to(parameter.dtype)
+        return loss
+
+
+class Tiger(Lion):
+    pass
+
+
+class Lynx(torch.optim.Optimizer):
+    step = Lion.step
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+
+class Replacing(lightning.Callback):
+    """Begins another optimizer over the same parameters, as finetuning in phases does."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 1:
+            trainer.strategy.optimizers = [self.kind(pl_module.parameters(), lr=0.05)]
+
+
+@pytest.mark.parametrize(("first", "then"), [(torch.optim.Adam, torch.optim.RAdam), (Lion, Lynx)])
+def test_an_optimizer_that_replaced_another_is_refused_to_the_first(
+    program: Any, new_directory: NewDirectory, first: Any, then: Any
+) -> None:
+    directory, layers = new_directory(), {"one": 3}
+
+    def begun(net: Any) -> Any:
+        return first(net.parameters(), lr=0.05)
+
+    fit(program, directory, STEPS, layers, begun, callbacks=(Replacing(then),))
+    with pytest.raises(hf.TreeMismatchError, match=f"optimizer 0: expected .*{first.__name__}.*{then.__name__}"):
+        fit(program, directory, STEPS + 1, layers, begun)
+    _, seen = fit(program, directory, STEPS + 1, layers, begun, partial="initialize")
+    assert (seen.step, seen.moments) == (STEPS, {})
+    _, seen = fit(
+        program, directory, STEPS + 2, layers, lambda net: then(net.parameters(), lr=0.05), partial="initialize"
+    )
+    assert seen.step == STEPS + 1
+
+
+def test_a_derived_optimizer_takes_the_state_of_its_base(program: Any, new_directory: NewDirectory) -> None:
+    directory, layers = new_directory(), {"one": 3}
+    fit(program, directory, STEPS, layers, lambda net: Lion(net.parameters(), lr=0.05))
+    _, seen = fit(program, directory, STEPS + 1, layers, lambda net: Tiger(net.parameters(), lr=0.05))
+    assert seen.moments.keys() == {"one.weight", "one.bias"}
+
+
+@pytest.mark.parametrize("partial", [None, "initialize"])
+def test_what_an_optimizer_keeps_has_the_dtypes_that_it_had(
+    program: Any, new_directory: NewDirectory, partial: Any
+) -> None:
+    directory, layers = new_directory(), {"one": 3}
+
+    def lion(net: Any) -> Any:
+        return Lion(net.parameters(), lr=0.05)
+
+    trainer, _ = fit(program, directory, STEPS, layers, lion)
+    saved = {name: dict(trainer.optimizers[0].state[one]) for name, one in trainer.model.named_parameters()}
+    found: list[Any] = []
+
+    class Keeping(lightning.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            state = trainer.optimizers[0].state
+            found.append({name: dict(state[one]) for name, one in pl_module.named_parameters()})
+
+    fit(program, directory, STEPS + 1, layers, lion, callbacks=(Keeping(),), partial=partial)
+    assert_same(found, [saved])
 
 
 @pytest.mark.needs("lightning", "2.6")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.documents.examples import Examples, blocks_of
+from tests.documents.examples import Examples
 from tests.equality import assert_same
 
 import holdfast as hf
@@ -87,18 +87,6 @@ def test_jax_is_resumed(tmp_path: Path) -> None:
         # The save of step 6 may be under way at the kill.
         assert starts in ([["0"]] if kind == "jax" else [["0", "4"], ["0", "6"]])
     assert_same(*found)
-
-
-@pytest.mark.examples("docs/several_processes.md", "python 6", "console 7")
-def test_the_page_of_several_processes(examples: Examples, tmp_path: Path) -> None:
-    assert examples.commands() == ["python train_on_ray.py"]
-    (tmp_path / "train_on_ray.py").write_text(examples["python 6"].replace("/tmp/ray_runs", str(tmp_path)))
-    environment = {**os.environ, "HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0"}
-    command = [sys.executable, str(tmp_path / "train_on_ray.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
-    assert done.returncode == 0, done.stderr
-    *_, shown = [block.text for block in blocks_of("docs/several_processes.md") if block.language == "text"]
-    assert done.stdout.splitlines()[-1] == shown.strip().replace("/tmp/ray_runs", str(tmp_path))
 
 
 @pytest.mark.examples("docs/ray.md")

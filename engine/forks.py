@@ -1,0 +1,47 @@
+"""What a forked process, such as a data loader's worker, must not inherit from the threads of its parent.
+
+Only the thread that forks goes on in the child. A lock that another thread held at that moment would stay locked there
+for ever, so every lock that a child may meet is a :class:`Lock`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+
+
+class Lock:
+    """A ``threading.Lock``, or with ``reentrant`` an ``RLock``, that is free in a process that is forked."""
+
+    def __init__(self, *, reentrant: bool = False) -> None:
+        self._make = threading.RLock if reentrant else threading.Lock
+        self._lock = self._make()
+        _locks.add(self)
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        return self._lock.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def renew(self) -> None:
+        """Replace the lock by one that nobody holds."""
+        self._lock = self._make()
+
+
+_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _renew() -> None:
+    for lock in list(_locks):
+        lock.renew()
+
+
+os.register_at_fork(after_in_child=_renew)

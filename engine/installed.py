@@ -1,0 +1,54 @@
+"""How this copy of holdfast was installed: the command that adds an extra to it, and a stranger of the same name."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+_NAME = "holdfast-checkpoint"  # of the distribution: the ``holdfast`` of PyPI is another project
+
+
+def install_command(*extras: str) -> str:
+    """Return the command that installs extras, from where this copy was installed."""
+    wanted = f"[{','.join(extras)}]"
+    match _origin():
+        case {"url": str(url), "dir_info": dict(folder)}:
+            return f"pip install {'-e ' if folder.get('editable') else ''}'{url.removeprefix('file://')}{wanted}'"
+        case {"url": str(url), "vcs_info": dict(vcs)}:
+            revision = vcs.get("requested_revision")
+            return f"pip install '{_NAME}{wanted} @ {vcs['vcs']}+{url}{f'@{revision}' if revision else ''}'"
+        case {"url": str(url)}:
+            return f"pip install '{_NAME}{wanted} @ {url}'"
+    return f"pip install '{_NAME}{wanted}'"
+
+
+def _origin() -> dict[str, Any]:
+    """Return what pip notes about a distribution that it has not taken from an index (PEP 610); empty if it has."""
+    folder = Path(__file__).resolve().parents[1]
+    if (folder / "pyproject.toml").exists():  # a checkout, which may be on the path without an installation
+        return {"url": f"file://{folder}", "dir_info": {"editable": True}}
+    from importlib.metadata import PackageNotFoundError, distribution  # imported lazily: only errors need it
+
+    try:
+        text = distribution(_NAME).read_text("direct_url.json")
+    except PackageNotFoundError:
+        text = None
+    found: dict[str, Any] = json.loads(text) if text else {}
+    return found
+
+
+def stranger() -> str | None:
+    """Return a line about another project's distribution ``holdfast``, which has the same folder; None without one."""
+    for place in sys.path:
+        for found in glob.glob(os.path.join(glob.escape(place), "holdfast-[0-9]*.dist-info")):
+            entries = Path(found, "entry_points.txt")  # Ours had this name in earlier versions.
+            if not (entries.exists() and "holdfast.cli" in entries.read_text(encoding="utf-8")):
+                return (
+                    f"another project's package `holdfast` is installed beside {_NAME}, in the same folder. To mend "
+                    f"it: pip uninstall holdfast {_NAME}; {install_command('cli')}"
+                )
+    return None

@@ -1,0 +1,30 @@
+"""Standard streams without a reader: the program at the other end of a pipe has ended, or a terminal is closed."""
+
+from __future__ import annotations
+
+import os
+import select
+
+STREAMS = {0: "stdin", 1: "stdout", 2: "stderr"}
+"""The standard streams by file descriptor."""
+
+
+def silence_lost_streams() -> list[str]:
+    """Redirect streams without a reader to ``/dev/null``, as writing to them ends programs; return their names."""
+    poll = select.poll()
+    for number in (1, 2):
+        poll.register(number, 0)
+    lost = [number for number, state in poll.poll(0) if state & (select.POLLERR | select.POLLHUP | select.POLLNVAL)]
+    for number in lost:
+        redirect(number)
+    return [STREAMS[number] for number in lost]
+
+
+def redirect(number: int) -> None:
+    """Redirect a file descriptor to ``/dev/null``."""
+    null = os.open(os.devnull, os.O_RDWR)
+    if null == number:
+        os.set_inheritable(null, True)
+        return
+    os.dup2(null, number)
+    os.close(null)

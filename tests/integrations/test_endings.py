@@ -1,0 +1,161 @@
+"""Every ending of a loop that loses steps says so: in one line, with what is saved and how to keep the others."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.logs import unconfigure
+
+import holdfast as hf
+
+_PROGRAM = """
+import os, signal, sys
+import numpy as np
+import holdfast as hf
+
+checkpoint = hf.CheckpointCallback("run", save_interval_steps=5, signals=sys.argv[2:] or ("SIGTERM", "SIGHUP"))
+state, start = checkpoint.restore_or_initialize({"w": np.zeros(2)})
+for step in range(start + 1, int(sys.argv[1]) + 1):
+    state = {"w": state["w"] + 1}
+    print("step", step, flush=True)
+    if checkpoint.on_step(step, state).should_stop:
+        checkpoint.close()
+        sys.exit(checkpoint.exit_status)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> list[str]:
+    (tmp_path / "train.py").write_text(_PROGRAM)
+    return [sys.executable, "train.py"]
+
+
+NEVER_CLOSED = [
+    (4, "the program ended without closing the callback after step 4: no step is saved in {}, so every step is lost"),
+    (8, "the program ended without closing the callback after step 8: step 5 is saved in {}, and the 3 steps after it"),
+    (10, None),
+]
+
+
+@pytest.mark.parametrize(("steps", "line"), NEVER_CLOSED)
+def test_a_callback_that_is_never_closed_speaks_at_exit(
+    program: list[str], steps: int, line: str | None, tmp_path: Path
+) -> None:
+    done = subprocess.run([*program, str(steps)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    place = tmp_path / "run"
+    said = done.stderr.splitlines()
+    assert (done.returncode, said[0]) == (0, f"holdfast: started fresh: no checkpoint in {place}")
+    assert len(said) == (1 if line is None else 2)
+    if line is not None:
+        assert said[1].startswith(line.format(place))
+        assert "with statement" in said[1]
+    assert [one.step for one in hf.list_checkpoints(place)] == [5, 10][: steps // 5], "nothing is saved at the exit"
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def fail() -> None:
+    raise ZeroDivisionError
+
+
+ENDINGS: dict[str, tuple[Callable[[], object], int, str]] = {
+    "Ctrl-C": (interrupt, 7, 'KeyboardInterrupt after step 7: step 5 is saved in {}, and the 2 steps after it are lost.'
+               ' To save the step first at Ctrl-C, set signals=("SIGTERM", "SIGHUP", "SIGINT")'),
+    "sys.exit": (lambda: sys.exit(3), 6, "SystemExit after step 6: step 5 is saved in {}, and the 1 step after it are"),
+    "an error": (fail, 3, "ZeroDivisionError after step 3: no step is saved in {}, so every step is lost. To lose"),
+    "nothing lost": (fail, 5, "ZeroDivisionError after step 5, which is saved in {}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+def test_an_exception_says_what_it_costs(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    end, last, line = ENDINGS[how]
+    caplog.set_level(logging.INFO, "holdfast")
+    with (
+        contextlib.suppress(KeyboardInterrupt, SystemExit, ZeroDivisionError),
+        hf.CheckpointCallback(tmp_path, save_interval_steps=5) as checkpoint,
+    ):
+        checkpoint.restore_or_initialize({"w": np.zeros(2)})
+        for step in range(1, last + 1):
+            checkpoint.on_step(step, {"w": np.full(2, step)})
+        end()
+    said = [record for record in caplog.records if record.getMessage().startswith("the loop ended with ")]
+    assert [record.levelno for record in said] == [logging.INFO if how == "nothing lost" else logging.WARNING]
+    assert said[0].getMessage().startswith(f"the loop ended with {line.format(tmp_path)}")
+
+
+def test_after_a_preemption_and_before_the_first_step_nothing_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for steps in (0, 3):
+        with contextlib.suppress(SystemExit), hf.CheckpointCallback(tmp_path) as checkpoint:
+            checkpoint.restore_or_initialize({"w": np.zeros(2)})
+            for step in range(1, steps + 1):
+                os.kill(os.getpid(), signal.SIGTERM)
+                checkpoint.on_step(step, {"w": np.full(2, step)})
+            sys.exit(checkpoint.exit_status)
+    assert "ended with" not in caplog.text
+
+
+def test_a_program_outlives_its_terminal_for_a_save(program: list[str], tmp_path: Path) -> None:
+    """A closed terminal sends SIGHUP, and the lines that the program prints afterwards do not end it."""
+    pid, terminal = pty.fork()
+    if pid == 0:  # pragma: no cover
+        os.chdir(tmp_path)
+        os.execv(program[0], [*program, "1000000000"])
+    while b"step 3" not in os.read(terminal, 1 << 16):
+        pass
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 75
+    last = hf.list_checkpoints(tmp_path / "run")[-1]
+    assert last.reason == "preempted"
+
+
+IGNORED = [("SIGHUP", True), ("SIGINT", True), ("SIGTERM", False)]
+
+
+@pytest.mark.parametrize(("name", "stays"), IGNORED)
+def test_what_nohup_ignores_stays_ignored(
+    name: str, stays: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    number = signal.Signals[name]
+    before = signal.signal(number, signal.SIG_IGN)
+    request.addfinalizer(lambda: signal.signal(number, before))
+    with hf.CheckpointCallback(tmp_path, signals=["SIGTERM", "SIGHUP", "SIGINT"]) as checkpoint:
+        os.kill(os.getpid(), number)
+        assert checkpoint.preempted is not stays
+    assert signal.getsignal(number) == signal.SIG_IGN
+
+
+def test_a_new_learning_rate_that_is_not_used_is_a_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``logging.basicConfig()``, as most programs have it; a resume is said, too, and nothing is said twice."""
+    torch = pytest.importorskip("torch")
+    unconfigure(monkeypatch)
+    logging.basicConfig(format="%(levelname)s %(message)s")
+    for lr, steps in ((0.1, 2), (0.5, 4)):
+        model = torch.nn.Linear(1, 1)
+        state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=lr)}
+        capfd.readouterr()
+        with hf.CheckpointCallback(tmp_path, witness=False, save_interval_steps=100) as checkpoint:
+            _, start = checkpoint.restore_or_initialize(state)
+            for step in range(start + 1, steps + 1):
+                checkpoint.on_step(step, state)
+    said = capfd.readouterr().err.splitlines()
+    assert [line.partition("(")[0] for line in said] == [
+        f"holdfast: resumed from step 2 in {tmp_path}",
+        "WARNING hyperparameters differ, and those that were saved count ",
+    ]

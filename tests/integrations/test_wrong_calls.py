@@ -1,0 +1,130 @@
+"""What a new user writes at first: it works, or the error shows the right call."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.engine.manager import read_run_events
+from holdfast.engine.storage import as_location
+
+loose: Any = hf  # These calls are wrong for type checkers, too.
+
+
+def begun(directory: Path) -> Any:
+    checkpoint = hf.CheckpointCallback(directory)
+    checkpoint.restore_or_initialize({"w": 1})
+    return checkpoint
+
+
+NEWEST, NEVER = "did you mean 'auto', which resumes from the newest", "did you mean 'never', which raises an error if"
+WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "two states": (
+        lambda path: loose.CheckpointCallback(path).restore_or_initialize("model", "optimizer"),
+        'restore_or_initialize({"model": model, "optimizer": optimizer})',
+    ),
+    "the state first": (lambda path: begun(path).on_step({"w": 1}, 1), "on_step(step, state, metrics="),
+    "metrics by position": (
+        lambda path: begun(path).on_step(1, {"w": 1}, {"loss": 1}),
+        "on_step(step, state, metrics=",
+    ),
+    "a step to load": (
+        lambda path: loose.load(path, step=400),
+        "step: give the path of the step, such as runs/digits/400",
+    ),
+    "a namespace": (
+        lambda path: loose.CheckpointCallback(path, metadata=argparse.Namespace(lr=1)),
+        "pass vars(metadata)",
+    ),
+    "options as a dictionary": (
+        lambda path: loose.CheckpointManager(path, options={"max_to_keep": 3}),
+        "hf.CheckpointManagerOptions(**{'max_to_keep': 3}), not a dict",
+    ),
+    "latest": (lambda path: loose.CheckpointCallback(path, resume="latest"), NEWEST),
+    "last": (lambda path: loose.CheckpointCallback(path, resume="last"), NEWEST),
+    "resume=True": (lambda path: loose.CheckpointCallback(path, resume=True), NEWEST),
+    "resume=False": (lambda path: loose.CheckpointCallback(path, resume=False), NEVER),
+    "a word close by": (lambda path: loose.CheckpointCallback(path, resume="muss"), "did you mean 'must'?"),
+    "True as an interval": (lambda path: loose.CheckpointCallback(path, save_interval_steps=True), "a whole number"),
+    "a drive letter": (lambda path: loose.CheckpointCallback(r"C:\runs\x"), "in WSL it is '/mnt/c/runs/x'"),
+    "a lost colon": (lambda path: loose.CheckpointCallback("gs//bucket/x"), "lacks a colon: 'gs://bucket/x'"),
+}
+
+
+@pytest.mark.parametrize("call", WRONG)
+def test_the_error_shows_the_right_call(call: str, tmp_path: Path) -> None:
+    wrong, said = WRONG[call]
+    with pytest.raises(hf.HoldfastError, match=re.escape(said)):
+        wrong(tmp_path)
+    assert not list(tmp_path.glob("[0-9]*"))
+
+
+EXTRAS = [{3, 1, 2}, frozenset({"a", None}), {"seen": [{1, 2}]}, bytearray(b"abc"), {"buffer": [bytearray(b"x")]}]
+
+
+@pytest.mark.parametrize("extra", EXTRAS, ids=repr)
+def test_sets_and_bytearrays_are_extras(extra: Any, tmp_path: Path) -> None:
+    for step in (0, 1):
+        with hf.CheckpointCallback(tmp_path) as checkpoint:
+            state, start = checkpoint.restore_or_initialize({"w": 1}, extra=extra)
+            assert (start, repr(checkpoint.extras["extra"])) == (step, repr(extra))
+            checkpoint.on_step(1, state, extra=extra)
+
+
+def test_whole_numbers_of_numpy_are_options(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save_interval_steps": np.int64(2), "max_to_keep": np.int32(3)}
+    with hf.CheckpointCallback(tmp_path, **options, keep_steps=np.arange(2).tolist()) as checkpoint:
+        checkpoint.restore_or_initialize({"w": 1})
+        for step in range(1, 5):
+            checkpoint.on_step(step, {"w": step})
+    assert [one.step for one in hf.list_checkpoints(tmp_path)] == [2, 4]
+    with loose.CheckpointCallback(tmp_path, resume=np.int64(2)) as checkpoint:
+        assert checkpoint.restore_or_initialize({"w": 1})[1] == 2
+
+
+METRICS = [
+    ("high", "that is 'high'"),
+    (None, "that is None"),
+    ([0.5, 0.6], "that is a list"),
+    (np.zeros(3), "that is a ndarray of the shape [3]"),
+]
+
+
+@pytest.mark.parametrize(("value", "said"), METRICS, ids=str)
+def test_a_metric_that_is_no_number_is_named_as_such(
+    value: object, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hf.CheckpointCallback(tmp_path, best_fn="accuracy", best_mode="max") as checkpoint:
+        checkpoint.restore_or_initialize({"w": 1})
+        checkpoint.on_step(1, {"w": 1}, metrics={"accuracy": value})
+    (message,) = caplog.messages
+    assert f"step 1 was reported with a metric accuracy {said}, and best_fn ranks checkpoints by a number" in message
+    assert "did you mean accuracy" not in message
+
+
+def test_a_second_program_in_a_directory_is_one_error(tmp_path: Path) -> None:
+    code = "import sys, holdfast as hf; hf.CheckpointCallback(sys.argv[1]).restore_or_initialize({'w': 1})"
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.acquire()
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.stderr.count("Traceback") == 1
+    assert f"OwnershipError: {tmp_path}: another run is writing to this directory (process {os.getpid()}" in done.stderr
+    assert read_run_events(as_location(tmp_path))[0]["event"] == "started"
+
+
+def test_a_terminal_of_ascii_shows_what_it_can(tmp_path: Path) -> None:
+    (tmp_path / "é").mkdir()
+    command = [sys.executable, "-m", "holdfast.cli.main", "ls", str(tmp_path / "é")]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"no checkpoints in {tmp_path}/\\xe9\n")

@@ -1,0 +1,83 @@
+"""A folder with the name of a step that is no checkpoint, as an interrupted rsync leaves one, is left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.cli.main import main
+
+
+def train(directory: Path, last: int, *, preempt: bool = False) -> list[int]:
+    """Train from what is there to a step; return the steps that ``on_step`` has saved."""
+    saved = []
+    with hf.CheckpointCallback(directory, save_interval_steps=5) as checkpoint:
+        state, start = checkpoint.restore_or_initialize({"w": np.zeros(2)})
+        for step in range(start + 1, last + 1):
+            if preempt and step == 10:
+                checkpoint._preemption.request()
+            if checkpoint.on_step(step, {"w": state["w"] + step}).saved:
+                saved.append(step)
+            if checkpoint.should_stop:
+                break
+    return saved
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "10" / "state").mkdir(parents=True)
+    (tmp_path / "10" / "state" / "d.0").write_bytes(b"half a copy")
+    return tmp_path
+
+
+def contents(run: Path) -> bytes:
+    return (run / "10" / "state" / "d.0").read_bytes()
+
+
+def test_a_run_goes_on_past_it_with_one_warning(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert train(run, 10) == [5]
+    assert caplog.messages == [
+        f"{run}: the folder of step 10 holds files and no checkpoint.json, such as after an interrupted copy: it is "
+        f"left alone, and no such step is saved. Move it away, or delete it with `holdfast rm {run} 10`",
+        "step 10 is not saved at the end: its folder is no checkpoint",
+    ]
+    assert train(run, 17) == [11, 15], "the step after it is saved instead"
+    assert contents(run) == b"half a copy"
+
+
+def test_a_preemption_just_there_saves_the_next_step(run: Path) -> None:
+    assert train(run, 20, preempt=True) == [5, 11]
+    assert contents(run) == b"half a copy"
+
+
+def test_a_manager_does_not_save_there_either(run: Path) -> None:
+    with hf.CheckpointManager(run) as manager:
+        saved = [manager.save(step, {"w": np.zeros(2)}) for step in (9, 10, 11)]
+    assert (saved, contents(run)) == ([True, False, True], b"half a copy")
+
+
+def test_ls_shows_it_and_only_rm_removes_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(run, 6)
+    assert [(one.step, one.damage is None) for one in hf.list_checkpoints(run)] == [(5, True), (6, True), (10, False)]
+    assert main(["ls", str(run)]) == 0
+    assert (
+        "no checkpoint.json: not a checkpoint, and left alone until `holdfast rm` deletes it" in capsys.readouterr().out
+    )
+    assert main(["prune", str(run), "--only", "--keep-latest", "1", "--yes"]) == 0
+    assert main(["rollback", str(run), "6", "--yes"]) == 0
+    assert contents(run) == b"half a copy"
+    assert main(["rm", str(run), "10", "--yes"]) == 0
+    assert not (run / "10").exists()
+    assert [one.step for one in hf.list_checkpoints(run)] == [6]
+    assert train(run, 11) == [10]
+
+
+@pytest.mark.parametrize("name", ["checkpoint.partial", "checkpoint.deleted", "witness.jsonl"])
+def test_what_holdfast_itself_leaves_is_none(name: str, tmp_path: Path) -> None:
+    train(tmp_path, 5)
+    (tmp_path / "9").mkdir()
+    (tmp_path / "9" / name).write_bytes(b"{}")
+    assert [one.step for one in hf.list_checkpoints(tmp_path)] == [5]
