@@ -19,6 +19,7 @@ import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 
 from .errors import HoldfastError, shortened
 from .format import WITNESS, WITNESS_LIMIT
-from .pytree import MISSING, Sampler, Samples, Ways, full_sum, is_jax_array, is_torch_tensor, leaves_of, loaded, size_of
+from .pytree import MISSING, Sampler, Samples, Ways, full_sum, is_jax_array, leaves_of, loaded, size_of
 from .storage import Location, append_line
 
 VERSION = 1
@@ -80,7 +81,10 @@ class Recorder:
 
     Args:
         seen: What the program shows as the run begins: its state, of which records have samples.
-        names: The leaves that a resume is compared in; None chooses them.
+        names: The leaves that a resume is compared in until its next save; None chooses them.
+
+    Attributes:
+        attributes: The plain attributes of all objects as the run began, or at the last save, as texts by name.
     """
 
     def __init__(self, seen: Seen, names: tuple[str, ...] | None = None) -> None:
@@ -88,16 +92,7 @@ class Recorder:
         self._sampler = Sampler()
         self._ways = Ways(seen.root, _LEAVES, names)
         self._saves = 0
-        self._begun = self._before = self._attributes(seen)
-
-    @property
-    def attributes(self) -> Mapping[str, str]:
-        """The plain attributes of all objects as the run began, or at the last save, as texts by name."""
-        return self._before
-
-    def release(self) -> None:
-        """Choose other leaves at the next save, as nothing is compared any more."""
-        self._names = None
+        self._begun = self.attributes = self._attributes(seen)
 
     def take(self, k: int, seen: Seen, same: Pending | None = None) -> Pending:
         """Begin the record of a step, with k = 0 of a save; what lies on a device arrives later.
@@ -108,38 +103,37 @@ class Recorder:
         self._saves += k == 0
         # The first steps of a run make leaves, such as the state of an optimizer; later ones hardly do.
         if k == 0 and (self._saves & (self._saves - 1) == 0 or any(leaf is MISSING for leaf in leaves)):
-            self._ways = Ways(seen.root, _LEAVES, self._names)
+            self._ways = Ways(seen.root, _LEAVES, self._names if self._saves == 1 else None)
             leaves = self._ways.follow(seen.root)
         ways = self._ways
         record: Record = {"k": k, "step": seen.step, "generators": _checksums(seen.generators)}
-        layers: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {"state": (ways.names, leaves)}
-        sparse = []
+        layers: dict[str, Mapping[Any, Any]] = {"state": dict(zip(ways.names, leaves, strict=True))}
+        gradients = _gradients(layers["state"]) if k else {}
         if k:
             record |= {"positions": _checksums(seen.positions), "counters": {**seen.counters}}
             record["batch"] = {**seen.checksums}
-            metrics = _named_numbers(seen.metrics or {})
-            layers["metrics"] = [*metrics], [*metrics.values()]
-            gradients = _gradients(leaves)
-            sparse = [place for place, gradient in gradients if gradient.is_sparse]
-            held = gradients[:_GRADIENTS]
-            layers["gradients"] = [place for place, _ in held], [gradient for _, gradient in held]
+            layers["metrics"] = _named_numbers(seen.metrics or {})
+            layers["gradients"] = dict(islice(gradients.items(), _GRADIENTS))
             if seen.batch is not None:
                 batch, text = leaves_of(seen.batch)
                 record["batch"]["batch"] = zlib.crc32(text.encode())
-                layers["batch"] = batch, batch
+                layers["batch"] = dict(enumerate(batch))
         else:
             # Only attributes that steps have changed are kept, and whether the steps before changed them as well.
-            before, self._before = self._before, self._attributes(seen)
-            changed = {name: text for name, text in self._before.items() if self._begun.get(name) != text}
+            before, self.attributes = self.attributes, self._attributes(seen)
             moves = before != self._begun
-            record["attributes"] = {name: [text, moves and before.get(name) != text] for name, text in changed.items()}
-        full = _full_sums(ways.names, leaves, sparse if seen.metrics else _in_turn(len(leaves), k))
-        if same is not None and same.names == ways.names and not full:
+            record["attributes"] = {
+                name: [text, moves and before.get(name) != text]
+                for name, text in self.attributes.items()
+                if self._begun.get(name) != text
+            }
+        sparse = {name: layers["state"][name] for name, gradient in gradients.items() if gradient.is_sparse}
+        layers["full"] = _full_sums(sparse if seen.metrics else layers["state"], k)
+        if same is not None and same.names == ways.names and not layers["full"]:
             samples, layers = same.samples, {"state": layers["state"]}
         else:
-            layers["full"] = [*full], [*full.values()]
-            samples = self._sampler.take([value for _, values in layers.values() for value in values])
-        return Pending(record, ways.names, ways.total, samples, {layer: keys for layer, (keys, _) in layers.items()})
+            samples = self._sampler.take([value for values in layers.values() for value in values.values()])
+        return Pending(record, ways.names, ways.total, samples, {layer: [*names] for layer, names in layers.items()})
 
     def _attributes(self, seen: Seen) -> dict[str, str]:
         """Return the plain attributes of the objects that a program shows as texts, by name."""
@@ -165,61 +159,57 @@ class RecordFile:
         self._first = first
         self._waiting = [] if first is None else [first]
         self._lines: list[str] = []
-        self._size = 0
-        self.known = {0}  # which records there are, by their k
+        self._written = 0  # lines that the file has
+        self._known = {0}  # which records there are, by their k
 
     @classmethod
     def of(cls, step: int, process: int, place: Location, records: Records) -> RecordFile:
         """Return the file of a step that the run has resumed from; its lines stay as they are."""
         found = cls(step, process, records.key, None)
-        found._place, found._size, found.known = place, records.size, {*records.by_k}
-        found._lines = [*records.lines]
+        found._place, found._known, found._lines = place, {*records.by_k}, [*records.lines]
+        found._written = len(found._lines)
         return found
 
     def add(self, pending: Pending) -> None:
         """Add a later record, and write what has arrived."""
         with self._lock:
-            if pending.record["k"] not in self.known:
-                self.known.add(pending.record["k"])
+            if pending.record["k"] not in self._known:
+                self._known.add(pending.record["k"])
                 self._waiting.append(pending)
                 if self._place is not None and self._place.is_local:
-                    self._flush(wait=False)
+                    self._flush(self._place, wait=False)
 
     def commit(self, place: Location, checkpoint: str) -> None:
         """Write the records that there are, now that the commit of the step is known."""
         with self._lock:
-            if (first := self._first) is None:
-                return
-            header = {"version": VERSION, "checkpoint": checkpoint, "names": first.names, "total": first.total}
-            self._lines = [_line({**header, "key": {**self._key, "devices": first.devices}})]
-            self._size = len(self._lines[0]) + 1
-            self._place, self._first = place, None
-            self._flush(wait=True, new=True)
+            if (first := self._first) is not None:
+                header = {"version": VERSION, "checkpoint": checkpoint, "names": first.names, "total": first.total}
+                self._lines = [_line({**header, "key": {**self._key, "devices": first.devices}})]
+                self._place, self._first = place, None
+                self._flush(place, wait=True)
 
     def finish(self) -> None:
         """Write what is left, as the next step is saved or the run ends; in a store, the object is replaced."""
         with self._lock:
-            if self._place is not None and self._waiting:
-                self._flush(wait=True)
+            if self._place is not None:
+                self._flush(self._place, wait=True)
 
-    def _flush(self, *, wait: bool, new: bool = False) -> None:
+    def _flush(self, place: Location, *, wait: bool) -> None:
         """Write records in their order; nothing depends on the file, so no error goes further."""
-        lines = []
-        while self._waiting and (wait or self._waiting[0].is_ready):
+        while self._waiting and (wait or self._waiting[0].samples.is_ready):
             with contextlib.suppress(RuntimeError):  # The computation on the device has failed.
-                line = _line(self._waiting[0].finish())
-                if self._size + len(line) < LIMIT:
-                    self._size += len(line) + 1
-                    lines.append(line)
-            self._waiting.pop(0)
-        place, self._lines = self._place, self._lines + lines
-        assert place is not None
+                line = _line(self._waiting.pop(0).finish())
+                if sum(len(each) + 1 for each in (*self._lines, line)) <= LIMIT:
+                    self._lines.append(line)
+        written, self._written, file = self._written, len(self._lines), place / self._name
         with contextlib.suppress(OSError, HoldfastError):
             # The step may have been deleted since, and must not come back as a folder with this file alone.
-            if new or (lines and not place.is_local and (place / self._name).is_there()):
-                (place / self._name).write_bytes(("\n".join(self._lines) + "\n").encode(), atomic=False)
-            elif lines and place.is_local:
-                append_line(place.path / self._name, "\n".join(lines), create=False)
+            if written == len(self._lines):
+                return
+            if written and place.is_local:
+                append_line(file.path, "\n".join(self._lines[written:]), create=False)
+            elif not written or file.is_there():
+                file.write_bytes(("\n".join(self._lines) + "\n").encode(), atomic=False)
 
 
 @dataclass
@@ -230,7 +220,7 @@ class Pending:
     names: tuple[str, ...]
     total: int
     samples: Samples
-    layers: Mapping[str, Sequence[Any]]  # what the samples are of, in their order: a name or place of each
+    layers: Mapping[str, Sequence[Any]]  # what the samples are of, in their order
     _finished: bool = False
 
     @property
@@ -238,31 +228,20 @@ class Pending:
         """The kinds of devices that hold the state."""
         return self.samples.devices(len(self.names))
 
-    @property
-    def is_ready(self) -> bool:
-        return self.samples.is_ready
-
     def finish(self) -> Record:
         """Return the whole record; waits for what has not arrived."""
         if not self._finished:
             self._finished, record, begin = True, self.record, 0
             digests, values = self.samples.fetch(max(1, min(16, _NUMBERS // max(1, len(self.names)))))
             for layer, keys in self.layers.items():
-                found, numbers = digests[begin : begin + len(keys)], values[begin : begin + len(keys)]
-                begin += len(keys)
+                part = slice(begin, begin := begin + len(keys))
                 if layer == "state":
-                    record[layer] = [_packed(found), _packed(numbers)]
-                elif layer == "gradients" and len(keys):
-                    every = np.zeros(len(self.names), np.uint32)
-                    every[[*keys]] = found
-                    record[layer] = [_packed(every)]
-                elif layer == "batch" and len(keys):
-                    record[layer]["batch"] ^= zlib.crc32(found.tobytes())
-                elif layer == "full":
-                    record[layer] = dict(zip(keys, found.tolist(), strict=True))
-                elif layer == "metrics":
-                    pairs = zip(keys, found.tolist(), numbers[:, 0].tolist(), strict=True)
-                    record[layer] = {name: [digest, value] for name, digest, value in pairs if digest}
+                    record[layer] = [_packed(digests[part]), _packed(values[part])]
+                elif layer == "batch":
+                    record[layer][layer] ^= zlib.crc32(digests[part].tobytes()) if len(keys) else 0
+                else:
+                    entries = zip(keys, digests[part].tolist(), values[part, 0].tolist(), strict=True)
+                    record[layer] = {name: [digest, value] for name, digest, value in entries if digest}
         return self.record
 
 
@@ -273,7 +252,6 @@ class Records:
     names: tuple[str, ...] = ()  # of the leaves whose samples they have
     total: int = 0  # leaves of the state
     by_k: Mapping[int, Record] = field(default_factory=dict)  # by the number of reports since the save
-    size: int = 0  # bytes of the file
     why: str = ""  # why there are none
     key: Mapping[str, Any] = field(default_factory=dict)  # what has to be alike in the run that resumes
     lines: tuple[str, ...] = ()
@@ -302,7 +280,7 @@ def read_records(place: Location, process: int, checkpoint: str) -> Records:
             return Records(why="its record is of another checkpoint or version")
         by_k = {int(record["k"]): record for record in reversed(records)}
         names, total = tuple(header["names"]), int(header["total"])
-        return Records(names, total, by_k, len(content), "", header["key"], tuple(lines))
+        return Records(names, total, by_k, "", header["key"], tuple(lines))
     except (ValueError, KeyError, TypeError, AttributeError):
         return Records(why="its record is damaged")
 
@@ -311,35 +289,38 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
     """Return the layers in which two records of a step agree, and those that differ with their differences."""
     same: list[str] = []
     differs: Layers = {}
-    for layer in ("batch", "generators", "counters", "metrics"):
-        one, other = saved.get(layer) or {}, now.get(layer) or {}
-        both = {name for name in one.keys() & other.keys() if layer != "metrics" or not is_time(name)}
-        if changed := sorted(name for name in both if _bits(one[name]) != _bits(other[name])):
-            has_values = layer in ("counters", "metrics")
-            shown = [f"{name} {_value(one[name])}, now {_value(other[name])}" for name in changed]
-            differs[layer] = shortened(shown if has_values else changed, _SHOWN)
+    for layer in ("batch", "generators", "counters", "metrics", "gradients"):
+        both, changed = _compared(saved, now, layer)
+        if changed and layer in ("counters", "metrics"):
+            values = [f"{name} {_value(saved[layer][name])}, now {_value(now[layer][name])}" for name in changed]
+            differs[layer] = shortened(values, _SHOWN)
+        elif changed:
+            differs[layer] = shortened(map(shown_name, changed), _SHOWN)
         elif both:
             same.append(layer)
-    for layer in ("state", "gradients"):
-        first, second = (_unpacked(record.get(layer, [""])[0], np.uint32) for record in (saved, now))
-        known = (first != 0) & (second != 0) if len(first) == len(second) == len(names) else np.zeros(0, bool)
-        leaves = [names[index] for index in np.flatnonzero(known & (first != second))] if known.any() else []
-        if layer == "state":
-            sums, others = saved.get("full") or {}, now.get("full") or {}
-            unsampled = sorted(name for name in sums.keys() & others.keys() if sums[name] != others[name])
-            leaves = list(dict.fromkeys([*leaves, *unsampled]))
-        if leaves:
-            size = _difference(saved, now) if layer == "state" else None
-            text = f"{len(leaves)} of {int(known.sum())} leaves: {shortened(map(shown_name, leaves), _SHOWN)}"
-            differs[layer] = text + (f"; relative difference {size:.1g}" if size else "")
-        elif known.any():
-            same.append(layer)
+    if "batch" in differs:  # Positions explain: the loader is elsewhere, or its state lacks what decides.
+        loaders, moved = _compared(saved, now, "positions")
+        as_well = f", and so is the state of {shortened(moved, _SHOWN)}"
+        differs["batch"] = as_well if moved else f", with the same state of {shortened(loaders)}" if loaders else ""
+    first, second = (_unpacked(record.get("state", [""])[0], np.uint32) for record in (saved, now))
+    known = (first != 0) & (second != 0) if len(first) == len(second) == len(names) else np.zeros(0, bool)
+    leaves = [names[index] for index in np.flatnonzero(known & (first != second))] if known.any() else []
+    if leaves := list(dict.fromkeys([*leaves, *_compared(saved, now, "full")[1]])):
+        size = _difference(saved, now)
+        text = f"{len(leaves)} of {int(known.sum())} leaves: {shortened(map(shown_name, leaves), _SHOWN)}"
+        differs["state"] = text + (f"; relative difference {size:.1g}" if size else "")
+    elif known.any():
+        same.append("state")
     return same, differs
 
 
-def _bits(entry: Any) -> Any:
-    """Return the part of an entry that has to be equal: metrics have a digest and a value, other layers a number."""
-    return entry[0] if isinstance(entry, list) else entry
+def _compared(saved: Record, now: Record, layer: str) -> tuple[list[str], list[str]]:
+    """Return the names that both records have in a layer, without measures of the machine, and those that differ."""
+    one, other = saved.get(layer) or {}, now.get(layer) or {}
+    both = sorted(name for name in one.keys() & other.keys() if layer != "metrics" or not is_time(name))
+    # Metrics have a digest, which has to be equal, and a value.
+    bits = [[entry[0] if isinstance(entry, list) else entry for entry in (one[name], other[name])] for name in both]
+    return both, [name for name, (first, second) in zip(both, bits, strict=True) if first != second]
 
 
 def _value(entry: Any) -> str:
@@ -404,38 +385,31 @@ def _checksums(states: Mapping[str, Any]) -> dict[str, int]:
     found = {}
     for name, state in states.items():
         arrays, text = leaves_of(state)
-        total = zlib.crc32(text.encode("utf-8", "surrogatepass"))
+        found[name] = zlib.crc32(text.encode("utf-8", "surrogatepass"))
         for array in arrays:
-            if is_jax_array(array) and not array.is_ready():
-                continue  # It would have to be waited for.
-            with contextlib.suppress(Exception):  # one on a device, or of an unknown kind
-                array = array.numpy() if is_torch_tensor(array) else np.asarray(array)
-                total = zlib.crc32(array.tobytes(), total)
-        found[name] = total
+            # An array of jax that is not ready would have to be waited for; one on a device cannot be read.
+            if not is_jax_array(array) or array.is_ready():
+                with contextlib.suppress(Exception):
+                    found[name] = zlib.crc32(np.asarray(array).tobytes(), found[name])
     return found
 
 
-def _gradients(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
-    """Return the gradients of parameters of torch, each with the place of its leaf."""
+def _gradients(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the gradients of parameters of torch, by the names of their leaves."""
     torch: Any = loaded("torch")
-    trained = [] if torch is None else [(n, leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    found = [(n, leaf.grad) for n, leaf in trained if leaf.requires_grad and leaf.is_leaf]
-    return [(n, gradient) for n, gradient in found if gradient is not None]
+    trained = {} if torch is None else {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    found = {name: leaf.grad for name, leaf in trained.items() if leaf.requires_grad and leaf.is_leaf}
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
-def _in_turn(count: int, k: int) -> list[int]:
-    """Return all places, from another one on at each k."""
-    first = k.bit_length() * 7 % max(1, count)
-    return [*range(first, count), *range(first)]
-
-
-def _full_sums(names: Sequence[str], leaves: Sequence[Any], places: Sequence[int]) -> dict[str, Any]:
-    """Return sums of all bits of the leaves at some places, as many as a record may look at."""
+def _full_sums(leaves: Mapping[str, Any], k: int) -> dict[str, Any]:
+    """Return sums of all bits of as many leaves as a record may look at, from another leaf on at each k."""
+    first = k.bit_length() * 7 % max(1, len(leaves))
     found, left = {}, _FULL
-    for place in places:
-        size = size_of(leaves[place])
-        if 512 < size <= left and (total := full_sum(leaves[place])) is not None:
-            found[names[place]], left = total, left - size
+    for name, leaf in [*islice(leaves.items(), first, None), *islice(leaves.items(), first)]:
+        size = size_of(leaf)
+        if 512 < size <= left and (total := full_sum(leaf)) is not None:
+            found[name], left = total, left - size
     return found
 
 

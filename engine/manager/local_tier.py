@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,7 +20,7 @@ from ..clock import Clock, seconds
 from ..distributed import ProcessGroup, Rendezvous, missed_a_process
 from ..errors import OwnershipError, PeerFailedError, StorageError
 from ..forks import Lock
-from ..format import RECORD
+from ..format import RECORD, CheckpointRecord
 from ..storage import Buffer, Location, parallel_map
 from .decisions import EverySteps
 from .directory import RunDirectory
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from .saving import PendingSave
 
 _logger = logging.getLogger("holdfast")
+
+OnCommit = Callable[[Location, CheckpointRecord], None]
+"""Called with the place and the record of a step, on the thread that saves, once it is committed."""
 
 _KEPT = 2  # local steps
 _BRANCHES = 8  # more than there are parts of the history with one of the kept steps
@@ -167,6 +170,11 @@ class LocalTier:
         read = {**seen.read, found.step: self._hosts.opened(found)}
         self._run.see_hosts(read=read, further=seen.further - {found.step})
 
+    def place_of(self, step: int) -> Location:
+        """Return the folder with what this host has written of a step that it keeps, or may write beside it."""
+        (*_, folder) = (folder for folder, kept in self._kept.items() if kept == step)
+        return self._hosts.root / str(self._hosts.program.run) / OWN / folder
+
     def drop(self, step: int) -> None:
         """Read a local step, which is damaged, no more."""
         self._run.see_hosts(read={one: found for one, found in self._run.hosts.read.items() if one != step})
@@ -248,7 +256,12 @@ class LocalTier:
         return f"{self._sequence:08d}.{step}.{self._hosts.program.attempt}"
 
     def save(
-        self, pending: PendingSave, values: Mapping[str, ItemToSave], rendezvous: Rendezvous | None, began: float
+        self,
+        pending: PendingSave,
+        values: Mapping[str, ItemToSave],
+        rendezvous: Rendezvous | None,
+        began: float,
+        committed: OnCommit | None,
     ) -> None:
         """Save a step; writing and copying happen in the background, if the items allow that."""
         assert self._space is not None
@@ -263,7 +276,7 @@ class LocalTier:
             timeout=self._processes.timeout,
             shared=False,
         )
-        complete = partial(self._complete, save, pending, folder, self._history, rendezvous)
+        complete = partial(self._complete, save, pending, folder, self._history, rendezvous, committed)
         try:
             if save.in_background:
                 self._background.start(complete, what=f"the local step {step}", step=step)
@@ -280,6 +293,7 @@ class LocalTier:
         folder: str,
         history: LocalHistory,
         rendezvous: Rendezvous | None,
+        committed: OnCommit | None,
         awaited: threading.Event | None = None,
     ) -> None:
         step, timeout = pending.step, self._processes.timeout
@@ -302,10 +316,12 @@ class LocalTier:
                     for number in self._hosts.copies:
                         path = f"{COPIES}/{folder}/{RECORD}"
                         self._hosts.send(number, path, len(content), lambda: [memoryview(content)])
-                _, report = save.commit(record)
+                record, report = save.commit(record)
             with self._noting:
                 before = list(_on_line(self._kept, history).items())
                 self._keep(dict([*before[-(_KEPT - 1) :], (folder, step)]))
+            if committed is not None:
+                committed(self.place_of(step), record)
             if self._hosts.leads:
                 self._remove_uncounted(folder)
         except Exception as error:  # training continues, and its steps are in the directory

@@ -636,12 +636,17 @@ def note_resume(manager: CheckpointManager, step: int) -> list[int]:
 
 
 def on_commit(manager: CheckpointManager, listener: Callable[[Location, CheckpointRecord], None]) -> None:
-    """Call a function with the place and the record of each step, on the thread that saves, once it is committed."""
+    """Call a function with the place and the record of each step, on the thread that saves, once it is committed.
+
+    Local steps are among them.
+    """
     manager._saves.committed = listener
 
 
 def whole_step(manager: CheckpointManager, step: int) -> tuple[Location, CheckpointRecord] | None:
-    """Return the place and the record of a step in the directory, or None if it is not there, or is damaged."""
+    """Return the place and the record of a step, of a local one on this host; None if it is not there, or damaged."""
+    if (local := manager._access.local) is not None and step in manager._run.hosts.read:
+        return local.place_of(step), manager._run.hosts.read[step][1]
     if step not in manager._run:
         return None
     return manager._run.step_location(step), manager._run.record(step)

@@ -215,7 +215,7 @@ class Saves:
             except BaseException as error:
                 leave_save(rendezvous, error)
                 raise
-            local.save(pending, values, rendezvous, began)
+            local.save(pending, values, rendezvous, began, self.committed)
         return True
 
     def miss(self, error: BaseException) -> None:

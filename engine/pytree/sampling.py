@@ -6,6 +6,7 @@ the host while the program goes on; :attr:`Samples.is_ready` says when they have
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -74,8 +75,9 @@ class _View(NamedTuple):
     tensor: int  # its identity
     address: int
     size: int
-    group: str  # device and dtype
-    elements: Any  # a view, or None at the first sample of a tensor
+    group: Any  # what it is read with: the dtype, and the device if that is another one than the CPU
+    view: Any  # None at the first sample of a tensor
+    part: Any  # the same as an array of numpy, if that has the dtype
 
 
 class Sampler:
@@ -90,14 +92,17 @@ class Sampler:
         """Begin to take samples of leaves: arrays of numpy, torch or jax, or numbers; others have none."""
         samples = Samples(len(leaves))
         on_host: dict[Any, list[tuple[int, Any]]] = {}
-        of_torch: dict[str, list[tuple[int, Any]]] = {}
+        of_torch: dict[Any, list[tuple[int, Any]]] = {}
         of_jax: dict[Any, list[tuple[int, Any]]] = {}
         for place, leaf in enumerate(leaves):
             kind = _KINDS.get(type(leaf)) or _kind_of(leaf)
             if kind == "torch":
-                group, view = self._view(place, leaf)
-                if view is not None:
-                    of_torch.setdefault(group, []).append((place, view))
+                group, part = self._part_of(place, leaf)
+                if isinstance(part, np.ndarray):
+                    samples._devices.setdefault("cpu", place)
+                    on_host.setdefault(group, []).append((place, part))
+                elif part is not None:
+                    of_torch.setdefault(group, []).append((place, part))
             elif kind == "jax":
                 self._add_of_jax(samples, on_host, of_jax, place, leaf)
             elif kind == "array":
@@ -114,24 +119,25 @@ class Sampler:
             samples._groups += self._gathered_by_jax(entries[:_ON_DEVICES])
         return samples
 
-    def _view(self, place: int, tensor: Any) -> tuple[str, Any]:
-        """Return device and dtype of a tensor, and a view of some elements of the part of this process, or None.
+    def _part_of(self, place: int, tensor: Any) -> tuple[Any, Any]:
+        """Return some elements of a tensor or of its part in this process, and a key of what is read with it.
 
         A view keeps the memory of its tensor, so it is kept only of one that was there at the sample before. There is
         no weak reference to a tensor: torch refuses to swap a parameter that has one.
         """
-        address, known = _address(tensor), self._views.get(place)
-        is_known = known is not None and known.tensor == id(tensor) and known.address == address
-        if known is None or not is_known or known.size != tensor.numel() or not address:
-            view = _view_of(tensor)
-            known = _View(
-                id(tensor), address, tensor.numel(), "" if view is None else f"{view.device} {view.dtype}", None
-            )
-            self._views[place] = known
-            return known.group, view
-        if known.elements is None or _address(known.elements) != address:
-            known = self._views[place] = known._replace(elements=_view_of(tensor))
-        return known.group, known.elements
+        address, size, known = _address(tensor), tensor.numel(), self._views.get(place)
+        is_known = known is not None and known[:3] == (id(tensor), address, size) and address != 0
+        if known is not None and is_known and known.view is not None and _address(known.view) == address:
+            return known.group, known.part
+        if (view := _view_of(tensor)) is None:
+            return None, None
+        group, part = f"{view.device} {view.dtype}", view
+        if view.device.type == "cpu":
+            with contextlib.suppress(TypeError):  # numpy has no such type
+                part = view.numpy()
+                group = part.dtype
+        self._views[place] = _View(id(tensor), address, size, group, *((view, part) if is_known else (None, None)))
+        return group, part
 
     def _add_of_jax(
         self,
@@ -251,7 +257,7 @@ def _gathered_by_torch(entries: list[tuple[int, Any]]) -> _Group:
 
 
 def _group(entries: list[tuple[int, Any]], flat: Any) -> _Group:
-    counts = tuple([len(part) for _, part in entries])
+    counts = tuple([part.shape[0] for _, part in entries])
     return _Group([place for place, _ in entries], counts, lambda: flat, lambda: True)
 
 

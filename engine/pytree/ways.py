@@ -120,6 +120,19 @@ class Ways:
         found = self._follow(root)
         return [MISSING if place == -2 else found[place] for place in self._leaves]
 
+    def ended(self, root: Any) -> list[str]:
+        """Return the names of the chosen leaves that another root lacks, as far as containers lead to them.
+
+        What is in a list, what an optimizer keeps, and what objects hold further below may come and go.
+        """
+        found, lost, is_open = self._follow(root), [False], [True]  # of the nodes and, as the last one, of the root
+        for (parent, get, _), value in zip(self._nodes, found, strict=True):
+            owner = root if parent < 0 else found[parent]
+            is_here = value is MISSING and owner is not MISSING and is_open[parent] and get is not _moment
+            lost.insert(-1, lost[parent] or (is_here and not isinstance(owner, list | deque)))
+            is_open.insert(-1, is_open[parent] and get is operator.getitem)
+        return [name for name, place in zip(self.names, self._leaves, strict=True) if place >= 0 and lost[place]]
+
     def attributes(self, root: Any) -> dict[str, str]:
         """Return the attributes that are plain values, functions, generators or containers of them, as texts."""
         found = self._follow(root)

@@ -369,6 +369,7 @@ class FitSaver:
             self._save(step, point, f"the first with {metric} after a save without it")
         elif self._store.manager.local_due(step):
             dump, strategy = partial(self._dump, point), self._trainer.strategy
+            self.witness.save(step, self._shown)
             self._store.save(step, dump, strategy, metrics=self._ledger.of(step), locally=True)
         self._hold(step, point)
 

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Never, Protocol, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, Self, TypeVar, overload
 
 from ...engine.checkpoint import AsyncCheckpointer
 from ...engine.clock import Clock, Duration, seconds
@@ -48,7 +48,7 @@ from .objects import adapter_for
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, peek, restore, unfinished_neighbour, warn_of_misfits
 from .states import STATE, LoopArguments, StateAdapter, check_depth
-from .steps import StepSaver, check_metrics, seen
+from .steps import Report, StepSaver, check_metrics
 from .stopping import AfterSignal, AgreedStop, Durations, Stop, agreed_steps_after_signal, barrier_exit, stop_of
 from .witnessing import Proof, Witness, why_not_comparable
 
@@ -175,6 +175,9 @@ class CheckpointCallback:
             which interval loses least.
         save_on_best: Save when the metric is better than at every checkpoint so far; needs ``best_fn``.
         save_at_end: Save the last step when training ends, whether or not a trigger asks for it.
+        step_offset: 1 if the step that your loop reports is the index of its last update, as with Orbax, so that N + 1
+            updates are in the state of step N, and a resume begins with step N + 1. 0 is the number of updates. It is
+            saved with each step; None takes that of the step that the run resumes from, or 0.
         item_intervals: Of a manager with several items, those that few checkpoints have, such as a replay buffer: for
             each, the number of steps; a save at or past a multiple of it has the item, and so has the first one and one
             with ``force=True``. The newest checkpoint that has it is kept.
@@ -304,6 +307,7 @@ class CheckpointCallback:
         barrier_timeout_secs: Duration = "10m",
         load_and_broadcast: bool | None = None,
         global_generators: bool = True,
+        step_offset: Literal[0, 1] | None = None,
         **unknown: Never,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
@@ -466,7 +470,7 @@ class CheckpointCallback:
         and never waits for the device.
 
         Args:
-            step: The number of updates that are in the state.
+            step: The number of updates that are in the state, less ``step_offset``.
             state: The state after the update.
             metrics: Metrics of this step by name: numbers or scalars still on the device, which are fetched only if a
                 save needs them.
@@ -480,8 +484,9 @@ class CheckpointCallback:
 
         Raises:
             SaveFailedError: An earlier save failed in the background; this step is saved nevertheless.
-            StateError: The callback is closed, or the directory holds checkpoints that were not restored; or the steps
-                since the resume are not those of before the stop, with ``on_inexact="raise"``.
+            StateError: The callback is closed, or the directory holds checkpoints that were not restored; or the state
+                lacks names of the one that came back, or is a state dict that was handed over; or the steps since the
+                resume are not those of before the stop, with ``on_inexact="raise"``.
         """
         if unknown or type(step) is not int:
             step = _checked_step(step, unknown)
@@ -494,18 +499,18 @@ class CheckpointCallback:
         check_no_options(extras)
         self._durations.note()
         self._check_order(step)
-        self._adapter.check_step(step, state)
         if not self._names <= extras.keys():
             raise StateError(missing_extras(self._names - extras.keys()))
         if self._should_stop and self._preemption.ends_run:
             return StepOutcome(False, "the run was stopped; nothing is saved any more", should_stop=True)
+        report = Report(step, state, metrics, self._with_generators(extras), batch, epoch)
         if self._after_signal is not None and not self._should_stop:
-            self._saver.show(step, state, metrics, self._with_generators(extras), batch, epoch)
+            self._saver.show(report)
             after = self._after_signal = self._after_signal.after(self._durations.longest, again=self._preemption.again)
             if after.left == 0:
                 self._stop_now(extras)
             return StepOutcome(False, "preempted; the step is recorded and not saved", self._should_stop)
-        self._saver.update(step, state, metrics, self._with_generators(extras), batch, epoch)
+        self._saver.update(report)
         decision = self._manager.decide(step, metrics=metrics)
         if self._stop.after_batch():
             return self._on_preemption(decision.save, decision.reason, extras)
@@ -577,6 +582,13 @@ class CheckpointCallback:
         self._preemption.hand_on()
         raise SystemExit(self.exit_status)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Never:
+            is_hook = name == "setup" or name.startswith("on_")  # which a Lightning trainer asks for
+            hint = "; a Lightning trainer takes holdfast.integrations.lightning.CheckpointCallback" if is_hook else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
+
     def __enter__(self) -> Self:
         self._preemption.install()
         return self
@@ -642,19 +654,21 @@ class CheckpointCallback:
                 state, taken = adapter.with_weights(state, place)
                 logger.info("took the weights from %s; everything else starts fresh", taken)
                 warn_of_misfits(adapter.misfits, f"init_from={str(place)!r}", "weights")
-            self._begin_steps(state, extras)
-            self._witness.begin(seen(0, state, self._with_generators(extras), {}))
+            self._begin_steps(state, extras, -self._saver.step_offset)
+            self._witness.begin(Report(0, state, extras=self._with_generators(extras)).seen({}))
             self._announce_first_save()
             return state, 0
         if place is not None:
             logger.info("init_from=%s is ignored, as the run resumes", place)
         self.extras = {name: restored.extras[name] for name in extras}
         self._restored = restored.step
+        if self._options.step_offset is None:
+            self._saver.step_offset = (self._manager.custom_metadata(restored.step) or {}).get("step_offset", 0)
         state = initial.completed(adapter, restored.state)
-        self._begin_steps(state, extras)
-        shown = seen(restored.step, state, self._with_generators(self.extras), {})
+        self._begin_steps(state, extras, restored.step)
+        shown = Report(restored.step, state, extras=self._with_generators(self.extras)).seen({})
         self._witness.resume(restored.step, shown, why_not_comparable(self._options, self._adapter.misfits))
-        return state, restored.step
+        return state, restored.step + self._saver.step_offset
 
     def _all_steps(self) -> list[int]:
         """Return the steps in the directory, damaged ones among them, and that of the hosts."""
@@ -675,6 +689,7 @@ class CheckpointCallback:
             self._adapter = adapter_for(state, None if self._options.partial is None else Misfits())
             self._state_checkpointer.handler = self._adapter.handler(self._options)
             self._saver = StepSaver(self._manager, self._adapter, self._options.replicated, self._witness)
+            self._saver.step_offset = self._options.step_offset or 0
             self._is_adapted = True
         return self._adapter
 
@@ -709,11 +724,11 @@ class CheckpointCallback:
         """Return the extras with the global generators, last, as a restore of other extras may draw from them."""
         return extras if self._generators is None else {**extras, GLOBAL_GENERATORS: self._generators}
 
-    def _begin_steps(self, state: Any, extras: Mapping[str, Any]) -> None:
+    def _begin_steps(self, state: Any, extras: Mapping[str, Any], last: int | None) -> None:
         """Set the global generators, when everything else is restored, and begin to watch the state."""
         for loader in loaders_of(extras).values():
             loader.begin_run(self._announce)
-        self._saver.watch(state, extras)
+        self._saver.watch(state, extras, last)
         missing = [] if self._generators is None else self._generators.begin()
         if missing:
             logger.warning(
@@ -742,8 +757,8 @@ class CheckpointCallback:
                 "restore_or_initialize before the loop, or choose another directory"
             )
         self._adapt(state)
-        self._begin_steps((), {})  # The state before the first step is not known.
-        self._witness.begin(seen(0, state, {}, {}))
+        self._begin_steps((), {}, None)  # The state before the first step is not known.
+        self._witness.begin(Report(0, state).seen({}))
 
     def _stop_now(self, extras: Mapping[str, Any]) -> None:
         """Ask to stop, and end the data: a ``break`` may leave one of several loops."""

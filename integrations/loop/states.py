@@ -10,10 +10,11 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ...engine.errors import OptionError
 from ...engine.handlers import AsyncCheckpointHandler
+from ...engine.manager import limits
 from ...engine.pytree import MAX_DEPTH, flatten, loaded
 from ...engine.sources import Misfits, load_weights
 from ...engine.storage import Place
@@ -31,6 +32,7 @@ class LoopArguments(ProgramOptions):
 
     directory: Place = field(kw_only=False)
     global_generators: bool = True
+    step_offset: Literal[0, 1] | None = field(default=None, metadata=limits(0, 1))
 
 
 class StateAdapter:
@@ -72,12 +74,6 @@ class StateAdapter:
     def from_tree(self, state: Any, restored: Any) -> Any:
         """Return the state from what the handler has restored; live objects are updated in place."""
         return restored
-
-    def check_step(self, step: int, state: Any) -> None:
-        """Raise OptionError if the state is evidently not that of this step; does not wait for a device."""
-
-    def warn_of_step(self, step: int, state: Any) -> None:
-        """Warn if the state is not that of this step; may wait for a device, and never raises."""
 
     def watch(self, state: Any) -> None:
         """Begin to watch the state, before the first step."""

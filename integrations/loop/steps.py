@@ -6,10 +6,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
-from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError, shortened
+from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError, StateError, shortened
 from ...engine.generators import GlobalGenerators, capture, is_generator
 from ...engine.handlers import check_savable
 from ...engine.loaders import without_generators
@@ -28,6 +29,7 @@ from .extras import (
     moves,
     tree_of,
 )
+from .first_steps import FirstSteps
 from .objects import VersionCounters, is_versioned
 from .states import STATE, StateAdapter, is_deleted
 from .witnessing import Witness
@@ -41,6 +43,53 @@ _SLOW = 1e-3  # seconds a step; a warning follows if taking the positions takes 
 _SAMPLES = 3  # slow steps in a row before the warning, of which the fastest counts: the machine may be busy
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The arguments of ``on_step``, with the global generators among the extras."""
+
+    step: int
+    state: Any
+    metrics: Mapping[str, Any] | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    batch: Any = None
+    epoch: int | None = None
+
+    @property
+    def epochs(self) -> tuple[int, ...]:
+        """The epochs of the step, as far as the program shows them: another one begins a record of the witness."""
+        shown = [loader.epoch for loader in loaders_of(self.extras).values()]
+        return (*shown, -1 if self.epoch is None else self.epoch)
+
+    def seen(self, positions: Mapping[str, Any]) -> Seen:
+        """Return what the step shows to the witness; ``positions`` are snapshots of the extras that move."""
+        extras = self.extras
+        generators = {
+            name: positions[name] if name in positions else state_of(extra)
+            for name, extra in extras.items()
+            if is_generator(extra) and not isinstance(extra, SystemRandom)
+        }
+        if GLOBAL_GENERATORS in extras:
+            generators |= positions.get(GLOBAL_GENERATORS) or capture()
+        moving = {name for name, extra in extras.items() if moves(extra)} - {GLOBAL_GENERATORS}
+        counters = {"step": self.step} | ({} if self.epoch is None else {"epoch": self.epoch})
+        counters |= {name: extra for name, extra in extras.items() if name in ("batch", "epoch") and type(extra) is int}
+        fixed = {name: extra for name, extra in extras.items() if name not in moving and name != GLOBAL_GENERATORS}
+        return Seen(
+            step=self.step,
+            root={STATE: self.state, **fixed},
+            objects={name: extras[name] for name in sorted(moving)},
+            generators=generators,
+            positions={name: positions[name] for name in moving if name in positions},
+            batch=self.batch,
+            checksums={name: one.checksum for name, one in loaders_of(extras).items() if one.checksum is not None},
+            metrics=self.metrics,
+            counters=counters,
+        )
+
+
+_NO_STEP = Report(step=-1, state=None)
+
+
 class LastStep:
     """References to the last arguments of ``on_step``, so that leaving the loop can still save the step.
 
@@ -49,13 +98,10 @@ class LastStep:
     """
 
     def __init__(self, adapter: StateAdapter, versions: VersionCounters, replicated: Collection[str]) -> None:
-        self.step: int | None = None
-        self.metrics: Mapping[str, Any] | None = None
-        self.state: Any = None
+        self.report = _NO_STEP
         self._adapter = adapter
         self._replicated = replicated
         self._versions = versions  # for extras that are torch modules or optimizers
-        self._extras: Mapping[str, Any] = {}
         self._positions: dict[str, Any] = {}
         self._slow: list[float] | None = []  # the seconds of slow steps in a row; None after the warning
         self._passed: list[tuple[str, type]] = []
@@ -63,52 +109,40 @@ class LastStep:
         self._clock = time.thread_time
         self._watched: list[str] = []
         self._has_warned = False
-        self._epoch: int | None = None
-
-    def update(
-        self,
-        step: int,
-        state: Any,
-        metrics: Mapping[str, Any] | None,
-        extras: Mapping[str, Any],
-        epoch: int | None = None,
-    ) -> None:
-        """Note a step that the loop has finished."""
-        self.step = step
-        self.metrics = metrics
-        self.state = state
-        self._extras = extras
-        self._epoch = epoch
-        self._adapter.note(state)
-        if extras or self._positions:
-            self._take_positions()
 
     @property
-    def epochs(self) -> tuple[int, ...]:
-        """The epochs of the step, as far as the program shows them: another one begins a record of the witness."""
-        return _epochs(self._extras, self._epoch)
+    def step(self) -> int | None:
+        """The last step that was reported, or None."""
+        return None if self.report is _NO_STEP else self.report.step
+
+    def update(self, report: Report) -> None:
+        """Note a step that the loop has finished, without its batch, whose memory the next one may need."""
+        self.report = report if report.batch is None else replace(report, batch=None)
+        self._adapter.note(report.state)
+        if report.extras or self._positions:
+            self._take_positions()
 
     @property
     def left_in_epoch(self) -> int | None:
         """How many batches of the epoch are left, as far as loaders tell it."""
-        left = [loader.left for loader in loaders_of(self._extras).values()]
+        left = [loader.left for loader in loaders_of(self.report.extras).values()]
         return min((one for one in left if one is not None), default=None)
 
     def seen(self, batch: Any = None) -> Seen:
         """Return what the step shows to the witness."""
-        assert self.step is not None
-        return seen(self.step, self.state, self._extras, self._positions, self.metrics, batch, self._epoch)
+        return replace(self.report, batch=batch).seen(self._positions)
 
     def items(self, *, alone: bool) -> dict[str, Any]:
         """Return the items of a checkpoint of this step; each process has its own extras, except arrays."""
-        found = {STATE: self._adapter.to_tree(self.state)}
-        extras = {name: self._tree_of(name, extra) for name, extra in self._extras.items()}
+        given = self.report.extras
+        found = {STATE: self._adapter.to_tree(self.report.state)}
+        extras = {name: self._tree_of(name, extra) for name, extra in given.items()}
         own = {}
         if not alone:
             kept = self._replicated
-            own = {name: extras.pop(name) for name, extra in self._extras.items() if is_own(name, extra, kept)}
-            extras = {name: without_generators(self._extras.get(name), tree) for name, tree in extras.items()}
-            sums = {name: checksum_of(tree) for name, tree in extras.items() if changes_in_place(self._extras[name])}
+            own = {name: extras.pop(name) for name, extra in given.items() if is_own(name, extra, kept)}
+            extras = {name: without_generators(given.get(name), tree) for name, tree in extras.items()}
+            sums = {name: checksum_of(tree) for name, tree in extras.items() if changes_in_place(given[name])}
             if sums := {name: found for name, found in sums.items() if found is not None}:
                 extras[CHECKSUMS] = sums
         if extras or not self._adapter.is_component_tree:
@@ -117,18 +151,18 @@ class LastStep:
 
     def check_savable(self) -> None:
         """Raise OptionError if a replicated extra is missing, UnsupportedLeafError if a save of the step would."""
-        check_replicated(self._replicated, self._extras, "on_step")
-        self._adapter.check_savable(self.state)
-        extras = {name: self._tree_of(name, extra) for name, extra in self._extras.items()}
+        check_replicated(self._replicated, self.report.extras, "on_step")
+        self._adapter.check_savable(self.report.state)
+        extras = {name: self._tree_of(name, extra) for name, extra in self.report.extras.items()}
         check_savable(extras)
 
     def why_lost(self) -> str | None:
         """Return why the step cannot be saved any more, or None when it can."""
         if self.step is None:
             return None
-        if (lost := self._adapter.why_lost(self.step, self.state)) is not None:
+        if (lost := self._adapter.why_lost(self.step, self.report.state)) is not None:
             return lost
-        if is_deleted([extra for name, extra in self._extras.items() if name not in self._positions]):
+        if is_deleted([extra for name, extra in self.report.extras.items() if name not in self._positions]):
             return "arrays of its extras were donated since; call on_step after every update"
         return self._versions.why_lost()
 
@@ -155,9 +189,9 @@ class LastStep:
     def _take_positions(self) -> None:
         moving = self._moving_extras()
         begin = self._clock()
-        self._positions = {name: take(self._extras[name]) for name, take in moving.items()}
+        self._positions = {name: take(self.report.extras[name]) for name, take in moving.items()}
         if self._watched:
-            self._versions.note({name: self._extras[name] for name in self._watched})
+            self._versions.note({name: self.report.extras[name] for name in self._watched})
         names = [f"{name}=" for name in moving if name != GLOBAL_GENERATORS]
         if self._slow is None or not names:
             return
@@ -174,54 +208,15 @@ class LastStep:
 
     def _moving_extras(self) -> Mapping[str, Callable[[Any], Any]]:
         """Return the function that takes the state of each extra that moves; computed only when the extras change."""
-        passed = [(name, type(extra)) for name, extra in self._extras.items()]
+        passed = [(name, type(extra)) for name, extra in self.report.extras.items()]
         if passed != self._passed:
             self._passed = passed
-            self._moving = {name: _taking(extra) for name, extra in self._extras.items() if moves(extra)}
-            self._watched = [name for name, extra in self._extras.items() if is_versioned(extra)]
+            self._moving = {name: _taking(extra) for name, extra in self.report.extras.items() if moves(extra)}
+            self._watched = [name for name, extra in self.report.extras.items() if is_versioned(extra)]
             # Only the wait for an actor is a cost of the extra: threads of a busy program wait for each other, too.
-            has_actors = any(is_actor(self._extras[name]) for name in self._moving)
+            has_actors = any(is_actor(self.report.extras[name]) for name in self._moving)
             self._clock = time.perf_counter if has_actors else time.thread_time
         return self._moving
-
-
-def _epochs(extras: Mapping[str, Any], epoch: int | None) -> tuple[int, ...]:
-    shown = [loader.epoch for loader in loaders_of(extras).values()]
-    return (*shown, -1 if epoch is None else epoch)
-
-
-def seen(
-    step: int,
-    state: Any,
-    extras: Mapping[str, Any],
-    positions: Mapping[str, Any],
-    metrics: Mapping[str, Any] | None = None,
-    batch: Any = None,
-    epoch: int | None = None,
-) -> Seen:
-    """Return what a step shows to the witness; ``positions`` are snapshots of the extras that move."""
-    generators = {
-        name: positions[name] if name in positions else state_of(extra)
-        for name, extra in extras.items()
-        if is_generator(extra) and not isinstance(extra, SystemRandom)
-    }
-    if GLOBAL_GENERATORS in extras:
-        generators |= positions.get(GLOBAL_GENERATORS) or capture()
-    moving = {name for name, extra in extras.items() if moves(extra)} - {GLOBAL_GENERATORS}
-    counters = {"step": step} | ({} if epoch is None else {"epoch": epoch})
-    counters |= {name: extra for name, extra in extras.items() if name in ("batch", "epoch") and type(extra) is int}
-    fixed = {name: extra for name, extra in extras.items() if name not in moving and name != GLOBAL_GENERATORS}
-    return Seen(
-        step=step,
-        root={STATE: state, **fixed},
-        objects={name: extras[name] for name in sorted(moving)},
-        generators=generators,
-        positions={name: positions[name] for name in moving if name in positions},
-        batch=batch,
-        checksums={name: one.checksum for name, one in loaders_of(extras).items() if one.checksum is not None},
-        metrics=metrics,
-        counters=counters,
-    )
 
 
 def _taking(extra: Any) -> Callable[[Any], Any]:
@@ -243,6 +238,8 @@ class StepSaver:
         self._saved: int | None = None
         self.fresh_extras: FreshTypes | None = None  # the types of the extras at the start of the run
         self._extra_versions = VersionCounters()
+        self.step_offset = 0  # updates that are in a state beyond the number of its step
+        self._first_steps: FirstSteps | None = None
         self._last = LastStep(adapter, self._extra_versions, replicated)
 
     @property
@@ -255,45 +252,43 @@ class StepSaver:
         """Whether the last step is saved, or no step was reported."""
         return self.step is None or self.holds(self.step)
 
-    def watch(self, state: Any, extras: Mapping[str, Any]) -> None:
-        """Begin to watch the state before the first step."""
+    def watch(self, state: Any, extras: Mapping[str, Any], last: int | None) -> None:
+        """Begin to watch the state before the first step; ``last`` is the number of the step before, if it is known."""
+        first = self._first_steps = FirstSteps()
+        self._ask(lambda: first.begin(state, last, extras))
         self._adapter.watch(state)
         self._extra_versions.watch({name: extra for name, extra in extras.items() if is_versioned(extra)})
+
+    def _ask(self, look: Callable[[], bool | None]) -> None:
+        """Let the first steps look until they have nothing more to say; another error than theirs ends no run."""
+        try:
+            self._first_steps = None if look() else self._first_steps
+        except StateError:
+            raise
+        except Exception:
+            self._first_steps = None
+            logger.info("the first steps of the loop are not checked", exc_info=True)
 
     @property
     def left_in_epoch(self) -> int | None:
         """How many batches of the epoch are left, as far as loaders tell it."""
         return self._last.left_in_epoch
 
-    def update(
-        self,
-        step: int,
-        state: Any,
-        metrics: Mapping[str, Any] | None,
-        extras: Mapping[str, Any],
-        batch: Any = None,
-        epoch: int | None = None,
-    ) -> None:
+    def update(self, report: Report) -> None:
         """Note a step that the loop has finished, and compare it with that of before the stop."""
+        if (first := self._first_steps) is not None:
+            self._ask(lambda: first.report(report.step, report.state, report.extras))
         is_first = self.step is None
-        self._last.update(step, state, metrics, extras, epoch)
+        self._last.update(report)
         if is_first:
             self._last.check_savable()  # The first save may be an hour away.
         if self._witness.watches:
-            self._witness.note(lambda: self._last.seen(batch), self._last.epochs)
+            self._witness.note(lambda: self._last.seen(report.batch), report.epochs)
 
-    def show(
-        self,
-        step: int,
-        state: Any,
-        metrics: Mapping[str, Any] | None,
-        extras: Mapping[str, Any],
-        batch: Any = None,
-        epoch: int | None = None,
-    ) -> None:
+    def show(self, report: Report) -> None:
         """Let the witness record a step that is never saved, as it follows the save of a preemption."""
-        positions = {name: _taking(extra)(extra) for name, extra in extras.items() if moves(extra)}
-        self._witness.note(lambda: seen(step, state, extras, positions, metrics, batch, epoch), _epochs(extras, epoch))
+        positions = {name: _taking(extra)(extra) for name, extra in report.extras.items() if moves(extra)}
+        self._witness.note(lambda: report.seen(positions), report.epochs)
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> bool:
         """Store metrics with the checkpoint of a step, and return whether there is one."""
@@ -308,10 +303,11 @@ class StepSaver:
 
     def reconsider(self, step: int, metrics: Mapping[str, Any]) -> Decision | None:
         """Add metrics to the last step, and return whether to save it now; None if ``step`` is not the last one."""
-        if self.step != step:
+        report = self._last.report
+        if report.step != step:
             return None
-        self._last.metrics = {**(self._last.metrics or {}), **metrics}
-        return self._manager.decide(step, metrics=self._last.metrics)
+        self._last.report = replace(report, metrics={**(report.metrics or {}), **metrics})
+        return self._manager.decide(step, metrics=self._last.report.metrics)
 
     def why_lost(self) -> str | None:
         """Return why the last step cannot be saved any more, or None when it can."""
@@ -325,11 +321,11 @@ class StepSaver:
         last, step = self._last, self._last.step
         assert step is not None
         with part_of_save(self._manager, step):
-            if self._saved is None:
-                self._adapter.warn_of_step(step, last.state)
             last.warn_of_gradients()
             taken = self._taken()
             self._witness.save(step, last.seen)
+            if (first := self._first_steps) is not None:
+                self._ask(lambda: first.save(step, last.report.state, taken["metrics"] or {}))
         try:
             if not self._manager.save(step, force=True, reason=reason, **taken):
                 return False
@@ -344,17 +340,20 @@ class StepSaver:
         assert self.step is not None
         if self._manager.local_due(self.step):
             with part_of_save(self._manager, self.step, locally=True):
-                self._manager.save_locally(self.step, **self._taken())
+                taken = self._taken()
+                self._witness.save(self.step, self._last.seen)
+                self._manager.save_locally(self.step, **taken)
 
     def _taken(self) -> dict[str, Any]:
         """Return what is saved of the last step, as arguments of the manager."""
         last = self._last
-        metrics = None if last.metrics is None else host_metrics(last.metrics)
+        metrics = None if last.report.metrics is None else host_metrics(last.report.metrics)
         items = last.items(alone=self._manager.processes.alone)
         arguments: dict[str, Any] = {STATE: self._adapter.save_kwargs()}
         if self.fresh_extras is not None and "extras" in items:
             arguments["extras"] = {"fresh": self.fresh_extras}
-        return {"items": items, "metrics": metrics, "save_kwargs": arguments}
+        kept = {"step_offset": self.step_offset} if self.step_offset else None
+        return {"items": items, "metrics": metrics, "save_kwargs": arguments, "custom_metadata": kept}
 
     def save_at_end(self) -> None:
         """Save the last step if that is still possible, and log a warning if it is not."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...engine.arrays import TreeReader
-from ...engine.errors import OptionError, TreeMismatchError
+from ...engine.errors import TreeMismatchError
 from ...engine.handlers import (
     AsyncCheckpointHandler,
     Files,
@@ -35,7 +35,7 @@ logger = logging.getLogger("holdfast")
 
 
 class TreeAdapter(StateAdapter):
-    """Saves pytrees, ``TrainState`` with its counter, and nnx objects, alone or in dicts, lists and tuples."""
+    """Saves pytrees, and nnx objects, alone or in dicts, lists and tuples."""
 
     needs = "a state with params, or one module of nnx"
 
@@ -66,23 +66,6 @@ class TreeAdapter(StateAdapter):
 
     def from_tree(self, state: Any, restored: Any) -> Any:
         return from_tree(state, restored)
-
-    def check_step(self, step: int, state: Any) -> None:
-        if type(getattr(state, "step", None)) is int and state.step != step and is_train_state(state):
-            raise OptionError(
-                f"on_step({step}) was given a TrainState with step={state.step}: step N means that N updates are in "
-                "the state, so pass step + 1 after the update"
-            )
-
-    def warn_of_step(self, step: int, state: Any) -> None:
-        counted = _counted(state.step) if is_train_state(state) else None
-        if counted is not None and counted != step:
-            logger.warning(
-                "on_step(%d) was given a TrainState with step=%d: step N should mean that N updates are in the state; "
-                "pass step + 1 after the update",
-                step,
-                counted,
-            )
 
     def note(self, state: Any) -> None:
         if type(state) is not self._kind:  # The state is searched once, not at every step.
@@ -116,25 +99,10 @@ class TreeAdapter(StateAdapter):
         return state, str(_fill(module, path, place, self.misfits))
 
 
-def _counted(counter: Any) -> int | None:
-    """Return the value of a counter, one or a copy for each device; None where it has no one value."""
-    try:
-        (found,) = set(np.asarray(counter).ravel().tolist())
-        return int(found)
-    except (TypeError, ValueError, RuntimeError):  # The counters differ, or belong to other processes.
-        return None
-
-
 def is_stream(value: object) -> bool:
     """Return whether a value is a random stream of nnx, whose variables are few and whose arrays never change."""
     nnx = loaded("flax.nnx")
     return nnx is not None and isinstance(value, nnx.Rngs)
-
-
-def is_train_state(value: object) -> bool:
-    """Return whether a value is a ``flax.training.train_state.TrainState``."""
-    module = loaded("flax.training.train_state")
-    return module is not None and isinstance(value, module.TrainState)
 
 
 def to_tree(state: Any) -> Any:

@@ -37,6 +37,7 @@ from .announce import announce
 
 logger = logging.getLogger("holdfast")
 
+_SAVES = 4  # earlier ones that may be under way, in the directory and in the local places of the hosts
 _LAST = 4  # reports after a save; what was compared until then is said in one line
 
 
@@ -140,7 +141,6 @@ class Witness:
         why = records.why or why_not or not_comparable(records.key, key)
         self.proof = Proof(why=why)
         if found is None or why:
-            self._recorder.release()
             if not records.why:
                 text = "not witnessed: %s, so the steps after step %d are not comparable with those before"
                 self._say(text, why, step)
@@ -200,9 +200,8 @@ class Witness:
             self._compare_arrived(wait=True)
             self._conclude()
             self._compares = False
-            self._recorder.release()
             if self._file is not None:
-                self._earlier.append(self._file)
+                self._earlier = [*self._earlier[-_SAVES:], self._file]
             first = self._recorder.take(0, seen, same)
             self._file = RecordFile(step, self._processes.index, self._key, first)
             self._k = 0
@@ -210,10 +209,10 @@ class Witness:
     def _committed(self, place: Location, record: CheckpointRecord) -> None:
         """Write the records of a step that was committed; called on the thread that saves."""
         with self._only_logged():
-            earlier, self._earlier = self._earlier, []
-            for file in earlier:
+            files = self._files()
+            for file in files[:-1]:
                 file.finish()
-            for file in (*earlier, *([] if self._file is None else [self._file])):
+            for file in files:
                 if file.step == record.step:
                     file.commit(place, record.fingerprint)
 
@@ -223,8 +222,11 @@ class Witness:
         with self._only_logged():
             self._compare_arrived(wait=True)
             self._conclude()
-            for file in (*self._earlier, *([] if self._file is None else [self._file])):
+            for file in self._files():
                 file.finish()
+
+    def _files(self) -> list[RecordFile]:
+        return [*self._earlier, *([] if self._file is None else [self._file])]
 
     @contextlib.contextmanager
     def _only_logged(self) -> Iterator[None]:
@@ -258,7 +260,7 @@ class Witness:
             self._found(self._resumed or 0, 0, same, differs)
 
     def _compare_arrived(self, *, wait: bool) -> None:
-        while self._waiting and (wait or self._waiting[0].pending.is_ready):
+        while self._waiting and (wait or self._waiting[0].pending.samples.is_ready):
             k, pending = self._waiting.pop(0)
             now, saved = pending.finish(), self._records.by_k[k]
             same, differs = compare(saved, now, self._records.names)
@@ -303,7 +305,8 @@ class Witness:
         self._compares, self._has_said = False, True
         self._event(layers)
         what = "; ".join(
-            f"{layer} ({text})" if layer != "batch" else "the batch is another one" for layer, text in differs.items()
+            f"{layer} ({text})" if layer != "batch" else f"the batch is another one{text}"
+            for layer, text in differs.items()
         )
         where = f"not exact from step {step} on" if k else f"not exact: step {step} was not restored as it was saved"
         agrees = f". The same as before the stop: {', '.join(same)}" if same else ""

@@ -87,6 +87,7 @@ def test_the_arguments_beside_the_options_of_every_callback() -> None:
         "reshard",
         "global_generators",
         "hyperparameters",
+        "step_offset",
         "unknown",
     }
 
@@ -394,38 +395,9 @@ def test_closing_by_hand_is_the_same_as_leaving_the_block(tmp_path: Path) -> Non
         checkpoint.restore_or_initialize(state_at(0))
 
 
-def test_the_step_of_a_train_state_must_agree(tmp_path: Path) -> None:
-    train_state, optax = pytest.importorskip("flax.training.train_state"), pytest.importorskip("optax")
-    state = train_state.TrainState.create(apply_fn=None, params={"w": np.zeros(2)}, tx=optax.sgd(0.1))
-    with CheckpointCallback(tmp_path) as checkpoint:
-        checkpoint.on_step(0, state)
-        with pytest.raises(hf.errors.OptionError, match=r"on_step\(1\).*step=0.*step \+ 1"):
-            checkpoint.on_step(1, state)
-        checkpoint.on_step(1, state.replace(step=1))
-
-
-def test_the_step_of_a_train_state_on_the_device_is_checked_once_at_a_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    train_state, optax = pytest.importorskip("flax.training.train_state"), pytest.importorskip("optax")
-    jnp = pytest.importorskip("jax.numpy")
-    state = train_state.TrainState.create(apply_fn=None, params={"w": np.zeros(2)}, tx=optax.sgd(0.1))
-    with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
-        for step in range(1, 4):
-            checkpoint.on_step(step, state.replace(step=jnp.int32(step + 1)))
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1
-    assert "step=2" in warnings[0]
-    assert "on_step(1)" in warnings[0]
-
-
-@pytest.mark.parametrize(
-    ("counters", "told"),
-    [([3, 3], []), ([4, 4], ["step=4"]), ([3, 4], []), ([], [])],
-    ids=["the step", "another step", "several", "none"],
-)
+@pytest.mark.parametrize("counters", [[3, 3], [4, 4], [3, 4], []], ids=["the step", "another", "several", "none"])
 def test_a_train_state_with_several_counters_is_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, counters: list[int], told: list[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, counters: list[int]
 ) -> None:
     """As after replicate, where all are the same, or for a vmapped population."""
     train_state, optax = pytest.importorskip("flax.training.train_state"), pytest.importorskip("optax")
@@ -434,9 +406,7 @@ def test_a_train_state_with_several_counters_is_saved(
     with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
         assert checkpoint.on_step(3, state.replace(step=jnp.array(counters, jnp.int32))).saved
     assert hf.CheckpointManager(tmp_path).all_steps() == [3]
-    found = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
-    assert len(found) == len(told)
-    assert all(part in text for part, text in zip(told, found, strict=True))
+    assert [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING] == []
 
 
 def test_another_trees_own_step_is_its_own_business(tmp_path: Path) -> None:

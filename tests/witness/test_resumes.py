@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -265,6 +266,42 @@ def test_a_difference_that_another_processor_rounds(tmp_path: Path, caplog: pyte
     assert (proof.exact, proof.differs) == (None, ())
     assert 0 < proof.rounding < 1e-4
     assert [text for text in caplog.messages if "as another processor rounds" in text]
+
+
+KILLED = """
+import os, signal, sys
+import holdfast as hf
+from tests.witness.test_resumes import Run
+
+def at(step):
+    if step == 8:
+        run.checkpoint.manager.wait_until_finished()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+directory, memory, hidden, last = sys.argv[1:]
+run = Run(directory, hidden, save_interval_steps=1000, local=hf.Local(memory, every=2, copies=0))
+run(int(last), at=at if last == "8" else lambda step: None)
+proof = run.checkpoint.proof
+print(proof.exact, *proof.steps, *proof.differs)
+"""
+
+
+@pytest.mark.parametrize(("hidden", "proof"), [("", "True 7"), ("state", "False metrics state")])
+def test_a_resume_from_the_memory_of_the_host_is_compared(tmp_path: Path, hidden: str, proof: str) -> None:
+    """A local step has the records of its next steps beside its files, and they are removed with it."""
+
+    def start(last: int) -> tuple[int, str]:
+        arguments = [str(tmp_path / "run"), str(tmp_path / "memory"), hidden, str(last)]
+        ended = subprocess.run(
+            [sys.executable, "-c", KILLED, *arguments], check=False, stdout=subprocess.PIPE, text=True
+        )
+        return ended.returncode, ended.stdout.strip()
+
+    assert start(8) == (-signal.SIGKILL, "")
+    files = sorted(tmp_path.glob("memory/*/own/*/witness.jsonl"))
+    assert [len(file.read_bytes().splitlines()) for file in files] == [4, 3]  # a header, k = 0, 1, and the next save
+    assert start(12) == (0, proof)
+    assert not [file for file in files if file.exists()]
 
 
 def test_records_go_on_where_a_resume_was_exact(tmp_path: Path) -> None:

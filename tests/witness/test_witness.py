@@ -314,7 +314,6 @@ def test_a_file_is_read_again(tmp_path: Path) -> None:
     records = written(tmp_path)
     assert (records.why, [*records.by_k], {*records.names}) == ("", [2, 1, 0], {*NAMES})
     assert [records.by_k[k]["step"] for k in (0, 1, 2)] == [5, 6, 7]
-    assert len((tmp_path / "witness.jsonl").read_bytes()) == records.size
 
 
 def test_a_file_that_is_continued_keeps_its_lines(tmp_path: Path) -> None:
@@ -331,7 +330,7 @@ def test_a_file_that_is_continued_keeps_its_lines(tmp_path: Path) -> None:
 
 def test_a_file_does_not_grow_beyond_its_limit(tmp_path: Path) -> None:
     records = written(tmp_path, tuple(range(300)))
-    assert 0 < records.size <= LIMIT
+    assert (tmp_path / "witness.jsonl").stat().st_size <= LIMIT
     assert len(records.by_k) < 300
 
 

@@ -1,0 +1,250 @@
+"""What the first reports and saves of a run show about a loop that would not resume exactly, before anything is lost.
+
+Nothing of the program is written, called or drawn from: names, samples of values, counters and classes are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, compress
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from ...engine.errors import StateError, shortened
+from ...engine.generators import is_generator
+from ...engine.loaders import drawing_sampler
+from ...engine.pytree import Sampler, Samples, Ways, flatten, is_torch_tensor, loaded, unwrapped_name
+from ...engine.stateful import is_plain
+from ...engine.witness import is_time
+from .extras import GLOBAL_GENERATORS, changes_in_place
+from .objects import is_versioned, live_objects
+from .states import STATE, located
+
+logger = logging.getLogger("holdfast")
+
+_ALL = 1 << 30  # leaves
+_TRAINED, _COUNTS, _SAMPLED = 4, 8, 128  # leaves whose values are compared
+_FAR = 100  # reports between two saves, after which a state that is trained has changed
+# Attributes of torch's iterators that are private: the batches taken, the sampler, whether the iterator is used again.
+_TAKEN, _SAMPLER, _PERSISTENT = "_num_yielded", "_index_sampler", "_persistent_workers"
+
+_OTHER_STATE = "on_step(%d) got another state than restore_or_initialize returned: it lacks %s, so pass the whole"
+_STATE_DICT = (
+    "on_step was given the state dict (%s) that restore_or_initialize was given: a resume restores it, and neither the "
+    'model nor the optimizer. Pass the objects to both: {"model": model, "optimizer": optimizer}'
+)
+_REPEATED = (
+    "on_step(%d) comes after an update, with the step that restore_or_initialize returned: a resume would repeat it. "
+    "Write step += 1 before checkpoint.on_step(step, ...), or set step_offset=1 if step N is the index of an update"
+)
+_LEFT_OUT = (
+    "the steps after %d are %d and %d, with equally many updates before each: each resume would leave one out. Begin "
+    "at the step that restore_or_initialize has returned, and write step += 1 before checkpoint.on_step(step, ...)"
+)
+_NO_PLACE = (
+    "step %d is saved after batch %d of %d of a DataLoader that shuffles, without its place: a resume begins another "
+    "epoch. Write loader = hf.resumable(loader), loop over it, and pass data=loader to restore_or_initialize and "
+    "on_step; or data=None, if the program finds its place itself"
+)
+_FORGOTTEN = (
+    "step %d is saved without the %s of %s, which has a state: a resume would begin with a fresh one. Pass "
+    '{"model": model, "optimizer": optimizer} to restore_or_initialize and on_step'
+)
+_UNUSED = (
+    "the state at step %d is still that of step %d, and %d parameters outside of it are trained: make the model and "
+    "its optimizer before restore_or_initialize, and train what it returns"
+)
+
+
+class _Look(NamedTuple):
+    step: int
+    samples: Samples  # of some leaves
+    versions: list[int]  # how often tensors have changed in place, as they count it
+
+
+class FirstSteps:
+    """Looks at the state that came back, the first two reports and the first saves of a run."""
+
+    def __init__(self) -> None:
+        self._reports = self._saves = 0
+        self._sampler = Sampler()
+        self._looks: list[_Look] = []  # at what came back and at the first reports, until these are compared
+        self._saved: tuple[_Look, Ways, int, Mapping[str, Any]] | None = None  # the first save
+
+    def begin(self, state: Any, step: int | None, extras: Mapping[str, Any]) -> None:
+        """Look at what came back: ``step`` is that of the last update, None without ``restore_or_initialize``."""
+        readers = [] if _has_place(extras) else _readers()
+        self._read = [(weakref.ref(one), getattr(one, _TAKEN, 0)) for one in readers]
+        if step is not None:
+            self._marks = {path: _mark(one) for path, one in located(state, _mark)}
+            self._ways = Ways(state, _ALL)
+            kinds = [*map(_kind, self._ways.follow(state))]
+            arrays, counts = ([place for place, kind in enumerate(kinds) if kind is one] for one in (float, int))
+            self._arrays = len(arrays[:_TRAINED])  # Leaves that are trained come first.
+            self._places = [*arrays[:_TRAINED], *counts[:_COUNTS]]
+            self._looks.append(self._look(step, state))
+
+    def report(self, step: int, state: Any, extras: Mapping[str, Any]) -> None:
+        """Look at a report, before anything is done with it; raise StateError if no resume could restore the state."""
+        self._reports, self._extras = self._reports + 1, extras
+        if not self._looks:
+            return
+        if len(self._looks) == 1:
+            self._check_state(step, state)
+        self._looks.append(self._look(step, state))
+        if len(self._looks) == 2 and step == self._looks[0].step and _differ(self._looks, self._arrays):
+            logger.warning(_REPEATED, step)
+        if len(self._looks) == 3:
+            if self._leaves_out():
+                logger.warning(_LEFT_OUT, *(look.step for look in self._looks))
+            self._looks, self._sampler = [], Sampler()  # The sampler keeps the memory of what it has seen.
+
+    def save(self, step: int, state: Any, metrics: Mapping[str, Any]) -> bool:
+        """Look at the last report, which is about to be saved; return whether there is nothing more to look at."""
+        self._saves, extras = self._saves + 1, self._extras
+        if self._saves == 1:
+            self._check_place(step)
+        root = {STATE: state, **{name: one for name, one in extras.items() if isinstance(one, dict)}}
+        ways = Ways(root, _ALL) if self._saved is None else self._saved[1]
+        leaves = ways.follow(root)
+        if not any(map(is_torch_tensor, leaves)):  # Other arrays do not show who changes them.
+            return not self._looks
+        now = _Look(step, Sampler().take(leaves[:_SAMPLED]), [*map(_version, leaves)])
+        first, _, reports, before = self._saved = self._saved or (now, ways, self._reports, metrics)
+        if self._saves == 2:
+            steps = zip(ways.names, leaves, first.versions, now.versions, strict=True)
+            changed = {_address(leaf): name for name, leaf, old, new in steps if old != new}
+            _check_optimizers(step, changed, leaves, {STATE: state, **extras})
+        if self._reports - reports < _FAR:
+            return False
+        has_other_loss = any(before.get(name, one) != one for name, one in metrics.items() if not is_time(name))
+        if has_other_loss and first.versions == now.versions and not _differ([first, now]):
+            _check_use(step, first.step, leaves)
+        return True
+
+    def _look(self, step: int, state: Any) -> _Look:
+        leaves = self._ways.follow(state)
+        chosen = [leaves[place] for place in self._places]
+        return _Look(step, self._sampler.take(chosen), [*map(_version, chosen)])
+
+    def _check_state(self, step: int, state: Any) -> None:
+        torch: Any = loaded("torch")
+        for path, one in located(state, _mark):
+            is_same = self._marks.get(path) is _mark(one)  # A copy of that of a module, such as an average, is a state.
+            if is_same and ("param_groups" in one or _addresses(one.values()) & _addresses(_live(torch.nn.Parameter))):
+                raise StateError(_STATE_DICT % (path or "the state"))
+        if missing := self._ways.ended(state):  # Perhaps other containers or wrappers have the same names.
+            names = {unwrapped_name(name) for name in Ways(state, _ALL).names}
+            if missing := sorted(name for name in missing if unwrapped_name(name) not in names):
+                raise StateError(_OTHER_STATE % (step, shortened(missing, 4)))
+
+    def _leaves_out(self) -> bool:
+        """Return whether the first report counts one step more than the second, after equally many updates."""
+        steps, samples, versions = zip(*self._looks, strict=True)
+        first, second = steps[1] - steps[0], steps[2] - steps[1]
+        counts = (one.fetch(1)[1][self._arrays :, 0].tolist() for one in samples)
+        values = zip(*(now + changes for now, changes in zip(counts, versions, strict=True)), strict=True)
+        rises = [(now - start, later - now) for start, now, later in values]
+        return first - 1 == second > 0 and any(one == other > 0 and one % second == 0 for one, other in rises)
+
+    def _check_place(self, step: int) -> None:
+        before = {id(one): taken for ref, taken in self._read if (one := ref()) is not None}
+        for one in [] if _has_place(self._extras) else _readers():
+            order, taken = getattr(one, _SAMPLER, None), getattr(one, _TAKEN, 0)
+            draws = drawing_sampler(SimpleNamespace(sampler=order, batch_sampler=order)) is not None
+            if draws and before.get(id(one), 0) < taken < len(one) and not getattr(one, _PERSISTENT, False):
+                logger.warning(_NO_PLACE, step, taken, len(one))
+                return
+
+
+def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], root: Any) -> None:
+    """Warn of an optimizer that has changed leaves, by their addresses, and that is not saved, nor its state."""
+    torch: Any = loaded("torch")
+    own = [one for _, one in live_objects(root) if isinstance(one, torch.optim.Optimizer)]
+    held = _addresses(leaves)
+    left = changed.keys() & held - _addresses(chain(*map(_parameters, own), *map(_moments, own)))
+    others = [(one, _addresses(_moments(one))) for one in _live(torch.optim.Optimizer)] if left else []
+    left -= _addresses(chain(*(_parameters(one) for one, state in others if state & held)))  # saved as state dicts
+    for one, state in others:
+        if (trained := _addresses(_parameters(one)) & left) and state and not state & held:
+            shown = sorted(changed[address].removeprefix(f"{STATE}.") for address in trained)
+            logger.warning(_FORGOTTEN, step, type(one).__qualname__, shortened(shown, 3))
+            return
+
+
+def _check_use(step: int, earlier: int, leaves: list[Any]) -> None:
+    """Warn if parameters are trained that are not in a state that has not changed."""
+    torch: Any = loaded("torch")
+    used = (one for one in _live(torch.nn.Parameter) if one.grad is not None)
+    trained = chain(used, *map(_parameters, _live(torch.optim.Optimizer)))
+    if others := _addresses(trained) - _addresses(leaves):
+        logger.warning(_UNUSED, step, earlier, len(others))
+
+
+def _differ(looks: list[_Look], end: int | None = None) -> bool:
+    pairs = zip(*(look.samples.fetch(1)[0][:end].tolist() for look in looks), strict=True)
+    return any(mine and yours and mine != yours for mine, yours in pairs)
+
+
+def _has_place(extras: Mapping[str, Any]) -> bool:
+    """Return whether an extra may be a place in the data: ``data``, an object with a state, or a number."""
+    known = {name for name, one in extras.items() if is_generator(one) or is_versioned(one)}
+    others = [one for name, one in extras.items() if name not in {"epoch", GLOBAL_GENERATORS, *known}]
+    objects = [one for one in others if changes_in_place(one) and not type(one).__module__.startswith("torch.")]
+    numbers = (leaf for one in others if is_plain(one) for leaf in flatten(one).values if type(leaf) is int)
+    return "data" in extras or bool(objects) or next(numbers, None) is not None  # Schedules and scalers are torch's.
+
+
+def _live(*kinds: type) -> list[Any]:
+    """Return the live objects of classes and of those derived from them, in one pass over all objects."""
+    wanted = [*kinds]
+    for kind in wanted:
+        wanted += kind.__subclasses__()
+    objects = gc.get_objects()
+    return [*compress(objects, map({*wanted}.__contains__, map(type, objects)))]
+
+
+def _readers() -> list[Any]:
+    kind: Any = getattr(sys.modules.get("torch.utils.data.dataloader"), "_BaseDataLoaderIter", None)
+    return [] if kind is None else _live(kind)
+
+
+def _mark(value: Any) -> Any:
+    """Return a part of a state dict that is another object in each one that torch makes; None of other values."""
+    if not isinstance(value, dict):
+        return None
+    return value["param_groups"] if {"state", "param_groups"} <= value.keys() else getattr(value, "_metadata", None)
+
+
+def _kind(leaf: Any) -> type | None:
+    """Return float for an array of such numbers, int for a single whole number, None for others."""
+    kind, is_array = str(getattr(leaf, "dtype", type(leaf).__name__)), getattr(leaf, "ndim", 0) > 0
+    return float if is_array and "float" in kind else int if "int" in kind and not is_array else None
+
+
+def _version(leaf: Any) -> int:
+    return leaf._version if is_torch_tensor(leaf) and not leaf.is_inference() else 0
+
+
+def _address(leaf: Any) -> int:
+    with contextlib.suppress(RuntimeError):  # a tensor of a subclass, or one that has no memory now
+        return int(leaf.data_ptr()) if is_torch_tensor(leaf) else 0
+    return 0
+
+
+def _addresses(leaves: Iterable[Any]) -> set[int]:
+    """Return the addresses of tensors in memory, by which those of a state dict are known, too."""
+    return {*map(_address, leaves)} - {0}
+
+
+def _parameters(optimizer: Any) -> Iterator[Any]:
+    return (one for group in optimizer.param_groups for one in group["params"])
+
+
+def _moments(optimizer: Any) -> Iterator[Any]:
+    return (one for state in optimizer.state.values() for one in state.values())

@@ -1,0 +1,497 @@
+"""Loops whose resume would not be exact are told in their first process; loops that are right hear nothing."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]  # it ships no types
+import pytest
+import torch
+from flax import nnx
+from flax.core import FrozenDict
+from flax.training.train_state import TrainState
+from tests.starts import run
+from torch.utils.data import DataLoader, TensorDataset
+
+import holdfast as hf
+
+pytestmark = [pytest.mark.usefixtures("default_sigterm"), pytest.mark.xdist_group("programs")]
+
+DATA = torch.arange(36.0).reshape(12, 3) / 36
+Program = Callable[..., object]
+
+
+def callback(directory: Path, **options: Any) -> Any:
+    return hf.CheckpointCallback(directory, **{"save_interval_steps": 3, **options})
+
+
+def made(kind: type[Any] = torch.optim.Adam) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    return model, kind(model.parameters(), lr=0.1)
+
+
+def update(model: Any, optimizer: Any, x: Any = DATA) -> dict[str, float]:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return {"loss": loss.item()}
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    return lambda: [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+
+
+# ---- a loader that is read, and no place in the data
+
+
+def reads(directory: Path, loader: Any, last: int = 5, extras: dict[str, Any] | None = None, **options: Any) -> None:
+    model, optimizer = made()
+    extras = extras or {}
+    with callback(directory, **options) as checkpoint:
+        state, step = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer}, **extras)
+        while step < last:
+            for (x,) in loader:
+                metrics = update(model, optimizer, x)
+                step += 1
+                checkpoint.on_step(step, state, metrics=metrics, **extras)
+                if step == last:
+                    break
+
+
+def shuffled(**options: Any) -> Any:
+    return DataLoader(TensorDataset(DATA), **{"batch_size": 2, "shuffle": True, **options})
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": None}, {"num_workers": 1}], ids=["batches", "items", "workers"])
+def test_a_shuffled_loader_without_a_place_is_told_once(options: Any, tmp_path: Path, told: Any) -> None:
+    reads(tmp_path, shuffled(**options), last=11)
+    (text,) = told()
+    assert re.search(r"step 3 is saved after batch 3 of \d+ of a DataLoader that shuffles", text)
+    assert "loader = hf.resumable(loader)" in text
+
+
+def test_an_iterator_from_before_that_is_read_on_is_told(tmp_path: Path, told: Any) -> None:
+    reader = iter(shuffled())
+    next(reader)
+    reads(tmp_path, reader)
+    assert len(told()) == 1
+
+
+class Place:
+    """A place in the data that the program finds itself."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batch": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("options", "extras"),
+    [
+        ({}, {"data": None}),
+        ({}, {"place": Place()}),
+        ({}, {"progress": {"epoch": 0, "batch": 3}}),
+        ({"shuffle": False}, {}),
+        ({"num_workers": 1, "persistent_workers": True}, {}),
+    ],
+    ids=["data=None", "an object", "numbers", "in order", "persistent workers"],
+)
+def test_a_loader_with_a_place_or_an_order_is_silent(options: Any, extras: Any, tmp_path: Path, told: Any) -> None:
+    reads(tmp_path, shuffled(**options), extras=extras)
+    assert told() == []
+
+
+def test_a_generator_and_a_schedule_are_no_place(tmp_path: Path, told: Any) -> None:
+    schedule = torch.optim.lr_scheduler.StepLR(made()[1], 2)
+    reads(tmp_path, shuffled(), extras={"rng": np.random.default_rng(0), "schedule": schedule, "epoch": 0})
+    assert len(told()) == 1
+
+
+def test_saves_between_epochs_and_batches_that_were_only_shown_are_silent(tmp_path: Path, told: Any) -> None:
+    shown = iter(shuffled())
+    next(shown)
+    reads(tmp_path / "ends", shuffled(), last=12, save_interval_steps=6)
+    model, optimizer = made()
+    with callback(tmp_path / "epochs", save_interval_steps=1) as checkpoint:
+        state, start = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
+        for epoch in range(start + 1, 3):
+            for (x,) in shuffled():
+                update(model, optimizer, x)
+            checkpoint.on_step(epoch, state)
+    assert told() == []
+    next(shown)
+
+
+# ---- the state that is reported
+
+
+class Pair(NamedTuple):
+    model: Any
+    optimizer: Any
+
+
+def reports(directory: Path, change: Callable[[Any], Any], state: Any = None, **options: Any) -> Any:
+    model, optimizer = made()
+    state = {"model": model, "optimizer": optimizer} if state is None else state(model, optimizer)
+    with callback(directory, **options) as checkpoint:
+        state, step = checkpoint.restore_or_initialize(state)
+        for _ in range(4):
+            update(model, optimizer)
+            step += 1
+            checkpoint.on_step(step, change(state))
+    return state
+
+
+def dicts(model: Any, optimizer: Any) -> Any:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+@pytest.mark.parametrize(
+    ("state", "part"),
+    [
+        (dicts, "model"),
+        (lambda model, optimizer: model.state_dict(), "the state"),
+        (lambda model, optimizer: {"optimizer": [optimizer.state_dict()]}, "optimizer.0"),
+        (lambda model, optimizer: {"model": model, "optimizer": optimizer.state_dict()}, "optimizer"),
+    ],
+    ids=["both", "the model", "in a list", "beside the model"],
+)
+def test_state_dicts_that_are_handed_back_are_refused(state: Any, part: str, tmp_path: Path) -> None:
+    with pytest.raises(hf.errors.StateError, match=re.escape(f"the state dict ({part})")) as error:
+        reports(tmp_path, lambda state: state, state)
+    assert '{"model": model, "optimizer": optimizer}' in str(error.value)
+    assert hf.CheckpointManager(tmp_path).all_steps() == []
+
+
+def test_state_dicts_that_are_made_anew_are_silent(tmp_path: Path, told: Any) -> None:
+    model, optimizer = made()
+    with callback(tmp_path) as checkpoint:
+        state, step = checkpoint.restore_or_initialize(dicts(model, optimizer))
+        for now in range(step + 1, 8):
+            update(model, optimizer)
+            state.update(dicts(model, optimizer))  # The container is that of before, and what is in it is new.
+            checkpoint.on_step(now, state)
+    assert told() == []
+
+
+def test_a_copy_of_a_state_dict_is_a_state(tmp_path: Path, told: Any) -> None:
+    model, optimizer = made()
+    with callback(tmp_path) as checkpoint:
+        average = copy.deepcopy(model.state_dict())
+        state, step = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer, "average": average})
+        for now in range(step + 1, 8):
+            update(model, optimizer)
+            for name, value in model.state_dict().items():
+                state["average"][name].lerp_(value, 0.1)
+            checkpoint.on_step(now, state)
+    assert told() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "missing"),
+    [
+        (lambda state: None, "model.bias, model.weight"),
+        (lambda state: state["model"], "model.bias"),
+        (lambda state: tuple(state.values()), "model.bias"),
+        (lambda state: {"net": state["model"], "optimizer": state["optimizer"]}, "model.bias, model.weight, so"),
+        (lambda state: {"model": state["model"]}, "optimizer.param_groups.0"),
+        (lambda state: {**state, "model": None}, "model.bias, model.weight, so"),
+    ],
+    ids=["None", "the model", "a tuple", "other names", "a part", "an empty part"],
+)
+def test_another_state_than_came_back_is_refused(change: Any, missing: str, tmp_path: Path) -> None:
+    with pytest.raises(hf.errors.StateError, match=r"on_step\(1\) got another state") as error:
+        reports(tmp_path, change)
+    assert missing in str(error.value)
+    assert hf.CheckpointManager(tmp_path).all_steps() == []
+
+
+class Wrapper(torch.nn.Module):
+    """As DistributedDataParallel and torch.compile do."""
+
+    def __init__(self, name: str, module: Any) -> None:
+        super().__init__()
+        self.add_module(name, module)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state,
+        lambda state: dict(state),
+        lambda state: Pair(**state),
+        lambda state: {**state, "more": torch.zeros(2)},
+        lambda state: {**state, "model": Wrapper("module", Wrapper("_orig_mod", state["model"]))},
+    ],
+    ids=["itself", "made anew", "a named tuple", "added names", "DDP and compile"],
+)
+def test_the_same_names_in_other_containers_are_silent(change: Any, tmp_path: Path, told: Any) -> None:
+    reports(tmp_path, change)
+    assert told() == []
+
+
+class Agent:
+    """An object of the program, whose parts come and go."""
+
+    def __init__(self) -> None:
+        self.model, self.optimizer = made()
+        self.episodes = {"first": torch.zeros(2)}
+        self.best: Any = 0.0
+
+
+def test_parts_of_objects_come_and_go(tmp_path: Path, told: Any) -> None:
+    agent = Agent()
+    with callback(tmp_path) as checkpoint:
+        checkpoint.restore_or_initialize(agent)
+        agent.episodes.clear()
+        agent.best = None
+        for step in range(1, 5):
+            update(agent.model, agent.optimizer)
+            checkpoint.on_step(step, agent)
+    assert told() == []
+
+
+@pytest.mark.parametrize(
+    ("state", "change", "missing"),
+    [
+        ({"w": np.zeros(2), "n": 0}, FrozenDict, ""),
+        ({"w": np.zeros(2), "n": 0}, lambda state: {**state, "more": {"v": np.zeros(1)}}, ""),
+        ({"w": np.zeros(2), "old": [1.0]}, lambda state: {**state, "old": []}, ""),
+        ({"w": np.zeros(2), "new": None}, lambda state: {**state, "new": np.zeros(1)}, ""),
+        ({"w": np.zeros(2), "n": 0}, lambda state: {"w": state["w"]}, "n"),
+        ({"w": np.zeros(2), "n": 0}, lambda state: (state["w"], 0), "n, w"),
+        ({"params": {"w": np.zeros(2)}, "opt": ()}, lambda state: state["params"], "params.w"),
+    ],
+    ids=["FrozenDict", "added", "a list", "a None", "a part", "a tuple", "the parameters"],
+)
+def test_trees_of_arrays(state: Any, change: Any, missing: str, tmp_path: Path) -> None:
+    with callback(tmp_path) as checkpoint:
+        found, step = checkpoint.restore_or_initialize(state)
+        if missing:
+            with pytest.raises(hf.errors.StateError, match=f"it lacks {missing}, so"):
+                checkpoint.on_step(step + 1, change(found))
+        else:
+            checkpoint.on_step(step + 1, change(found))
+
+
+def test_objects_of_nnx(tmp_path: Path, told: Any) -> None:
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    with callback(tmp_path) as checkpoint:
+        state, step = checkpoint.restore_or_initialize({"model": model})
+        with pytest.raises(hf.errors.StateError, match=r"it lacks model\.bias\.value, model\.kernel\.value"):
+            checkpoint.on_step(step + 1, model)
+        for now in range(step + 1, 4):
+            model.kernel[...] = model.kernel[...] + 1
+            checkpoint.on_step(now, state)
+    assert told() == []
+
+
+# ---- the numbers of steps
+
+
+class Loop:
+    """A loop of some kind of state, whose updates are counted in it."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.model, self.optimizer = made(torch.optim.SGD)
+        self.state: Any = {"model": self.model, "optimizer": self.optimizer}
+        if kind == "numpy":
+            self.state = {"w": np.zeros(3, np.float32), "count": 0}
+        if kind == "flax":
+            create: Any = TrainState.create
+            self.state = create(apply_fn=None, params={"w": jnp.zeros(3)}, tx=optax.adam(0.1))
+
+    def update(self) -> None:
+        if self.kind == "numpy":
+            self.state = {"w": self.state["w"] + 1, "count": self.state["count"] + 1}
+        elif self.kind == "flax":
+            self.state = apply(self.state)
+        else:
+            update(self.model, self.optimizer)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def apply(state: Any) -> Any:
+    return state.apply_gradients(grads={"w": jnp.ones(3)})
+
+
+def counted(directory: Path, kind: str, numbers: Callable[[int], Iterator[tuple[int, int]]], **options: Any) -> int:
+    """Run one process: ``numbers`` gives the updates before each report, and its step."""
+    loop = Loop(kind)
+    with callback(directory, **options) as checkpoint:
+        loop.state, start = checkpoint.restore_or_initialize(loop.state)
+        for updates, step in numbers(start):
+            for _ in range(updates):
+                loop.update()
+            checkpoint.on_step(step, loop.state)
+    return int(start)
+
+
+KINDS = pytest.mark.parametrize("kind", ["torch", "numpy", "flax"])
+
+
+@KINDS
+def test_a_loop_that_repeats_an_update_is_told(kind: str, tmp_path: Path, told: Any) -> None:
+    for _ in range(2):
+        counted(tmp_path, kind, lambda start: ((1, step) for step in range(start, start + 4)))
+    assert [re.search(r"on_step\((\d)\) comes after an update", text)[1] for text in told()] == ["0", "3"]  # type: ignore[index]
+
+
+@KINDS
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_loop_that_leaves_an_update_out_is_told(kind: str, every: int, tmp_path: Path, told: Any) -> None:
+    def numbers(start: int) -> Iterator[tuple[int, int]]:
+        yield from ((every, start + 1 + every * index) for index in range(1, 5))
+
+    counted(tmp_path, kind, numbers)
+    (text,) = told()
+    assert f"the steps after 0 are {1 + every} and {1 + 2 * every}" in text
+
+
+@KINDS
+def test_the_offset_of_steps_is_kept_with_the_run(kind: str, tmp_path: Path, told: Any) -> None:
+    begun = [
+        counted(tmp_path, kind, lambda start: ((1, step) for step in range(start, start + 4)), **options)
+        for options in ({"step_offset": 1}, {}, {"step_offset": 0})
+    ]
+    assert begun == [0, 4, 7]
+    assert told() == [
+        "on_step(7) comes after an update, with the step that restore_or_initialize returned: a resume "
+        "would repeat it. Write step += 1 before checkpoint.on_step(step, ...), or set step_offset=1 if "
+        "step N is the index of an update"
+    ]
+
+
+@pytest.mark.parametrize("value", [2, -1, True])
+def test_other_offsets_are_refused(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(hf.errors.OptionError, match="step_offset"):
+        callback(tmp_path, step_offset=value)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "reported",
+    [
+        [(1, 1), (1, 2), (1, 3)],
+        [(0, 0), (1, 1), (1, 2)],
+        [(100, 1), (100, 2), (100, 3)],
+        [(1, 33), (1, 65), (1, 97)],
+        [(1, 200), (1, 399), (1, 598)],
+        [(4, 4), (4, 8), (3, 11)],
+        [(0, 1), (0, 2), (0, 3), (1, 4)],
+        [(0, 2), (1, 3), (1, 4)],
+        [(0, 1), (1, 2), (0, 3), (1, 4)],
+    ],
+    ids=["updates", "before", "epochs", "samples", "environment", "several", "micro-batches", "warm-up", "scaler"],
+)
+def test_right_numbers_are_silent(kind: str, reported: Any, tmp_path: Path, told: Any) -> None:
+    counted(tmp_path, kind, lambda start: iter(reported), save_interval_steps=1000)
+    assert told() == []
+
+
+# ---- an optimizer that is not saved, a model that is not trained
+
+
+@pytest.mark.parametrize(
+    "state", [lambda model: {"model": model}, lambda model: {"model": [model], "n": torch.ones(1)}]
+)
+def test_an_optimizer_that_is_left_out_is_told_at_the_second_save(state: Any, tmp_path: Path, told: Any) -> None:
+    model, optimizer = made()
+    with callback(tmp_path) as checkpoint:
+        state, _ = checkpoint.restore_or_initialize(state(model))
+        for step in range(1, 10):
+            update(model, optimizer)
+            checkpoint.on_step(step, state)
+            assert len(told()) == (step >= 6)
+    assert re.search(r"step 6 is saved without the Adam of model\S*bias, model\S*weight, which has a state", told()[0])
+
+
+def test_optimizers_that_are_saved_in_any_way_or_not_used_are_silent(tmp_path: Path, told: Any) -> None:
+    def trains(name: str, state: Callable[[], Any], *pairs: Any, **extras: Any) -> None:
+        with callback(tmp_path / name) as checkpoint:
+            checkpoint.restore_or_initialize(state(), **extras)
+            for step in range(1, 10):
+                for pair in pairs:
+                    update(*pair)
+                checkpoint.on_step(step, state(), **extras)
+
+    first, second = made(), made()
+    update(first[0], earlier := torch.optim.Adam(first[0].parameters()))  # of a phase that has ended
+    both = {"g": first[0], "d": second[0], "optimizers": [first[1], second[1]]}
+    trains("gan", lambda: both, first, second)
+    trains("as an extra", lambda: {"model": first[0]}, first, optimizer=first[1])
+    trains("state dicts", lambda: dicts(*first), first)
+    plain = made(torch.optim.SGD)
+    trains("without a state", lambda: {"model": plain[0]}, plain)
+    average = copy.deepcopy(first[0])
+    trains("an average", lambda: {"model": first[0], "optimizer": first[1], "average": average}, first)
+    assert told() == []
+    assert earlier.state
+
+
+UNCHANGED = """
+import copy, sys, torch, holdfast as hf
+name, directory = sys.argv[1:]
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0 if name == "a rate of 0" else 0.1, momentum=0.9)
+if name == "frozen":
+    model.requires_grad_(False)
+    adapter = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(adapter.parameters(), lr=0.1)
+with hf.CheckpointCallback(directory, save_interval_steps=60) as checkpoint:
+    state = {"model": model, "optimizer": optimizer} | ({"adapter": adapter} if name == "frozen" else {})
+    state, start = checkpoint.restore_or_initialize(state)
+    if name == "anew":
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if name == "a copy":
+        model = copy.deepcopy(model)
+    for step in range(start + 1, 201):
+        loss = model(torch.full((1, 3), float(step % 7 - 3)))
+        loss = (adapter(loss) if name == "frozen" else loss).square().mean()
+        if name not in ("evaluation", "warm-up") or (name == "warm-up" and step > 190):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        checkpoint.on_step(step, state, metrics={"loss": loss.item()})
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "is_told"),
+    [("anew", True), ("a copy", True)]
+    + [(name, False) for name in ("evaluation", "a rate of 0", "warm-up", "frozen", "training")],
+)
+def test_a_state_that_training_does_not_use_is_told(name: str, is_told: bool, tmp_path: Path) -> None:
+    done = run("-c", UNCHANGED, name, tmp_path, backend="torch")
+    assert done.returncode == 0, done.stderr
+    text = "the state at step 180 is still that of step 60, and 2 parameters outside of it are trained"
+    assert (text in done.stderr) == is_told, done.stderr
+    assert "without" not in done.stderr
+
+
+# ---- a trainer of Lightning
+
+
+def test_the_plain_callback_names_the_one_for_a_trainer(tmp_path: Path) -> None:
+    checkpoint: Any = callback(tmp_path)
+    with pytest.raises(AttributeError, match=r"takes holdfast\.integrations\.lightning\.CheckpointCallback"):
+        checkpoint.on_train_start(None, None)
+    with pytest.raises(AttributeError, match="has no attribute 'on_steps'"):
+        checkpoint.on_steps(3)
+    assert not hasattr(checkpoint, "model")
