@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal
 
 from .errors import OptionError, StateError
 from .loaders import ENDED, LAST, TAKEN, Announce, LoaderPosition, OrderState, fingerprint, is_accelerate_loader
 from .pytree import loaded
-
-Redraw = Literal["batches", "indices"]
 
 
 class ResumableLoader(LoaderPosition):
@@ -28,7 +26,7 @@ class ResumableLoader(LoaderPosition):
         batches_per_epoch: int | None = None,
         generators: Sequence[Any] = (),
         state: OrderState | None = None,
-        redraw: Redraw = "batches",
+        redraw: Literal["batches", "indices"] = "batches",
     ) -> None:
         super().__init__(loader, generators, state)
         if is_accelerate_loader(loader):
@@ -148,8 +146,8 @@ def resumable(
     *,
     batches_per_epoch: int | None = None,
     generators: Sequence[Any] = (),
-    state: tuple[Any, Any] | None = None,
-    redraw: Redraw = "batches",
+    state: tuple[Callable[[], Any], Callable[[Any], object]] | None = None,
+    redraw: Literal["batches", "indices"] = "batches",
 ) -> ResumableLoader:
     """Return a loader for loops over epochs that a resume continues in the middle of an epoch, bit for bit.
 

@@ -128,9 +128,7 @@ def check_extras(extras: Mapping[str, Any]) -> None:
                 f"{name}= is a {type(extra).__qualname__} of accelerate, which cannot be resumed exactly: without "
                 "use_stateful_dataloader=True it has no state, and with it a resume draws once more from torch's "
                 "global generator, and begins the count of epochs and the order of shuffle=True anew. Leave "
-                f"use_stateful_dataloader out, pass {name}=hf.skip_to(loader), and loop over what that returns; to "
-                "shuffle, give prepare a StatefulDataLoader of torchdata with shuffle=True, or a loader with a sampler "
-                "whose order depends on set_epoch alone"
+                f"use_stateful_dataloader out, pass {name}=hf.skip_to(loader), and loop over what that returns"
             )
         can_shuffle = is_torchdata_loader(extra)
         if (can_shuffle or nodes_of(extra)) and (sampler := drawing_sampler(extra)) is not None:

@@ -159,6 +159,22 @@ def _skipped(run: Run) -> Any:
     return state
 
 
+def _resumable(run: Run, redraw: Any = "batches", **options: Any) -> Any:
+    """Epochs of a plain loader, in a loop without a break that looks whether to stop."""
+    run.seed()
+    loader = hf.resumable(DataLoader(Examples(noise=redraw == "batches"), batch_size=3, **options), redraw=redraw)
+    with run.callback() as checkpoint:
+        state, step = checkpoint.restore_or_initialize(_new_state(network()), data=loader)
+        for _ in range(loader.epoch, 3):
+            for x in loader:
+                _fit(state, x)
+                step += 1
+                run.report(checkpoint, step, state, data=loader)
+                if step == run.total:
+                    return state
+    return state
+
+
 def _in_memory(run: Run) -> Any:
     """Epochs without a loader: an order that is drawn anew, and slices of it."""
     run.seed()
@@ -380,6 +396,9 @@ LOOPS: dict[str, Loop] = {
         _stateful, dataset=Examples, num_workers=2, shuffle=True, persistent_workers=True
     ),
     "skip_to": _skipped,
+    "resumable": partial(_resumable, shuffle=True),
+    "resumable, by indices": partial(_resumable, redraw="indices", shuffle=True),
+    "resumable, two workers": partial(_resumable, redraw="indices", shuffle=True, num_workers=2),
     "slices in memory": _in_memory,
     "generators": _generators,
     "a group that is added": _groups_added,
