@@ -104,15 +104,17 @@ class FirstSteps:
                 logger.warning(_LEFT_OUT, *(look.step for look in self._looks))
             self._looks, self._sampler = [], Sampler()  # The sampler keeps the memory of what it has seen.
 
-    def save(self, step: int, state: Any, metrics: Mapping[str, Any]) -> bool:
+    def save(self, step: int, state: Any, metrics: Mapping[str, Any], *, is_live: bool) -> bool:
         """Look at the last report, which is about to be saved; return whether there is nothing more to look at."""
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
             self._check_place(step)
+        if not is_live:  # Arrays of jax and numpy do not show who changes them.
+            return not self._looks
         root = {STATE: state, **{name: one for name, one in extras.items() if isinstance(one, dict)}}
         ways = Ways(root, _ALL) if self._saved is None else self._saved[1]
         leaves = ways.follow(root)
-        if not any(map(is_torch_tensor, leaves)):  # Other arrays do not show who changes them.
+        if not any(map(is_torch_tensor, leaves)):
             return not self._looks
         now = _Look(step, Sampler().take(leaves[:_SAMPLED]), [*map(_version, leaves)])
         first, _, reports, before = self._saved = self._saved or (now, ways, self._reports, metrics)

@@ -325,7 +325,8 @@ class StepSaver:
             taken = self._taken()
             self._witness.save(step, last.seen)
             if (first := self._first_steps) is not None:
-                self._ask(lambda: first.save(step, last.report.state, taken["metrics"] or {}))
+                metrics, is_live = taken["metrics"] or {}, self._adapter.may_have_gradients
+                self._ask(lambda: first.save(step, last.report.state, metrics, is_live=is_live))
         try:
             if not self._manager.save(step, force=True, reason=reason, **taken):
                 return False
