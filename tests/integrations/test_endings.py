@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -121,14 +120,15 @@ def test_after_a_preemption_and_before_the_first_step_nothing_is_lost(
 
 def test_a_program_outlives_its_terminal_for_a_save(program: list[str], tmp_path: Path) -> None:
     """A closed terminal sends SIGHUP, and the lines that the program prints afterwards do not end it."""
-    pid, terminal = pty.fork()
-    if pid == 0:  # pragma: no cover
-        os.chdir(tmp_path)
-        os.execv(program[0], [*program, "1000000000"])
-    while b"step 3" not in os.read(terminal, 1 << 16):
-        pass
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 75
+    terminal, other = os.openpty()
+    # The first terminal that the leader of a session opens is the one that ends it.
+    command = ["sh", "-c", 'exec "$@" <> "$0" >&0 2>&0', os.ttyname(other), *program, "1000000000"]
+    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True) as running:
+        while b"step 3" not in os.read(terminal, 1 << 16):
+            pass
+        os.close(other)
+        os.close(terminal)
+        assert running.wait(60) == 75
     last = hf.list_checkpoints(tmp_path / "run")[-1]
     assert last.reason == "preempted"
 
