@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import click
@@ -31,6 +32,16 @@ COMMANDS = {
     "cp": "Copy a checkpoint, or a run with all its steps, between disks and object stores.",
     "import": "Import checkpoints of another library.",
     "export": "Export a checkpoint to the format of another library.",
+}
+_MODULES = {  # where the commands are
+    "listing": "ls watch",
+    "inspect": "show diff verify",
+    "change": "prune rm rollback pin unpin",
+    "convert": "cp import export",
+    "recipes": "run recipes",
+    "supervise": "supervise",
+    "drill.command": "drill",
+    "run_report": "report",
 }
 _NAME, _COMPLETE = "holdfast", "_HOLDFAST_COMPLETE"  # the variable with which a script asks for completions
 _SCRIPTS = {  # by shell: where its script goes, and the line that a startup file needs for it
@@ -60,27 +71,10 @@ def execute(arguments: Sequence[str]) -> int:
 
 def command(name: str) -> click.Command:
     """Import a command. To import all of their modules takes longer than to list checkpoints."""
-    module: Any
-    if name in ("ls", "watch"):
-        from . import listing as module
-    elif name in ("show", "diff", "verify"):
+    module = next(module for module, names in _MODULES.items() if name in names.split())
+    if module == "inspect":
         _import_numpy()
-        from . import inspect as module
-    elif name in ("prune", "rm", "rollback", "pin", "unpin"):
-        from . import change as module
-    elif name in ("cp", "import", "export"):
-        from . import convert as module
-    elif name in ("run", "recipes"):
-        from . import recipes as module
-    elif name == "supervise":
-        from . import supervise as module
-    elif name == "drill":
-        from .drill import command as module
-    elif name == "report":
-        from . import run_report as module
-    else:
-        raise AssertionError(name)
-    found: click.Command = module.import_ if name == "import" else getattr(module, name)
+    found: click.Command = getattr(import_module(f".{module}", __package__), name + "_" * (name == "import"))
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import click
@@ -13,6 +12,7 @@ from ..engine.sources import is_foreign, is_ours
 from ..engine.storage import Location, as_location
 
 INSIDE_A_RUN = "checkpoints"
+_STEP = click.IntRange(min=0)
 _LOOKED_AT = 100  # the most folders to search below a directory without checkpoints
 
 directory = click.argument(
@@ -22,17 +22,10 @@ run_directory = click.argument("directory", metavar="DIR", help="The directory o
 source = click.argument("source", metavar="SRC", help="A run, a directory of checkpoints, or one checkpoint.")
 
 
-def step_of(
-    help: str,  # noqa: A002
-    name: str = "step",
-    kind: Any = click.IntRange(min=0),  # noqa: B008
-    *,
-    many: bool = False,
-    required: bool = False,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def step_of(text: str, name: str = "step", kind: Any = _STEP, *, many: bool = False, required: bool = False) -> Any:
     """Return a decorator for a step, or ``many``, that users give by position or with an option of the same name."""
     option = f"--{name.removesuffix('s').replace('_', '-')}"
-    shown = f"{option.removeprefix('--').upper()}{'...' if many else ''}"
+    shown = option[2:].upper() + "..." * many
 
     def note(context: click.Context, _: click.Parameter, value: tuple[Any, ...]) -> None:
         context.meta[name] = value
@@ -45,18 +38,16 @@ def step_of(
             raise click.MissingParameter(ctx=context, param=parameter)
         return given if many else next(iter(given), None)
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        more: dict[str, Any] = {"type": kind, "multiple": True, "expose_value": False, "is_eager": True}
-        by_name = click.option(
-            option, f"{name}_option", metavar="STEP", callback=note, help="The same, as an option.", **more
-        )
-        metavar = shown if required else f"[{shown}]"
-        nargs = -1 if many else 1
-        return click.argument(name, metavar=metavar, type=kind, nargs=nargs, required=False, callback=merge, help=help)(
-            by_name(function)
-        )
-
-    return decorate
+    more: dict[str, Any] = {
+        "multiple": True,
+        "expose_value": False,
+        "is_eager": True,
+        "help": "The same, as an option.",
+    }
+    by_name = click.option(option, f"{name}_option", metavar="STEP", type=kind, callback=note, **more)
+    more = {"nargs": -1 if many else 1, "required": False, "help": text, "callback": merge}
+    by_position = click.argument(name, metavar=shown if required else f"[{shown}]", type=kind, **more)
+    return lambda function: by_position(by_name(function))
 
 
 step = step_of("The step.")

@@ -58,12 +58,8 @@ def _listing(location: Location) -> dict[str, Any]:
     found = [{**shown(item), "witness": None} for item in _checkpoints(location)]
     _add_witness(location, found)
     runs = [] if found else [_run(location / name) for name in runs_below(location)]
-    return {
-        "directory": str(location),
-        "checkpoints": found,
-        **({"runs": runs} if runs else {}),
-        **_other_places(location),
-    }
+    facts = {"directory": str(location), "checkpoints": found}
+    return {**facts, **({"runs": runs} if runs else {}), **_other_places(location)}
 
 
 def list_at(location: Location) -> None:

@@ -43,12 +43,7 @@ from ...engine.storage import Location, Place, as_location
 
 ExportFormat = Literal["safetensors", "orbax", "torch"]
 
-_SUFFIXES: dict[str, ExportFormat] = {
-    ".safetensors": "safetensors",
-    ".pt": "torch",
-    ".pth": "torch",
-    ".ckpt": "torch",
-}
+_SUFFIXES: dict[str, ExportFormat] = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".ckpt": "torch"}
 
 _logger = logging.getLogger("holdfast")
 

@@ -66,29 +66,20 @@ class Ending:
     def end(self, error: BaseException | None = None, *, shown: bool = False) -> None:
         """End, with a line about the steps that an exception has lost if ``shown``."""
         _open.discard(self)
-        if error is None or self.step is None or not shown:
+        if error is not None and shown:
+            advice = next(advice for kind, advice in _ADVICE if isinstance(error, kind))
+            self.say(f"the loop ended with {type(error).__name__}", advice)
+
+    def say(self, how: str, advice: str) -> None:
+        """Say which steps are saved, and warn of those that are lost."""
+        if self.step is None:
             return
-        how = f"the loop ended with {type(error).__name__}"
         if self.step == self._saved:
             announce("%s after step %d, which is saved in %s", how, self.step, self.directory)
-        else:
-            self._warn(how, next(advice for kind, advice in _ADVICE if isinstance(error, kind)))
-
-    def end_at_exit(self) -> None:
-        """Warn of steps that are lost as the interpreter exits, where no step can be saved any more."""
-        if self.step not in (None, self._saved):
-            advice = ". Use the callback in a with statement, or call its close(): both save the last step"
-            self._warn("the program ended without closing the callback", advice)
-
-    def _warn(self, how: str, advice: str) -> None:
-        assert self.step is not None
-        if self._saved is None:
-            lost = f"no step is saved in {self.directory}, so every step is lost"
-        else:
-            count = self.step - self._saved
-            steps = "1 step" if count == 1 else f"{count} steps"
-            lost = f"step {self._saved} is saved in {self.directory}, and the {steps} after it are lost"
-        logger.warning("%s after step %d: %s%s", how, self.step, lost, advice)
+            return
+        saved, lost = ("no step", "all") if self._saved is None else (f"step {self._saved}", self.step - self._saved)
+        text = "%s after step %d: %s is saved in %s, steps lost: %s%s"
+        logger.warning(text, how, self.step, saved, self.directory, lost, advice)
 
 
 _open: set[Ending] = set()  # the runs whose callback is not closed; they refer to no state
@@ -97,5 +88,7 @@ os.register_at_fork(after_in_child=_open.clear)
 
 @atexit.register
 def _end_all() -> None:
+    """Speak of what is lost as the interpreter exits, where no step can be saved any more."""
+    advice = ". Use the callback in a with statement, or call its close(): both save the last step"
     for ending in _open:
-        ending.end_at_exit()
+        ending.say("the program ended without closing the callback", advice)

@@ -742,7 +742,8 @@ class CheckpointCallback:
         if not isinstance(self._stop, AgreedStop):
             self._stop = stop_of(self._manager.processes, self._preemption)
             self._stop.begin()
-        self._ending.begin()
+        if self._manager.processes.is_primary:
+            self._ending.begin()
         self._begun = True
 
     def _begin_without_restore(self, state: Any) -> None:

@@ -17,6 +17,7 @@ from tests.cli.commands import error_of
 from tests.documents.examples import blocks_of
 from tests.starts import run
 
+import holdfast as hf
 from holdfast.cli.drill.findings import Causes, Report, StepDifference, Trace, kind_of_state
 from holdfast.cli.drill.interruptions import KINDS, DrillOptions, Interruption, choose, places_to_save
 from holdfast.engine.fingerprints import STATELESS, Fact, facts
@@ -185,8 +186,7 @@ def test_loaders_and_optimizers_in_reach() -> None:
     shuffled = torch.utils.data.DataLoader(data, shuffle=True)  # noqa: F841
     ordered = torch.utils.data.DataLoader(data)  # noqa: F841
     bare = torch.utils.data.DataLoader(data, shuffle=True)
-    place = type("Place", (), {"__module__": "holdfast.engine.loaders"})()  # as hf.resumable makes one
-    place.loader = bare
+    handed = hf.resumable(bare)  # noqa: F841
     weight = torch.nn.Parameter(torch.ones(2))
     adam = torch.optim.Adam([weight])
     generator = torch.get_rng_state()
