@@ -7,9 +7,10 @@ without a copy; no code may write to it any more.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from operator import attrgetter, eq, is_
 from typing import Any, NamedTuple
@@ -260,8 +261,13 @@ def _describe_sharding(sharding: Any) -> Details:
     numbers = [int(device.id) for device in sharding.mesh.devices.flat]
     if len(numbers) <= _FEW and numbers != _all_devices():
         mesh["devices"] = numbers
+    if unreduced := getattr(sharding.spec, "unreduced", None):
+        raise LeafProblem(
+            f"is not reduced over {', '.join(map(str, sorted(unreduced)))}: each device has a part of a sum. Save what "
+            "jax.reshard(array, jax.P()) returns"
+        )
     spec: list[Any] = []
-    for entry in sharding.spec:
+    for entry in getattr(sharding.spec, "partitions", sharding.spec):
         if entry is None or isinstance(entry, str):
             spec.append(entry)
         else:
@@ -449,13 +455,23 @@ def put(arrays: Sequence[NDArray[Any]], shardings: Sequence[Any], implementation
     """Make jax arrays of whole host arrays, all in one call."""
     jax: Any = required("jax")
     same = len(set(map(id, shardings))) == 1
-    results = list(jax.device_put([native(array) for array in arrays], shardings[0] if same else list(shardings)))
+    with _unguarded():
+        results = list(jax.device_put([native(array) for array in arrays], shardings[0] if same else list(shardings)))
     return [_typed(*each) for each in zip(results, implementations, strict=True)]
 
 
 def weakened(array: Any) -> Any:
     """Return a jax array with the same elements on the same devices, weakly typed."""
-    return _weakening(array.sharding if array.committed else None)(array)
+    with _unguarded():
+        return _weakening(array.sharding if array.committed else None)(array)
+
+
+@contextlib.contextmanager
+def _unguarded() -> Iterator[None]:
+    """Allow what a program forbids in its own code: transfers, and NaN, which was saved as it was."""
+    jax: Any = required("jax")
+    with jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False):
+        yield
 
 
 @lru_cache(maxsize=64)
@@ -489,7 +505,8 @@ def put_spread(spread: Sequence[SpreadArray]) -> list[Any]:
         for device, number in device_boxes(sharding, shape).holders:
             hosts.append(own[number])
             shardings.append(jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
-    shards = iter(jax.device_put(hosts, shardings))
+    with _unguarded():
+        shards = iter(jax.device_put(hosts, shardings))
     results = []
     for sharding, shape, dtype, _, implementation in spread:
         local = [next(shards) for _ in device_boxes(sharding, shape).holders]

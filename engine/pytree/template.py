@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -473,7 +475,8 @@ def regrown(wanted: TreeDef | None, saved: TreeDef | None, name: str = "") -> Tr
         found = dict(zip(segments, saved.children, strict=True))
         children = [regrown(child, found[segment], prefix + segment) for segment, child in known.items()]
         return TreeDef(wanted.kind, wanted.keys, children, wanted.build, wanted.label)
-    if not (saved.kind in _PLAIN and saved.label is None) and saved.kind not in _PLAIN_WITH_LABEL:
+    build = _maker(saved)
+    if build is None and not (saved.kind in _PLAIN and saved.label is None) and saved.kind not in _PLAIN_WITH_LABEL:
         raise GrowthProblem(
             f"{format_path(name)}: {saved.label or saved.kind} with the keys {', '.join(segments)[:80]} (checkpoint), "
             "which the fresh state lacks, and which cannot be made without its class: make it in the fresh state"
@@ -482,7 +485,25 @@ def regrown(wanted: TreeDef | None, saved: TreeDef | None, name: str = "") -> Tr
         regrown(known.get(segment), child, prefix + segment)
         for segment, child in zip(segments, saved.children, strict=True)
     ]
-    return TreeDef(saved.kind, saved.keys, children, saved.build, saved.label)
+    return TreeDef(saved.kind, saved.keys, children, build or saved.build, saved.label)
+
+
+_MAPPINGS = ("flax.core.frozen_dict.FrozenDict", "flax.nnx.statelib.State")
+
+
+def _maker(saved: TreeDef) -> Callable[[list[Any]], Any] | None:
+    """Return what makes a container of a class that the program has loaded: named tuples, and containers of flax."""
+    label, keys = saved.label or "", saved.keys
+    module, _, name = label.rpartition(".")
+    kind: Any = vars(sys.modules.get(module, object)).get(name)
+    if not isinstance(kind, type) or keys is None:
+        return None
+    if issubclass(kind, tuple) and getattr(kind, "_fields", None) == tuple(keys):
+        return partial(tuple.__new__, kind)
+    if label in _MAPPINGS:
+        return lambda values: kind(dict(zip(keys, values, strict=True)))
+    is_variable = module == "flax.nnx.variablelib" and keys == ["value"]
+    return (lambda values: kind(*values)) if is_variable else None
 
 
 def leaf_names(structure: TreeDef | None, name: str = "") -> list[str]:

@@ -298,7 +298,9 @@ def _refuse_tree_above(target: LiveComponent, saved: SavedComponent) -> None:
     """Raise OptionError if the path is that of a whole tree, and the path of one of its components is meant."""
     there = descend(saved, target.path)
     own = {path[:1] for path, _ in target.named()}
-    if there is not None and target.path[:1] not in own:
+    kinds = [type(one.value).__qualname__ for one in (target, target.root)]
+    is_part = bool(saved.description.path) or (saved.description.type.rpartition(":")[2] == kinds[0] != kinds[1])
+    if there is not None and target.path[:1] not in own and not is_part:
         name = format_component_path(target.path)
         raise OptionError(
             f"{saved.location} is a tree that has a component {name!r} itself, and component= names the part of the "

@@ -11,7 +11,9 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ...engine.distributed import current_coordinator
@@ -55,8 +57,11 @@ def is_component(value: object) -> bool:
 
 def holds_objects(state: Any) -> bool:
     """Return whether a state is a live object, or has one in its dicts, lists and tuples."""
-    found = located(state, lambda value: not isinstance(value, (dict, list, tuple)) and _is_object(value))
-    return next(found, None) is not None or _is_plain_object(state)
+    found = located(
+        state,
+        lambda value: not isinstance(value, (dict, list, tuple)) and (_is_object(value) or _is_plain_object(value)),
+    )
+    return next(found, None) is not None
 
 
 def _is_object(value: object) -> bool:
@@ -91,7 +96,7 @@ def _is_plain_object(value: object) -> bool:
         return False
     if hasattr(value, "dtype") or is_nnx(value) or expand(value) is not None or DEFAULT_REGISTRY.find(value):
         return False
-    return hasattr(value, "__dict__")
+    return hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType, FunctionType, partial))
 
 
 def _imported(package: str) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -235,3 +237,30 @@ def test_a_template_of_a_type_that_jax_would_narrow(place: str) -> None:
         hf.load(place, like={"w": jnp.ones(3)})
     with pytest.raises(hf.TreeMismatchError, match="jax_enable_x64"):
         hf.load(place, like={"w": jax.ShapeDtypeStruct((3,), np.float64)})
+
+
+@pytest.mark.needs("jax", "0.9")
+def test_arrays_that_are_marked_as_reduced_over_an_axis(tmp_path: Path) -> None:
+    """A sum of which each device still has a part is refused: there is no array yet to save."""
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(jnp.arange(8.0).reshape(4, 2), jax.P("x", None))
+        partly = jnp.einsum("ab,ac->bc", rows, rows, out_sharding=jax.P(None, None, unreduced={"x"}))
+        with pytest.raises(hf.errors.UnsupportedLeafError, match=r"w: is not reduced over x: .*jax\.reshard"):
+            hf.save(tmp_path / "1", {"w": partly})
+        whole = jax.reshard(partly, jax.P())
+        copied = jax.device_put(jnp.ones(4), jax.P(None, reduced={"x"}))
+        tree = {"whole": whole, "copied": copied}
+        hf.save(tmp_path / "2", tree)
+        found = hf.load(tmp_path / "2", like=tree)
+        assert [one.sharding for one in found.values()] == [one.sharding for one in tree.values()]
+        assert found["whole"].tolist() == whole.tolist() == [[56, 68], [68, 84]]
+
+
+def test_what_a_program_forbids_in_its_own_code(tmp_path: Path) -> None:
+    tree = {"w": jnp.ones(4), "key": jax.random.key(1), "weak": jnp.asarray(float("nan")), "far": jnp.asarray(math.inf)}
+    hf.save(tmp_path / "1", tree)
+    with jax.transfer_guard("disallow_explicit"), jax.debug_nans(True), jax.debug_infs(True):
+        found = hf.load(tmp_path / "1", like=tree)
+    assert [one.weak_type for one in (found["weak"], found["far"])] == [True, True]
+    assert [math.isnan(float(found["weak"])), float(found["far"])] == [True, math.inf]

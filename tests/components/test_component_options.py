@@ -129,3 +129,26 @@ def test_the_directory_of_a_tree_is_not_that_of_its_part(tmp_path: Path) -> None
             running.restore_from_path(path, component=name)
     running.restore_from_path(f"{path}/learner", component="learner")
     assert (running.updates, running.learner.updates) == (0, 3)
+
+
+def test_a_part_may_have_a_component_of_its_own_name(tmp_path: Path) -> None:
+    """A member that was trained with a copy of another of the same name, saved alone or in its tree."""
+
+    class Member(Checkpointable):
+        def __init__(self, updates: int = 0, *, copy: bool = False) -> None:
+            self.updates = updates
+            if copy:
+                self.m1 = Member(updates + 1)
+
+    class League(Checkpointable):
+        def __init__(self, updates: int = 0, *, copy: bool = False) -> None:
+            self.m1, self.m2 = Member(updates, copy=copy), Member()
+
+    alone = Member(7, copy=True).save_to_path(tmp_path / "alone")
+    whole = League(7, copy=True).save_to_path(tmp_path / "league")
+    for path in (alone, f"{whole}/m1"):
+        running = League()
+        report = running.restore_from_path(path, component="m1")
+        assert (running.m1.updates, running.m2.updates, report.unused) == (7, 0, ("m1",))
+    with pytest.raises(OptionError, match="a tree that has a component 'm1' itself"):
+        running.restore_from_path(whole, component="m1")

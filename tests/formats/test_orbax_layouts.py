@@ -323,3 +323,12 @@ def test_arrays_in_many_chunks_and_files(tmp_path: Path, use_zarr3: bool, use_oc
         checkpointer.save(tmp_path / "one", args=ocp.args.PyTreeSave({"w": array}, save_args=save_args, **arguments))
     np.testing.assert_array_equal(hf.load(tmp_path / "one")["w"], array)
     assert hf.verify(tmp_path / "one").ok
+
+
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+def test_an_empty_key(tmp_path: Path, use_ocdbt: bool) -> None:
+    tree = {"": jnp.ones(2), "a": {"": jnp.zeros(3), "b": jnp.arange(1)}}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt)) as checkpointer:
+        checkpointer.save(tmp_path / "1", args=ocp.args.PyTreeSave(tree))
+    found = hf.load(tmp_path / "1", like=tree)
+    assert [found[""].tolist(), found["a"][""].tolist(), found["a"]["b"].tolist()] == [[1, 1], [0, 0, 0], [0]]

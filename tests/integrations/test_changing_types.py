@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ import optax  # type: ignore[import-untyped]  # it ships no types
 import pytest
 import torch
 from flax import nnx
+from flax.core import freeze
 from flax.training.dynamic_scale import DynamicScale
 from tests.equality import assert_same
 from tests.versions import nnx_update
@@ -109,6 +111,24 @@ def growing_update(state: Any) -> Any:
         "best": {"w": w, "step": step},
         "recent": (*state["recent"][-2:], step),
         "dropped": [],
+    }
+
+
+def empty_at_first() -> dict[str, Any]:
+    return {"w": jnp.ones(2), "frozen": None, "variables": None, "moments": None, "history": []}
+
+
+def empty_at_first_update(state: Any) -> Any:
+    w = state["w"] * 0.9
+    moments = (
+        optax.adam(0.1).init({"w": w}) if state["moments"] is None else jax.tree.map(jnp.add, *[state["moments"]] * 2)
+    )
+    return {
+        "w": w,
+        "frozen": freeze({"layer": {"mean": w}}),
+        "variables": nnx.State({"layer": {"mean": nnx.BatchStat(w)}}),
+        "moments": moments,
+        "history": [*state["history"], optax.TraceState(w)],
     }
 
 
@@ -235,6 +255,7 @@ PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "optimizer": (optimizer, optimizer_update),
     "DynamicScale": (scaled, scaled_update),
     "growing": (growing, growing_update),
+    "empty at first": (empty_at_first, empty_at_first_update),
     "modules with functions": (modules, modules_update),
     "tuples as keys": (grouped, grouped_update),
     "beside modules": (beside_modules, beside_modules_update),
@@ -250,6 +271,8 @@ def values(state: Any) -> Any:
             return one.state_dict()
         if isinstance(one, Meter | graph.Value):
             return vars(one)
+        if isinstance(one, nnx.State):
+            return nnx.to_pure_dict(one)
         return nnx.to_pure_dict(nnx.state(one)) if isinstance(one, nnx.Module | nnx.Optimizer) else one
 
     return {name: value(one) for name, one in sorted(state.items())}
@@ -304,6 +327,36 @@ def test_extras_have_the_types_that_they_had(place: str) -> None:
     assert_same(found, whole)
 
 
+def test_containers_as_extras_have_the_classes_that_they_had(place: str) -> None:
+    def run(directory: str, last: int) -> dict[str, Any]:
+        fresh: dict[str, Any] = {"window": deque(maxlen=3), "losses": deque([0.5]), "counts": Counter()}
+        with hf.CheckpointCallback(directory) as checkpoint:
+            state, start = checkpoint.restore_or_initialize({"w": jnp.ones(2)}, **fresh)
+            extras: dict[str, Any] = dict(checkpoint.extras)
+            for step in range(start, last):
+                extras["window"].append(step)
+                extras["losses"].append(jnp.float32(step))
+                extras["counts"].update([step % 2])
+                checkpoint.on_step(step + 1, state, **extras)
+        return extras
+
+    whole = run(f"{place}/whole", TOTAL)
+    for last in (1, 2, TOTAL):
+        found = run(f"{place}/run", last)
+    assert_same(found, whole)
+    assert (found["window"].maxlen, type(found["counts"])) == (3, Counter)
+
+
+def test_objects_without_a_module_beside_them(place: str) -> None:
+    for step in range(3):
+        state: dict[str, Any] = {"meter": Meter(), "w": jnp.zeros(2)}
+        with hf.CheckpointCallback(place) as checkpoint:
+            restored, start = checkpoint.restore_or_initialize(state)
+            assert (start, restored["meter"].total, restored["w"].tolist()) == (step, 0.5 * step, [step, step])
+            restored["meter"].total += 0.5
+            checkpoint.on_step(step + 1, {**restored, "w": restored["w"] + 1})
+
+
 def test_a_program_that_begins_with_other_types_is_told(place: str) -> None:
     train(numbers(), update, place, 2)
     changed = {**numbers(), "rate": jnp.float32(0.1), "average": 0}
@@ -324,10 +377,15 @@ def test_a_program_that_begins_with_other_types_is_told(place: str) -> None:
 
 
 def test_a_class_that_the_fresh_state_lacks_is_told(place: str) -> None:
+    """Unless the program has it at the top of a module, and it runs no code of the program."""
+
+    class State(NamedTuple):
+        trace: Any
+
     state = {"w": jnp.ones(2), "history": []}
     with hf.CheckpointCallback(place) as checkpoint:
         checkpoint.restore_or_initialize(state)
-        checkpoint.on_step(1, {**state, "history": [optax.EmptyState(), optax.TraceState(jnp.ones(2))]})
+        checkpoint.on_step(1, {**state, "history": [optax.EmptyState(), State(jnp.ones(2))]})
     with hf.CheckpointCallback(place) as checkpoint, pytest.raises(hf.TreeMismatchError, match="make it in the fresh"):
         checkpoint.restore_or_initialize(state)
 

@@ -372,9 +372,9 @@ class OrbaxTree(TreeSource):
         elif self._ocdbt:
             kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/" if name else ""}
         else:
-            if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
+            if (name and any(part in ("", ".", "..") for part in name.split("/"))) or "\0" in name:
                 raise DamagedCheckpointError(f"a leaf is called {name!r:.200}, which is not the name of a folder")
-            kvstore = {**base, "path": f"{base['path']}{name}/"}
+            kvstore = {**base, "path": f"{base['path']}{name}/" if name else base["path"]}
         return {
             "driver": "zarr3" if self._metadata.use_zarr3 else "zarr",
             "kvstore": kvstore,
