@@ -27,11 +27,9 @@ from numpy.typing import NDArray
 from ..errors import (
     DamagedCheckpointError,
     HoldfastError,
-    InvalidLocationError,
     ObjectNotFoundError,
     StorageConflictError,
     StorageError,
-    StorageFullError,
     StoragePermissionError,
     StorageUnavailableError,
 )
@@ -40,7 +38,7 @@ from .backend import FileIdentity, Segment
 from .buffers import aligned_empty
 from .object_store import BY_NAME, GARBLED, UNKNOWN_SIZE, ObjectStoreBackend, failing_parts, file_parts, time_limit
 from .services import Service, check_installed
-from .status import GarbledAnswerError, explain_failure
+from .status import map_obstore_error
 
 _logger = logging.getLogger("holdfast")
 
@@ -56,45 +54,6 @@ _PIECE = 4 << 20  # bytes of a range that are handed over at a time
 _LIST_PAGE = 1000  # names that services list at a time
 _CONFLICTS = 5  # answers that ask to repeat a conditional request, S3's 409, after which it has failed
 _ANONYMOUS = 60.0  # seconds after which credentials are looked for again where there were none
-
-_FAILURES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (
-    (
-        re.compile(r"Header missing|invalid [\w ]+response|response body error|no ETag|header not present"),
-        GarbledAnswerError,
-    ),
-    (
-        re.compile(r"status code: 416|InvalidRange|Wanted range starting|bytes 0--1/0|non-partial"),
-        DamagedCheckpointError,
-    ),
-    (
-        re.compile(r"status code: (413|507)|StorageFull|InsufficientStorage|QuotaExceeded|AccountLimitExceeded"),
-        StorageFullError,
-    ),
-    (
-        re.compile(
-            r"code: 40[13]\b|400 Bad Request:\s*$|Expired(Authentication)?Token|InvalidToken|TokenRefreshRequired"
-            r"|AuthorizationHeaderMalformed|Authenticat(ion|e)|IllegalLocationConstraint|token request|[Cc]redential"
-            r"|Invalid Access Key|SAS query|Account must be specified|service account"
-        ),
-        StoragePermissionError,
-    ),
-    (re.compile(r"status code: 404"), ObjectNotFoundError),
-    (re.compile(r"status code: 409"), StorageConflictError),
-    (re.compile(r"status code: 30\d"), InvalidLocationError),
-    (re.compile(r"status code: (408|429|5\d\d)|HTTP error|timed? ?out|invalid \w+ "), StorageUnavailableError),
-)
-"""What obstore reports without a class of its own."""
-
-_CLASSES: dict[str, type[HoldfastError]] = {
-    "FileNotFoundError": ObjectNotFoundError,
-    "AlreadyExistsError": StorageConflictError,
-    "PreconditionError": StorageConflictError,
-    "PermissionDeniedError": StoragePermissionError,
-    "UnauthenticatedError": StoragePermissionError,
-    "CredentialsError": StoragePermissionError,
-    "InvalidPathError": InvalidLocationError,
-    "ValueError": InvalidLocationError,
-}
 
 _REFUSALS = re.compile(r"status: 412|PreconditionFailed|BlobAlreadyExists|ConditionNotMet")
 _AGAIN = re.compile("ConditionalRequestConflict|OperationAborted")
@@ -473,20 +432,7 @@ class CloudBackend(ObjectStoreBackend):
             return store
 
     def explained(self, error: Exception, key: str, action: str) -> HoldfastError:
-        # obstore appends a dump of its own structures, which repeats everything.
-        text = re.sub(r"\s+", " ", str(error).partition("\n\nDebug source:")[0]).strip()
-        text = re.sub(r"<\?xml.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*", r"\1, \2", text)
-        kind = next((kind for pattern, kind in _FAILURES[:3] if pattern.search(text)), None)
-        kind = kind or _CLASSES.get(type(error).__name__)
-        kind = kind or next((kind for pattern, kind in _FAILURES if pattern.search(text)), StorageError)
-        if kind is StorageUnavailableError and not re.search(r"after \d+ retries|status code", text):
-            kind = GarbledAnswerError  # obstore does not repeat a deletion whose connection has ended
-        text = re.sub(r"^The operation lacked.*? for path .*?: (?=Error performing)", "", text)
-        text = re.sub(r"Error performing (\w+) \S+ in [^,\s]+", r"\1", text)  # the URL and the advice tell the address
-        text = re.sub(
-            r", max_retries: \d+, retry_timeout: \S+| - Server returned non-2xx(?= status)| code(?=: \d)", "", text
-        )
-        return explain_failure(kind, action, self.url(key), text)
+        return map_obstore_error(error, self.url(key), action)
 
     def failures(self) -> tuple[type[Exception], ...]:
         from obstore.exceptions import BaseError

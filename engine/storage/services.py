@@ -234,7 +234,7 @@ def _described_credentials() -> str:
 def _aws_credentials() -> Callable[[], S3Credential] | None:
     """Return the function that obstore asks for credentials; None where there are none."""
     from botocore.credentials import RefreshableCredentials
-    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
     from obstore.auth.boto3 import Boto3CredentialProvider
 
     _check_unattended()
@@ -246,6 +246,8 @@ def _aws_credentials() -> Callable[[], S3Credential] | None:
             if provider is None or not isinstance(provider.credentials, RefreshableCredentials):
                 provider = Boto3CredentialProvider(_aws_session(), ttl=_STATIC)
             found = provider()
+        except HTTPClientError as error:
+            raise ConnectionError(f"the login service does not answer: {error}") from None
         except (BotoCoreError, ClientError) as error:
             raise CredentialsError(f"no credentials: {error}") from None
         for value in (found["access_key_id"], found["secret_access_key"], found["token"]):
@@ -317,7 +319,7 @@ class Google(Service):
         """Return the function that obstore asks for tokens; None where there is no account."""
         check_installed("google.auth", self.root, self.extra)
         import google.auth
-        from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
+        from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError, TransportError
         from obstore.auth.google import GoogleCredentialProvider
 
         try:
@@ -326,6 +328,8 @@ class Google(Service):
             if "GOOGLE_APPLICATION_CREDENTIALS" in os.environ:
                 raise CredentialsError(f"no credentials: {error}") from None
             return None
+        except TransportError as error:
+            raise ConnectionError(f"the login service does not answer: {error}") from None
         except GoogleAuthError as error:
             raise CredentialsError(f"no credentials: {error}") from None
         return GoogleCredentialProvider(account)

@@ -227,18 +227,33 @@ def test_without_credentials_a_public_bucket_is_read(
     assert "authorization" not in s3.server.log[-1].headers
 
 
-def test_the_login_of_a_user_of_google(gs: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its token is exchanged for one of an hour, once."""
+def test_the_workload_identity_of_a_cluster_at_google(
+    gs: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its token is exchanged for one of an hour, once; a service of tokens that is down is no wrong account."""
     pytest.importorskip("google.auth")
     monkeypatch.delenv("GOOGLE_AUTH_TOKEN_FOR_TESTING")
+    (tmp_path / "token").write_text("canary-of-the-cluster")
     with Amazon() as server:
-        login = {"type": "authorized_user", "client_id": "i", "client_secret": "s", "refresh_token": "r"}
-        (tmp_path / "login.json").write_text(json.dumps({**login, "token_uri": f"{server.url}/token"}))
+        login = {
+            "type": "external_account",
+            "audience": "identitynamespace:1f12345:provider",
+            "subject_token_type": "urn:ietf:params:oauth:token-type:jwt",
+            "token_url": f"{server.url}/token",
+            "credential_source": {"file": str(tmp_path / "token")},
+        }
+        (tmp_path / "login.json").write_text(json.dumps(login))
         monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "login.json"))
-        answer = json.dumps({"access_token": TOKEN, "expires_in": 3600}).encode()
+        answer = json.dumps({"access_token": TOKEN, "token_type": "Bearer", "expires_in": 3600}).encode()
         server.fail("POST /token", times=100, answer=Answer(200, answer))
         write_twice(gs)
         assert [request.method for request in server.log] == ["POST"]
+    login["token_url"] = f"{server.url}/other"  # it has ended
+    (tmp_path / "login.json").write_text(json.dumps(login))
+    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "another")  # other settings
+    with pytest.raises(hf.errors.StorageUnavailableError, match="try again") as caught:
+        as_location(f"{gs.url}/object").write_bytes(b"3")
+    assert "canary" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"])
