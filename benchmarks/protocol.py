@@ -171,7 +171,7 @@ class SimulatedStore(ObjectStoreBackend):
         return found
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
-        self.write_object(key, [b"".join(bytes(part) for part in file_parts(size, segments, sent=True))])
+        self.write_object(key, [b"".join(bytes(part) for part in file_parts(size, segments))])
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
         return True

@@ -80,17 +80,14 @@ class Throttle:
         """Bytes to pass on at a time: little at a low rate, so that no connection is silent for long."""
         return PIECE_BYTES if self._rate is None else max(_LEAST_PIECE, min(PIECE_BYTES, int(self._rate / 4)))
 
-    def take(self, count: int, *, sent: bool = True) -> None:
-        """Wait until so many bytes may pass; those that are only read give way, and do not count at the rate.
-
-        Raises the error that ends the copy.
-        """
+    def take(self, count: int) -> None:
+        """Wait until so many bytes may pass; raise the error that ends the copy."""
         with self._changed:
             now = self._now()
-            if self._rate is not None and sent:
+            if self._rate is not None:
                 self._free = max(self._free, now) + count / self._rate
             self._late = max(self._late, now) + count / BESIDE if self.gives_way else now
-            free, late = self._free if sent else now, self._late
+            free, late = self._free, self._late
             while self.ended is None:
                 pause = (max(free, late) if self.gives_way else free) - self._now()
                 if pause <= 0:
@@ -302,33 +299,22 @@ class _Copy:
             if file.source.is_local and reader.size != size:
                 raise DamagedCheckpointError(f"{file.source}: expected {size} bytes, found {reader.size}")
             if size <= SMALL_BYTES:
-                content = b"".join(part.tobytes() for part in self._parts(file, reader, 0, size, [0]))
+                content = b"".join(part.tobytes() for part in self._parts(file, reader, 0, size))
                 file.destination.write_bytes(content, atomic=False)
                 return
             spans = file.check.spans(PAGE, SPAN_BYTES)
             file.destination.write_data(size, [self._segment(file, reader, *span) for span in spans])
 
     def _segment(self, file: _File, reader: DataReader, start: int, stop: int) -> Segment:
-        counted = [start]
-        parts = partial(self._parts, file, reader, start, stop, counted)
-        return Segment(start, stop - start, parts, peek=partial(parts, sent=False))
+        return Segment(start, stop - start, partial(self._parts, file, reader, start, stop))
 
-    def _parts(
-        self, file: _File, reader: DataReader, start: int, stop: int, counted: list[int], *, sent: bool = True
-    ) -> Iterator[NDArray[np.uint8]]:
-        """Generate the bytes of a part of a file; ``counted`` is where those end that were counted before.
-
-        They are sent again after an error.
-        """
-        position = start
+    def _parts(self, file: _File, reader: DataReader, start: int, stop: int) -> Iterator[NDArray[np.uint8]]:
+        """Generate the bytes of a part of a file."""
         try:
             for part in file.check.read_span(file.source, reader, start, stop, self._throttle.piece):
-                self._throttle.take(len(part), sent=sent)
+                self._throttle.take(len(part))
                 yield part
-                if sent:
-                    position += len(part)
-                    self._passed(max(0, position - counted[0]))
-                    counted[0] = max(counted[0], position)
+                self._passed(len(part))
         except Exception as error:
             self.failure = self.failure or error
             raise

@@ -9,8 +9,6 @@ from .buffers import aligned_empty as aligned_empty
 from .buffers import round_up as round_up
 from .folders import ScatteredFiles as ScatteredFiles
 from .folders import folder_in_memory as folder_in_memory
-from .kvstore import shared_context as shared_context
-from .kvstore import store_spec as store_spec
 from .local import TEMPORARY_PREFIX as TEMPORARY_PREFIX
 from .local import LocalBackend as LocalBackend
 from .local import append_line as append_line
@@ -23,10 +21,14 @@ from .location import sync_all as sync_all
 from .lock import FileLock as FileLock
 from .lock import SaveLock as SaveLock
 from .lock import locked_elsewhere as locked_elsewhere
+from .memory import shared_context as shared_context
 from .parallel import CORES as CORES
 from .parallel import REQUESTS as REQUESTS
 from .parallel import Helper as Helper
 from .parallel import parallel_map as parallel_map
+from .services import aws_endpoint as aws_endpoint
+from .services import aws_region as aws_region
+from .services import chosen_profile as chosen_profile
 from .status import check_extent as check_extent
 from .status import hidden_address as hidden_address
 from .status import is_unreadable as is_unreadable

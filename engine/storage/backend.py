@@ -30,12 +30,9 @@ class Segment(NamedTuple):
 
     offset: int  # first byte in the file; a multiple of 4096
     size: int  # length in bytes
-    # Called in one thread at a time, and again where the bytes are sent again: they must be the same. Yields
-    # one-dimensional uint8 arrays of ``size`` bytes in total, best of at most 1 MiB each; the memory of one is copied
-    # or sent before the next is requested.
+    # Called once, in one thread. Yields one-dimensional uint8 arrays of ``size`` bytes in total, best of at most 1 MiB
+    # each; the memory of one is copied or sent before the next is requested.
     parts: Callable[[], Iterator[NDArray[np.uint8]]]
-    # Called in place of ``parts``, if given, where the bytes are only hashed before they are sent.
-    peek: Callable[[], Iterator[NDArray[np.uint8]]] | None = None
     lasting: bool = False  # whether parts keep their content until the file is written, so that none needs a copy
 
 

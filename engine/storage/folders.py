@@ -37,7 +37,7 @@ class FolderInMemory(ObjectStoreBackend):
         self.files[key] = content[0]
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
-        self.files[key] = b"".join(part.tobytes() for part in file_parts(size, segments, sent=True))
+        self.files[key] = b"".join(part.tobytes() for part in file_parts(size, segments))
 
     def remove(self, key: str) -> None:
         self.files.pop(key, None)

@@ -337,7 +337,7 @@ class FsspecBackend(ObjectStoreBackend):
                     fs.rm_file(path)
                 raise
 
-        with failing_parts(file_parts(size, segments, sent=True)) as parts:
+        with failing_parts(file_parts(size, segments)) as parts:
             self._do(key, "write", write, size)
         found = self.object_size(key)
         if found is not None and found != size:

@@ -122,10 +122,10 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
         if not path.startswith("/"):
             raise InvalidLocationError(f"{shown!r} does not name an absolute path: write file:///path")
         return Location(_local, os.path.abspath(path))
-    from .kvstore import open_backend  # not above: nothing local needs it
-
     if scheme == "memory":
-        return Location(open_backend("memory", ""), _object_key(shown, path))
+        from .memory import open_memory  # not above: nothing local needs it
+
+        return Location(open_memory(), _object_key(shown, path))
     scheme = _SYNONYMS.get(scheme, scheme)
     if scheme in ("s3", "gs"):
         bucket, _, path = path.partition("/")
@@ -136,13 +136,19 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
             )
         if not bucket:
             raise InvalidLocationError(f"{shown!r} names no bucket: write {scheme}://bucket/name")
-        return Location(open_backend(scheme, bucket), _object_key(shown, path))
+        from .cloud import open_cloud
+        from .services import S3, Google
+
+        service = S3 if scheme == "s3" else Google
+        return Location(open_cloud(service, f"{scheme}://{bucket}"), _object_key(shown, path))
     if scheme in ("az", "abfs", "abfss", "https"):
-        from .azure import azure_root, open_azure
+        from .services import Azure, azure_root
 
         found = azure_root(scheme, *path.partition("/")[::2])
         if found is not None:
-            return Location(open_azure(found[0]), _object_key(shown, found[1]))
+            from .cloud import open_cloud
+
+            return Location(open_cloud(Azure, found[0]), _object_key(shown, found[1]))
     from .fsspec_store import open_fsspec
 
     try:
@@ -476,7 +482,7 @@ class Location:
         return self._object_store().write_bytes_if(self._key, data, expected)
 
     def remove_if(self, expected: bytes) -> None:
-        """Delete a small object, only while its content is ``expected``; S3 and Azure may not do so atomically."""
+        """Delete a small object if its content is ``expected``; a write right after this has read it may be lost."""
         self._object_store().remove_if(self._key, expected)
 
     def make_directory(self, *, sync: bool = True) -> bool:

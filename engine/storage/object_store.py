@@ -68,7 +68,7 @@ class _Listing:
 
 
 class _Pending(Protocol):
-    """A request that is under way: a future of TensorStore, or of Python."""
+    """A request that is under way: a future of Python, or of TensorStore."""
 
     def result(self, timeout: float) -> Any: ...
 
@@ -164,8 +164,8 @@ class ObjectStoreBackend:
         """Return the content of an object, None without one, and its generation, which changes with every write."""
         raise NotImplementedError
 
-    def write_where(self, key: str, data: bytes | None, generation: Any) -> bool:
-        """Write or delete an object that has a generation (None: that is missing); return whether the service did."""
+    def write_where(self, key: str, data: bytes, generation: Any) -> bool:
+        """Write an object that has a generation (None: that is missing); return whether the service did."""
         raise NotImplementedError
 
     def failures(self) -> tuple[type[Exception], ...]:
@@ -263,9 +263,8 @@ class ObjectStoreBackend:
         return self.write_where(key, data, generation) or self.read_generation(key)[0] == data
 
     def remove_if(self, key: str, expected: bytes) -> None:
-        content, generation = self.read_generation(key)
-        if content == expected:
-            self.write_where(key, None, generation)
+        if self.read_generation(key)[0] == expected:
+            self.remove(key)
 
     def make_directory(self, key: str, *, sync: bool) -> bool:
         return False  # prefixes need no creation
@@ -456,8 +455,8 @@ class ObjectReader(DataReader):
             return self._whole
 
 
-def file_parts(size: int, segments: Sequence[Segment], sent: bool) -> Iterator[NDArray[np.uint8]]:
-    """Generate the bytes of a data file, the zeros between segments included, to send them or only to hash them."""
+def file_parts(size: int, segments: Sequence[Segment]) -> Iterator[NDArray[np.uint8]]:
+    """Generate the bytes of a data file, the zeros between segments included."""
     import numpy as np  # not above: a listing of checkpoints imports this module, and needs no arrays
 
     position = 0
@@ -465,7 +464,7 @@ def file_parts(size: int, segments: Sequence[Segment], sent: bool) -> Iterator[N
         while position < segment.offset:
             yield np.zeros(min(segment.offset - position, 1 << 20), np.uint8)
             position += min(segment.offset - position, 1 << 20)
-        for part in segment.parts() if sent or segment.peek is None else segment.peek():
+        for part in segment.parts():
             position += part.size
             if position > segment.offset + segment.size:
                 break

@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 # How many small requests, or reads of ranges, run at a time over a network: a thread that waits costs little.
 REQUESTS = 16
-UPLOADS = 8  # how many data files are uploaded at a time; where TensorStore sends them, each is in memory meanwhile
+UPLOADS = 8  # how many data files are uploaded at a time; those that are not sent from their arrays are in memory
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -1,4 +1,4 @@
-"""The errors of storage: those of the operating system and of TensorStore become holdfast's own, in one place."""
+"""The errors of storage: those of the operating system, obstore and TensorStore become holdfast's own, in one place."""
 
 from __future__ import annotations
 
@@ -101,6 +101,46 @@ _SERVICE_CODES: tuple[tuple[str, type[HoldfastError]], ...] = (
 )
 """Messages of object stores, as regular expressions, that mean something else than the status of TensorStore says."""
 
+_OBSTORE_FAILURES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (
+    (re.compile(r"credential provider: \w*(Transport|Connect)\w*Error|login service"), StorageUnavailableError),
+    (
+        re.compile(r"Header missing|invalid [\w ]+response|response body error|no ETag|header not present"),
+        GarbledAnswerError,
+    ),
+    (
+        re.compile(r"status code: 416|InvalidRange|Wanted range starting|bytes 0--1/0|non-partial"),
+        DamagedCheckpointError,
+    ),
+    (
+        re.compile(r"status code: (413|507)|StorageFull|InsufficientStorage|QuotaExceeded|AccountLimitExceeded"),
+        StorageFullError,
+    ),
+    (
+        re.compile(
+            r"code: 40[13]\b|400 Bad Request:\s*$|Expired(Authentication)?Token|InvalidToken|TokenRefreshRequired"
+            r"|AuthorizationHeaderMalformed|Authenticat(ion|e)|IllegalLocationConstraint|token request|[Cc]redential"
+            r"|Invalid Access Key|SAS query|Account must be specified|service account"
+        ),
+        StoragePermissionError,
+    ),
+    (re.compile(r"status code: 404"), ObjectNotFoundError),
+    (re.compile(r"status code: 409"), StorageConflictError),
+    (re.compile(r"status code: 30\d"), InvalidLocationError),
+    (re.compile(r"status code: (408|429|5\d\d)|HTTP error|timed? ?out|invalid \w+ "), StorageUnavailableError),
+)
+"""What obstore reports without a class of its own."""
+
+_OBSTORE_CLASSES: dict[str, type[HoldfastError]] = {
+    "FileNotFoundError": ObjectNotFoundError,
+    "AlreadyExistsError": StorageConflictError,
+    "PreconditionError": StorageConflictError,
+    "PermissionDeniedError": StoragePermissionError,
+    "UnauthenticatedError": StoragePermissionError,
+    "CredentialsError": StoragePermissionError,
+    "InvalidPathError": InvalidLocationError,
+    "ValueError": InvalidLocationError,
+}
+
 _ADDRESS = r"[A-Za-z][A-Za-z0-9+.-]*:/+[^\s'\"]+"
 # A password may hold anything, such as slashes in keys of AWS, and spaces; a colon before a number is that of a port.
 _PASSWORD = r"(:/+)(?<!///)[^/:\[\s'\"]*:(?!\d+(?:[/\s'\",;:)\]]|$))(?=\S)(?:(?!:/)[^\n])*@"
@@ -177,6 +217,23 @@ def map_status(error: Exception, path: str, action: str) -> HoldfastError:
     else:
         kind = StorageError
     return explain_failure(kind, action, path, re.sub(_BODY, "", text))
+
+
+def map_obstore_error(error: Exception, path: str, action: str) -> HoldfastError:
+    # obstore appends a dump of its own structures, which repeats everything.
+    text = re.sub(r"\s+", " ", str(error).partition("\n\nDebug source:")[0]).strip()
+    text = re.sub(r"<\?xml.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*", r"\1, \2", text)
+    kind = next((kind for pattern, kind in _OBSTORE_FAILURES[:4] if pattern.search(text)), None)
+    kind = kind or _OBSTORE_CLASSES.get(type(error).__name__)
+    kind = kind or next((kind for pattern, kind in _OBSTORE_FAILURES if pattern.search(text)), StorageError)
+    if kind is StorageUnavailableError and not re.search(r"after \d+ retries|status code", text):
+        kind = GarbledAnswerError  # obstore does not repeat a deletion whose connection has ended
+    text = re.sub(r"^The operation lacked.*? for path .*?: (?=Error performing)", "", text)
+    text = re.sub(r"Error performing (\w+) \S+ in [^,\s]+", r"\1", text)  # the URL and the advice tell the address
+    text = re.sub(
+        r", max_retries: \d+, retry_timeout: \S+| - Server returned non-2xx(?= status)| code(?=: \d)", "", text
+    )
+    return explain_failure(kind, action, path, text)
 
 
 def explain_failure(kind: type[E], action: str, path: str, reason: str) -> E:

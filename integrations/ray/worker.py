@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from ...engine.errors import StateError
-from ...engine.storage import Location, as_location, store_spec
+from ...engine.storage import Location, as_location, aws_endpoint
 from ..loop import PreemptionSignal
 
 logger = logging.getLogger("holdfast")
@@ -103,19 +103,19 @@ def _location(filesystem: Any, path: str) -> Location:
         options = filesystem.__reduce__()[1][0]  # pyarrow shows them to pickle alone
         bucket, _, key = path.partition("/")
         account = f"@{options['account_name']}" if kind == "abfs" else ""
-        if not any(options.get(name) for name in _CREDENTIALS) and _is_service_of_urls(kind, bucket, options):
+        if not any(options.get(name) for name in _CREDENTIALS) and _is_service_of_urls(kind, options):
             return as_location(f"{_SCHEMES[kind]}{bucket}{account}/{quote(key)}")
     return as_location(path, filesystem=filesystem)
 
 
-def _is_service_of_urls(kind: str, bucket: str, options: Mapping[str, Any]) -> bool:
+def _is_service_of_urls(kind: str, options: Mapping[str, Any]) -> bool:
     """Return whether a URL of a store is resolved by the service that a file system with these options asks."""
     if kind == "abfs":
         return bool(options.get("blob_storage_authority") == ".blob.core.windows.net")
     found = options.get("endpoint_override") or None
     if found is not None and "://" not in found:
         found = f"{options['scheme']}://{found}"
-    return found == (store_spec("s3", bucket).get("endpoint") if kind == "s3" else None)
+    return found == (aws_endpoint() if kind == "s3" else None)
 
 
 def is_drained() -> bool:

@@ -22,8 +22,8 @@ from holdfast.engine.format import encode_document
 from holdfast.engine.format.record import VERSION, CheckpointRecord, FileRecord, ItemRecord
 from holdfast.engine.steps import read_record
 from holdfast.engine.storage import SaveLock
-from holdfast.engine.storage.kvstore import KvStoreBackend
 from holdfast.engine.storage.local import LocalBackend
+from holdfast.engine.storage.memory import MemoryBackend
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -384,7 +384,7 @@ def before_operation(*acts: tuple[int, Callable[[], object]]) -> Iterator[None]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for backend in (LocalBackend, KvStoreBackend):
+        for backend in (LocalBackend, MemoryBackend):
             for name in READS_AND_CHANGES:
                 patch.setattr(backend, name, acting(getattr(backend, name)))
         yield

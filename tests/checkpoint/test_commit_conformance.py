@@ -26,8 +26,8 @@ import holdfast as hf
 from holdfast.engine.checkpoint import commit
 from holdfast.engine.checkpoint.commit import PendingCheckpoint
 from holdfast.engine.storage import Location
-from holdfast.engine.storage.kvstore import KvStoreBackend
 from holdfast.engine.storage.local import LocalBackend
+from holdfast.engine.storage.memory import MemoryBackend
 from holdfast.integrations.components import layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +77,7 @@ def _stops(patch: pytest.MonkeyPatch, make: Callable[[], BaseException], first: 
 
         return call
 
-    for backend in (LocalBackend, KvStoreBackend):
+    for backend in (LocalBackend, MemoryBackend):
         for name in OPERATIONS:
             patch.setattr(backend, name, stopping(getattr(backend, name)))
     return begun
@@ -308,7 +308,7 @@ def test_a_save_that_begins_meanwhile(
         kind.save(place, old)
     intruder = KINDS["tree"] if kind.name == "step" else kind
     outcome: list[Any] = []
-    for backend in (LocalBackend, KvStoreBackend):
+    for backend in (LocalBackend, MemoryBackend):
         real = backend.write_data
 
         def interrupted(self: Any, *args: Any, real: Any = real, **options: Any) -> None:

@@ -211,11 +211,11 @@ class Ending(Throttle):
         self._left = iter(range(count))
         self.pieces = 0
 
-    def take(self, count: int, *, sent: bool = True) -> None:
+    def take(self, count: int) -> None:
         self.pieces += 1
         if next(self._left, None) is None:
             raise Interrupted
-        super().take(count, sent=sent)
+        super().take(count)
 
 
 def copy(original: str, target: Location, throttle: Throttle | None = None, **options: Any) -> None:

@@ -66,7 +66,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     found = threading.Event()
     take = copying.Throttle.take
 
-    def waits(self: copying.Throttle, count: int, *, sent: bool = True) -> None:
+    def waits(self: copying.Throttle, count: int) -> None:
         while not found.wait(0.01) and self.ended is None:
             pass
         take(self, count)
@@ -301,7 +301,7 @@ def test_a_copy_gives_way_to_a_save(
                 raise hf.errors.StorageFullError("full")
         return write(save, *rest)
 
-    def takes(throttle: copying.Throttle, count: int, *, sent: bool = True) -> None:
+    def takes(throttle: copying.Throttle, count: int) -> None:
         while not gate.wait(0.01) and throttle.ended is None:
             pass
         if throttle.gives_way:

@@ -1,4 +1,4 @@
-"""The fake stores, and the environment in which TensorStore finds them."""
+"""The fake stores, and the environment in which they are found."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import tensorstore
 from tests.object_stores.azure_server import ACCOUNT, KEY, AzureServer
 from tests.object_stores.gcs_server import TOKEN, GcsServer
 from tests.object_stores.s3_server import KEY_ID, REGION, SECRET, S3Server
 from tests.object_stores.store_server import StoreServer
 
 import holdfast as hf
-from holdfast.engine.storage import azure, kvstore
+from holdfast.engine.storage import cloud, object_store
 
 RCLONE_SECRET = "of-a-test-and-of-nothing-else-at-all"
-HURRY = {"max_retries": 3, "initial_delay": "2ms", "max_delay": "5ms"}
 
 _numbers = itertools.count()
 
@@ -170,13 +168,7 @@ def store(request: pytest.FixtureRequest) -> Store:
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries at once, and fewer times: a fake store needs no time to recover.
-
-    The context has a parent because ``memory://`` stores that a test opens first stay open for the tests after it.
-    """
-    retries = {f"{name}_request_retries": HURRY for name in ("s3", "gcs")}
-    context = tensorstore.Context(retries, parent=kvstore.shared_context())
-    monkeypatch.setattr(kvstore, "shared_context", lambda: context)
-    monkeypatch.setattr(
-        azure, "BACKOFF", {name: datetime.timedelta(milliseconds=2) for name in azure.BACKOFF} | {"base": 2}
-    )
+    """Retries at once, and fewer times: a fake store needs no time to recover."""
+    pause = datetime.timedelta(milliseconds=2)
+    monkeypatch.setattr(cloud, "BACKOFF", dict.fromkeys(cloud.BACKOFF, pause) | {"base": 2})
+    monkeypatch.setattr(object_store, "RETRIES", 3)

@@ -1,48 +1,57 @@
-"""A fake Google Cloud Storage: the part of the JSON API that TensorStore needs.
+"""A fake Google Cloud Storage: what obstore needs of the XML API, which is that of S3, and TensorStore of the JSON API.
 
+https://cloud.google.com/storage/docs/xml-api/overview
 https://cloud.google.com/storage/docs/json_api/v1
 """
 
 from __future__ import annotations
 
+import email.utils
 import json
 import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from tests.object_stores.store_server import Answer, Request, StoredObject, StoreServer, ranged
+from tests.object_stores.s3_server import S3Server
+from tests.object_stores.store_server import Answer, Request, StoredObject, ranged
 
 TOKEN = "a-token-for-tests"
 
 _OBJECT = re.compile(r"/storage/v1/b/([^/]+)/o(?:/([^/]+))?")
-_REWRITE = re.compile(r"/storage/v1/b/([^/]+)/o/([^/]+)/rewriteTo/b/([^/]+)/o/([^/]+)")
 _UPLOAD = re.compile(r"/upload/storage/v1/b/([^/]+)/o")
 
 
-class GcsServer(StoreServer):
+class GcsServer(S3Server):
     """Google Cloud Storage, with one token that allows everything."""
 
-    def kind(self, request: Request) -> str:
-        """Returns the method as S3 would call it, or ``LIST``."""
-        if request.method == "POST":
-            return "PUT"
-        if request.method == "GET" and request.query.get("alt") == "json":
-            return "HEAD"
-        return "LIST" if request.method == "GET" and request.path.endswith("/o") else request.method
+    copy_source = "x-goog-copy-source"
 
-    def error(self, status: int, code: str) -> Answer:
-        """Returns an error in the format of Google."""
-        text = {"error": {"code": status, "message": f"{code} it is", "errors": [{"reason": code}]}}
-        return _json(status, text)
+    def refusal(self, request: Request) -> Answer | None:
+        """Checks the token."""
+        if request.headers.get("authorization") == f"Bearer {TOKEN}":
+            return None
+        return self.error(401 if "authorization" not in request.headers else 403, "forbidden")
+
+    def condition(self, old: StoredObject | None, request: Request) -> Answer | None:
+        """Returns the refusal of a write whose condition is not met, or None."""
+        generation = str(0 if old is None else old.generation)
+        if request.headers.get("x-goog-if-generation-match", generation) != generation:
+            return self.error(412, "PreconditionFailed")
+        return None
+
+    def described(self, found: StoredObject) -> dict[str, str]:
+        """Returns the headers that describe an object."""
+        own = {"x-goog-generation": str(found.generation), "Last-Modified": email.utils.formatdate(0, usegmt=True)}
+        return super().described(found) | own
 
     def answer(self, request: Request) -> Answer:
         """Answers a request."""
-        if request.headers.get("authorization") != f"Bearer {TOKEN}":
-            return self.error(401 if "authorization" not in request.headers else 403, "forbidden")
-        rewrite = _REWRITE.fullmatch(request.path)
-        if rewrite is not None:
-            return self._rewrite(*map(unquote, rewrite.groups()))
+        if not request.path.startswith(("/storage/v1/", "/upload/")):
+            return super().answer(request)
+        refused = self.refusal(request)
+        if refused is not None:
+            return refused
         match = _UPLOAD.fullmatch(request.path) if request.method == "POST" else _OBJECT.fullmatch(request.path)
         if match is None:
             return self.error(400, "invalid")
@@ -52,14 +61,11 @@ class GcsServer(StoreServer):
         if request.method == "POST":
             return self._upload(bucket, request)
         if match[2] is None:
-            return self._list(bucket, request.query)
+            return self._names(bucket, request.query)
         key = unquote(match[2])
         found = self.buckets[bucket].get(key)
         if found is None:
             return self.error(404, "notFound")
-        refused = self._condition(found, request.query)
-        if refused is not None:
-            return refused
         if request.method == "DELETE":
             del self.buckets[bucket][key]
             return Answer(204)
@@ -71,27 +77,11 @@ class GcsServer(StoreServer):
         headers = {"x-goog-generation": str(found.generation), "x-goog-stored-content-length": str(len(found.content))}
         return Answer(part[0], part[1], headers | part[2])
 
-    def _rewrite(self, bucket: str, key: str, target_bucket: str, target: str) -> Answer:
-        found = self.buckets.get(bucket, {}).get(key)
-        if found is None:
-            return self.error(404, "notFound")
-        self.put(target_bucket, target, found.content)
-        return _json(200, {"kind": "storage#rewriteResponse", "objectSize": str(len(found.content)), "done": True})
-
     def _upload(self, bucket: str, request: Request) -> Answer:
         key = request.query["name"]
-        refused = self._condition(self.buckets[bucket].get(key), request.query)
-        if refused is not None:
-            return refused
         return _json(200, _metadata(bucket, key, self.put(bucket, key, request.body)))
 
-    def _condition(self, found: StoredObject | None, query: Mapping[str, str]) -> Answer | None:
-        generation = str(0 if found is None else found.generation)
-        if query.get("ifGenerationMatch", generation) != generation:
-            return self.error(412, "conditionNotMet")
-        return Answer(304) if query.get("ifGenerationNotMatch") == generation else None
-
-    def _list(self, bucket: str, query: Mapping[str, str]) -> Answer:
+    def _names(self, bucket: str, query: Mapping[str, str]) -> Answer:
         first, end = query.get("startOffset", ""), query.get("endOffset")
         after = query.get("pageToken", "")
         keys = [key for key in self.keys(bucket) if key >= first and key > after and (end is None or key < end)]

@@ -1,11 +1,10 @@
-"""A fake S3: the part of the REST API that TensorStore needs, path-style, with checked signatures.
+"""A fake S3: the part of the REST API that obstore needs, path-style, with checked signatures.
 
 https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations_Amazon_Simple_Storage_Service.html
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import hmac
 import re
@@ -19,6 +18,7 @@ KEY_ID = "AKIAIOSFODNN7EXAMPLE"
 SECRET = "of a test, and of nothing else"
 REGION = "eu-test-1"
 
+_TIME = "2026-01-01T00:00:00Z"
 _XML = "<?xml version='1.0' encoding='UTF-8'?>\n"
 _AUTHORIZATION = re.compile(
     r"AWS4-HMAC-SHA256 Credential=([^/]+)/(\d{8})/([^/]+)/s3/aws4_request, ?SignedHeaders=([^,]+), ?Signature=(\w+)"
@@ -28,8 +28,16 @@ _AUTHORIZATION = re.compile(
 class S3Server(StoreServer):
     """One region of S3, with one pair of keys."""
 
+    copy_source = "x-amz-copy-source"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks: dict[tuple[str, int], bytes] = {}
+
     def kind(self, request: Request) -> str:
         """Returns the method, or ``LIST``."""
+        if request.method == "POST" and "delete" in request.query:
+            return "DELETE"
         return "LIST" if "list-type" in request.query else request.method
 
     def error(self, status: int, code: str) -> Answer:
@@ -44,13 +52,15 @@ class S3Server(StoreServer):
         bucket, _, key = unquote(request.path).lstrip("/").partition("/")
         if request.method == "HEAD" and not key:  # the question for the region needs no credentials
             return Answer(200 if bucket in self.buckets else 404, headers={"x-amz-bucket-region": REGION})
-        refused = self._refusal(request)
+        refused = self.refusal(request)
         if refused is not None:
             return refused
         if bucket not in self.buckets:
             return self.error(404, "NoSuchBucket")
         if request.method == "POST" and "delete" in request.query:
             return self._delete_several(bucket, request)
+        if "uploads" in request.query or "uploadId" in request.query:
+            return self._block(bucket, key, request)
         if not key:
             return self._list(bucket, request.query)
         if request.method == "PUT":
@@ -64,35 +74,50 @@ class S3Server(StoreServer):
         found = self.buckets[bucket].get(key)
         if found is None:
             return self.error(404, "NoSuchKey")
-        tag = _tag(found)
-        if headers.get("if-match", tag) != tag:
-            return self.error(412, "PreconditionFailed")
-        if headers.get("if-none-match") in (tag, "*"):
-            return Answer(304, headers={"ETag": tag})
         part = ranged(found.content, headers.get("range") if self.ranges else None)
         if part is None:
             return self.error(416, "InvalidRange")
-        return Answer(part[0], part[1], {"ETag": tag, "Accept-Ranges": "bytes", **part[2]})
+        return Answer(part[0], part[1], {**self.described(found), "Accept-Ranges": "bytes", **part[2]})
 
     def _put(self, bucket: str, key: str, request: Request) -> Answer:
+        if self.copy_source in request.headers:
+            return self._copy(bucket, key, request)
         if "content-length" not in request.headers:
             return self.error(411, "MissingContentLength")
-        if request.headers.get("x-amz-content-sha256") != hashlib.sha256(request.body).hexdigest():
-            return self.error(400, "XAmzContentSHA256Mismatch")
-        if "x-amz-copy-source" in request.headers:
-            return self._copy(bucket, key, request)
-        old = self.buckets[bucket].get(key)
-        if not self.conditions:
-            return Answer(200, headers={"ETag": _tag(self.put(bucket, key, request.body))})
+        refused = self.condition(self.buckets[bucket].get(key), request) if self.conditions else None
+        return refused or Answer(200, headers=self.described(self.put(bucket, key, request.body)))
+
+    def _block(self, bucket: str, key: str, request: Request) -> Answer:
+        """Begins, goes on with, completes or aborts an upload in blocks."""
+        if request.method == "POST" and "uploads" in request.query:
+            text = "<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>"
+            return Answer(200, f"{_XML}{text}".encode())
+        name = f"{bucket}/{key}"
+        if request.method == "PUT":
+            self.blocks[name, int(request.query["partNumber"])] = request.body
+            return Answer(200, headers={"ETag": '"a block"'})
+        blocks = [self.blocks.pop(one) for one in sorted(self.blocks) if one[0] == name]
+        if request.method == "DELETE":
+            return Answer(204)
+        tag = self.described(self.put(bucket, key, b"".join(blocks)))["ETag"]
+        text = f"<CompleteMultipartUploadResult><ETag>{escape(tag)}</ETag></CompleteMultipartUploadResult>"
+        return Answer(200, f"{_XML}{text}".encode())
+
+    def condition(self, old: StoredObject | None, request: Request) -> Answer | None:
+        """Returns the refusal of a write whose condition is not met, or None."""
         if request.headers.get("if-none-match") == "*" and old is not None:
             return self.error(412, "PreconditionFailed")
         wanted = request.headers.get("if-match")
-        if wanted is not None and (old is None or _tag(old) != wanted):
+        if wanted is not None and (old is None or self.described(old)["ETag"] != wanted):
             return self.error(404, "NoSuchKey") if old is None else self.error(412, "PreconditionFailed")
-        return Answer(200, headers={"ETag": _tag(self.put(bucket, key, request.body))})
+        return None
+
+    def described(self, found: StoredObject) -> dict[str, str]:
+        """Returns the headers that describe an object."""
+        return {"ETag": _tag(found)}
 
     def _copy(self, bucket: str, key: str, request: Request) -> Answer:
-        source_bucket, _, source = unquote(request.headers["x-amz-copy-source"]).lstrip("/").partition("/")
+        source_bucket, _, source = unquote(request.headers[self.copy_source]).lstrip("/").partition("/")
         found = self.buckets.get(source_bucket, {}).get(source)
         if found is None:
             return self.error(404, "NoSuchKey")
@@ -100,21 +125,21 @@ class S3Server(StoreServer):
         return Answer(200, f"<CopyObjectResult><ETag>{escape(tag)}</ETag></CopyObjectResult>".encode())
 
     def _delete_several(self, bucket: str, request: Request) -> Answer:
-        digest = base64.b64encode(hashlib.md5(request.body).digest()).decode()
-        if request.headers.get("content-md5") != digest:
-            return self.error(400, "BadDigest")
-        for key in re.findall(r"<Key>(.*?)</Key>", request.body.decode()):
+        keys = re.findall(r"<Key>(.*?)</Key>", request.body.decode())
+        for key in keys:
             self.buckets[bucket].pop(unescape(key), None)
-        return Answer(200, b"<?xml version='1.0' encoding='UTF-8'?><DeleteResult></DeleteResult>")
+        deleted = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
+        return Answer(200, f"{_XML}<DeleteResult>{deleted}</DeleteResult>".encode())
 
     def _list(self, bucket: str, query: Mapping[str, str]) -> Answer:
         prefix = query.get("prefix", "")
-        after = query.get("continuation-token", "")
+        after = query.get("continuation-token") or query.get("start-after", "")
         keys = [key for key in self.keys(bucket, prefix) if key > after]
         size = min(self.page, int(query.get("max-keys", "1000")))
         more = len(keys) > size
         parts = [
-            f"<Contents><Key>{escape(key)}</Key><Size>{len(self.buckets[bucket][key].content)}</Size></Contents>"
+            f"<Contents><Key>{escape(key)}</Key><LastModified>{_TIME}</LastModified>"
+            f"<Size>{len(self.buckets[bucket][key].content)}</Size></Contents>"
             for key in keys[:size]
         ]
         if more:
@@ -130,11 +155,13 @@ class S3Server(StoreServer):
         )
         return Answer(200, text.encode(), {"Content-Type": "application/xml"})
 
-    def _refusal(self, request: Request) -> Answer | None:
-        """Checks the signature as S3 does; returns the refusal, or None.
+    def refusal(self, request: Request) -> Answer | None:
+        """Checks the content and the signature as S3 does; returns the refusal, or None.
 
         https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html
         """
+        if request.headers.get("x-amz-content-sha256") != hashlib.sha256(request.body).hexdigest():
+            return self.error(400, "XAmzContentSHA256Mismatch")
         match = _AUTHORIZATION.fullmatch(request.headers.get("authorization", ""))
         if match is None:
             return self.error(403, "AccessDenied")

@@ -52,8 +52,8 @@ class Request:
         ranges = "".join(
             f" {name}={self.query[name]}" for name in ("prefix", "startOffset", "name") if name in self.query
         )
-        source = self.headers.get("x-amz-copy-source")
-        copied = f" from {unquote(source)} copy" if source else " copy" if "/rewriteTo/" in self.path else ""
+        source = self.headers.get("x-amz-copy-source") or self.headers.get("x-goog-copy-source")
+        copied = f" from {unquote(source)} copy" if source else ""
         return f"{self.method} {unquote(self.path)}{ranges}{copied}"
 
 
@@ -74,6 +74,7 @@ class Fault:
         pattern: What a request's ``what`` has to contain: a regular expression.
         times: How often it goes wrong.
         answer: What is answered instead of doing what was asked.
+        after_doing: What is answered after that was done.
         how: How the answer goes over the wire: whole; reset half-way, as when a machine goes down; cut, an orderly end
             half-way; or never.
         skip: How many matching requests go well before.
@@ -85,6 +86,7 @@ class Fault:
     pattern: str
     times: int = 1
     answer: Answer | None = None
+    after_doing: Answer | None = None
     how: How = "whole"
     skip: int = 0
     when: Callable[[Request], bool] | None = None
@@ -240,6 +242,8 @@ class StoreServer:
                 fault.after.wait()
             with self._lock:
                 answer = self.answer(request) if fault is None or fault.answer is None else fault.answer
+                if fault is not None and fault.after_doing is not None:
+                    answer = fault.after_doing
                 return answer, "whole" if fault is None else fault.how
         finally:
             with self._lock:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import pickle
-import re
 import signal
-import subprocess
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,7 +18,7 @@ from tests.object_stores.azure_server import ACCOUNT, KEY
 from tests.object_stores.conftest import Store
 
 import holdfast as hf
-from holdfast.engine.storage import Segment, as_location, azure, object_store
+from holdfast.engine.storage import Segment, as_location, cloud, object_store
 
 CANARY = "Y2FuYXJ5LWNhbmFyeS1jYW5hcnk="  # a key, a token or a password, which no message may hold
 TREE: dict[str, Any] = {"w": np.arange(10_000, dtype=np.float32), "step": 3}
@@ -274,34 +270,6 @@ def test_ctrl_c_ends_the_wait(az: Store, url: str) -> None:
     assert hf.load(url)["step"] == 3
 
 
-FORKED = """
-import os, sys
-import holdfast as hf
-if sys.argv[2] == "used":
-    hf.load(sys.argv[1])
-child = os.fork()
-if not child:
-    try:
-        print("loaded", hf.load(sys.argv[1])["step"], flush=True)
-    except hf.errors.StorageError as error:
-        print(error, flush=True)
-    os._exit(0)
-os.waitpid(child, 0)
-print("parent", hf.load(sys.argv[1])["step"])
-"""
-
-
-@pytest.mark.parametrize(
-    ("before", "message"), [("unused", "loaded 3"), ("used", "was forked from one that had used Azure.*forkserver")]
-)
-def test_forked_processes(az: Store, url: str, before: str, message: str) -> None:
-    """A process that is forked later is told so at once; obstore would wait for ever."""
-    command = [sys.executable, "-W", "ignore", "-c", FORKED, url, before]
-    found = subprocess.run(command, env={**os.environ, **az.environment}, capture_output=True, text=True, timeout=100)
-    assert re.search(message, found.stdout), found.stderr
-    assert found.stdout.endswith("parent 3\n")
-
-
 def scratch(count: int, size: int) -> Callable[[], Iterator[NDArray[np.uint8]]]:
     """Returns a function that generates parts in the same memory."""
 
@@ -317,8 +285,8 @@ def scratch(count: int, size: int) -> Callable[[], Iterator[NDArray[np.uint8]]]:
 @pytest.mark.parametrize("single", [1 << 30, 1 << 20], ids=["one request", "blocks"])
 def test_memory_that_is_used_again(az: Store, single: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """obstore would send the last content several times."""
-    monkeypatch.setattr(azure, "SINGLE_REQUEST_BYTES", single)
-    monkeypatch.setattr(azure, "BLOCK_BYTES", 5 << 20)
+    monkeypatch.setattr(cloud, "SINGLE_REQUEST_BYTES", single)
+    monkeypatch.setattr(cloud, "BLOCK_BYTES", 5 << 20)
     place, size = as_location(f"{az.url}/data"), 24 << 20
     place.write_data(size, [Segment(0, size, scratch(24, 1 << 20))])
     assert place.read_bytes() == b"".join(bytes([value]) * (1 << 20) for value in range(24))
@@ -326,7 +294,7 @@ def test_memory_that_is_used_again(az: Store, single: int, monkeypatch: pytest.M
 
 
 def test_a_part_that_fails_in_blocks(az: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(azure, "SINGLE_REQUEST_BYTES", 1 << 20)
+    monkeypatch.setattr(cloud, "SINGLE_REQUEST_BYTES", 1 << 20)
 
     def parts() -> Iterator[NDArray[np.uint8]]:
         yield np.zeros(8 << 20, np.uint8)

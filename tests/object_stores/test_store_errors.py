@@ -99,7 +99,7 @@ LASTING: dict[str, tuple[dict[str, Any], type[hf.HoldfastError], str]] = {
     "busy": (
         {"answer": (503, "SlowDown")},
         hf.errors.StorageUnavailableError,
-        r"3 retry attempts.*(AWS_ENDPOINT_URL|GCS_HTTP)",
+        r"after 3 retries.*(AWS_ENDPOINT_URL|GCS_HTTP)",
     ),
     "reset": ({"how": "reset"}, hf.errors.StorageUnavailableError, "try again"),
     "forbidden": (
@@ -202,30 +202,20 @@ def test_a_list_that_is_refused_is_not_an_empty_directory(store: Store) -> None:
             hf.CheckpointManager(f"{store.url}/run")
 
 
-def test_a_bucket_that_is_not_there(s3: Store) -> None:
+def test_a_bucket_that_is_not_there(store: Store) -> None:
+    elsewhere = f"{store.url.partition(':')[0]}://elsewhere"
     attempts: list[Callable[[], Any]] = [
-        lambda: hf.load("s3://elsewhere/ckpt"),
-        lambda: hf.save("s3://elsewhere/ckpt", {"w": 1}),
-        lambda: hf.CheckpointManager("s3://elsewhere/run"),
-        lambda: hf.list_checkpoints("s3://elsewhere/run"),
+        lambda: hf.load(f"{elsewhere}/ckpt"),
+        lambda: hf.save(f"{elsewhere}/ckpt", {"w": 1}),
+        lambda: hf.CheckpointManager(f"{elsewhere}/run"),
+        lambda: hf.list_checkpoints(f"{elsewhere}/run"),
     ]
     for attempt in attempts:
         with pytest.raises(
             hf.errors.ObjectNotFoundError, match=r"NoSuchBucket.*is there a bucket 'elsewhere'"
         ) as caught:
             attempt()
-        assert s3.server.url in str(caught.value)
-
-
-def test_a_bucket_of_google_that_is_not_there(gs: Store) -> None:
-    """For a missing bucket, Google only says that an object is missing; a write fails before anything can be lost."""
-    with pytest.raises(hf.CheckpointNotFoundError):
-        hf.load("gs://elsewhere/ckpt")
-    with pytest.raises(hf.errors.ObjectNotFoundError, match="is there a bucket 'elsewhere'"):
-        hf.save("gs://elsewhere/ckpt", {"w": 1})
-    with pytest.raises(hf.errors.ObjectNotFoundError, match="is there a bucket 'elsewhere'"):
-        hf.CheckpointManager("gs://elsewhere/run").acquire()
-    assert gs.stored() == []
+        assert store.server.url in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +223,7 @@ def test_a_bucket_of_google_that_is_not_there(gs: Store) -> None:
     [
         ({"AWS_ACCESS_KEY_ID": "another"}, "InvalidAccessKeyId.*credentials of AWS_ACCESS_KEY_ID"),
         ({"AWS_SECRET_ACCESS_KEY": "another"}, "SignatureDoesNotMatch.*credentials of AWS_ACCESS_KEY_ID"),
-        ({"AWS_SECRET_ACCESS_KEY": None}, "get credentials.*credentials of AWS_ACCESS_KEY_ID"),
+        ({"AWS_SECRET_ACCESS_KEY": None}, "AWS_SECRET_ACCESS_KEY is missing.*credentials of AWS_ACCESS_KEY_ID"),
         ({"AWS_REGION": "elsewhere-1"}, "AuthorizationHeaderMalformed.*region elsewhere-1"),
         ({"AWS_REGION": None}, "AuthorizationHeaderMalformed.*region us-east-1"),
     ],
@@ -256,7 +246,7 @@ def test_no_server_listens(s3: Store, monkeypatch: pytest.MonkeyPatch, caplog: p
         closed.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"
     monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-    monkeypatch.setattr(object_store, "WARN_AFTER", 0.01)
+    monkeypatch.setattr(object_store, "WARN_AFTER", 0.0)
     with (
         caplog.at_level(logging.WARNING, "holdfast"),
         pytest.raises(

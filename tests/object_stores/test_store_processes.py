@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from tests.object_stores.conftest import Store
 from tests.processes.harness import Process, run_processes
 
@@ -56,6 +61,71 @@ def test_the_store_sends_each_byte_once(store: Store) -> None:
         run.save(1, arrays())
     store.server.log.clear()
     assert run_processes(restore, 3, store.environment, f"{store.url}/run", backend="torch") == [True] * 3
-    sent = [request.headers for request in store.server.log if ".0." in request.path and request.method == "GET"]
+    sent = [request.headers for request in store.server.log if ".0." in request.what and request.method == "GET"]
     ranges = [(headers.get("range") or headers["x-ms-range"]).removeprefix("bytes=").split("-") for headers in sent]
     assert 1 <= sum(int(last) + 1 - int(first) for first, last in ranges) / arrays()["w"].nbytes <= 1.01
+
+
+FORKED = """
+import os, sys
+import holdfast as hf
+if sys.argv[2] == "used":
+    hf.load(sys.argv[1])
+child = os.fork()
+if not child:
+    try:
+        print("loaded", hf.load(sys.argv[1])["step"], flush=True)
+    except hf.errors.StorageError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+print("parent", hf.load(sys.argv[1])["step"])
+"""
+
+USED = 'this process was forked from one that had used an object store.*multiprocessing_context="spawn"'
+
+
+@pytest.mark.parametrize(("before", "message"), [("unused", "loaded 3"), ("used", USED)])
+def test_forked_processes(s3: Store, before: str, message: str) -> None:
+    """A process that is forked later is told so at once; obstore would wait for ever."""
+    hf.save(f"{s3.url}/ckpt", {"step": 3})
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, f"{s3.url}/ckpt", before]
+    found = subprocess.run(command, env={**os.environ, **s3.environment}, capture_output=True, text=True, timeout=100)
+    assert re.search(message, found.stdout), found.stderr
+    assert found.stdout.endswith("parent 3\n")
+
+
+WORKERS = """
+import sys
+import torch
+import holdfast as hf
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, url):
+        self.url = url
+    def __len__(self):
+        return 4
+    def __getitem__(self, row):
+        with hf.open(self.url) as tree:
+            return float(tree["w"][row])
+
+if __name__ == "__main__":
+    hf.save(sys.argv[1], {"w": __import__("numpy").arange(4.0)})
+    for context in ("spawn", "fork"):
+        try:
+            loader = torch.utils.data.DataLoader(Rows(sys.argv[1]), num_workers=1, multiprocessing_context=context)
+            print(context, [row.item() for row in loader], flush=True)
+        except hf.errors.StorageError as error:
+            print(context, str(error).splitlines()[-1], flush=True)
+"""
+
+
+def test_workers_of_a_loader_after_a_save(s3: Store, tmp_path: Path) -> None:
+    """Those that are spawned open the checkpoint; those that are forked are told to be spawned."""
+    pytest.importorskip("torch")
+    (tmp_path / "workers.py").write_text(WORKERS)
+    command = [sys.executable, "-W", "ignore", str(tmp_path / "workers.py"), f"{s3.url}/rows"]
+    found = subprocess.run(command, env={**os.environ, **s3.environment}, capture_output=True, text=True, timeout=100)
+    spawned, forked = found.stdout.splitlines()
+    assert spawned == "spawn [0.0, 1.0, 2.0, 3.0]", found.stderr
+    assert re.search(f"fork .*{USED}", forked)

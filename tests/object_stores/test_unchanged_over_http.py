@@ -131,6 +131,7 @@ TROUBLE: list[tuple[str, Callable[[Store], object]]] = [
         lambda store: fail(store, Answer(501, b"<Error><Code>NotImplemented</Code></Error>")),
     ),
     ("it takes a copy for an empty object", lambda store: fail(store, Answer(200))),
+    ("it answers an error with the status of success", lambda store: fail(store, store.server.error(200, "Busy"))),
     ("it is busy", lambda store: fail(store, store.server.error(503, "SlowDown"))),
     ("some copies fail", lambda store: fail(store, store.server.error(503, "SlowDown"), times=3)),
     ("the objects are gone", lambda store: fail(store, store.server.error(404, "NoSuchKey"))),

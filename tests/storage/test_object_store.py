@@ -10,8 +10,9 @@ import pytest
 import tensorstore
 
 from holdfast.engine.errors import DamagedCheckpointError, ObjectNotFoundError
-from holdfast.engine.storage import Location, Segment, as_location, shared_context, store_spec
-from holdfast.engine.storage.kvstore import KvStoreBackend, open_backend
+from holdfast.engine.storage import Location, Segment, as_location, shared_context
+from holdfast.engine.storage.memory import MemoryBackend
+from holdfast.integrations.formats.orbax.arrays import directory_spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,55 +25,57 @@ def root() -> Iterator[Location]:
     place.remove_tree()
 
 
-DEFAULT = {"driver": "s3", "bucket": "runs", "aws_credentials": {"type": "default", "profile": "default"}}
+DEFAULT = {
+    "driver": "s3",
+    "bucket": "runs",
+    "path": "x/",
+    "aws_credentials": {"type": "default", "profile": "default"},
+}
 
 
 @pytest.mark.parametrize(
-    ("scheme", "bucket", "environment", "expected"),
+    ("url", "environment", "expected"),
     [
-        ("memory", "", {}, {"driver": "memory"}),
-        ("gs", "runs", {}, {"driver": "gcs", "bucket": "runs"}),
-        ("s3", "runs", {}, DEFAULT),
-        ("s3", "runs", {"AWS_REGION": "eu-1"}, DEFAULT | {"aws_region": "eu-1"}),
-        ("s3", "runs", {"AWS_PROFILE": "lab"}, DEFAULT | {"aws_credentials": {"type": "default", "profile": "lab"}}),
+        ("memory://x", {}, {"driver": "memory", "path": "x/"}),
+        ("gs://runs/x", {}, {"driver": "gcs", "bucket": "runs", "path": "x/"}),
+        ("s3://runs/x", {}, DEFAULT),
+        ("s3://runs/x", {"AWS_REGION": "eu-1"}, DEFAULT | {"aws_region": "eu-1"}),
+        ("s3://runs/x", {"AWS_PROFILE": "lab"}, DEFAULT | {"aws_credentials": {"type": "default", "profile": "lab"}}),
         (
-            "s3",
-            "runs",
+            "s3://runs/x",
             {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"},
             DEFAULT | {"endpoint": "http://127.0.0.1:9", "aws_region": "us-east-1"},
         ),
         (
-            "s3",
-            "runs",
+            "s3://runs/x",
             {"AWS_ENDPOINT_URL": "http://a", "AWS_ENDPOINT_URL_S3": "http://b", "AWS_DEFAULT_REGION": "r"},
             DEFAULT | {"endpoint": "http://b", "aws_region": "r"},
         ),
         (
-            "s3",
-            "runs",
+            "s3://runs/x",
             {"AWS_ACCESS_KEY_ID": "key"},
-            {"driver": "s3", "bucket": "runs", "aws_credentials": {"type": "environment"}},
+            DEFAULT | {"aws_credentials": {"type": "environment"}},
         ),
     ],
     ids=["memory", "gs", "s3", "region", "profile", "endpoint", "endpoint-s3", "credentials"],
 )
-def test_store_spec(
-    scheme: str, bucket: str, environment: dict[str, str], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_what_tensorstore_is_told_of_a_store(
+    url: str, environment: dict[str, str], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/nowhere")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert store_spec(scheme, bucket) == expected
+    assert directory_spec(as_location(url)) == expected
     assert tensorstore.KvStore.Spec(expected).to_json()["driver"] == expected["driver"]
 
 
 def test_one_backend_for_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = open_backend("s3", "runs")
-    assert open_backend("s3", "runs") is first
+    first = as_location("s3://runs")
+    assert as_location("s3://runs")._backend is first._backend
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    assert open_backend("s3", "runs") is not first
+    assert as_location("s3://runs") != first
 
 
 def test_tensorstore_sees_the_same_memory(root: Location) -> None:
@@ -101,15 +104,15 @@ def test_an_object_may_also_be_a_prefix(root: Location) -> None:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[slice | None]:
     """Records every read, and refuses ranges that do not start at 0, as a server without ranges does."""
     seen: list[slice | None] = []
-    real = KvStoreBackend.read_range
+    real = MemoryBackend.read_range
 
-    def read_range(self: KvStoreBackend, key: str, byte_range: slice | None) -> bytes:
+    def read_range(self: MemoryBackend, key: str, byte_range: slice | None) -> bytes:
         seen.append(byte_range)
         if byte_range is not None and byte_range.start > 0:
             raise DamagedCheckpointError(f"cannot read {key}: OUT_OF_RANGE")
         return real(self, key, byte_range)
 
-    monkeypatch.setattr(KvStoreBackend, "read_range", read_range)
+    monkeypatch.setattr(MemoryBackend, "read_range", read_range)
     return seen
 
 

@@ -135,11 +135,7 @@ def test_an_error_that_tensorstore_raises() -> None:
     assert type(map_status(caught.value, "memory://", "open")) is errors.ObjectNotFoundError
 
 
-def test_an_error_of_a_real_operation_is_chained() -> None:
+def test_an_error_of_a_real_operation() -> None:
     store = as_location("memory://statuses") / "object"
     with pytest.raises(errors.ObjectNotFoundError, match="memory://statuses/object"):
         store.read_bytes()
-    with pytest.raises(errors.HoldfastError) as caught:
-        as_location("s3://b/x").read_bytes()
-    assert isinstance(caught.value.__cause__, ValueError)
-    assert "s3://b/x" in str(caught.value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import os
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -29,7 +30,15 @@ from ....engine.errors import (
 )
 from ....engine.format import MANIFEST_NAME, Entries, decode_database
 from ....engine.pytree import Box
-from ....engine.storage import Location, aligned_empty, map_status, shared_context, store_spec
+from ....engine.storage import (
+    Location,
+    aligned_empty,
+    aws_endpoint,
+    aws_region,
+    chosen_profile,
+    map_status,
+    shared_context,
+)
 
 if TYPE_CHECKING:
     import tensorstore
@@ -56,7 +65,24 @@ def directory_spec(location: Location) -> dict[str, Any]:
         )
     bucket, _, key = ("", "", rest) if scheme == "memory" else rest.partition("/")
     key = unquote(key, errors="surrogateescape")
-    return {**store_spec(scheme, bucket), "path": f"{key}/" if key else ""}
+    return {**_store_spec(scheme, bucket), "path": f"{key}/" if key else ""}
+
+
+def _store_spec(scheme: str, bucket: str) -> dict[str, Any]:
+    """Return TensorStore's specification of a store, with the service and the credentials that ``Location`` uses."""
+    if scheme != "s3":
+        return {"driver": "memory"} if scheme == "memory" else {"driver": "gcs", "bucket": bucket}
+    region, endpoint = aws_region(), aws_endpoint()
+    spec: dict[str, Any] = {"driver": "s3", "bucket": bucket}
+    if endpoint:
+        spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
+    elif region:
+        spec["aws_region"] = region
+    # The default chain searches files and the network first, and logs a warning for each that is missing. TensorStore
+    # 0.1.86 finds no profile whose name it is not told.
+    given = "AWS_ACCESS_KEY_ID" in os.environ
+    spec["aws_credentials"] = {"type": "environment"} if given else {"type": "default", "profile": chosen_profile()}
+    return spec
 
 
 class Wanted(NamedTuple):

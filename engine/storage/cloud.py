@@ -1,0 +1,480 @@
+"""S3, Google Cloud Storage and Azure Blob Storage through obstore: the extras ``s3``, ``gcs`` and ``azure``.
+
+Requests run on an event loop in a thread of their own, so that Ctrl-C ends the wait for one and cancels it: obstore's
+blocking calls do not react to signals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import errno
+import functools
+import logging
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import (
+    DamagedCheckpointError,
+    HoldfastError,
+    ObjectNotFoundError,
+    StorageConflictError,
+    StorageError,
+    StoragePermissionError,
+    StorageUnavailableError,
+)
+from . import object_store
+from .backend import FileIdentity, Segment
+from .buffers import aligned_empty
+from .object_store import BY_NAME, GARBLED, UNKNOWN_SIZE, ObjectStoreBackend, failing_parts, file_parts, time_limit
+from .services import Service, check_installed
+from .status import map_obstore_error
+
+_logger = logging.getLogger("holdfast")
+
+_NEVER = datetime.timedelta(days=1)  # holdfast limits the time of a request itself, by its size
+BACKOFF = {"init_backoff": datetime.timedelta(seconds=0.1), "max_backoff": datetime.timedelta(seconds=15), "base": 2}
+
+SINGLE_REQUEST_BYTES = 128 << 20  # bytes of a file that is sent in one request; larger ones are sent in blocks
+BLOCK_BYTES = 8 << 20  # bytes
+_BLOCKS = 3  # sent at a time
+_MOST_BLOCKS = 10_000  # of one object of S3 and Google
+_PIECE = 4 << 20  # bytes of a range that are handed over at a time
+
+_LIST_PAGE = 1000  # names that services list at a time
+_CONFLICTS = 5  # answers that ask to repeat a conditional request, S3's 409, after which it has failed
+_ANONYMOUS = 60.0  # seconds after which credentials are looked for again where there were none
+
+_REFUSALS = re.compile(r"status: 412|PreconditionFailed|BlobAlreadyExists|ConditionNotMet")
+_AGAIN = re.compile("ConditionalRequestConflict|OperationAborted")
+_UNKNOWN_REQUEST = re.compile("status: (400|403|404|405|411|501)")  # the service lacks it, or does not allow it
+
+_lock = threading.Lock()
+_loops: list[tuple[int, asyncio.AbstractEventLoop]] = []  # one at most, with the process that runs it
+_conditional: dict[str, bool] = {}  # whether each service honours conditions
+
+
+class _ForeignAnswerError(ValueError):
+    """An answer lacks what every answer of the service has: a proxy may have answered in its place."""
+
+
+def open_cloud(service: type[Service], root: str) -> CloudBackend:
+    """Return the backend of a bucket or container: the same object for the same settings."""
+    for package in service.packages:
+        check_installed(package, root, service.extra)
+    return _open_cloud(service, root, service.settings())  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=64)
+def _open_cloud(service: Any, root: str, settings: object) -> CloudBackend:  # noqa: ARG001 - in the key
+    return CloudBackend(service(root))
+
+
+class CloudBackend(ObjectStoreBackend):
+    """A bucket or container of a service that obstore reaches."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service.root, is_remote=True)
+        self._service = service
+        # These are shared with the snapshots of this backend.
+        self._stores: dict[bool, tuple[float, Any]] = {}  # by ``once``, with the end of their use
+        self._opening = threading.Lock()
+        self._lacks: set[str] = set()  # what the service was found not to do: "copy", "remove", "range"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both reach the same container, by URLs that may differ."""
+        if not isinstance(other, CloudBackend) or self._listing is not other._listing:
+            return False
+        return self._service.place == other._service.place
+
+    def __hash__(self) -> int:
+        return hash(self._service.place)
+
+    # ---- reads
+
+    def has_object(self, key: str) -> bool:
+        try:
+            self.object_size(key)
+        except ObjectNotFoundError:
+            return False
+        return True
+
+    def object_size(self, key: str) -> int:
+        async def ask(store: Any, obstore: Any) -> int:
+            return int(_checked(await obstore.head_async(store, key))["size"])
+
+        found: int = self._ask(key, "access", ask)
+        return found
+
+    def read_range(self, key: str, byte_range: slice | None) -> bytes:
+        if byte_range is None:
+            return self._read(key)[0]
+        if byte_range.start == byte_range.stop:
+            self.object_size(key)
+            return b""
+        memory = np.empty(0, np.uint8)
+
+        def allocate(size: int) -> list[NDArray[np.uint8]]:
+            nonlocal memory
+            memory = np.empty(size, np.uint8)
+            return [memory]
+
+        self._read_part(key, byte_range.start, byte_range.stop, allocate)
+        return memory.tobytes()
+
+    def read_small(self, key: str, limit: int) -> bytes | None:
+        async def ask(store: Any, obstore: Any) -> bytes | None:
+            answer = await obstore.get_async(store, key, options={"range": (0, limit)})
+            return bytes(await answer.bytes_async()) if _checked(answer.meta)["size"] <= limit else None
+
+        try:
+            found: bytes | None = self._ask(key, "read", ask, limit) if limit and "range" not in self._lacks else None
+        except DamagedCheckpointError:  # it is empty, or the service serves no ranges
+            return None
+        return found
+
+    def read_into(
+        self, key: str, offset: int, memory: Sequence[NDArray[np.uint8]], answered: Callable[[], None]
+    ) -> bool:
+        size = sum(part.size for part in memory)
+        if not size:
+            return False
+
+        def given(found: int) -> Sequence[NDArray[np.uint8]]:
+            answered()
+            return memory if found == size else []
+
+        try:
+            return self._read_part(key, offset, offset + size, given)
+        except DamagedCheckpointError:
+            return False
+
+    def _read_part(
+        self, key: str, start: int, stop: int, allocate: Callable[[int], Sequence[NDArray[np.uint8]]]
+    ) -> bool:
+        """Receive a range, as far as the object reaches, into memory that ``allocate`` returns for its length.
+
+        Returns:
+            Whether the memory is full.
+        """
+
+        async def receive(store: Any, obstore: Any) -> bool:
+            answer = await obstore.get_async(store, key, options={"range": (start, stop)})
+            _checked(answer.meta)
+            first, last = answer.range
+            memory = [part for part in allocate(last - first) if part.size]
+            filled = 0  # of the first part of memory
+            async for piece in answer.stream(min_chunk_size=_PIECE):
+                received = np.frombuffer(piece, np.uint8)
+                while received.size:
+                    if not memory:
+                        return False
+                    count = min(received.size, memory[0].size - filled)
+                    memory[0][filled : filled + count] = received[:count]
+                    received, filled = received[count:], filled + count
+                    if filled == memory[0].size:
+                        memory, filled = memory[1:], 0
+            return not memory
+
+        if "range" in self._lacks:
+            raise DamagedCheckpointError(f"cannot read {self.url(key)} from byte {start}: no ranges are served")
+        try:
+            found: bool = self._ask(key, "read", receive, stop - start)
+        except DamagedCheckpointError as error:
+            if "non-partial" in str(error):
+                self._lacks.add("range")
+            raise
+        return found
+
+    def _read(self, key: str) -> tuple[bytes, dict[str, Any]]:
+        """Return the content of an object, and what tells this version of it from others."""
+
+        async def read(store: Any, obstore: Any) -> tuple[bytes, dict[str, Any]]:
+            answer = await obstore.get_async(store, key)
+            meta = _checked(answer.meta)
+            return bytes(await answer.bytes_async()), {name: meta[name] for name in ("e_tag", "version") if meta[name]}
+
+        found: tuple[bytes, dict[str, Any]] = self._ask(key, "read", read, UNKNOWN_SIZE)
+        return found
+
+    def list_objects(self, key: str, *, itself: bool) -> list[str]:
+        names: list[str] = []
+
+        async def below(store: Any, obstore: Any) -> list[str]:
+            last = names[-1] if names else None
+            return [found["path"] async for some in obstore.list(store, key or None, offset=last) for found in some]
+
+        names += self._ask(key, "list", below)
+        own = [key] if itself and key and self.has_object(key) else []  # obstore lists what is below a prefix
+        # A proxy's page looks like the end of a list: one that is empty, or ends with a full page, is asked for again.
+        if not names and not own:
+            names += self._ask(key, "list", below)
+        while names and not len(names) % _LIST_PAGE and (more := self._ask(key, "list", below)):
+            names += more
+        return sorted(own + names)
+
+    # ---- writes
+
+    def write_object(self, key: str, content: list[bytes]) -> None:
+        data = content.pop()
+        self._put(key, data, len(data))
+
+    def _put(self, key: str, body: Any, size: int, **options: Any) -> None:
+        self._ask(
+            key,
+            "write",
+            lambda store, obstore: obstore.put_async(store, key, body, use_multipart=False, **options),
+            size,
+            attempts=1 if options else GARBLED,  # a condition is met once
+        )
+
+    def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
+        parts = file_parts(size, segments)
+        if size > SINGLE_REQUEST_BYTES:
+            with failing_parts(parts) as watched:
+                self._put_blocks(key, size, watched)
+        elif all(segment.lasting for segment in segments):
+            self._put(key, [part for part in parts if part.size] or b"", size)
+        else:
+            memory, end = aligned_empty(size), 0
+            for part in parts:
+                memory[end : end + part.size] = part
+                end += part.size
+            self._put(key, memory, size)
+
+    def _put_blocks(self, key: str, size: int, parts: Iterator[NDArray[np.uint8]]) -> None:
+        # This thread makes the parts: one that waits in a thread of obstore would hold up the requests of all others.
+        wanted: queue.SimpleQueue[asyncio.Future[bytes | None] | None] = queue.SimpleQueue()
+
+        async def given() -> AsyncIterator[bytes]:
+            while True:
+                answer: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+                wanted.put(answer)
+                part = await answer
+                if part is None:
+                    return
+                yield part
+
+        def give(upload: Future[Any], loop: asyncio.AbstractEventLoop) -> None:
+            upload.add_done_callback(lambda _: wanted.put(None))
+            with contextlib.suppress(queue.Empty):
+                while (answer := wanted.get(timeout=time_limit(0))) is not None:
+                    # Several parts wait, and the memory of one may be used for the next.
+                    part = next((part.tobytes() for part in parts if part.size), None)
+                    loop.call_soon_threadsafe(_answer, answer, part)
+
+        options = {"chunk_size": max(BLOCK_BYTES, -(-size // _MOST_BLOCKS)), "max_concurrency": _BLOCKS}
+        self._ask(
+            key,
+            "write",
+            lambda store, obstore: obstore.put_async(store, key, given(), use_multipart=True, **options),
+            size,
+            attempts=1,
+            meanwhile=give,
+        )
+
+    def remove(self, key: str) -> None:
+        try:
+            self._ask(key, "remove", lambda store, obstore: obstore.delete_async(store, key))
+        except ObjectNotFoundError as error:
+            if re.search("ContainerNotFound|NoSuchBucket", str(error)):
+                raise
+
+    def remove_together(self, names: Sequence[str]) -> bool:
+        if not self._service.deletes_together or "remove" in self._lacks:
+            return False
+        try:
+            self._try(names[0], "remove", lambda store, obstore: obstore.delete_async(store, list(names)))
+        except HoldfastError as error:
+            if _UNKNOWN_REQUEST.search(str(error)) and not isinstance(error, ObjectNotFoundError):
+                self._lacks.add("remove")
+            return False
+        return True
+
+    # ---- copies
+
+    def can_share(self) -> bool:
+        return self._service.copies and "copy" not in self._lacks
+
+    def share(self, key: str, target: str, known: FileIdentity) -> FileIdentity:
+        if self.can_share() and self._is_copied(key, target):
+            return BY_NAME
+        raise OSError(errno.EAGAIN, "the service did not copy it", self.url(key))
+
+    def _is_copied(self, key: str, target: str) -> bool:
+        try:
+            self._try(key, "copy", lambda store, obstore: obstore.copy_async(store, key, target))
+            # Some services answer an error with the status of success, or take the request for an empty upload.
+            if self.object_size(target):
+                return True
+            self._lacks.add("copy")
+            self.remove(target)
+        except HoldfastError as error:
+            if isinstance(error, StoragePermissionError) or re.search("status: (405|501)", str(error)):
+                self._lacks.add("copy")
+        if not self.can_share():
+            _logger.info("%s: the service does not copy objects", self._root)
+        return False
+
+    # ---- conditions
+
+    def honours_conditions(self, key: str, data: bytes | None) -> bool:
+        # Each service is asked once; one that ignores conditions writes the data again.
+        address = self._service.address
+        if self._service.is_conditional:
+            return True
+        if address not in _conditional:
+            if data is None:
+                return False
+            try:
+                # If the first one succeeds, the object may have been missing.
+                found = not all(self.write_where(key, data, None) for _ in range(2))
+            except StorageUnavailableError:
+                raise
+            except HoldfastError:
+                found = False
+            if not found:
+                _logger.info("%s: no conditional writes here; two saves to one path are not kept apart", self._root)
+            _conditional[address] = found
+        return _conditional[address]
+
+    def read_generation(self, key: str) -> tuple[bytes | None, dict[str, Any] | None]:
+        try:
+            return self._read(key)
+        except ObjectNotFoundError:
+            return None, None
+
+    def write_where(self, key: str, data: bytes, generation: dict[str, Any] | None) -> bool:
+        for attempt in range(1, _CONFLICTS + 1):
+            try:
+                self._put(key, data, len(data), mode="create" if generation is None else generation)
+            except ObjectNotFoundError:
+                if generation is None:
+                    raise
+                return False  # it was deleted meanwhile
+            except StorageConflictError as error:
+                if _REFUSALS.search(str(error)):
+                    return False
+                if attempt == _CONFLICTS or not _AGAIN.search(str(error)):
+                    raise
+                time.sleep(0.05 * attempt)
+            else:
+                return True
+        raise AssertionError
+
+    # ---- requests
+
+    def _ask(
+        self,
+        key: str,
+        action: str,
+        start: Callable[[Any, Any], Awaitable[Any]],
+        nbytes: int = 0,
+        *,
+        attempts: int = GARBLED,
+        once: bool = False,
+        meanwhile: Callable[[Future[Any], asyncio.AbstractEventLoop], None] | None = None,
+    ) -> Any:
+        """Start a request with the store and the module obstore, and wait for its answer."""
+        import obstore
+
+        def begin() -> Future[Any]:
+            loop = _running_loop(self.url(key))
+            store = self._store(once)
+
+            async def answer() -> Any:
+                return await start(store, obstore)
+
+            future = asyncio.run_coroutine_threadsafe(answer(), loop)
+            if meanwhile is not None:
+                try:
+                    meanwhile(future, loop)
+                except BaseException:
+                    future.cancel()
+                    raise
+            return future
+
+        # obstore repeats no request whose answer ends half-way.
+        return self.request(key, action, begin, nbytes, attempts=attempts)
+
+    def _try(self, key: str, action: str, start: Callable[[Any, Any], Awaitable[Any]]) -> None:
+        """Make a request that is not repeated, since what it does can be done in another way."""
+        self._ask(key, action, start, UNKNOWN_SIZE, once=True)
+
+    def _store(self, once: bool) -> Any:
+        with self._opening:
+            end, store = self._stores.get(once, (0.0, None))
+            if time.monotonic() >= end:
+                client: Any = {"timeout": _NEVER, "read_timeout": datetime.timedelta(seconds=_stalled())}
+                certificates = os.environ.get("TENSORSTORE_CA_BUNDLE")
+                if certificates:
+                    with open(certificates, "rb") as file:
+                        client["root_certificate"] = file.read()
+                retries = {
+                    "max_retries": 0 if once else object_store.RETRIES,
+                    "retry_timeout": _NEVER,
+                    "backoff": BACKOFF,
+                }
+                self._service.check()
+                store = self._service.connect({"retry_config": retries}, client, once=once)
+                lasting = _ANONYMOUS if store.config.get("skip_signature") else float("inf")
+                self._stores[once] = time.monotonic() + lasting, store
+            return store
+
+    def explained(self, error: Exception, key: str, action: str) -> HoldfastError:
+        return map_obstore_error(error, self.url(key), action)
+
+    def failures(self) -> tuple[type[Exception], ...]:
+        from obstore.exceptions import BaseError
+
+        return (BaseError, ValueError, OSError)
+
+    def _advice(self, kind: type[HoldfastError]) -> str:
+        with contextlib.suppress(Exception):  # what cannot be read is told by the error itself
+            return self._service.advice(kind)
+        return ""
+
+
+def _checked(meta: Any) -> Any:
+    """Return what an answer says of its object; raise an error unless it is an answer of the service."""
+    if not meta["e_tag"]:
+        raise _ForeignAnswerError("the answer has no ETag")
+    return meta
+
+
+def _answer(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():  # it may have been cancelled
+        future.set_result(value)
+
+
+def _stalled() -> float:
+    """Return the seconds without a byte after which an attempt has failed."""
+    return float(os.environ.get("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS") or 120)
+
+
+def _running_loop(url: str) -> asyncio.AbstractEventLoop:
+    """Return the event loop of this process, which runs in a thread."""
+    if not _loops:
+        with _lock:
+            if not _loops:
+                loop = asyncio.new_event_loop()
+                threading.Thread(target=loop.run_forever, name="store-requests", daemon=True).start()
+                _loops.append((os.getpid(), loop))
+    process, loop = _loops[0]
+    if process != os.getpid():
+        raise StorageError(
+            f"cannot reach {url}: this process was forked from one that had used an object store, and obstore does not "
+            'work in both; start processes with the method "spawn" or "forkserver" of multiprocessing, such as '
+            'DataLoader(..., multiprocessing_context="spawn")'
+        )
+    return loop

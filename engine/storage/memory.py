@@ -1,0 +1,89 @@
+"""``memory://``: the memory of this process, by way of TensorStore, whose formats are read there as on a disk."""
+
+from __future__ import annotations
+
+import functools
+import io
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..errors import ObjectNotFoundError
+from .backend import Segment
+from .object_store import ObjectStoreBackend, file_parts
+
+if TYPE_CHECKING:
+    import tensorstore
+
+_opening = threading.Lock()
+
+
+@functools.cache
+def _shared_context() -> tensorstore.Context:
+    import tensorstore
+
+    return tensorstore.Context()
+
+
+def shared_context() -> tensorstore.Context:
+    """Return the TensorStore context of this process; with it, ``memory://`` is the same store everywhere."""
+    with _opening:
+        return _shared_context()
+
+
+@functools.cache
+def open_memory() -> MemoryBackend:
+    """Return the backend of the memory of this process."""
+    return MemoryBackend("memory://", is_remote=False)
+
+
+class MemoryBackend(ObjectStoreBackend):
+    """The memory of this process."""
+
+    @functools.cached_property
+    def _store(self) -> tensorstore.KvStore:
+        import tensorstore
+
+        return tensorstore.KvStore.open({"driver": "memory"}, context=shared_context()).result()
+
+    def has_object(self, key: str) -> bool:
+        answer = self.request(key, "access", lambda: self._store.read(key, byte_range=slice(0, 0)))
+        return bool(answer.state == "value")
+
+    def read_range(self, key: str, byte_range: slice | None) -> bytes:
+        answer = self.request(key, "read", lambda: self._store.read(key, byte_range=byte_range))
+        if answer.state != "value":
+            raise ObjectNotFoundError(f"cannot read {self.url(key)}: there is no such object")
+        value: bytes = answer.value
+        return value
+
+    def write_object(self, key: str, content: list[bytes]) -> None:
+        self.request(key, "write", lambda: self._store.write(key, content.pop()))
+
+    def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
+        # The stream returns its bytes without a copy, because they have their final length from the start.
+        stream = io.BytesIO(bytes(size))
+        for part in file_parts(size, segments):
+            stream.write(part.data)
+        self.write_object(key, [stream.getvalue()])
+
+    def remove(self, key: str) -> None:
+        self.request(key, "remove", lambda: self._store.write(key, None))
+
+    def list_objects(self, key: str, *, itself: bool) -> list[str]:
+        import tensorstore
+
+        span = tensorstore.KvStore.KeyRange(key if itself or not key else f"{key}/", f"{key}0" if key else "")
+        names: list[bytes] = self.request(key, "list", lambda: self._store.list(span))  # "0" follows "/"
+        return sorted(name.decode("utf-8", "surrogateescape") for name in names)
+
+    def honours_conditions(self, key: str, data: bytes | None) -> bool:
+        return True
+
+    def read_generation(self, key: str) -> tuple[bytes | None, bytes]:
+        answer = self.request(key, "read", lambda: self._store.read(key))
+        return answer.value if answer.state == "value" else None, answer.stamp.generation
+
+    def write_where(self, key: str, data: bytes, generation: bytes | None) -> bool:
+        known = self.read_generation("")[1] if generation is None else generation  # the root is no object
+        return bool(self.request(key, "write", lambda: self._store.write(key, data, if_equal=known)).generation)

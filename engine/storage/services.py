@@ -1,0 +1,421 @@
+"""What differs between S3, Google Cloud Storage and Azure Blob Storage: addresses, settings and credentials.
+
+A URL only names the bucket and the object. Everything else comes from the environment variables and files of each
+service's own tools, which boto3, google-auth and azure-identity read where obstore does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.util
+import os
+import re
+import shlex
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..errors import (
+    HoldfastError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+    OptionError,
+    StoragePermissionError,
+    StorageUnavailableError,
+)
+from ..installed import install_command
+from .status import check_header, hidden_address
+
+if TYPE_CHECKING:
+    from obstore.store import AzureStore, GCSStore, S3Credential, S3Store
+
+LOOKUP_URL = "https://s3.amazonaws.com/{}"  # answers with the region of a bucket, to anyone
+_LOOKUP_WAIT = 5.0  # seconds
+_STATIC = datetime.timedelta(seconds=60)  # for which keys in a file count: another program may renew them
+_AWS_FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}
+_GOOGLE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
+
+_ACCOUNT = re.compile(r"[a-z0-9]{3,24}(\.[a-z0-9-]+)*")
+_HTTPS = re.compile(r"[a-z0-9]{3,24}\.(blob|dfs)\.core\.windows\.net")
+_AZURE_SUFFIX = ".dfs.core.windows.net"  # of the name of an account
+_AZURE_PLACES = re.compile(r"AZURE_(STORAGE_)?ENDPOINT|AZURE_.*USE_.*(EMULATOR|FABRIC).*|AZURITE.*")
+"""The variables that choose the service, in capitals; keys and tokens may change while a program runs."""
+_AZURE_LOGINS = re.compile(r"AZURE_.*(KEY|SAS|TOKEN|SECRET|USE_|SKIP_SIGNATURE|MSI|CERTIFICATE).*")
+"""The variables by which obstore itself finds credentials, in capitals; without any, azure-identity looks for them."""
+
+
+class CredentialsError(ValueError):
+    """Credentials cannot be used, or were not found where the settings say that they are."""
+
+
+class Service:
+    """A bucket or container, and how its store is made.
+
+    Attributes:
+        root: Its URL.
+        place: Equal for all URLs of one bucket.
+        address: The service, which other buckets may share; "" for the usual one of a URL.
+    """
+
+    extra: ClassVar[str]
+    """The extra of the package that it needs."""
+
+    packages: ClassVar[tuple[str, ...]] = ("obstore",)
+    """The packages of that extra without which nothing works."""
+
+    variables: ClassVar[tuple[str, ...]]
+    """The beginnings of the names of environment variables that it reads, in capitals."""
+
+    secrets: ClassVar[re.Pattern[str]]
+    """The variables whose values go into headers, in capitals."""
+
+    is_conditional = True
+    """Whether the service is known to refuse to create an object that exists."""
+
+    copies = True
+    """Whether it copies objects itself."""
+
+    deletes_together = False
+    """Whether one request may delete several objects."""
+
+    root: str
+    place: tuple[object, ...]
+    address: str = ""
+
+    def __init__(self, root: str) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def settings(cls) -> tuple[tuple[str, str], ...]:
+        """Return the environment variables that it reads, in a fixed order."""
+        found = {name: value for name, value in os.environ.items() if name.upper().startswith(cls.variables)}
+        return tuple(sorted(found.items()))
+
+    def check(self) -> None:
+        """Raise StoragePermissionError if a variable cannot be used."""
+        for name, value in self.settings():
+            if self.secrets.fullmatch(name.upper()):
+                check_header(self.root, name, value)
+
+    def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> Any:
+        """Return a store of obstore, which keeps ``client``, the options of its HTTP client.
+
+        ``once``: it is for requests that are tried once, since what they do can be done in another way.
+
+        Raises:
+            CredentialsError: There are credentials, but none that can be used.
+        """
+        raise NotImplementedError
+
+    def advice(self, kind: type[HoldfastError]) -> str:
+        """Return what may help against an error, in brackets, or ""."""
+        raise NotImplementedError
+
+
+def check_installed(package: str, root: str, extra: str) -> None:
+    """Raise OptionError unless a package is installed."""
+    with contextlib.suppress(ModuleNotFoundError):  # the parent of a package may be missing
+        if importlib.util.find_spec(package) is not None:
+            return
+    raise OptionError(f"{root} needs {package.partition('.')[0]}: {install_command(extra)}")
+
+
+# ---- S3
+
+
+class S3(Service):
+    """A bucket of S3, or of a service with its protocol."""
+
+    extra = "s3"
+    packages = ("obstore", "boto3")
+    variables = ("AWS_", "TENSORSTORE_C", "HOME")
+    secrets = re.compile("AWS_ACCESS_KEY_ID|AWS_SECRET_ACCESS_KEY|AWS_SESSION_TOKEN")
+    is_conditional = False
+    deletes_together = True
+
+    def __init__(self, root: str) -> None:
+        self.root, self._bucket = root, root.removeprefix("s3://")
+        self.address = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+        self.place = (root, self.address)
+
+    def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> S3Store:
+        from obstore.store import S3Store
+
+        endpoint = aws_endpoint()
+        region = aws_region() or ("us-east-1" if endpoint else _bucket_region(self._bucket))
+        config: dict[str, Any] = {
+            "region": region,
+            "unsigned_payload": not (endpoint or "").startswith("http:"),  # TLS notices a changed byte
+            "disable_bulk_delete": not once,  # services without it delete one object at a time
+        }
+        if endpoint:
+            config["endpoint"] = endpoint.rstrip("/")
+        if "AWS_ACCESS_KEY_ID" in os.environ:
+            if not os.environ.get("AWS_SECRET_ACCESS_KEY"):
+                raise CredentialsError("no credentials: AWS_SECRET_ACCESS_KEY is missing")
+        else:
+            provider = _aws_credentials()
+            config |= {"skip_signature": True} if provider is None else {"credential_provider": provider}
+        client["allow_http"] = (endpoint or "").startswith("http:")
+        return S3Store(self._bucket, client_options=client, **config, **options)
+
+    def advice(self, kind: type[HoldfastError]) -> str:
+        endpoint, region = aws_endpoint(), aws_region()
+        asked = f"asked {hidden_address(endpoint)}, {_described_endpoint()}" if endpoint else "asked Amazon"
+        region = region or ("us-east-1" if endpoint else None)
+        asked += f", region {region}" if region else ", no AWS_REGION set"
+        return _advice(kind, asked, _described_credentials(), self._bucket)
+
+
+def aws_region() -> str | None:
+    """Return the region of the environment, or of the chosen profile of ``~/.aws``."""
+    found = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return found or _aws_profile().get("region")
+
+
+def aws_endpoint() -> str | None:
+    """Return the address of S3, by the environment or the chosen profile; None for Amazon's.
+
+    https://docs.aws.amazon.com/sdkref/latest/guide/feature-ss-endpoints.html
+    """
+    profile = _aws_profile()
+    ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS") or profile.get("ignore_configured_endpoint_urls")
+    if str(ignored).lower() == "true":
+        return None
+    found = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if found or not profile:
+        return found
+    from botocore.configprovider import ConfiguredEndpointProvider
+
+    session = _aws_session()
+    given: str | None = ConfiguredEndpointProvider(session.full_config, profile, "s3").provide()
+    return given
+
+
+def chosen_profile() -> str:
+    """Return the name of the profile of ``~/.aws`` that is used."""
+    return os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
+
+
+def _aws_session() -> Any:
+    import botocore.session
+
+    session = botocore.session.Session()
+    for setting in ("profile", "region"):  # botocore looks only at AWS_DEFAULT_..., or at that first
+        if os.environ.get(f"AWS_{setting.upper()}"):
+            session.set_config_variable(setting, os.environ[f"AWS_{setting.upper()}"])
+    return session
+
+
+def _aws_profile() -> Mapping[str, Any]:
+    """Return the settings of the chosen profile; none where there are no files with profiles."""
+    paths = (os.path.expanduser(os.environ.get(name) or path) for name, path in _AWS_FILES.items())
+    if not any(map(os.path.exists, paths)):
+        return {}
+    found: Mapping[str, Any] = _aws_session().full_config.get("profiles", {}).get(chosen_profile(), {})
+    return found
+
+
+def _described_endpoint() -> str:
+    name = next((name for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") if os.environ.get(name)), None)
+    return f"the value of {name}" if name else "the endpoint_url of ~/.aws/config"
+
+
+def _described_credentials() -> str:
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        return "the credentials of AWS_ACCESS_KEY_ID"
+    name = chosen_profile()
+    if _aws_profile():
+        return f"the credentials of the profile {name!r} of ~/.aws"
+    return f"the credentials of this machine, if any (AWS_ACCESS_KEY_ID is not set, and ~/.aws has no profile {name!r})"
+
+
+def _aws_credentials() -> Callable[[], S3Credential] | None:
+    """Return the function that obstore asks for credentials; None where there are none."""
+    from botocore.credentials import RefreshableCredentials
+    from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    _check_unattended()
+    provider: Boto3CredentialProvider | None = None
+
+    def current() -> S3Credential:
+        nonlocal provider
+        try:
+            if provider is None or not isinstance(provider.credentials, RefreshableCredentials):
+                provider = Boto3CredentialProvider(_aws_session(), ttl=_STATIC)
+            found = provider()
+        except HTTPClientError as error:
+            raise ConnectionError(f"the login service does not answer: {error}") from None
+        except (BotoCoreError, ClientError) as error:
+            raise CredentialsError(f"no credentials: {error}") from None
+        for value in (found["access_key_id"], found["secret_access_key"], found["token"]):
+            check_header("S3", f"a key or a token of the profile {chosen_profile()!r}", value or "")
+        return found
+
+    try:
+        current()
+    except CredentialsError:
+        raise
+    except ValueError:  # that of the provider, where botocore has found none
+        return None
+    return current
+
+
+def _check_unattended() -> None:
+    """Raise StoragePermissionError if the chosen profile waits for the code of a device, which botocore asks for."""
+    if "mfa_serial" in _aws_profile():
+        raise StoragePermissionError(
+            f"the profile {chosen_profile()!r} of ~/.aws logs in by a code of a device (mfa_serial), for which "
+            'holdfast does not wait: put temporary credentials into the environment, as `eval "$(aws configure '
+            f'export-credentials --profile {shlex.quote(chosen_profile())} --format env)"` does, or choose another '
+            "profile with AWS_PROFILE"
+        )
+
+
+def _bucket_region(bucket: str) -> str:
+    """Ask Amazon for the region of a bucket; that needs no credentials."""
+    request = urllib.request.Request(LOOKUP_URL.format(bucket), method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=_LOOKUP_WAIT) as answer:
+            found = answer.headers["x-amz-bucket-region"]
+    except urllib.error.HTTPError as error:
+        found = error.headers["x-amz-bucket-region"]
+    except OSError:
+        found = None
+    return found or "us-east-1"
+
+
+# ---- Google
+
+
+class Google(Service):
+    """A bucket of Google Cloud Storage."""
+
+    extra = "gcs"
+    variables = ("GOOGLE_", "CLOUDSDK_", "GCE_", "TENSORSTORE_", "HOME")
+    secrets = re.compile("GOOGLE_AUTH_TOKEN_FOR_TESTING")
+
+    def __init__(self, root: str) -> None:
+        self.root, self._bucket = root, root.removeprefix("gs://")
+        self.address = os.environ.get("TENSORSTORE_GCS_HTTP_URL", "")
+        self.place = (root, self.address)
+
+    def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> GCSStore:
+        from obstore.store import GCSStore
+
+        config: dict[str, Any] = {"base_url": self.address} if self.address else {}
+        token = os.environ.get("GOOGLE_AUTH_TOKEN_FOR_TESTING")
+        if token is not None:
+            config["bearer_token"] = token
+        else:
+            provider = self._credentials()
+            config |= {"skip_signature": True} if provider is None else {"credential_provider": provider}
+        client["allow_http"] = self.address.startswith("http:")
+        return GCSStore(self._bucket, client_options=client, **config, **options)
+
+    def _credentials(self) -> Any:
+        """Return the function that obstore asks for tokens; None where there is no account."""
+        check_installed("google.auth", self.root, self.extra)
+        import google.auth
+        from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError, TransportError
+        from obstore.auth.google import GoogleCredentialProvider
+
+        try:
+            account = google.auth.default(scopes=[_GOOGLE_SCOPE])[0]
+        except DefaultCredentialsError as error:
+            if "GOOGLE_APPLICATION_CREDENTIALS" in os.environ:
+                raise CredentialsError(f"no credentials: {error}") from None
+            return None
+        except TransportError as error:
+            raise ConnectionError(f"the login service does not answer: {error}") from None
+        except GoogleAuthError as error:
+            raise CredentialsError(f"no credentials: {error}") from None
+        return GoogleCredentialProvider(account)
+
+    def advice(self, kind: type[HoldfastError]) -> str:
+        shown = f"{hidden_address(self.address)}, the value of TENSORSTORE_GCS_HTTP_URL"
+        source = (
+            "the credentials in the file that GOOGLE_APPLICATION_CREDENTIALS names, or those that "
+            "`gcloud auth application-default login` makes"
+        )
+        return _advice(kind, f"asked {shown if self.address else 'storage.googleapis.com'}", source, self._bucket)
+
+
+def _advice(kind: type[HoldfastError], asked: str, source: str, bucket: str) -> str:
+    if issubclass(kind, StoragePermissionError):
+        return f" ({asked}, with {source}; they must allow listing, reading, writing and deleting objects)"
+    if issubclass(kind, ObjectNotFoundError):
+        return f" ({asked}; is there a bucket {bucket!r}? Create it first)"
+    return f" ({asked})" if issubclass(kind, StorageUnavailableError) else ""
+
+
+# ---- Azure
+
+
+class Azure(Service):
+    """A container of Azure Blob Storage: its name in the account of the environment, or the URL of one in another."""
+
+    extra = "azure"
+    variables = ("AZURE", "AZURITE", "TENSORSTORE_C", "MSI_", "IDENTITY_", "HOME")
+    secrets = re.compile("AZUR.*")
+    copies = False
+    deletes_together = True
+
+    def __init__(self, root: str) -> None:
+        settings = {name.upper(): value for name, value in self.settings()}
+        account = settings.get("AZURE_STORAGE_ACCOUNT_NAME", "") + _AZURE_SUFFIX
+        container, _, named = root.partition("://")[2].partition("@")
+        services = ((name, value) for name, value in settings.items() if _AZURE_PLACES.fullmatch(name))
+        self.root, self.place = root, (container, named or account, *services)
+        # The URL keeps the account that it names: the environment of another process may name another one.
+        self._container = container if (named or account) == account else root
+
+    def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> AzureStore:
+        from obstore.store import AzureStore
+
+        settings = {name.upper(): value for name, value in self.settings()}
+        config: dict[str, Any] = {}
+        if not any(map(_AZURE_LOGINS.fullmatch, settings)):
+            check_installed("azure.identity", self.root, self.extra)
+            from obstore.auth.azure import AzureCredentialProvider
+
+            config["credential_provider"] = AzureCredentialProvider()
+        client["allow_http"] = settings.get("AZURE_ALLOW_HTTP", "").lower() in ("true", "1")
+        make = AzureStore.from_url if "://" in self._container else AzureStore
+        return make(self._container, client_options=client, **config, **options)
+
+    def advice(self, kind: type[HoldfastError]) -> str:
+        if issubclass(kind, StoragePermissionError):
+            return (
+                " (the account and its key come from AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or the "
+                "others that docs/object_stores.md names; they must allow listing, reading, writing and deleting blobs)"
+            )
+        if issubclass(kind, ObjectNotFoundError):
+            return " (is there such a container? Create it first)"
+        return ""
+
+
+def azure_root(scheme: str, authority: str, path: str) -> tuple[str, str] | None:
+    """Return the address of a container and the path inside it; None if the address is not one of Azure."""
+    shown = hidden_address(f"{scheme}://{authority}/{path}")
+    if scheme == "https":
+        if not _HTTPS.fullmatch(authority):
+            return None
+        container, _, path = path.partition("/")
+        account = authority.partition(".")[0] + _AZURE_SUFFIX
+    else:
+        container, at, account = authority.partition("@")
+        if ":" in authority or (at and not _ACCOUNT.fullmatch(account)):
+            raise InvalidLocationError(
+                f"{shown!r} does not name an account as abfs://container@account.dfs.core.windows.net/name does; "
+                "keys and tokens come from the environment"
+            )
+        if account and "." not in account:
+            account += _AZURE_SUFFIX
+        account = account.replace(".blob.core.windows.net", _AZURE_SUFFIX)
+    if not container:
+        raise InvalidLocationError(f"{shown!r} names no container: write az://container/name")
+    return (f"abfs://{container}@{account}" if account else f"az://{container}"), path

@@ -1,0 +1,264 @@
+"""Credentials and settings of S3 and Google that are not in the environment: which are found, and none in a message."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import parse_qs
+
+import pytest
+from tests.object_stores.conftest import Store
+from tests.object_stores.gcs_server import TOKEN
+from tests.object_stores.s3_server import KEY_ID, REGION, SECRET
+from tests.object_stores.store_server import Answer, Request, StoreServer
+
+import holdfast as hf
+from holdfast.engine.storage import as_location, services
+
+KEYS = f"aws_access_key_id = {KEY_ID}\naws_secret_access_key = {SECRET}\n"
+
+
+class Amazon(StoreServer):
+    """The token service, the metadata service of a machine, and that of a container: keys for one hour."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.secret = SECRET
+        self.seconds = 3600.0
+
+    def kind(self, request: Request) -> str:
+        return request.method
+
+    def answer(self, request: Request) -> Answer:
+        end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=self.seconds)
+        found = {
+            "AccessKeyId": KEY_ID,
+            "SecretAccessKey": self.secret,
+            "Expiration": end.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
+        if request.method == "POST":
+            inner = "".join(
+                f"<{name}>{value}</{name}>" for name, value in {**found, "SessionToken": "canary-sts"}.items()
+            )
+            action = parse_qs(request.body.decode())["Action"][0]
+            text = f"<{action}Result><Credentials>{inner}</Credentials></{action}Result>"
+            return Answer(200, f"<{action}Response>{text}</{action}Response>".encode())
+        if request.what == "PUT /latest/api/token":
+            return Answer(200, b"canary-session")
+        if request.path.startswith("/latest/") and request.headers.get("x-aws-ec2-metadata-token") != "canary-session":
+            return Answer(401)
+        if request.path.endswith("/security-credentials/"):
+            return Answer(200, b"role")
+        return Answer(200, json.dumps({**found, "Token": "canary-token", "Code": "Success"}).encode())
+
+    def asked(self) -> list[str]:
+        """Returns what was asked for, and the actions of the token service."""
+        return [
+            parse_qs(request.body.decode())["Action"][0] if request.method == "POST" else request.what
+            for request in self.log
+        ]
+
+
+@pytest.fixture
+def amazon(s3: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Amazon]:
+    """The services, in an environment without credentials."""
+    with Amazon() as server:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3.server.url)
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", server.url)
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", server.url)
+        (tmp_path / ".aws").mkdir()
+        yield server
+
+
+def write_twice(s3: Store) -> None:
+    """Writes an object twice, with credentials that the service accepts."""
+    for content in (b"1", b"2"):
+        as_location(f"{s3.url}/object").write_bytes(content)
+    assert as_location(f"{s3.url}/object").read_bytes() == b"2"
+
+
+MACHINE = [
+    "PUT /latest/api/token",
+    *[f"GET /latest/meta-data/iam/security-credentials/{name}" for name in ("", "role")],
+]
+ROLE = "role_arn = arn:aws:iam::1:role/trainer\n"
+
+SOURCES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
+    "credentials": ("", f"[default]\n{KEYS}", {}, []),
+    "config": (f"[default]\n{KEYS}", "", {}, []),
+    "credentials go first": (
+        "[default]\naws_access_key_id = x\naws_secret_access_key = y\n",
+        f"[default]\n{KEYS}",
+        {},
+        [],
+    ),
+    "profile": (f"[profile lab]\n{KEYS}", "[default]\naws_access_key_id = x\n", {"AWS_PROFILE": "lab"}, []),
+    "comments": (f"# mine\n[profile lab] \nregion = {REGION} # here\n{KEYS}", "", {"AWS_PROFILE": "lab"}, []),
+    "a role and its source": (f"[default]\n{ROLE}source_profile = keys\n", f"[keys]\n{KEYS}", {}, ["AssumeRole"]),
+    "a role of a role": (
+        f"[default]\n{ROLE}source_profile = two\n[profile two]\n{ROLE}source_profile = keys\nexternal_id = ours\n",
+        f"[keys]\n{KEYS}",
+        {},
+        ["AssumeRole", "AssumeRole"],
+    ),
+    "a role by itself": (f"[default]\n{ROLE}source_profile = default\n{KEYS}", "", {}, ["AssumeRole"]),
+    "a role of the machine": (
+        f"[default]\n{ROLE}credential_source = Ec2InstanceMetadata\n",
+        "",
+        {},
+        [*MACHINE, "AssumeRole"],
+    ),
+    "a role with a token": (
+        f"[default]\n{ROLE}web_identity_token_file = HOME/token\n",
+        "",
+        {},
+        ["AssumeRoleWithWebIdentity"],
+    ),
+    "a pod": (
+        "",
+        "",
+        {"AWS_ROLE_ARN": "arn:aws:iam::1:role/trainer", "AWS_WEB_IDENTITY_TOKEN_FILE": "HOME/token"},
+        ["AssumeRoleWithWebIdentity"],
+    ),
+    "a container": ("", "", {"AWS_CONTAINER_CREDENTIALS_FULL_URI": "SERVER/task"}, ["GET /task"]),
+    "a machine": ("", "", {}, MACHINE),
+}
+
+
+@pytest.mark.parametrize("which", SOURCES)
+def test_where_they_are_found(
+    s3: Store, amazon: Amazon, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, credentials, environment, asked = SOURCES[which]
+    (tmp_path / "token").write_text("canary-of-the-cluster\n")
+    (tmp_path / ".aws" / "config").write_text(config.replace("HOME", str(tmp_path)))
+    (tmp_path / ".aws" / "credentials").write_text(credentials)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value.replace("HOME", str(tmp_path)).replace("SERVER", amazon.url))
+    write_twice(s3)
+    assert amazon.asked() == asked, "once"
+
+
+def test_a_program_prints_them(s3: Store, amazon: Amazon, tmp_path: Path) -> None:
+    found = {"Version": 1, "AccessKeyId": KEY_ID, "SecretAccessKey": SECRET, "SessionToken": "canary-printed"}
+    (tmp_path / "found.json").write_text(json.dumps(found))
+    program = f"{sys.executable} -c \"print(open('{tmp_path}/found.json').read())\""
+    (tmp_path / ".aws" / "config").write_text(f"[default]\ncredential_process = {program}\n")
+    write_twice(s3)
+    assert s3.server.log[-1].headers["x-amz-security-token"] == "canary-printed"
+
+
+def test_the_file_names_the_service_and_the_region(
+    s3: Store, amazon: Amazon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
+    monkeypatch.delenv("AWS_REGION")
+    nested = f"services = here\nregion = {REGION}\n{KEYS}[services here]\ns3 =\n  endpoint_url = {s3.server.url}\n"
+    for text in (f"region = {REGION}\nendpoint_url = {s3.server.url}\n{KEYS}", nested):
+        (tmp_path / ".aws" / "config").write_text(f"[default]\n{text}")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / ".aws" / "config"))
+        write_twice(s3)
+        monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
+        assert services.aws_endpoint() is None
+        monkeypatch.delenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
+
+
+def test_the_region_of_a_bucket_is_asked_for(amazon: Amazon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a request without credentials, if neither the environment nor a profile has one."""
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_REGION"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setattr(services, "LOOKUP_URL", f"{amazon.url}/{{}}")
+    amazon.fail("HEAD /far-away", answer=Answer(403, headers={"x-amz-bucket-region": "eu-far-1"}))
+    store = services.S3("s3://far-away").connect({}, {}, once=False)
+    assert store.config["region"] == "eu-far-1"
+
+
+WRONG = {
+    "a role of a device": (f"[default]\n{ROLE}source_profile = default\nmfa_serial = 7\n{KEYS}", "code of a device"),
+    "a character": ("[default]\naws_access_key_id = k\xe9y\naws_secret_access_key = canary\n", "no header can have"),
+    "a service that refuses": (f"[default]\n{ROLE}source_profile = default\n{KEYS}", "AccessDenied"),
+    "a login that has ended": (
+        "[default]\nsso_start_url = https://example.org\nsso_region = x\nsso_account_id = 1\nsso_role_name = r\n",
+        "SSO",
+    ),
+    "a profile that is not there": ("[profile other]\n", "no credentials.*lab"),
+}
+
+
+@pytest.mark.parametrize("which", WRONG)
+def test_what_cannot_be_used_is_told_without_secrets(
+    s3: Store,
+    amazon: Amazon,
+    tmp_path: Path,
+    which: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config, message = WRONG[which]
+    (tmp_path / ".aws" / "config").write_text(config, encoding="utf-8")
+    if "[profile other]" in config:
+        monkeypatch.setenv("AWS_PROFILE", "lab")
+    text = "<ErrorResponse><Error><Code>AccessDenied</Code><Message>no</Message></Error></ErrorResponse>"
+    amazon.fail("POST", times=100, answer=Answer(403, text.encode()))
+    with caplog.at_level(logging.INFO), pytest.raises(hf.errors.StoragePermissionError, match=message) as caught:
+        hf.save(f"{s3.url}/ckpt", {"step": 1})
+    assert "canary" not in "".join(traceback.format_exception(caught.value)) + caplog.text
+    assert s3.stored() == []
+
+
+def test_without_credentials_a_public_bucket_is_read(
+    s3: Store, amazon: Amazon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are not signed."""
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setattr(type(s3.server), "refusal", lambda self, request: None)
+    s3.server.put(s3.bucket, "object", b"content")
+    assert as_location(f"{s3.url}/object").read_bytes() == b"content"
+    assert "authorization" not in s3.server.log[-1].headers
+
+
+def test_the_workload_identity_of_a_cluster_at_google(
+    gs: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its token is exchanged for one of an hour, once; a service of tokens that is down is no wrong account."""
+    pytest.importorskip("google.auth")
+    monkeypatch.delenv("GOOGLE_AUTH_TOKEN_FOR_TESTING")
+    (tmp_path / "token").write_text("canary-of-the-cluster")
+    with Amazon() as server:
+        login = {
+            "type": "external_account",
+            "audience": "identitynamespace:1f12345:provider",
+            "subject_token_type": "urn:ietf:params:oauth:token-type:jwt",
+            "token_url": f"{server.url}/token",
+            "credential_source": {"file": str(tmp_path / "token")},
+        }
+        (tmp_path / "login.json").write_text(json.dumps(login))
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "login.json"))
+        answer = json.dumps({"access_token": TOKEN, "token_type": "Bearer", "expires_in": 3600}).encode()
+        server.fail("POST /token", times=100, answer=Answer(200, answer))
+        write_twice(gs)
+        assert [request.method for request in server.log] == ["POST"]
+    login["token_url"] = f"{server.url}/other"  # it has ended
+    (tmp_path / "login.json").write_text(json.dumps(login))
+    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "another")  # other settings
+    with pytest.raises(hf.errors.StorageUnavailableError, match="try again") as caught:
+        as_location(f"{gs.url}/object").write_bytes(b"3")
+    assert "canary" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"])
+def test_a_variable_that_no_header_can_have(s3: Store, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "canary\n")
+    with pytest.raises(hf.errors.StoragePermissionError, match=f"value of {name} .*line break") as caught:
+        hf.load(f"{s3.url}/ckpt")
+    assert "canary" not in str(caught.value)
