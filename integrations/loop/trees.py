@@ -42,7 +42,7 @@ class TreeAdapter(StateAdapter):
     def __init__(self, misfits: Misfits | None = None) -> None:
         super().__init__(misfits)
         self._kind: type | None = None
-        self._optimizer: Callable[[Any], Any] = lambda _: None
+        self._optimizer: Callable[[Any], Any] | None = None  # takes the nnx.Optimizer out of a state
         self._count: Any = None  # the array in which an optimizer of the last state counts its updates
         self._fresh: FreshTypes | None = None  # the types at the start of the run, once they are known
 
@@ -70,10 +70,10 @@ class TreeAdapter(StateAdapter):
     def note(self, state: Any) -> None:
         if type(state) is not self._kind:  # The state is searched once, not at every step.
             self._kind, self._optimizer = type(state), _optimizer_in(state)
-        self._count = self._updates_of(state)
+        self._count = None if self._optimizer is None else self._updates_of(state)
 
     def why_lost(self, step: int, state: Any) -> str | None:
-        if _has_changed(self._count, self._updates_of(state)):
+        if self._count is not None and _has_changed(self._count, self._updates_of(state)):
             return "its objects were updated since; call on_step after every update"
         if is_deleted(to_tree(state)):
             return "its arrays were donated to a later update; call on_step after every update"
@@ -81,6 +81,7 @@ class TreeAdapter(StateAdapter):
 
     def _updates_of(self, state: Any) -> Any:
         """Return the counter of an ``nnx.Optimizer``: objects of nnx change in place, and arrays of jax do not."""
+        assert self._optimizer is not None
         try:
             step = self._optimizer(state).step
         except (AttributeError, LookupError):
@@ -130,14 +131,11 @@ def from_tree(state: Any, tree: Any) -> Any:
     pure: dict[Any, Any] = {index: found.pop(id(one)) for index, one in enumerate(objects) if id(one) in found}
     paths = {id(one): path.replace(".", "/") for path, one in located(state, is_nnx)}
     own = nnx.to_pure_dict(variables)
-    known = set(flatten(own).names)
-    lacking = []
-    for name in flatten(pure).names:
-        if name not in known:
-            index, _, rest = name.partition(".")
-            path = "/".join(filter(None, (paths[id(objects[int(index)])], rest.replace(".", "/"))))
-            lacking.append(f"{path}: expected a variable of this name (checkpoint), found none (the fresh state)")
-    if lacking:
+    if lacking := [
+        f"{name}: expected a variable of this name (checkpoint), found none (the fresh state)"
+        for index, values in pure.items()
+        for name in _lacking(values, own.get(index, {}), paths[id(objects[index])])
+    ]:
         raise TreeMismatchError(
             "objects of nnx lack variables that steps have made. Make them before restore_or_initialize, as by a first "
             "call of the module, or take them out before on_step, as nnx.pop(model, nnx.Intermediate) does:",
@@ -155,17 +153,27 @@ def from_tree(state: Any, tree: Any) -> Any:
     return merged
 
 
-def _optimizer_in(state: Any) -> Callable[[Any], Any]:
-    """Return what takes the ``nnx.Optimizer`` out of a state like this one; it returns None if there is none."""
+def _lacking(values: Any, own: Any, path: str) -> Iterator[str]:
+    """Generate the paths of variables that nested dictionaries have beside those of others."""
+    for key, value in values.items() if isinstance(values, dict) and isinstance(own, dict) else ():
+        name = f"{path}/{key}" if path else str(key)
+        if key in own:
+            yield from _lacking(value, own[key], name)
+        else:
+            yield name
+
+
+def _optimizer_in(state: Any) -> Callable[[Any], Any] | None:
+    """Return what takes the ``nnx.Optimizer`` out of a state like this one, or None if there is none."""
     kind = getattr(loaded("flax.nnx"), "Optimizer", ())
     if isinstance(state, kind):
         return lambda one: one
     items = state.items() if type(state) is dict else enumerate(state) if type(state) in (list, tuple) else ()
-    return next((itemgetter(place) for place, item in items if isinstance(item, kind)), lambda _: None)
+    return next((itemgetter(place) for place, item in items if isinstance(item, kind)), None)
 
 
 def _has_changed(before: Any, now: Any) -> bool:
-    if before is None or now is None or now is before:
+    if now is None or now is before:
         return False
     # A jitted function that passes the optimizer through gives it a new array with the same value.
     return is_deleted(before) or is_deleted(now) or not np.array_equal(before, now)
