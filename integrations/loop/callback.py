@@ -460,7 +460,7 @@ class CheckpointCallback:
         self._saver.update(report)
         decision = self._manager.decide(step, metrics=metrics)
         if self._stop.after_batch():
-            return self._on_preemption(decision.save, decision.reason)
+            return self._on_preemption(report, decision.save, decision.reason)
         if not decision.save:
             self._saver.save_locally()
             return _NOTHING_DUE
@@ -691,7 +691,7 @@ class CheckpointCallback:
         self._begin_steps((), {})  # The state before the first step is not known.
         self._witness.begin(Report(0, state).seen({}))
 
-    def _on_preemption(self, due: bool, why: str) -> StepOutcome:
+    def _on_preemption(self, report: Report, due: bool, why: str) -> StepOutcome:
         if self._should_stop:  # The loop continues although it was asked to stop: save by the ordinary rules.
             if due:
                 self._saver.save(why)
@@ -703,7 +703,7 @@ class CheckpointCallback:
         self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
         self._manager.events.write("preempted", step=self._saver.step)
         after = self._after_signal = agreed_steps_after_signal(
-            self._options, self._manager, self._durations, self._preemption, self._saver.left_in_epoch
+            self._options, self._manager, self._durations, self._preemption, report.left_in_epoch
         )
         self._should_stop = after is None
         what = "stopping"

@@ -58,6 +58,12 @@ class Report:
         shown = [extra.epoch for extra in self.extras.values() if isinstance(extra, LoaderPosition)]
         return (*shown, -1 if self.epoch is None else self.epoch)
 
+    @property
+    def left_in_epoch(self) -> int | None:
+        """How many batches of the epoch are left, as far as loaders tell it."""
+        left = [extra.left for extra in self.extras.values() if isinstance(extra, LoaderPosition)]
+        return min((one for one in left if one is not None), default=None)
+
     def seen(self, positions: Mapping[str, Any]) -> Seen:
         """Return what the step shows to the witness; ``positions`` are snapshots of the extras that move."""
         extras = self.extras
@@ -120,12 +126,6 @@ class LastStep:
         self._adapter.note(report.state)
         if report.extras or self._positions:
             self._take_positions()
-
-    @property
-    def left_in_epoch(self) -> int | None:
-        """How many batches of the epoch are left, as far as loaders tell it."""
-        left = [extra.left for extra in self.report.extras.values() if isinstance(extra, LoaderPosition)]
-        return min((one for one in left if one is not None), default=None)
 
     def seen(self, batch: Any = None) -> Seen:
         """Return what the step shows to the witness."""
@@ -253,11 +253,6 @@ class StepSaver:
         """Begin to watch the state before the first step."""
         self._adapter.watch(state)
         self._extra_versions.watch({name: extra for name, extra in extras.items() if is_versioned(extra)})
-
-    @property
-    def left_in_epoch(self) -> int | None:
-        """How many batches of the epoch are left, as far as loaders tell it."""
-        return self._last.left_in_epoch
 
     def update(self, report: Report) -> None:
         """Note a step that the loop has finished, and compare it with that of before the stop."""
