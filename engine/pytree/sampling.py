@@ -22,7 +22,6 @@ from .torch_leaves import is_dense
 
 _ELEMENTS = 64  # of a leaf that are read
 _ON_DEVICES = 64  # leaves of jax on one device: XLA takes about 8 ms to compile the gather of each
-_SHARDINGS = 64  # of arrays of jax whose devices are remembered
 _WEIGHTS = np.random.default_rng(0x5EED).integers(1, 1 << 63, 2 * _ELEMENTS, np.uint64) | np.uint64(1)
 _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -85,7 +84,6 @@ class Sampler:
 
     def __init__(self) -> None:
         self._views: dict[int, _View] = {}  # by place
-        self._homes: dict[int, tuple[Any, list[Any]]] = {}  # shardings by their identity, with their devices
         self._gathers: dict[Any, Any] = {}  # compiled functions of jax, by strides
 
     def take(self, leaves: Sequence[Any]) -> Samples:
@@ -103,8 +101,13 @@ class Sampler:
                     on_host.setdefault(group, []).append((place, part))
                 elif part is not None:
                     of_torch.setdefault(group, []).append((place, part))
-            elif kind == "jax":
-                self._add_of_jax(samples, on_host, of_jax, place, leaf)
+            elif kind == "jax" and not leaf.is_deleted():
+                part, device, devices = _first_part(leaf)
+                samples._devices.setdefault(devices, place)
+                if device.platform == "cpu":
+                    _add_array(on_host, place, np.asarray(part))
+                elif part.size:
+                    of_jax.setdefault(device, []).append((place, part))
             elif kind == "array":
                 _add_array(on_host, place, leaf)
             elif kind == "number":  # numpy makes an object of a longer integer.
@@ -138,35 +141,6 @@ class Sampler:
                 group = part.dtype
         self._views[place] = _View(id(tensor), address, size, group, *((view, part) if is_known else (None, None)))
         return group, part
-
-    def _add_of_jax(
-        self,
-        samples: Samples,
-        on_host: dict[Any, list[tuple[int, Any]]],
-        of_jax: dict[Any, list[tuple[int, Any]]],
-        place: int,
-        leaf: Any,
-    ) -> None:
-        """Add an array of jax, of which the first part on a device of this process is read; deleted ones have none."""
-        if leaf.is_deleted():
-            return
-        if is_key(leaf):
-            leaf = loaded("jax").random.key_data(leaf)  # type: ignore[union-attr]
-        sharding, devices = self._homes.get(id(leaf.sharding), (None, []))
-        if sharding is not leaf.sharding:
-            sharding, devices = leaf.sharding, [*leaf.devices()]
-            if len(self._homes) >= _SHARDINGS:
-                self._homes.clear()
-            self._homes[id(sharding)] = sharding, devices
-        device, count = devices[0], len(devices)
-        samples._devices.setdefault(device.platform if count == 1 else f"{device.platform} x {count}", place)
-        if count > 1:
-            leaf = leaf.addressable_data(0)
-            (device,) = leaf.devices()
-        if device.platform == "cpu":
-            _add_array(on_host, place, np.asarray(leaf))
-        elif leaf.size:
-            of_jax.setdefault(device, []).append((place, leaf))
 
     def _gathered_by_jax(self, entries: list[tuple[int, Any]]) -> list[_Group]:
         """Gather elements on the device: one compiled function for all arrays, and one copy for each dtype."""
@@ -219,6 +193,19 @@ def _view_of(tensor: Any) -> Any:
     flat = local.detach() if local.is_contiguous() else _memory_of(local.detach())
     stride = _stride(flat.numel())
     return flat.as_strided((-(-flat.numel() // stride),), (stride,))
+
+
+def _first_part(array: Any) -> tuple[Any, Any, str]:
+    """Return the first part of an array of jax on a device of this process, that device, and the kind of all."""
+    if is_key(array):
+        array = loaded("jax").random.key_data(array)  # type: ignore[union-attr]
+    devices = array.devices()
+    device, count = next(iter(devices)), len(devices)
+    if count == 1:
+        return array, device, device.platform
+    array = array.addressable_data(0)
+    (device,) = array.devices()
+    return array, device, f"{device.platform} x {count}"
 
 
 def _stride(size: int) -> int:
@@ -277,10 +264,6 @@ def _memory_of(tensor: Any) -> Any:
     return permuted.view(-1) if permuted.is_contiguous() else permuted.reshape(-1)
 
 
-def _unsigned(dtype: Any) -> Any:
-    return _WIDTHS[np.dtype(dtype).itemsize]
-
-
 @functools.lru_cache(64)
 def _chosen(counts: tuple[int, ...], shown: int) -> NDArray[Any]:
     """Return the places of the elements whose values are recorded, in a row for each leaf."""
@@ -304,7 +287,7 @@ def _digests(flat: NDArray[Any], counts: tuple[int, ...]) -> NDArray[np.uint32]:
     if flat.dtype.itemsize not in _WIDTHS:
         flat = flat.astype(np.float64)
     starts, weights, single = _layout(counts)
-    bits = np.ascontiguousarray(flat).view(_unsigned(flat.dtype)).astype(np.uint64)
+    bits = np.ascontiguousarray(flat).view(_WIDTHS[flat.dtype.itemsize]).astype(np.uint64)
     if single.size and flat.dtype.kind not in "mMSU" and flat.dtype.type is not np.void:
         numbers = flat[single].astype(np.int64 if flat.dtype.kind in "biu" else np.float64)
         numbers[numbers != numbers] = np.nan if numbers.dtype.kind == "f" else 0
@@ -340,17 +323,13 @@ def full_sum(leaf: Any) -> Any:
         if not is_dense(local) or not _address(local) or local.element_size() not in widths or local.is_conj():
             return None
         return local.detach().contiguous().view(widths[local.element_size()]).sum(dtype=torch.int64)
-    if is_jax_array(leaf) and not leaf.is_deleted() and not is_key(leaf):
-        leaf = leaf if len(leaf.devices()) == 1 else leaf.addressable_data(0)
-        leaf = np.asarray(leaf) if next(iter(leaf.devices())).platform == "cpu" else _sum_on_device(leaf)
+    if is_jax_array(leaf) and not leaf.is_deleted():
+        leaf, device, _ = _first_part(leaf)
+        leaf = np.asarray(leaf) if device.platform == "cpu" else _compiled_sum()(leaf)
     if isinstance(leaf, np.ndarray) and leaf.dtype.itemsize in _WIDTHS and not leaf.dtype.hasobject:
         width = _WIDTHS[leaf.dtype.itemsize]
         return int(np.ascontiguousarray(leaf).view(width).sum(dtype=max(np.dtype(width), np.dtype(np.uint32))))
     return leaf if is_jax_array(leaf) else None
-
-
-def _sum_on_device(array: Any) -> Any:
-    return _compiled_sum()(array)
 
 
 @functools.cache
@@ -358,4 +337,4 @@ def _compiled_sum() -> Any:
     """Return the function of jax, one for all sums: each new function would be compiled again."""
     import jax
 
-    return jax.jit(lambda one: jax.lax.bitcast_convert_type(one, _unsigned(one.dtype)).sum())
+    return jax.jit(lambda one: jax.lax.bitcast_convert_type(one, _WIDTHS[one.dtype.itemsize]).sum())

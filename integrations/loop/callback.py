@@ -502,6 +502,7 @@ class CheckpointCallback:
         if not self._names <= extras.keys():
             raise StateError(missing_extras(self._names - extras.keys()))
         if self._should_stop and self._preemption.ends_run:
+            self._manager.observer.reached("step", step)
             return StepOutcome(False, "the run was stopped; nothing is saved any more", should_stop=True)
         report = Report(step, state, metrics, self._with_generators(extras), batch, epoch)
         if self._after_signal is not None and not self._should_stop:
@@ -513,7 +514,7 @@ class CheckpointCallback:
         self._saver.update(report)
         decision = self._manager.decide(step, metrics=metrics)
         if self._stop.after_batch():
-            return self._on_preemption(decision.save, decision.reason, extras)
+            return self._on_preemption(report, decision.save, decision.reason)
         if not decision.save:
             self._saver.save_locally()
             return _NOTHING_DUE
@@ -768,7 +769,7 @@ class CheckpointCallback:
             for loader in loaders_of(extras).values():
                 loader.end_run(self.exit_status)
 
-    def _on_preemption(self, due: bool, why: str, extras: Mapping[str, Any]) -> StepOutcome:
+    def _on_preemption(self, report: Report, due: bool, why: str) -> StepOutcome:
         if self._should_stop:  # The run goes on after a notice of Ray: save by the ordinary rules.
             if due:
                 self._saver.save(why)
@@ -780,11 +781,11 @@ class CheckpointCallback:
         self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
         self._manager.events.write("preempted", step=self._saver.step)
         after = self._after_signal = agreed_steps_after_signal(
-            self._options, self._manager, self._durations, self._preemption, self._saver.left_in_epoch
+            self._options, self._manager, self._durations, self._preemption, report.left_in_epoch
         )
         what = "stopping"
         if after is None:
-            self._stop_now(extras)
+            self._stop_now(report.extras)
         else:
             steps = "1 more step" if after.left == 1 else f"{after.left} more steps"
             what += f" after {steps}, which the resume is compared with"

@@ -60,6 +60,12 @@ class Report:
         shown = [loader.epoch for loader in loaders_of(self.extras).values()]
         return (*shown, -1 if self.epoch is None else self.epoch)
 
+    @property
+    def left_in_epoch(self) -> int | None:
+        """How many batches of the epoch are left, as far as loaders tell it."""
+        left = [loader.left for loader in loaders_of(self.extras).values()]
+        return min((one for one in left if one is not None), default=None)
+
     def seen(self, positions: Mapping[str, Any]) -> Seen:
         """Return what the step shows to the witness; ``positions`` are snapshots of the extras that move."""
         extras = self.extras
@@ -121,12 +127,6 @@ class LastStep:
         self._adapter.note(report.state)
         if report.extras or self._positions:
             self._take_positions()
-
-    @property
-    def left_in_epoch(self) -> int | None:
-        """How many batches of the epoch are left, as far as loaders tell it."""
-        left = [loader.left for loader in loaders_of(self.report.extras).values()]
-        return min((one for one in left if one is not None), default=None)
 
     def seen(self, batch: Any = None) -> Seen:
         """Return what the step shows to the witness."""
@@ -268,11 +268,6 @@ class StepSaver:
         except Exception:
             self._first_steps = None
             logger.info("the first steps of the loop are not checked", exc_info=True)
-
-    @property
-    def left_in_epoch(self) -> int | None:
-        """How many batches of the epoch are left, as far as loaders tell it."""
-        return self._last.left_in_epoch
 
     def update(self, report: Report) -> None:
         """Note a step that the loop has finished, and compare it with that of before the stop."""
