@@ -77,6 +77,9 @@ class Own:
     def __init__(self) -> None:
         self.rng = np.random.default_rng(3)
 
+    def __len__(self) -> int:
+        return 4
+
     def __iter__(self) -> Iterator[Any]:
         order = np.random.permutation(10)
         self.rng.shuffle(order)
