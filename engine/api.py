@@ -66,7 +66,12 @@ def load(path: Place, *, like: T, select: Patterns | None = None, item: str | No
 
 
 def load(
-    path: Place, *, like: Any = None, select: Patterns | Mapping[str, Any] | None = None, item: str | None = None
+    path: Place,
+    *,
+    like: Any = None,
+    select: Patterns | Mapping[str, Any] | None = None,
+    item: str | None = None,
+    **unknown: Never,
 ) -> Any:
     """Load a checkpoint; needs neither the devices nor the frameworks it was saved from.
 
@@ -102,6 +107,7 @@ def load(
     """
     from .sources import read_checkpoint  # not above: a save needs nothing that reads
 
+    refuse_unknown("load", unknown, load)
     return read_checkpoint(as_location(path), lambda checkpoint: _load(checkpoint, like, select, item))
 
 
