@@ -110,6 +110,7 @@ def load(
     refuse_unknown("load", unknown, load)
     from .sources import read_checkpoint  # not above: a save needs nothing that reads
 
+    refuse_unknown("load", unknown, load)
     return read_checkpoint(as_location(path), lambda checkpoint: _load(checkpoint, like, select, item))
 
 

@@ -52,6 +52,10 @@ _PEER_NAMES: Mapping[str, str] = {
     "use_zarr3": "leave it out: arrays are always stored as zarr v3",
     "use_compression": "here it is compression: the level of zstd",
     "multiprocessing_options": "here it is coordinator=, of checkpointers and managers",
+    # Arguments of Orbax's methods:
+    "args": 'pass the tree itself, or a dictionary of items: manager.save(step, {"state": tree})',
+    "abstract_state": "here it is like: a tree of arrays, or of jax.ShapeDtypeStruct",
+    "abstract_pytree": "here it is like: a tree of arrays, or of jax.ShapeDtypeStruct",
     # An option of ours that not everything takes:
     "local": "hf.CheckpointManager and the callbacks take it; hf.CheckpointCallback saves objects, too",
     # Arguments of Ray:
@@ -59,10 +63,35 @@ _PEER_NAMES: Mapping[str, str] = {
 }
 
 
+# Names of Orbax that are no names here.
+_PEER_OBJECTS: Mapping[str, str] = {
+    "args": "managers take trees and dictionaries of items, without args",
+    "StandardCheckpointer": "here it is hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()), or hf.save and hf.load",
+    "StandardCheckpointHandler": "here it is hf.PyTreeCheckpointHandler",
+    "CompositeCheckpointHandler": "hf.CheckpointManager takes a dictionary of items",
+    "save_pytree": "here it is hf.save",
+    "load_pytree": "here it is hf.load",
+    "save_checkpointables": "here it is manager.save with a dictionary of items",
+    "load_checkpointables": "here it is manager.restore",
+    "training": "here it is hf.CheckpointManager, or hf.CheckpointCallback",
+    "Context": "options are arguments here",
+}
+
+
+def object_instead_of(name: str) -> str:
+    """Return what is here instead of a name of Orbax, for the end of a message; "" for other names."""
+    return f": {_PEER_OBJECTS[name]}" if name in _PEER_OBJECTS else ""
+
+
+def peer_hint(name: str) -> str:
+    """Return what to write instead of an argument of another library, for the end of a message; "" for others."""
+    return f": {_PEER_NAMES[name]}" if name in _PEER_NAMES else ""
+
+
 def instead_of(name: str, known: Collection[str]) -> str:
     """Return what to write instead of an unknown argument, for the end of a message."""
-    if name in _PEER_NAMES:
-        return f": {_PEER_NAMES[name]}"
+    if hint := peer_hint(name):
+        return hint
     import difflib  # for an error only
 
     close = difflib.get_close_matches(name, known, n=1)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +32,7 @@ def test_all_is_what_type_checkers_see() -> None:
             for alias in node.names:
                 assert alias.asname == alias.name, "only `x as x` is exported"
                 homes[alias.name] = "holdfast." + (node.module or alias.name)
-    assert sorted(homes) == list(hf.__all__)
+    assert sorted(homes) == sorted([*hf.__all__, "open"])  # which would replace the one of Python
     for name, module in homes.items():
         assert getattr(hf, name) in (
             importlib.import_module(module),
@@ -116,6 +119,30 @@ def test_editors_show_public_names_only() -> None:
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {alias.asname or alias.name for node in imports for alias in node.names} - {"__version__"}
     assert [name for name in sorted(names) if not name.startswith("_")] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("args", "without args"), ("StandardCheckpointer", "hf.save"), ("save_pytree", "hf.save")]
+)
+def test_a_name_of_orbax_is_explained(name: str, meant: str) -> None:
+    with pytest.raises(AttributeError, match=rf"has no attribute '{name}': .*{re.escape(meant)}"):
+        getattr(hf, name)
+
+
+def test_arguments_of_orbax_are_explained(tmp_path: Path) -> None:
+    load: Any = hf.load
+    with pytest.raises(hf.errors.UnknownArgumentError, match="abstract_state: here it is like"):
+        load(tmp_path, abstract_state={})
+    save: Any = hf.save
+    with pytest.raises(hf.errors.UnknownArgumentError, match="args: pass the tree itself"):
+        save(tmp_path, {}, args={})
+
+
+def test_all_names_leave_those_of_python() -> None:
+    names: dict[str, Any] = {}
+    exec("from holdfast import *", names)
+    assert not names.keys() & vars(builtins).keys()
+    assert callable(hf.open)
 
 
 def test_unknown_names() -> None:

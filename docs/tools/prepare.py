@@ -72,6 +72,11 @@ PAGES: Mapping[str, Page] = {
 }
 
 
+def public_names(module: str) -> list[str]:
+    """Return the public names of a module; ``from holdfast import *`` leaves out ``open``."""
+    return sorted([*importlib.import_module(module).__all__, *(["open"] if module == "holdfast" else [])])
+
+
 def public_modules() -> list[str]:
     """Return the modules whose names are public, ``holdfast`` first."""
     of_pages = [f"holdfast.{module}" for page in PAGES.values() for module in page.modules]
@@ -97,7 +102,7 @@ def api_pages() -> dict[str, str]:
     covered = {f"holdfast.{package}": file for file, page in PAGES.items() for package in page.packages}
     modules = {module for page in PAGES.values() for module in page.modules}
     names: dict[str, list[str]] = {file: [] for file in PAGES}
-    for name in holdfast.__all__:
+    for name in public_names("holdfast"):
         value = getattr(holdfast, name)
         if name in modules:
             continue

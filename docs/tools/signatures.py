@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .prepare import ROOT, public_modules
+from .prepare import ROOT, public_modules, public_names
 
 FILE = ROOT / "docs" / "reference" / "signatures.txt"
 COMMAND = "python -m docs.tools.signatures"
@@ -28,7 +28,7 @@ def signatures(modules: Iterable[str]) -> list[str]:
     named = [
         (f"{module}.{name}", getattr(importlib.import_module(module), name))
         for module in modules
-        for name in sorted(importlib.import_module(module).__all__)
+        for name in public_names(module)
     ]
     first: dict[Any, str] = {}
     for name, value in named:

@@ -25,6 +25,7 @@ except ImportError:
 
 # A name is loaded when it is first used, so that importing the package costs next to nothing; __init__.pyi lists them.
 _load, __dir__, __all__ = _lazy_loader.attach_stub(__name__, __file__)
+__all__ = [name for name in __all__ if name != "open"]  # `from holdfast import *` leaves the one of Python
 _MODULES = ("errors", "handlers", "type_handlers", "reports", "processes", "storage", "clock", "observer")
 
 
@@ -38,5 +39,7 @@ def __getattr__(name):  # type checkers read __init__.pyi
                 where = f"holdfast.{module}.{name}"
                 raise AttributeError(f"module 'holdfast' has no attribute {name!r}; it is {where}") from None
         # With name and obj, a traceback suggests the public name that is closest.
-        error = AttributeError(f"module 'holdfast' has no attribute {name!r}", name=name, obj=_sys.modules[__name__])
+        hint = _importlib.import_module("holdfast.engine.peer_names").object_instead_of(name)
+        here = {} if hint else {"name": name, "obj": _sys.modules[__name__]}
+        error = AttributeError(f"module 'holdfast' has no attribute {name!r}{hint}", **here)
         raise error from None

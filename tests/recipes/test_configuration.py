@@ -26,6 +26,10 @@ def problems_of(tmp_path: Path, text: str, *arguments: str) -> list[str]:
 
 
 ERRORS = {
+    "key of another library": (
+        "checkpoint:\n  monitor: val_loss",
+        "FILE:3: checkpoint.monitor: unknown key: here it is best_fn",
+    ),
     "unknown key": (
         "train:\n  stpes: 3",
         'FILE:3: train.stpes: unknown key; did you mean "steps"?',
