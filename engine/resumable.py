@@ -10,6 +10,11 @@ from .errors import OptionError, StateError
 from .loaders import ENDED, LAST, TAKEN, Announce, LoaderPosition, OrderState, fingerprint, is_accelerate_loader
 from .pytree import loaded
 
+_NOTHING_LEFT = (
+    "all batches of epoch %d were taken at the save: its loop over the data is empty, and the code after it runs. A "
+    "name that the loop sets, such as loss, is not set there"
+)
+
 
 class ResumableLoader(LoaderPosition):
     """A loader whose loops over epochs can be saved and resumed; see :func:`resumable`.
@@ -79,8 +84,10 @@ class ResumableLoader(LoaderPosition):
                 return
             if not self._restored:
                 self._begin(self._epoch)
-            elif self._has_ended:  # Only the code after the loop is left of the epoch.
+            elif self._has_ended:
                 self._take_restored()
+                if self._announce is not None:
+                    self._announce(_NOTHING_LEFT, self._epoch)
             else:
                 self._go_to(self._epoch, self._taken)
             while found := self._draw():
@@ -115,7 +122,7 @@ class ResumableLoader(LoaderPosition):
     def begin_run(self, announce: Announce) -> None:
         """Begin a run; what was taken before a fresh start, such as a batch to look at, does not count."""
         super().begin_run(announce)
-        self._announce = announce if self._loads_again and self._has_indices else None
+        self._announce, self._may_load_less = announce, self._loads_again and self._has_indices
         if not self._restored:
             self._move(0, 0)
 
