@@ -78,8 +78,7 @@ class FirstSteps:
 
     def begin(self, state: Any, step: int | None, extras: Mapping[str, Any]) -> None:
         """Look at what came back: ``step`` is that of the last update, None without ``restore_or_initialize``."""
-        readers = [] if _has_place(extras) else _readers()
-        self._read = [(weakref.ref(one), getattr(one, _TAKEN, 0)) for one in readers]
+        self._read = [(weakref.ref(one), getattr(one, _TAKEN, 0)) for one in _readers(extras)]
         if step is not None:
             self._marks = {path: _mark(one) for path, one in located(state, _mark)}
             self._ways = Ways(state, _ALL)
@@ -109,12 +108,10 @@ class FirstSteps:
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
             self._check_place(step)
-        if not is_live:  # Arrays of jax and numpy do not show who changes them.
-            return not self._looks
         root = {STATE: state, **{name: one for name, one in extras.items() if isinstance(one, dict)}}
-        ways = Ways(root, _ALL) if self._saved is None else self._saved[1]
+        ways = Ways(root if is_live else None, _ALL) if self._saved is None else self._saved[1]
         leaves = ways.follow(root)
-        if not any(map(is_torch_tensor, leaves)):
+        if not any(map(is_torch_tensor, leaves)):  # Arrays of jax and numpy do not show who changes them.
             return not self._looks
         now = _Look(step, Sampler().take(leaves[:_SAMPLED]), [*map(_version, leaves)])
         first, _, reports, before = self._saved = self._saved or (now, ways, self._reports, metrics)
@@ -156,7 +153,7 @@ class FirstSteps:
 
     def _check_place(self, step: int) -> None:
         before = {id(one): taken for ref, taken in self._read if (one := ref()) is not None}
-        for one in [] if _has_place(self._extras) else _readers():
+        for one in _readers(self._extras):
             order, taken = getattr(one, _SAMPLER, None), getattr(one, _TAKEN, 0)
             draws = drawing_sampler(SimpleNamespace(sampler=order, batch_sampler=order)) is not None
             if draws and before.get(id(one), 0) < taken < len(one) and not getattr(one, _PERSISTENT, False):
@@ -211,9 +208,10 @@ def _live(*kinds: type) -> list[Any]:
     return [*compress(objects, map({*wanted}.__contains__, map(type, objects)))]
 
 
-def _readers() -> list[Any]:
+def _readers(extras: Mapping[str, Any]) -> list[Any]:
+    """Return the iterators of torch's loaders, if no extra says where they are."""
     kind: Any = getattr(sys.modules.get("torch.utils.data.dataloader"), "_BaseDataLoaderIter", None)
-    return [] if kind is None else _live(kind)
+    return [] if kind is None or _has_place(extras) else _live(kind)
 
 
 def _mark(value: Any) -> Any:
