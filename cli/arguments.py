@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -13,6 +14,7 @@ from ..engine.storage import Location, as_location
 
 INSIDE_A_RUN = "checkpoints"
 _STEP = click.IntRange(min=0)
+_Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 _LOOKED_AT = 100  # the most folders to search below a directory without checkpoints
 
 directory = click.argument(
@@ -22,7 +24,9 @@ run_directory = click.argument("directory", metavar="DIR", help="The directory o
 source = click.argument("source", metavar="SRC", help="A run, a directory of checkpoints, or one checkpoint.")
 
 
-def step_of(text: str, name: str = "step", kind: Any = _STEP, *, many: bool = False, required: bool = False) -> Any:
+def step_of(
+    text: str, name: str = "step", kind: Any = _STEP, *, many: bool = False, required: bool = False
+) -> _Decorator:
     """Return a decorator for a step, or ``many``, that users give by position or with an option of the same name."""
     option = f"--{name.removesuffix('s').replace('_', '-')}"
     shown = option[2:].upper() + "..." * many
