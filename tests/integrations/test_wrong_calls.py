@@ -72,7 +72,7 @@ def test_the_error_shows_the_right_call(call: str, tmp_path: Path) -> None:
 EXTRAS = [{3, 1, 2}, frozenset({"a", None}), {"seen": [{1, 2}]}, bytearray(b"abc"), {"buffer": [bytearray(b"x")]}]
 
 
-@pytest.mark.parametrize("extra", EXTRAS, ids=repr)
+@pytest.mark.parametrize("extra", EXTRAS, ids=["set", "frozenset", "a set inside", "bytearray", "a bytearray inside"])
 def test_sets_and_bytearrays_are_extras(extra: Any, tmp_path: Path) -> None:
     for step in (0, 1):
         with hf.CheckpointCallback(tmp_path) as checkpoint:
