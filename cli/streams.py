@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -78,7 +79,8 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:  # Python sets a stream to None if its descriptor was closed at startup.
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 # stays open as long as the process
         elif number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # A terminal of ASCII shows what it can.
+            with contextlib.suppress(OSError):  # a pipe that is opened to append
+                stream.reconfigure(errors="backslashreplace")  # A terminal of ASCII shows what it can.
 
 
 def write_error(text: str) -> None:

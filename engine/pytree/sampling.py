@@ -136,8 +136,9 @@ class Sampler:
             return None, None
         group, part = f"{view.device} {view.dtype}", view
         if view.device.type == "cpu":
-            with contextlib.suppress(TypeError):  # numpy has no such type
-                part = view.numpy()
+            with contextlib.suppress(RuntimeError):  # numpy has no such type
+                # Unlike Tensor.numpy, this leaves the memory resizable, which FSDP frees between two steps.
+                part = np.from_dlpack(view)
                 group = part.dtype
         self._views[place] = _View(id(tensor), address, size, group, *((view, part) if is_known else (None, None)))
         return group, part

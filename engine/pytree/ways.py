@@ -316,7 +316,8 @@ def _text_of(value: Any, depth: int) -> str | None:
     if isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType | type):
         return f"{value.__module__}.{value.__qualname__}"
     if is_torch_tensor(value):
-        if value.device.type != "cpu" or value.requires_grad or value.numel() * value.element_size() > _SMALL:
+        is_whole = value.device.type == "cpu" and not hasattr(value, "to_local")
+        if not is_whole or value.requires_grad or value.numel() * value.element_size() > _SMALL:
             return None
         return repr(value.tolist())
     if isinstance(value, np.ndarray):

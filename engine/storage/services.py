@@ -12,8 +12,6 @@ import importlib.util
 import os
 import re
 import shlex
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -277,6 +275,9 @@ def _check_unattended() -> None:
 
 def _bucket_region(bucket: str) -> str:
     """Ask Amazon for the region of a bucket; that needs no credentials."""
+    import urllib.error  # imported lazily: a command that only reads an address needs no client of HTTP
+    import urllib.request
+
     request = urllib.request.Request(LOOKUP_URL.format(bucket), method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=_LOOKUP_WAIT) as answer:
