@@ -108,7 +108,6 @@ class LoaderPosition:
         self._last: int | None = None  # a checksum of some values of the last batch
         self._next: list[Any] = []  # a batch beyond the length of the loader
         self._announce: Announce | None = None
-        self._may_load_less = False  # whether the program could say that no batch needs to be loaded again
         self._exit_status: int | None = None  # of the program, once the run was stopped
         self._refused = 0  # requests since then
 
@@ -218,9 +217,9 @@ class LoaderPosition:
         for done in range(1, count + 1):
             batch = self._draw()
             at_first = capture() if at_first is None else at_first
-            if self._may_load_less and self._announce and done < count and time.monotonic() - began > _LONG:
+            if self._announce is not None and done < count and time.monotonic() - began > _LONG:
                 self._announce(_STILL_DRAWING, done, count)
-                self._may_load_less = False
+                self._announce = None
         # A dataset that draws from global generators draws other numbers here, without those of the model between.
         return fingerprint(batch[0]) if batch else 0, not same_state(at_first, capture())
 

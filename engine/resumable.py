@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal
@@ -9,6 +10,8 @@ from typing import Any, Literal
 from .errors import OptionError, StateError
 from .loaders import ENDED, LAST, TAKEN, Announce, LoaderPosition, OrderState, fingerprint, is_accelerate_loader
 from .pytree import loaded
+
+_logger = logging.getLogger("holdfast")
 
 _NOTHING_LEFT = (
     "all batches of epoch %d were taken at the save: its loop over the data is empty, and the code after it runs. A "
@@ -86,8 +89,7 @@ class ResumableLoader(LoaderPosition):
                 self._begin(self._epoch)
             elif self._has_ended:
                 self._take_restored()
-                if self._announce is not None:
-                    self._announce(_NOTHING_LEFT, self._epoch)
+                _logger.info(_NOTHING_LEFT, self._epoch)
             else:
                 self._go_to(self._epoch, self._taken)
             while found := self._draw():
@@ -122,7 +124,7 @@ class ResumableLoader(LoaderPosition):
     def begin_run(self, announce: Announce) -> None:
         """Begin a run; what was taken before a fresh start, such as a batch to look at, does not count."""
         super().begin_run(announce)
-        self._announce, self._may_load_less = announce, self._loads_again and self._has_indices
+        self._announce = announce if self._loads_again and self._has_indices else None
         if not self._restored:
             self._move(0, 0)
 

@@ -156,4 +156,4 @@ def test_training_in_another_thread(
     thread.start()
     thread.join()
     assert outcomes[0].trainer.global_step == 5
-    assert "SIGTERM is not handled" in caplog.text
+    assert "SIGTERM or SIGHUP is not handled" in caplog.text

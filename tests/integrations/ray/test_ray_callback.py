@@ -194,7 +194,7 @@ def test_an_actor_that_cannot_be_reached_is_reported(
 
     monkeypatch.setattr(ray, "_remote", fail)
     assert ray.run(loop(2)) is None
-    assert "SIGTERM is not handled" in caplog.text
+    assert "SIGTERM or SIGHUP is not handled" in caplog.text
     assert "no such actor" in caplog.text
 
 
