@@ -245,7 +245,8 @@ def test_our_own_steps_count_before_what_lies_beside_them(tmp_path: Path) -> Non
         checkpointer.save(tmp_path / "run" / "exported", {"n": 2})
         checkpointer.save(tmp_path / "run" / "9", {"n": 9})
     assert hf.load(tmp_path / "run") == {"n": 1}
-    assert [one.step for one in hf.list_checkpoints(tmp_path / "run")] == [1]
+    listed = hf.list_checkpoints(tmp_path / "run")
+    assert [(one.step, one.damage is None) for one in listed] == [(1, True), (9, False)]
     assert [one.step for one in hf.verify(tmp_path / "run").checkpoints] == [1]
     assert hf.load(tmp_path / "run" / "exported") == {"n": 2}
 

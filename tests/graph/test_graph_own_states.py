@@ -570,14 +570,10 @@ def test_an_environment_that_was_not_reset_is_refused(make: Callable[[], Program
     assert note.startswith("A run resumes with the state that it had, or not at all")
 
 
-@pytest.mark.parametrize("where", ["state", "extra"])
-def test_an_environment_beside_arrays_is_refused_with_what_to_do(where: str, tmp_path: Path) -> None:
-    state: Program = {"w": np.zeros(3)}
-    extras: Program = {}
-    (state if where == "state" else extras)["env"] = Environment()
+def test_an_environment_as_an_extra_is_refused_with_what_to_do(tmp_path: Path) -> None:
     message = r"env: is an environment \(.*\.Environment\); leave it out, and begin an episode after a resume with a"
     with (
         hf.CheckpointCallback(tmp_path) as checkpoint,
         pytest.raises(hf.errors.UnsupportedLeafError, match=message),
     ):
-        checkpoint.restore_or_initialize(state, **extras)
+        checkpoint.restore_or_initialize({"w": np.zeros(3)}, env=Environment())
