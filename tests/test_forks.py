@@ -20,6 +20,12 @@ from holdfast.engine.pytree import collection_paused
 from holdfast.engine.storage import SaveLock, as_location
 from holdfast.engine.storage.local import open_own
 
+# Modules of the tests before have begun threads, and jax and Python warn of each fork then.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 RAW = (type(threading.Lock()), type(threading.RLock()))
 # Objects with a lock of Python's own, which a child never meets: each is used within one call, or has a thread or
 # connections without which it does nothing.

@@ -136,7 +136,8 @@ def test_listing_says_what_is_damaged_at_first_sight(tmp_path: Path, stored: Any
     (tmp_path / "7").mkdir()
     (tmp_path / "notes").mkdir()
     damage = {summary.step: summary.damage or "" for summary in hf.list_checkpoints(tmp_path)}
-    assert list(damage) == [2, 3, 4, 5]
+    assert list(damage) == [1, 2, 3, 4, 5]
+    assert "checkpoint.json" in damage[1]
     assert "checkpoint.json" in damage[2]
     assert short(damage[3]) == "state/d/0: expected 8004 bytes, found 5"
     assert damage[4] == "state/tree.json: missing"

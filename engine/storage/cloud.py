@@ -33,6 +33,7 @@ from ..errors import (
     StoragePermissionError,
     StorageUnavailableError,
 )
+from ..forks import Lock
 from . import object_store
 from .backend import FileIdentity, Segment
 from .buffers import aligned_empty
@@ -59,7 +60,7 @@ _REFUSALS = re.compile(r"status: 412|PreconditionFailed|BlobAlreadyExists|Condit
 _AGAIN = re.compile("ConditionalRequestConflict|OperationAborted")
 _UNKNOWN_REQUEST = re.compile("status: (400|403|404|405|411|501)")  # the service lacks it, or does not allow it
 
-_lock = threading.Lock()
+_lock = Lock()
 _loops: list[tuple[int, asyncio.AbstractEventLoop]] = []  # one at most, with the process that runs it
 _conditional: dict[str, bool] = {}  # whether each service honours conditions
 
@@ -88,7 +89,7 @@ class CloudBackend(ObjectStoreBackend):
         self._service = service
         # These are shared with the snapshots of this backend.
         self._stores: dict[bool, tuple[float, Any]] = {}  # by ``once``, with the end of their use
-        self._opening = threading.Lock()
+        self._opening = Lock()
         self._lacks: set[str] = set()  # what the service was found not to do: "copy", "remove", "range"
 
     def __eq__(self, other: object) -> bool:

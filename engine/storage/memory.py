@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import ObjectNotFoundError
+from ..forks import Lock
 from .backend import Segment
 from .object_store import ObjectStoreBackend, file_parts
 
 if TYPE_CHECKING:
     import tensorstore
 
-_opening = threading.Lock()
+_opening = Lock()
 
 
 @functools.cache

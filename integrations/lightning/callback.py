@@ -17,6 +17,7 @@ from ...engine.sources import Misfits, Weights, load_weights
 from ...engine.storage import Place
 from ..loop import (
     AgreedStop,
+    Ending,
     PreemptionSignal,
     Proof,
     Stop,
@@ -527,6 +528,10 @@ class CheckpointCallback(ResumingCallback):
             ended = "preempted" if isinstance(error, Preempted) else "failed" if error is not None else "finished"
             facts = {"error": described(error)} if ended == "failed" and error is not None else {}
             self._store.manager.events.write(ended, step=trainer.global_step, **facts)
+            if ended == "failed":
+                newest = self._store.manager.latest_step()
+                ending = Ending(str(self._store.directory), step=trainer.global_step, saved=newest)
+                ending.end(error, shown=trainer.is_global_zero)
             if ended == "finished":
                 self._store.note_finished(trainer.lightning_module)
             saver.announce()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .announce import announce
+from .announce import Ending, announce
 from .callback import CheckpointCallback, StepOutcome
 from .initial import Hyperparameters
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
@@ -17,6 +17,7 @@ __all__ = [
     "AgreedStop",
     "CheckpointCallback",
     "Durations",
+    "Ending",
     "Hyperparameters",
     "LoopArguments",
     "PreemptionSignal",

@@ -51,21 +51,23 @@ class Ending:
     """What a run has reported and saved, for a line at its end; a listener of the events of the run."""
 
     directory: str
+    saves_at_end: bool = True
     step: int | None = None  # the last step that the loop has reported
-    _saved: int | None = None
+    saved: int | None = None  # the last one that was saved or restored
 
     def begin(self) -> None:
-        """Speak at the interpreter's exit unless the callback was closed before."""
-        _open.add(self)
+        """Speak at the interpreter's exit, unless the callback is closed or another one goes on with the run."""
+        _open[self.directory] = self
 
     def note(self, event: Event) -> None:
         """Take note of the step that was saved or restored."""
         if event["event"] in ("saved", "restored"):
-            self._saved = event.get("step")
+            self.saved = event.get("step")
 
     def end(self, error: BaseException | None = None, *, shown: bool = False) -> None:
         """End, with a line about the steps that an exception has lost if ``shown``."""
-        _open.discard(self)
+        if _open.get(self.directory) is self:
+            del _open[self.directory]
         if error is not None and shown:
             advice = next(advice for kind, advice in _ADVICE if isinstance(error, kind))
             self.say(f"the loop ended with {type(error).__name__}", advice)
@@ -74,21 +76,24 @@ class Ending:
         """Say which steps are saved, and warn of those that are lost."""
         if self.step is None:
             return
-        if self.step == self._saved:
+        if self.step == self.saved:
             announce("%s after step %d, which is saved in %s", how, self.step, self.directory)
             return
-        saved, lost = ("no step", "all") if self._saved is None else (f"step {self._saved}", self.step - self._saved)
+        saved, lost = ("no step", "all") if self.saved is None else (f"step {self.saved}", self.step - self.saved)
         text = "%s after step %d: %s is saved in %s, steps lost: %s%s"
         logger.warning(text, how, self.step, saved, self.directory, lost, advice)
 
 
-_open: set[Ending] = set()  # the runs whose callback is not closed; they refer to no state
+_open: dict[str, Ending] = {}  # the runs whose callback is not closed, by directory; they refer to no state
 os.register_at_fork(after_in_child=_open.clear)
 
 
 @atexit.register
 def _end_all() -> None:
     """Speak of what is lost as the interpreter exits, where no step can be saved any more."""
-    advice = ". Use the callback in a with statement, or call its close(): both save the last step"
-    for ending in _open:
-        ending.say("the program ended without closing the callback", advice)
+    error = getattr(sys, "last_value", None)  # of the exception that ends the program, if one does
+    for ending in _open.values():
+        if ending.step != ending.saved:
+            saves = ending.saves_at_end and error is None
+            advice = ". The end of a with statement, or close() of the callback, saves the last step" if saves else ""
+            ending.say("the program ended without closing the callback", advice)

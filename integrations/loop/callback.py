@@ -42,6 +42,7 @@ from .extras import (
     fresh_extras,
     loaders_of,
     missing_extras,
+    warn_of_unrestored,
 )
 from .initial import InitialState
 from .objects import adapter_for
@@ -82,6 +83,12 @@ class StepOutcome:
     saved: bool
     reason: str
     should_stop: bool
+
+    def __bool__(self) -> Never:
+        raise OptionError(
+            "on_step returns an outcome, which is neither true nor false: ask for on_step(...).should_stop to leave "
+            "the loop, or for on_step(...).saved"
+        )
 
 
 _NOTHING_DUE = StepOutcome(saved=False, reason="nothing is due", should_stop=False)
@@ -326,7 +333,7 @@ class CheckpointCallback:
             clock=options.clock,
         )
         self._manager.events.has_callback = True
-        self._ending = Ending(str(self._manager.directory))
+        self._ending = Ending(str(self._manager.directory), saves_at_end=self._options.save_at_end)
         self._manager.events.add_listener(self._ending.note)
         if options.grace_secs is not None:
             self._manager.events.add_listener(grace_check(seconds(options.grace_secs)))
@@ -504,6 +511,8 @@ class CheckpointCallback:
         if self._should_stop and self._preemption.ends_run:
             self._manager.observer.reached("step", step)
             return StepOutcome(False, "the run was stopped; nothing is saved any more", should_stop=True)
+        if self._saver.step is None and self._restored is None:  # A resumed run may begin to save more.
+            warn_of_unrestored(extras, self._names)
         report = Report(step, state, metrics, self._with_generators(extras), batch, epoch)
         if self._after_signal is not None and not self._should_stop:
             self._saver.show(report)
@@ -780,6 +789,7 @@ class CheckpointCallback:
         self._manager.wait_until_finished()
         self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
         self._manager.events.write("preempted", step=self._saver.step)
+        self._ending.end()  # The steps that follow are to be repeated.
         after = self._after_signal = agreed_steps_after_signal(
             self._options, self._manager, self._durations, self._preemption, report.left_in_epoch
         )

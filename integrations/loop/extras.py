@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -35,6 +36,8 @@ from .announce import announce
 from .objects import is_versioned
 from .states import LoopArguments, check_depth
 from .trees import from_tree, is_stream, to_tree
+
+logger = logging.getLogger("holdfast")
 
 GRADIENTS = "accumulated_gradients"
 CHECKSUMS = "replicated_checksums"  # of the arrays of replicated extras, which are compared as plain values are
@@ -184,6 +187,17 @@ def check_names(extras: Mapping[str, Any], saved: Mapping[str, Any], where: str)
             f"{where} does not hold all extras that are to be restored (it holds: {held}). Leave {names} out of "
             "restore_or_initialize and pass it to on_step only, to begin saving it from now on",
             [f"{name}: expected an extra of this name, found none" for name in missing],
+        )
+
+
+def warn_of_unrestored(extras: Mapping[str, Any], names: Collection[str]) -> None:
+    """Warn of objects with a state that ``on_step`` gets, and that ``restore_or_initialize`` was not given."""
+    if others := [name for name, extra in extras.items() if name not in names and changes_in_place(extra)]:
+        listed = ", ".join(f"{name}={name}" for name in others)
+        logger.warning(
+            "on_step was given %s, and restore_or_initialize was not: a resume does not restore what is saved of it. "
+            "Pass it to restore_or_initialize as well",
+            listed,
         )
 
 

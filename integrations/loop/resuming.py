@@ -318,6 +318,8 @@ def _restore_extras(
 ) -> dict[str, Any]:
     """Restore the extras: those with templates are read again with these, the others as they were saved."""
     kept = {name: extras[name] for name in fresh}
+    if left := sorted(saved.keys() - extras.keys() - {GLOBAL_GENERATORS, GRADIENTS, CHECKSUMS}):
+        announce("step %d has extras that this program does not pass: %s", step, ", ".join(f"{name}=" for name in left))
     if adapter.misfits is not None:
         new = {name: extra for name, extra in extras.items() if name not in saved and name not in fresh}
         adapter.misfits.missing(f"{name}=" for name in new)

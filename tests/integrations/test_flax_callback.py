@@ -333,8 +333,9 @@ def test_sigterm_saves_durably_and_asks_to_stop(tmp_path: Path) -> None:
         assert checkpoint.on_step(4, state_at(4)) == StepOutcome(True, "preempted", True)
         assert checkpoint.should_stop
         assert (tmp_path / "4" / "checkpoint.json").exists()
-        assert checkpoint.on_step(5, state_at(5)) == StepOutcome(False, "nothing is due", True)
-    assert hf.CheckpointManager(tmp_path).all_steps() == [4, 5]
+        stopped = StepOutcome(False, "the run was stopped; nothing is saved any more", True)
+        assert checkpoint.on_step(5, state_at(5)) == stopped
+    assert hf.CheckpointManager(tmp_path).all_steps() == [4]
 
 
 def test_sigterm_after_the_last_step_still_saves_it(tmp_path: Path) -> None:
