@@ -13,6 +13,10 @@ from .pytree import loaded
 
 _logger = logging.getLogger("holdfast")
 
+_OTHER_LOOPS = (
+    "some loops over the data of hf.resumable have no on_step in them, and others have: each counts as an epoch, and a "
+    "resume in a loop of the training begins with that number. Use the DataLoader itself for all other loops"
+)
 _NOTHING_LEFT = (
     "all batches of epoch %d were taken at the save: its loop over the data is empty, and the code after it runs. A "
     "name that the loop sets, such as loss, is not set there"
@@ -55,6 +59,8 @@ class ResumableLoader(LoaderPosition):
             )
         self._most = batches_per_epoch
         self._turn = 0  # changes when another loop begins, or a state is set
+        self._reported = 0  # the turn of the last report of a step
+        self._loops: set[bool] | None = set()  # whether steps were reported in the loops of the run; None once told
         if redraw == "indices":
             self._indices = _Indices(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
             self._source, self._loads_again = _with_order(loader, self._indices), False
@@ -81,7 +87,7 @@ class ResumableLoader(LoaderPosition):
         if self._batches is not None:
             self._move(self._epoch + 1, 0)  # A loop was left, and Python has not noticed yet.
         self._turn += 1
-        turn = self._turn
+        turn, given = self._turn, False
         try:
             if self._is_stopped():
                 return
@@ -93,6 +99,7 @@ class ResumableLoader(LoaderPosition):
             else:
                 self._go_to(self._epoch, self._taken)
             while found := self._draw():
+                given = True
                 self._last = fingerprint(found[0])
                 yield found[0]
                 if turn != self._turn:
@@ -105,10 +112,16 @@ class ResumableLoader(LoaderPosition):
                     return
         finally:
             if turn == self._turn:
+                if given and self._loops is not None:
+                    self._loops.add(self._reported == turn)
                 self._move(self._epoch + 1, 0)
 
     def get_state(self) -> dict[str, Any]:
         """Return the epoch, the number of its batches that were taken, and what its order was drawn from."""
+        self._reported = self._turn
+        if self._batches is not None and self._loops is not None and len(self._loops) == 2:
+            self._loops = None
+            _logger.warning(_OTHER_LOOPS)
         return self._beginning()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -124,6 +137,7 @@ class ResumableLoader(LoaderPosition):
     def begin_run(self, announce: Announce) -> None:
         """Begin a run; what was taken before a fresh start, such as a batch to look at, does not count."""
         super().begin_run(announce)
+        self._loops = set()
         self._announce = announce if self._loads_again and self._has_indices else None
         if not self._restored:
             self._move(0, 0)

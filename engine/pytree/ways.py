@@ -247,7 +247,8 @@ def _is_open(name: str, value: Any) -> bool:
 def _is_of_library(value: Any) -> bool:
     """Return whether a library made the class of an object, whose attributes are its own; loaders lead on to data."""
     module = type(value).__module__
-    return module.partition(".")[0] in _LIBRARIES and not module.startswith("torch.utils.data")
+    is_loader = module.startswith("torch.utils.data") and not isinstance(value, Iterator)
+    return module.partition(".")[0] in _LIBRARIES and not is_loader
 
 
 def _is_array(value: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ...engine.errors import StateError, shortened
 from ...engine.generators import is_generator
-from ...engine.loaders import drawing_sampler
+from ...engine.loaders import LoaderPosition, drawing_sampler
 from ...engine.pytree import Sampler, Samples, Ways, flatten, is_torch_tensor, loaded, unwrapped_name
 from ...engine.stateful import is_plain
 from ...engine.witness import is_time
@@ -78,7 +78,7 @@ class FirstSteps:
 
     def begin(self, state: Any, step: int | None, extras: Mapping[str, Any]) -> None:
         """Look at what came back: ``step`` is that of the last update, None without ``restore_or_initialize``."""
-        self._read = [(weakref.ref(one), getattr(one, _TAKEN, 0)) for one in _readers(extras)]
+        self._read = [(weakref.ref(one), getattr(one, _TAKEN, 0)) for one in _readers(extras, state)]
         if step is not None:
             self._marks = {path: _mark(one) for path, one in located(state, _mark)}
             self._ways = Ways(state, _ALL)
@@ -107,7 +107,7 @@ class FirstSteps:
         """Look at the last report, which is about to be saved; return whether there is nothing more to look at."""
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
-            self._check_place(step)
+            self._check_place(step, state)
         root = {STATE: state, **{name: one for name, one in extras.items() if isinstance(one, dict)}}
         ways = Ways(root if is_live else None, _ALL) if self._saved is None else self._saved[1]
         leaves = ways.follow(root)
@@ -151,9 +151,9 @@ class FirstSteps:
         rises = [(now - start, later - now) for start, now, later in values]
         return first - 1 == second > 0 and any(one == other > 0 and one % second == 0 for one, other in rises)
 
-    def _check_place(self, step: int) -> None:
+    def _check_place(self, step: int, state: Any) -> None:
         before = {id(one): taken for ref, taken in self._read if (one := ref()) is not None}
-        for one in _readers(self._extras):
+        for one in _readers(self._extras, state):
             order, taken = getattr(one, _SAMPLER, None), getattr(one, _TAKEN, 0)
             draws = drawing_sampler(SimpleNamespace(sampler=order, batch_sampler=order)) is not None
             if draws and before.get(id(one), 0) < taken < len(one) and not getattr(one, _PERSISTENT, False):
@@ -164,7 +164,7 @@ class FirstSteps:
 def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], root: Any) -> None:
     """Warn of an optimizer that has changed leaves, by their addresses, and that is not saved, nor its state."""
     torch: Any = loaded("torch")
-    own = [one for _, one in live_objects(root) if isinstance(one, torch.optim.Optimizer)]
+    own = [one for _, one in live_objects(root) if isinstance(one, torch.optim.Optimizer) and one.state]
     held = _addresses(leaves)
     left = changed.keys() & held - _addresses(chain(*map(_parameters, own), *map(_moments, own)))
     others = [(one, _addresses(_moments(one))) for one in _live(torch.optim.Optimizer)] if left else []
@@ -208,10 +208,12 @@ def _live(*kinds: type) -> list[Any]:
     return [*compress(objects, map({*wanted}.__contains__, map(type, objects)))]
 
 
-def _readers(extras: Mapping[str, Any]) -> list[Any]:
+def _readers(extras: Mapping[str, Any], state: Any) -> list[Any]:
     """Return the iterators of torch's loaders, if no extra says where they are."""
     kind: Any = getattr(sys.modules.get("torch.utils.data.dataloader"), "_BaseDataLoaderIter", None)
-    return [] if kind is None or _has_place(extras) else _live(kind)
+    parts = state.values() if isinstance(state, dict) else ()
+    has_place = _has_place(extras) or any(isinstance(one, LoaderPosition) for one in parts)
+    return [] if kind is None or has_place else _live(kind)
 
 
 def _mark(value: Any) -> Any:

@@ -586,3 +586,42 @@ def test_a_data_loader_that_is_passed_itself_is_pointed_here() -> None:
         pytest.raises(hf.errors.OptionError, match=r"make data = hf.resumable\(data\)"),
     ):
         checkpoint.restore_or_initialize({"w": 0}, data=torchs(shuffle=True))
+
+
+@pytest.mark.parametrize(
+    ("evaluates", "told"), [(True, 1), (False, 0), ("on the loader inside", 0)], ids=["other loops", "none", "inside"]
+)
+def test_other_loops_over_the_same_loader_are_told(evaluates: Any, told: int, caplog: pytest.LogCaptureFixture) -> None:
+    inside = data.DataLoader(Images(), batch_size=5, shuffle=True)
+    loader, step = hf.resumable(inside), 0
+    with hf.CheckpointCallback(new_directory(), save_interval_steps=2) as checkpoint:
+        state, _ = checkpoint.restore_or_initialize({"w": np.zeros(2)}, data=loader)
+        for _ in range(3):
+            for _batch in loader:
+                step += 1
+                checkpoint.on_step(step, state, data=loader)
+            for _batch in (loader if evaluates is True else inside) if evaluates else ():
+                pass
+    assert sum("each counts as an epoch" in text for text in caplog.messages) == told
+
+
+def test_the_workers_of_a_loader_are_no_attributes_of_the_program(caplog: pytest.LogCaptureFixture) -> None:
+    directory = new_directory()
+
+    def train(last: int) -> None:
+        loader = hf.resumable(data.DataLoader(Images(), batch_size=2, shuffle=True, **FORK))
+        with hf.CheckpointCallback(directory, save_interval_steps=2) as checkpoint:
+            state, step = checkpoint.restore_or_initialize({"w": np.zeros(2)}, data=loader)
+            for _ in range(loader.epoch, 4):
+                for _batch in loader:
+                    step += 1
+                    checkpoint.on_step(step, state, data=loader)
+                    if step == last:
+                        raise KeyError
+
+    for last in (7, 13):
+        with pytest.raises(KeyError):
+            train(last)
+        caplog.clear()
+    train(99)
+    assert not [text for text in caplog.messages if "as saved, except" in text]

@@ -24,7 +24,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast as hf
 
-pytestmark = [pytest.mark.usefixtures("default_sigterm"), pytest.mark.xdist_group("programs")]
+pytestmark = [
+    pytest.mark.usefixtures("default_sigterm"),
+    pytest.mark.xdist_group("programs"),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", r"ignore:os.fork\(\) was called:RuntimeWarning"),
+]
 
 DATA = torch.arange(36.0).reshape(12, 3) / 36
 Program = Callable[..., object]
@@ -418,6 +422,29 @@ def test_an_optimizer_that_is_left_out_is_told_at_the_second_save(state: Any, tm
             checkpoint.on_step(step, state)
             assert len(told()) == (step >= 6)
     assert re.search(r"step 6 is saved without the Adam of model\S*bias, model\S*weight, which has a state", told()[0])
+
+
+def test_an_optimizer_that_is_made_anew_after_the_restore_is_told(tmp_path: Path, told: Any) -> None:
+    model, optimizer = made()
+    with callback(tmp_path) as checkpoint:
+        state, _ = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for step in range(1, 10):
+            update(model, optimizer)
+            checkpoint.on_step(step, state)
+    assert [text.partition(" of model")[0] for text in told()] == ["step 6 is saved without the Adam"]
+
+
+def test_a_loader_in_the_state_is_a_place(tmp_path: Path, told: Any) -> None:
+    model, optimizer = made()
+    loader = hf.resumable(shuffled())
+    with callback(tmp_path) as checkpoint:
+        state = {"model": model, "optimizer": optimizer, "loader": loader}
+        state, step = checkpoint.restore_or_initialize(state)
+        for (x,) in loader:
+            step += 1
+            checkpoint.on_step(step, state, metrics=update(model, optimizer, x))
+    assert told() == []
 
 
 def test_optimizers_that_are_saved_in_any_way_or_not_used_are_silent(tmp_path: Path, told: Any) -> None:
