@@ -104,7 +104,7 @@ def _checked_step(step: Any, unknown: Sequence[object]) -> int:
     """Return a step as an integer; raise an error with the right call for arguments in another order."""
     if unknown or not hasattr(type(step), "__index__"):
         raise UnknownArgumentError(
-            "on_step takes the step and one state: on_step(step, state, metrics=..., data=loader)"
+            "on_step takes the step, a whole number, and one state: on_step(step, state, metrics=..., data=loader)"
         )
     return operator.index(step)
 

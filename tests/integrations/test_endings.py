@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.logs import unconfigure
+from tests.starts import run
 
 import holdfast as hf
 
@@ -40,22 +41,24 @@ def program(tmp_path: Path) -> list[str]:
 
 
 NEVER_CLOSED = [
-    (4, "after step 4: no step is saved in {}, steps lost: all. Use the callback in a with statement"),
-    (8, "after step 8: step 5 is saved in {}, steps lost: 3. Use the callback in a with statement"),
-    (10, "after step 10, which is saved in {}"),
+    (4, "after step 4: no step is saved in {}, steps lost: all. The end of a with statement, or close() of"),
+    (8, "after step 8: step 5 is saved in {}, steps lost: 3. The end of a with statement, or close() of"),
+    (10, None),
 ]
 
 
 @pytest.mark.parametrize(("steps", "line"), NEVER_CLOSED)
 def test_a_callback_that_is_never_closed_speaks_at_exit(
-    program: list[str], steps: int, line: str, tmp_path: Path
+    program: list[str], steps: int, line: str | None, tmp_path: Path
 ) -> None:
     done = subprocess.run([*program, str(steps)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     place = tmp_path / "run"
     said = done.stderr.splitlines()
     assert (done.returncode, said[0]) == (0, f"holdfast: started fresh: no checkpoint in {place}")
     begin = "the program ended without closing the callback "
-    assert [one.removeprefix("holdfast: ").startswith(begin + line.format(place)) for one in said[1:]] == [True]
+    expected = [] if line is None else [True]
+    found = [one.removeprefix("holdfast: ").startswith(begin + (line or "").format(place)) for one in said[1:]]
+    assert found == expected
     assert [one.step for one in hf.list_checkpoints(place)] == [5, 10][: steps // 5], "nothing is saved at the exit"
 
 
@@ -86,6 +89,60 @@ ENDINGS: dict[str, tuple[Callable[[], object], int, str]] = {
     ),
     "nothing lost": (fail, 5, "ZeroDivisionError after step 5, which is saved in {}"),
 }
+
+
+def test_what_is_said_at_exit_is_so(tmp_path: Path) -> None:
+    """No advice that would not help, and nothing of a run that another callback has gone on with."""
+    program = """
+import holdfast as hf, numpy as np
+def run(last, **options):
+    checkpoint = hf.CheckpointCallback("run", save_interval_steps=5, **options)
+    state, start = checkpoint.restore_or_initialize({"w": np.zeros(2)})
+    for step in range(start + 1, last + 1):
+        checkpoint.on_step(step, state)
+    checkpoint.manager.wait_until_finished()
+    return checkpoint
+first = run(7)
+second = run(8)
+"""
+    ends = {
+        "second.close()": [],
+        "raise KeyError": ["steps lost: 3"],
+        "pass": ["steps lost: 3. The end of a with statement, or close() of the callback, saves the last step"],
+    }
+    for index, (end, lines) in enumerate(ends.items()):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", program + end], cwd=folder, capture_output=True, text=True, timeout=60
+        )
+        lost = [line for line in done.stderr.splitlines() if "steps lost" in line]
+        assert len(lost) == len(lines), done.stderr
+        assert all(line.endswith(expected) for line, expected in zip(lost, lines, strict=True))
+
+
+def test_a_trainer_that_fails_says_what_is_lost(tmp_path: Path) -> None:
+    program = """
+import lightning as L, torch
+from holdfast.integrations.lightning import CheckpointCallback
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+    def training_step(self, batch, index):
+        if index == 7:
+            raise ZeroDivisionError
+        return self.net(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+checkpoint = CheckpointCallback("run", save_interval_steps=5)
+options = dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = L.Trainer(max_epochs=1, callbacks=[checkpoint], **options)
+trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(20, 2), batch_size=2))
+"""
+    done = run("-W", "ignore", "-c", program, cwd=tmp_path, backend="torch")
+    (line,) = [line for line in done.stderr.splitlines() if "steps lost" in line]
+    assert f"the loop ended with ZeroDivisionError after step 7: step 5 is saved in {tmp_path / 'run'}" in line
 
 
 @pytest.mark.parametrize("how", ENDINGS)
