@@ -20,6 +20,8 @@ from ...engine.distributed import current_coordinator
 from ...engine.errors import shortened
 from ...engine.handlers import DEFAULT_REGISTRY, AsyncCheckpointHandler
 from ...engine.pytree import (
+    Sampler,
+    Samples,
     expand,
     is_jax_abstract,
     is_jax_array,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("holdfast")
 
+_SAMPLED = 8  # parameters whose values are compared, where torch does not count changes
 # Packages whose objects are not searched for tensors.
 _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "jax", "jaxlib", "flax", "optax"}
 
@@ -269,9 +272,15 @@ class ComponentAdapter(LiveAdapter):
 
 
 class VersionCounters:
-    """Watches the torch tensors of live objects, which count their changes in place."""
+    """Watches the torch tensors of live objects, which count their changes in place.
+
+    Changes through ``tensor.data`` are not counted: a program that trains so is watched by samples of some parameters.
+    """
 
     def __init__(self) -> None:
+        self._sampler = Sampler()
+        self._samples: Samples | None = None  # at the last step, unless changes are counted
+        self._are_counted: bool | None = None  # None before the first change
         self.has_updated = False  # whether the last step has changed a trained parameter
         self._parts: list[Any] = []
         self._names: list[str] = []
@@ -285,6 +294,7 @@ class VersionCounters:
         found = named_tensors(state)
         self._names, self._tensors = list(found), list(found.values())
         self._noted = [tensor._version for tensor in self._tensors]
+        self._samples = self._sample()
 
     def note(self, state: Any) -> None:
         """Store the counters after a step."""
@@ -296,6 +306,12 @@ class VersionCounters:
         before, self._noted = self._noted, [tensor._version for tensor in self._tensors]
         steps = zip(self._tensors, before, self._noted, strict=True)
         self.has_updated = any(old != new and tensor.requires_grad for tensor, old, new in steps)
+        if self.has_updated:
+            self._are_counted, self._samples = True, None
+        elif not self._are_counted:
+            last, self._samples = self._samples, self._sample()
+            self.has_updated = _differ(last, self._samples)
+            self._are_counted = False if self.has_updated else self._are_counted
         # If no backward has changed a gradient since the step before, an optimizer may have used it.
         gradient: Any = next((one.grad for one in self._tensors if one.is_leaf and one.grad is not None), None)
         tensor, version = self._gradient
@@ -310,9 +326,20 @@ class VersionCounters:
 
     def why_lost(self) -> str | None:
         """Return why the tensors are no longer those of the last step, or None if they are."""
-        if [tensor._version for tensor in self._tensors] != self._noted:
+        has_changed = self._are_counted is False and _differ(self._samples, self._sample())
+        if has_changed or [tensor._version for tensor in self._tensors] != self._noted:
             return "its tensors were changed since; call on_step after every update"
         return None
+
+    def _sample(self) -> Samples:
+        return self._sampler.take([one for one in self._tensors if one.requires_grad][:_SAMPLED])
+
+
+def _differ(before: Samples | None, now: Samples) -> bool:
+    """Return whether the values of tensors differ; this may wait for a device."""
+    if before is None or before.count != now.count:
+        return False
+    return bool((before.fetch(1)[0] != now.fetch(1)[0]).any())
 
 
 def _is_usable(gradient: Any) -> bool:

@@ -522,3 +522,40 @@ def test_the_plain_callback_names_the_one_for_a_trainer(tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match="has no attribute 'on_steps'"):
         checkpoint.on_steps(3)
     assert not hasattr(checkpoint, "model")
+
+
+# ---- updates that torch does not count
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer that changes ``p.data``, as many published ones do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.data.add_(one.grad, alpha=-group["lr"])
+
+
+def test_updates_that_torch_does_not_count_use_the_gradients(tmp_path: Path, told: Any) -> None:
+    model, optimizer = made(Own)
+    with callback(tmp_path) as checkpoint:
+        state, _ = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
+        for step in range(1, 8):
+            checkpoint.on_step(step, state, metrics=update(model, optimizer))
+    assert told() == []
+    assert hf.CheckpointManager(tmp_path).all_steps() == [3, 6, 7]
+
+
+def test_updates_that_torch_does_not_count_are_noticed_after_the_last_report(tmp_path: Path, told: Any) -> None:
+    model, optimizer = made(Own)
+    with callback(tmp_path) as checkpoint:
+        state, _ = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
+        for step in range(1, 9):
+            update(model, optimizer)
+            if step < 8:
+                checkpoint.on_step(step, state)
+    assert told() == ["step 7 is not saved at the end: its tensors were changed since; call on_step after every update"]
+    assert hf.CheckpointManager(tmp_path).all_steps() == [3, 6]
