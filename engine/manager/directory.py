@@ -300,6 +300,8 @@ class RunDirectory:
 
     def infos(self) -> tuple[StepInfo, ...]:
         """Return the committed steps as retention rules see them, in ascending order."""
+        if (found := self._infos) is not None:  # Each step asks, and nearly always nothing has changed.
+            return found
         with self._lock:
             return self._ordered()
 

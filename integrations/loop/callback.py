@@ -505,14 +505,14 @@ class CheckpointCallback:
             extras |= {name: value for name, value in (("batch", batch), ("epoch", epoch)) if name in self._names}
         check_no_options(extras)
         self._durations.note()
+        if self._reported is None and self._restored is None:  # A resumed run may begin to save more.
+            warn_of_unrestored(extras, self._names)
         self._check_order(step)
         if not self._names <= extras.keys():
             raise StateError(missing_extras(self._names - extras.keys()))
         if self._should_stop and self._preemption.ends_run:
             self._manager.observer.reached("step", step)
             return StepOutcome(False, "the run was stopped; nothing is saved any more", should_stop=True)
-        if self._saver.step is None and self._restored is None:  # A resumed run may begin to save more.
-            warn_of_unrestored(extras, self._names)
         report = Report(step, state, metrics, self._with_generators(extras), batch, epoch)
         if self._after_signal is not None and not self._should_stop:
             self._saver.show(report)

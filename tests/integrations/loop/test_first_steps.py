@@ -559,3 +559,32 @@ def test_updates_that_torch_does_not_count_are_noticed_after_the_last_report(tmp
                 checkpoint.on_step(step, state)
     assert told() == ["step 7 is not saved at the end: its tensors were changed since; call on_step after every update"]
     assert hf.CheckpointManager(tmp_path).all_steps() == [3, 6]
+
+
+def test_an_object_that_only_on_step_gets_is_told(tmp_path: Path, told: Any) -> None:
+    rng = np.random.default_rng(0)
+    with callback(tmp_path / "told") as checkpoint:
+        state, _ = checkpoint.restore_or_initialize({"w": np.zeros(2)})
+        for step in range(1, 4):
+            checkpoint.on_step(step, state, rng=rng, note="plain data that each step has")
+    assert [text.partition(":")[0] for text in told()] == [
+        "on_step was given rng=rng, and restore_or_initialize was not"
+    ]
+
+
+def test_an_outcome_is_neither_true_nor_false(tmp_path: Path) -> None:
+    with callback(tmp_path) as checkpoint:
+        outcome = checkpoint.on_step(1, {"w": np.zeros(2)})
+        with pytest.raises(hf.errors.OptionError, match=r"ask for on_step\(\.\.\.\)\.should_stop"):
+            bool(outcome)
+
+
+def test_extras_that_are_not_passed_any_more_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    rng = np.random.default_rng(0)
+    for extras in ({"rng": rng}, {}):
+        with callback(tmp_path) as checkpoint:
+            state, start = checkpoint.restore_or_initialize({"w": np.zeros(2)}, **extras)
+            for step in range(start + 1, start + 5):
+                checkpoint.on_step(step, state, **extras)
+    assert "step 4 has extras that this program does not pass: rng=" in caplog.messages
