@@ -134,7 +134,8 @@ class Sampler:
             return known.group, known.part
         if (view := _view_of(tensor)) is None:
             return None, None
-        group, part = f"{view.device} {view.dtype}", view
+        group: Any = f"{view.device} {view.dtype}"
+        part: Any = view
         if view.device.type == "cpu":
             with contextlib.suppress(RuntimeError):  # numpy has no such type
                 # Unlike Tensor.numpy, this leaves the memory resizable, which FSDP frees between two steps.

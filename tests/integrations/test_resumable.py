@@ -609,7 +609,8 @@ def test_the_workers_of_a_loader_are_no_attributes_of_the_program(caplog: pytest
     directory = new_directory()
 
     def train(last: int) -> None:
-        loader = hf.resumable(data.DataLoader(Images(), batch_size=2, shuffle=True, **FORK))
+        workers: Any = FORK
+        loader = hf.resumable(data.DataLoader(Images(), batch_size=2, shuffle=True, **workers))
         with hf.CheckpointCallback(directory, save_interval_steps=2) as checkpoint:
             state, step = checkpoint.restore_or_initialize({"w": np.zeros(2)}, data=loader)
             for _ in range(loader.epoch, 4):

@@ -533,7 +533,7 @@ class Own(torch.optim.Optimizer):
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch declares two ways
         for group in self.param_groups:
             for one in group["params"]:
                 one.data.add_(one.grad, alpha=-group["lr"])
