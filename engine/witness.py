@@ -15,7 +15,6 @@ import base64
 import contextlib
 import json
 import re
-import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import HoldfastError, shortened
+from .forks import Lock
 from .format import WITNESS, WITNESS_LIMIT
 from .pytree import MISSING, Sampler, Samples, Ways, full_sum, is_jax_array, leaves_of, loaded, size_of
 from .storage import Location, append_line
@@ -136,7 +136,7 @@ class RecordFile:
         self.step = step
         self._name = file_name(process)
         self._key = key
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._place = records.place  # None until the step is committed
         self._waiting = [] if first is None else [first]
         self._lines = [*records.lines]

@@ -18,6 +18,8 @@ from tests.starts import run
 
 import holdfast as hf
 
+pytestmark = pytest.mark.usefixtures("default_sigterm")
+
 _PROGRAM = """
 import os, signal, sys
 import numpy as np

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,16 @@ import pytest
 import holdfast as hf
 from holdfast.engine.manager import read_run_events
 from holdfast.engine.storage import as_location
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """Some wrong calls are made of callbacks that nobody closes then."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
 
 loose: Any = hf  # These calls are wrong for type checkers, too.
 

@@ -10,6 +10,8 @@ import pytest
 import holdfast as hf
 from holdfast.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("default_sigterm")
+
 
 def train(directory: Path, last: int, *, preempt: bool = False) -> list[int]:
     """Train from what is there to a step; return the steps that ``on_step`` has saved."""
