@@ -163,7 +163,8 @@ class _Walk:
                     nodes += _slots_of(node, group, parameter)
             if missing:
                 self.skipped[*node.path, OPTIMIZER_SLOTS] = (
-                    f"{missing} of its parameters are not part of the checkpoint"
+                    f"{missing} of its parameters are not part of the checkpoint, and what it keeps for them is lost: "
+                    "save the modules that have them, too"
                 )
 
 

@@ -192,6 +192,7 @@ def _differ(looks: list[_Look], end: int | None = None) -> bool:
 
 def _has_place(extras: Mapping[str, Any]) -> bool:
     """Return whether an extra may be a place in the data: ``data``, an object with a state, or a number."""
+    extras = {name: one for name, one in extras.items() if not _is_unread(one)}
     known = {name for name, one in extras.items() if is_generator(one) or is_versioned(one)}
     others = [one for name, one in extras.items() if name not in {"epoch", GLOBAL_GENERATORS, *known}]
     objects = [one for one in others if changes_in_place(one) and not type(one).__module__.startswith("torch.")]
@@ -212,8 +213,13 @@ def _readers(extras: Mapping[str, Any], state: Any) -> list[Any]:
     """Return the iterators of torch's loaders, if no extra says where they are."""
     kind: Any = getattr(sys.modules.get("torch.utils.data.dataloader"), "_BaseDataLoaderIter", None)
     parts = state.values() if isinstance(state, dict) else ()
-    has_place = _has_place(extras) or any(isinstance(one, LoaderPosition) for one in parts)
+    has_place = _has_place(extras) or any(isinstance(one, LoaderPosition) and not _is_unread(one) for one in parts)
     return [] if kind is None or has_place else _live(kind)
+
+
+def _is_unread(extra: Any) -> bool:
+    """Return whether an extra is a loader of ours that has given no batch: perhaps another one is read."""
+    return isinstance(extra, LoaderPosition) and extra.checksum is None
 
 
 def _mark(value: Any) -> Any:

@@ -355,7 +355,9 @@ class StepSaver:
         """Save the last step if that is still possible, and log a warning if it is not."""
         lost = self.why_lost()
         if lost is None:
-            lost = None if self.save("at the end") else "its folder is no checkpoint"
+            where = self._manager.directory
+            lost = f"its folder in {where} is no checkpoint: run `holdfast rm {where} {self.step}`, and start again"
+            lost = None if self.save("at the end") else lost
         if lost is not None:
             logger.warning("step %d is not saved at the end: %s", self.step, lost)
 

@@ -44,7 +44,8 @@ def test_a_run_goes_on_past_it_with_one_warning(run: Path, caplog: pytest.LogCap
     assert caplog.messages == [
         f"{run}: the folder of step 10 holds files and no checkpoint.json, such as after an interrupted copy: it is "
         f"left alone, and no such step is saved. Move it away, or delete it with `holdfast rm {run} 10`",
-        "step 10 is not saved at the end: its folder is no checkpoint",
+        f"step 10 is not saved at the end: its folder in {run} is no checkpoint: run `holdfast rm {run} 10`, and start "
+        "again",
     ]
     assert train(run, 17) == [11, 15], "the step after it is saved instead"
     assert contents(run) == b"half a copy"

@@ -588,3 +588,9 @@ def test_extras_that_are_not_passed_any_more_are_named(tmp_path: Path, caplog: p
             for step in range(start + 1, start + 5):
                 checkpoint.on_step(step, state, **extras)
     assert "step 4 has extras that this program does not pass: rng=" in caplog.messages
+
+
+def test_a_loader_that_is_passed_and_not_read_is_no_place(tmp_path: Path, told: Any) -> None:
+    inside = shuffled()
+    reads(tmp_path, inside, extras={"data": hf.resumable(inside)})
+    assert [text.partition(" of a DataLoader")[0] for text in told()] == ["step 3 is saved after batch 3 of 6"]
