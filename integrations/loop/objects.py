@@ -5,6 +5,7 @@ This module imports a framework only if the state has objects of it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 import sys
@@ -332,7 +333,9 @@ class VersionCounters:
         return None
 
     def _sample(self) -> Samples:
-        return self._sampler.take([one for one in self._tensors if one.requires_grad][:_SAMPLED])
+        with contextlib.suppress(Exception):  # Without samples, only what torch counts is noticed.
+            return self._sampler.take([one for one in self._tensors if one.requires_grad][:_SAMPLED])
+        return Samples(0)
 
 
 def _differ(before: Samples | None, now: Samples) -> bool:
