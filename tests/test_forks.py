@@ -62,6 +62,8 @@ def test_every_lock_of_a_module_is_free_in_a_child() -> None:
 
 
 def test_every_lock_of_a_living_run_is_free_in_a_child(tmp_path: Path) -> None:
+    gc.collect()
+    before = {id(one) for one in gc.get_objects()}  # of the tests before
     local = hf.Local(tmp_path / "hosts", every=1)
     options = hf.CheckpointManagerOptions(mirror=str(tmp_path / "mirror"), local=local)
     with hf.CheckpointManager(tmp_path / "run", options=options) as run:
@@ -71,7 +73,7 @@ def test_every_lock_of_a_living_run_is_free_in_a_child(tmp_path: Path) -> None:
         ours = [
             one
             for one in gc.get_objects()
-            if str(type(one).__module__).startswith("holdfast.") and hasattr(one, "__dict__")
+            if id(one) not in before and str(type(one).__module__).startswith("holdfast.") and hasattr(one, "__dict__")
         ]
         raw = {type(one).__name__ for one in ours for value in vars(one).values() if isinstance(value, RAW)}
     assert raw - {*WITHIN_ONE_PROCESS, "Lock"} == set()
