@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-PACKAGES = ("numpy", "tensorstore", "jax", "torch", "orbax-checkpoint", "safetensors", "holdfast")
+PACKAGES = ("numpy", "tensorstore", "jax", "torch", "orbax-checkpoint", "safetensors", "holdfast-checkpoint")
 
 
 @dataclass
