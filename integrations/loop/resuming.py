@@ -326,8 +326,9 @@ def _restore_extras(
         kept |= new
     extras = {name: extra for name, extra in extras.items() if name not in kept}
     check_names(extras, saved, f"step {step} in {manager.directory}")
-    structures = {name: flatten(saved[name]) for name in extras}
-    templates = {name: one for name, one in templates_of(extras).items() if structures[name].names}
+    given = templates_of(extras)
+    structures = {name: flatten(saved[name]) for name in given}
+    templates = {name: one for name, one in given.items() if structures[name].names}
     if templates:
         patterns = [name if structures[name].structure is None else f"{name}/**" for name in templates]
         typed = manager.restore(
