@@ -9,7 +9,7 @@ import click
 
 from ..engine.errors import CheckpointNotFoundError, StorageError, shortened
 from ..engine.format import RECORD
-from ..engine.sources import is_foreign, is_ours
+from ..engine.sources import is_foreign, is_ours, left_by_download
 from ..engine.storage import Location, as_location
 
 INSIDE_A_RUN = "checkpoints"
@@ -81,7 +81,11 @@ def checkpoints_at(place: str) -> Location:
     if inside.is_directory() and not is_foreign(location):
         return inside
     if not location.is_directory() and not is_foreign(location):
-        what = "this file is no checkpoint of a supported library" if location.exists() else "no such directory"
+        what = "no such directory"
+        if location.exists():
+            with location.open_data() as file:
+                left = left_by_download(file)
+            what = f"this is {left}" if left else "this file is no checkpoint of a supported library"
         raise CheckpointNotFoundError(f"{place}: {what}; give a run, a directory of checkpoints or one step")
     return location
 

@@ -75,6 +75,14 @@ class ChangedRun:
                 f"{self.location}: no checkpoint of step {shortened_steps(missing)}; there are {shortened_steps(there)}"
             )
 
+    def counted(self, steps: Collection[int]) -> str:
+        """Return how many checkpoints, and folders that are none, the folders of steps are."""
+        strays = len(set(steps).intersection(self.strays))
+        counts = [count(len(steps) - strays, "checkpoint", "checkpoints")] if len(steps) > strays else []
+        return " and ".join(
+            [*counts, *([count(strays, "folder", "folders") + " without a checkpoint"] if strays else [])]
+        )
+
     def mirrored_after(self, step: int) -> list[int] | None:
         """Return the later steps that only the mirror has; None where it cannot be read."""
         if self.mirror is None:
@@ -218,7 +226,7 @@ def _delete(
     after: int | None = None,
 ) -> int:
     nbytes = run.nbytes(steps)
-    what = f"{count(len(steps), 'checkpoint', 'checkpoints')} of {run.location}, {format_size(nbytes)}"
+    what = f"{run.counted(steps)} of {run.location}, {format_size(nbytes)}"
     if not as_json:
         say(f"delete {shortened_steps(steps)}: {what}" if steps else "nothing to delete")
     deleted: list[int] = []
@@ -251,7 +259,7 @@ def _delete(
             }
         )
     elif deleted:
-        say(f"deleted {count(len(deleted), 'checkpoint', 'checkpoints')}")
+        say(f"deleted {run.counted(deleted)}")
     return DONE
 
 

@@ -14,7 +14,7 @@ from ..engine.clock import format_size
 from ..engine.errors import DONE, CheckpointExistsError, OptionError, TreeMismatchError
 from ..engine.manager import copy_checkpoint
 from ..engine.sources import is_ours
-from ..integrations.formats.convert import Conversion, ExportFormat, export_checkpoint, format_of, import_checkpoint
+from ..integrations.formats.convert import Conversion, ExportFormat, check_suffix, export_checkpoint, import_checkpoint
 from . import arguments
 from .arguments import checkpoints_at
 from .progress import progress_of
@@ -105,7 +105,7 @@ def _step_or_best(text: str) -> int | str:
 @click.option(
     "--to",
     type=click.Choice(get_args(ExportFormat)),
-    help="The format; by default torch for .pt, .pth and .ckpt, and else safetensors.",
+    help="The format; by default torch for .pt, .pth and .ckpt, safetensors for .safetensors.",
 )
 @click.option("--in-place", is_flag=True, help="Only add the small files with which orbax reads it in place.")
 @arguments.step_of("A number, or best; by default the newest.", kind=_step_or_best)
@@ -141,7 +141,7 @@ def export(
         raise OptionError(
             "DST is missing: give the file or directory to write" + (", or use --in-place" if to == "orbax" else "")
         )
-    place, to = checkpoints_at(source), to or format_of(destination)
+    place, to = checkpoints_at(source), to or check_suffix(destination)
     with _command_options_in_errors(), progress_of("export", shown=not as_json) as progress:
         conversions = export_checkpoint(
             place,

@@ -22,6 +22,7 @@ from ..engine.errors import (
     OptionError,
     TreeMismatchError,
 )
+from ..engine.format import RECORD
 from ..engine.inspection import LeafSummary, describe
 from ..engine.inspection import verify as verify_checkpoints
 from ..engine.pytree import PathFilter
@@ -218,7 +219,9 @@ def verify(directory: str, step: int | None, as_json: bool) -> int:
             }
             for item in result.checkpoints
         ]
-        print_json({"directory": str(location), "ok": result.ok, "checkpoints": checkpoints})
+        print_json(
+            {"directory": str(location), "ok": result.ok, "checkpoints": checkpoints, "strays": list(result.strays)}
+        )
         return DONE if result.ok else FAILED
     names = step_names([(item.step, item.path) for item in result.checkpoints], "step ", result.checkpoints[0].path)
     for name, item in zip(names, result.checkpoints, strict=True):
@@ -229,6 +232,8 @@ def verify(directory: str, step: int | None, as_json: bool) -> int:
         for problem in item.problems:
             leaf = f" ({problem.leaf})" if problem.leaf else ""
             say(f"  {problem.file}{leaf}: {problem.what}")
+    for path in result.strays:
+        say(f"{path}: no checkpoint, and left alone: it has no {RECORD}, and `holdfast rm` deletes it")
     states = Counter("damaged" if item.problems else "whole" for item in result.checkpoints)
     say(", ".join(f"{number} {state}" for state, number in sorted(states.items(), reverse=True)))
     return DONE if result.ok else FAILED

@@ -23,7 +23,7 @@ from ..engine.errors import (
     InvalidLocationError,
     OptionError,
 )
-from ..engine.installed import install_command, stranger
+from ..engine.installed import install_command
 from .streams import open_closed_streams, say
 
 _USAGE_ERRORS = (OptionError, CheckpointNotFoundError, CheckpointExistsError, InvalidLocationError)
@@ -35,8 +35,6 @@ _JSON = "--json"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with its arguments, by default those of the process, and return the exit status."""
     open_closed_streams()
-    if (line := stranger()) is not None:
-        say(f"holdfast: {line}", file=sys.stderr)
     if arguments is None and sys.argv[1:2] != ["run"]:  # code that others wrote may rely on that search
         atexit.register(gc.freeze)  # the interpreter searches for garbage as it ends, in all that has been imported
     arguments = list(sys.argv[1:] if arguments is None else arguments)

@@ -24,7 +24,7 @@ from .sources import (
     read_checkpoint,
     trees_in,
 )
-from .steps import StepEntry, has_changed, has_record, read_record
+from .steps import StepEntry, has_changed, has_record, read_record, stray_folders
 from .storage import Location, Place, as_location
 
 
@@ -140,9 +140,11 @@ class VerifyReport:
 
     Attributes:
         checkpoints: One entry for each: by name, in ascending order of steps.
+        strays: Folders that have the name of a step and files, and are no checkpoints; they are left alone.
     """
 
     checkpoints: tuple[CheckpointVerification, ...]
+    strays: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -174,7 +176,8 @@ def verify(path: Place, step: int | None = None, *, progress: Progress | None = 
         portions = portions_of(progress, entries)
         verified = [_verify_listed(entry.location, entry.step, next(portions)) for entry in entries]
         if found := tuple(one for one in verified if one is not None):
-            return VerifyReport(checkpoints=found)
+            strays = stray_folders(location, None, entries)
+            return VerifyReport(checkpoints=found, strays=tuple(str(one.location) for one in strays))
     location = find_checkpoint(location, step)
     (portion,) = portions_of(progress, [StepEntry(0, location)])
     with portion:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import glob
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,14 +39,12 @@ def _origin() -> dict[str, Any]:
     return found
 
 
-def stranger() -> str | None:
-    """Return a line about another project's distribution ``holdfast``, which has the same folder; None without one."""
-    for place in sys.path:
-        for found in glob.glob(os.path.join(glob.escape(place), "holdfast-[0-9]*.dist-info")):
-            entries = Path(found, "entry_points.txt")  # Ours had this name in earlier versions.
-            if not (entries.exists() and "holdfast.cli" in entries.read_text(encoding="utf-8")):
-                return (
-                    f"another project's package `holdfast` is installed beside {_NAME}, in the same folder. To mend "
-                    f"it: pip uninstall holdfast {_NAME}; {install_command('cli')}"
-                )
-    return None
+def tell_of_stranger(found: str) -> None:
+    """Write a line about another project's distribution ``holdfast``, which has the same folder, to stderr."""
+    entries = Path(found, "entry_points.txt")  # Ours had this name in earlier versions.
+    if sys.stderr is None or (entries.exists() and "holdfast.cli" in entries.read_text(encoding="utf-8")):
+        return
+    sys.stderr.write(
+        f"holdfast: another project's package `holdfast` is installed beside {_NAME}, in the same folder. To mend it: "
+        f"pip uninstall holdfast {_NAME}; {install_command('cli')}\n"
+    )

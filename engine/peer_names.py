@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 
 from .errors import UnknownArgumentError
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _PEER_NAMES: Mapping[str, str] = {
     # Arguments of Lightning's ModelCheckpoint:
@@ -53,7 +53,15 @@ _PEER_NAMES: Mapping[str, str] = {
     "use_compression": "here it is compression: the level of zstd",
     "multiprocessing_options": "here it is coordinator=, of checkpointers and managers",
     # Arguments of Orbax's methods:
-    "args": 'pass the tree itself, or a dictionary of items: manager.save(step, {"state": tree})',
+    "args": 'pass the tree itself, or a dictionary of items: manager.save(step, {"state": tree}); '
+    "manager.restore(step, template)",
+    "options": "hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(...)) takes it; "
+    "hf.CheckpointCallback(directory, max_to_keep=3) takes options one by one",
+    "item_names": 'leave it out: manager.save(step, {"state": tree}) names the items',
+    "item_handlers": "here it is checkpointers: a dictionary of them by item",
+    "checkpoint_args": "here it is save_kwargs or restore_kwargs of managers",
+    "read": "manager.reload() reads the directory again",
+    "checkpointables": 'here managers take a dictionary of items: manager.save(step, {"state": tree})',
     "abstract_state": "here it is like: a tree of arrays, or of jax.ShapeDtypeStruct",
     "abstract_pytree": "here it is like: a tree of arrays, or of jax.ShapeDtypeStruct",
     # An option of ours that not everything takes:
@@ -85,12 +93,32 @@ _PEER_OBJECTS: Mapping[str, str] = {
     "construct_restore_args": "it is in hf.checkpoint_utils",
     "training": "here it is hf.CheckpointManager, or hf.CheckpointCallback",
     "Context": "options are arguments here",
+    "v1": "the names of Orbax v1 are hf.save, hf.load, hf.describe and hf.CheckpointManager here",
+    "options": "here it is hf.CheckpointManagerOptions",
+    "checkpointables_metadata": "here it is hf.describe",
+    "load_checkpointables_async": "here it is manager.restore",
+    "save_checkpointables_async": "here it is manager.save, which saves in the background",
+    # Attributes of the checkpointers of Orbax v1:
+    "latest": "here it is latest_step(), the number of the newest step",
+    "checkpoints": "here it is all_steps()",
+    "reached_preemption": "hf.CheckpointCallback saves after SIGTERM, and on_step(...).should_stop tells",
 }
 
 
 def object_instead_of(name: str) -> str:
     """Return what is here instead of a name of Orbax, for the end of a message; "" for other names."""
     return f": {_PEER_OBJECTS[name]}" if name in _PEER_OBJECTS else ""
+
+
+class ExplainsNames:
+    """Base of classes whose errors about an unknown attribute have the name that an attribute of Orbax has here."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Never:
+            hint = object_instead_of(name)
+            about = {} if hint else {"name": name, "obj": self}  # with these, a traceback suggests the closest name
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", **about)
 
 
 def peer_hint(name: str) -> str:
@@ -126,15 +154,20 @@ def refuse_unexpected(taker: str, unknown: Iterable[str], known: Collection[str]
         raise UnknownArgumentError(f"{taker}() got an unexpected keyword argument {name!r}{instead_of(name, known)}")
 
 
+def explains_arguments(function: F, refuse: Callable[..., None] = refuse_unexpected) -> F:
+    """Make a function explain the names of arguments that it does not know."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs.keys() <= known.keys():
+            refuse(function.__qualname__, sorted(kwargs.keys() - known.keys()), known)
+        return function(*args, **kwargs)
+
+    return cast(F, checked)
+
+
 def explains_unknown_names(options: type[T], refuse: Callable[..., None] = refuse_unexpected) -> type[T]:
     """Make a dataclass of options explain names that it does not know."""
-    init = vars(options)["__init__"]
-    known = [one.name for one in fields(options)]  # type: ignore[arg-type]
-
-    @functools.wraps(init)
-    def checked(self: T, *args: Any, **kwargs: Any) -> None:
-        refuse(checked.__qualname__, kwargs.keys() - set(known), known)
-        init(self, *args, **kwargs)
-
-    type.__setattr__(options, "__init__", checked)
+    type.__setattr__(options, "__init__", explains_arguments(vars(options)["__init__"], refuse))
     return options

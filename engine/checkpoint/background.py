@@ -140,11 +140,24 @@ def _report_at_exit() -> None:
         _end([])
 
 
+def _is_on_stderr() -> bool:
+    """Return whether logging has written an error to stderr."""
+    one: logging.Logger | None = _logger if _logger.isEnabledFor(logging.CRITICAL) else None
+    if one is not None and not one.hasHandlers():
+        return logging.lastResort is not None
+    while one is not None:
+        if any(getattr(handler, "stream", None) is sys.stderr for handler in one.handlers):
+            return True
+        one = one.parent if one.propagate else None
+    return False
+
+
 def _end(errors: list[SaveFailedError]) -> None:
     """Report the saves that were lost, and end the process with a non-zero status."""
     for error in [*errors, *(error for save in list(_unraised) if (error := save.take_error()) is not None)]:
         _logger.critical("%s", error)
-        print(f"holdfast: {error}", file=sys.stderr)  # noqa: T201 - the last chance; logging may be off
+        if not _is_on_stderr():
+            print(f"holdfast: {error}", file=sys.stderr)  # noqa: T201 - the last chance; logging may be off
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

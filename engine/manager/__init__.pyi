@@ -43,6 +43,7 @@ from .options import Local as Local
 from .options import LocalStatus as LocalStatus
 from .options import Mirror as Mirror
 from .options import as_int as as_int
+from .options import explains_its_options as explains_its_options
 from .options import has_triggers as has_triggers
 from .options import limits as limits
 from .options import mirror_of as mirror_of

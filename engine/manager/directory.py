@@ -62,7 +62,7 @@ from ..steps import (
 )
 from ..storage import Entry, Location, Place, SaveLock, as_location, is_unreadable, max_concurrency, parallel_map
 from .events import EVENTS, ROTATED
-from .metrics import metric_name, plain_metrics
+from .metrics import metric_name, plain_metrics, shown_metric
 from .options import CheckpointManagerOptions, options_document, retention_rules
 from .ownership import (
     NO_LOCAL_STEPS,
@@ -703,9 +703,9 @@ class RunDirectory:
         self._warned = True
         metrics = infos[-1].metrics
         _logger.warning(
-            "%s: no checkpoint has the metric %s, by which best_fn finds the best (the newest has %s); the newest "
+            "%s: no checkpoint has %s, by which best_fn finds the best (the newest has %s); the newest "
             "are kept in place of the best",
             self.location,
-            metric_name(rule.metric),
+            shown_metric(metric_name(rule.metric)),
             ", ".join(metrics) if metrics else "no metrics",
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Never, Self, TypeVar, overload
+from typing import Any, Self, TypeVar, overload
 
 from ..checkpoint import Checkpointer
 from ..clock import Clock, SystemClock, seconds
@@ -15,7 +15,7 @@ from ..distributed import Alone, Coordinator, ProcessGroup, missed_a_process
 from ..errors import CheckpointNotFoundError, OptionError, SaveFailedError
 from ..format import CheckpointRecord
 from ..observer import Observer, process_observer
-from ..peer_names import refuse_unknown
+from ..peer_names import ExplainsNames, explains_arguments
 from ..storage import Location, Place, as_location
 from .access import RunAccess
 from .decisions import Decision, Rollback, SaveDecisions, Wanted
@@ -35,7 +35,7 @@ T = TypeVar("T")
 _AFTER_ERROR = 10.0  # seconds that a program which ends with an error waits for the mirror
 
 
-class CheckpointManager:
+class CheckpointManager(ExplainsNames):
     """Keeps the checkpoints of one run in one directory.
 
     A manager is used from one thread. Any number may read a directory; one at a time writes to it. In a program of
@@ -77,6 +77,7 @@ class CheckpointManager:
     ([3, 4], ('one of the newest 2',), {'weights': array([4, 4, 4])})
     """
 
+    @explains_arguments
     def __init__(
         self,
         directory: Place,
@@ -87,9 +88,7 @@ class CheckpointManager:
         clock: Clock | None = None,
         coordinator: Coordinator | None = None,
         observer: Observer | None = None,
-        **unknown: Never,
     ) -> None:
-        refuse_unknown(type(self).__name__, unknown, CheckpointManager.__init__)
         if not isinstance(options, CheckpointManagerOptions | None):
             shown = f"**{options}" if isinstance(options, Mapping) else "..."
             raise OptionError(f"options= must be hf.CheckpointManagerOptions({shown}), not a {type(options).__name__}")
@@ -275,6 +274,7 @@ class CheckpointManager:
         self, step: int | None = None, items: T = ..., *, restore_kwargs: Mapping[str, Any] | None = None
     ) -> T: ...
 
+    @explains_arguments
     def restore(
         self, step: int | None = None, items: Any = None, *, restore_kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -381,6 +381,7 @@ class CheckpointManager:
         """Return whether a save is due at a step."""
         return not self.options.read_only and self.decide(step, metrics=metrics).save
 
+    @explains_arguments
     def save(
         self,
         step: int,

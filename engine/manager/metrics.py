@@ -26,6 +26,7 @@ Metric = str | Callable[[Any], Any]
 Mode = Literal["max", "min"]  # whether larger or smaller values are better
 
 _ABSENT = object()
+_NAMELESS = "metric"  # the name of what a lambda returns
 _WHOLE = ""  # the name of metrics that are no dictionary
 _MOST = 4096  # numbers of one array or list
 _OF_EVALUATION = re.compile(r"(val|valid|validation|eval|evaluation|test|dev)(?![a-z])", re.IGNORECASE)
@@ -53,7 +54,12 @@ def metric_name(metric: Metric) -> str:
     if isinstance(metric, str):
         return metric
     name = getattr(metric, "__name__", "")
-    return name if isinstance(name, str) and name.isidentifier() else "metric"
+    return name if isinstance(name, str) and name.isidentifier() else _NAMELESS
+
+
+def shown_metric(name: str) -> str:
+    """Return how a sentence names a metric."""
+    return "the metric that best_fn returns" if name == _NAMELESS else f"the metric {name}"
 
 
 def format_metric(value: float) -> str:
@@ -208,7 +214,7 @@ class MetricWatch:
         self._steps += 1
         if not metrics and self._steps < _PATIENCE:
             return
-        missing = _missing(metrics or {}, self._metric)
+        missing, value = _missing(metrics or {}, self._metric)
         names = list(_names(metrics or {}))
         if missing is None or any(info.value(self._metric) is not None for info in saved):
             self.ended = True
@@ -216,16 +222,15 @@ class MetricWatch:
             self.ended = True
             import difflib  # for an error only
 
-            value = _lookup(metrics or {}, missing)
             near = difflib.get_close_matches(missing, names, n=1)
+            about = f"; reported: {shortened(names) or 'no metrics'}" + (f"; did you mean {near[0]}?" if near else "")
             if value is _ABSENT:
-                what = f"without the metric {missing}, by which best_fn ranks checkpoints"
-                about = f"; reported: {shortened(names) or 'no metrics'}" + (
-                    f"; did you mean {near[0]}?" if near else ""
-                )
+                what = f"without {shown_metric(missing)}, by which best_fn ranks checkpoints"
             else:
-                what = f"with a metric {missing} that is {_kind(value)}, and best_fn ranks checkpoints by a number"
-                about = ""
+                computed = missing == _NAMELESS and callable(self._metric)
+                given = "metrics of which best_fn makes" if computed else f"a metric {missing} that is"
+                what = f"with {given} {_kind(value)}, and best_fn ranks checkpoints by a number"
+                about = about if computed and value is None else ""
             _logger.warning(
                 "%s: step %d was reported %s%s. A step without it is never the best, and save_on_best does not save "
                 "it. All is well if it comes later, such as from an evaluation",
@@ -244,19 +249,21 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}" + ("" if shape is None else f" of the shape {list(shape)}")
 
 
-def _missing(metrics: Mapping[str, Any], metric: Metric) -> str | None:
-    """Return the name of the metric that is not there, or None if it is."""
-    if isinstance(metric, str):
-        value = _lookup(metrics, metric)
-        if value is _ABSENT or value is None or isinstance(value, (str, bytes, Mapping, list, tuple)):
-            return metric
-        return None if math.prod(getattr(value, "shape", ())) == 1 else metric
+def _missing(metrics: Mapping[str, Any], metric: Metric) -> tuple[str | None, Any]:
+    """Return the name of the metric that is no number, and its value or ``_ABSENT``; None as a name if it is one."""
+    name, value = metric_name(metric), _ABSENT
     try:
-        return metric_name(metric) if metric(as_given(metrics)) is None else None
+        value = _lookup(metrics, metric) if isinstance(metric, str) else metric(as_given(metrics))
     except KeyError as error:
-        return str(error.args[0]) if error.args else metric_name(metric)
+        name = str(error.args[0]) if error.args else name
     except Exception:  # the save that ranks this step reports it
-        return None
+        return None, None
+    # A value on a device is not fetched.
+    texts = (str, bytes, bytearray, Mapping, list, tuple)
+    is_none = (
+        value is _ABSENT or value is None or isinstance(value, texts) or math.prod(getattr(value, "shape", ())) != 1
+    )
+    return name if is_none else None, value
 
 
 def _names(metrics: Mapping[str, Any], path: str = "") -> Iterator[str]:

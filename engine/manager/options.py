@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from ..clock import Duration, Rate, bytes_per_second, seconds
 from ..errors import InvalidLocationError, OptionError, UnknownArgumentError
-from ..peer_names import explains_unknown_names, instead_of
+from ..peer_names import explains_arguments, explains_unknown_names, instead_of
 from ..storage import Place, as_location, hidden_address
 from .decisions import EverySeconds, EverySteps, OnBest, Trigger
 from .intervals import LearnedInterval, save_interval
@@ -40,6 +40,7 @@ BestFn = str | Callable[[Any], float]
 BestMode = Literal["max", "min"]
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def limits(least: int, greatest: int | None = None) -> dict[str, Any]:
@@ -74,6 +75,11 @@ def refuse_options(taker: str, unknown: Iterable[str], known: Collection[str]) -
 def explains_options(options: type[T]) -> type[T]:
     """Make a dataclass of options explain names that it does not know."""
     return explains_unknown_names(options, refuse_options)
+
+
+def explains_its_options(function: F) -> F:
+    """Make a function that takes options explain names that it does not know."""
+    return explains_arguments(function, refuse_options)
 
 
 @explains_options

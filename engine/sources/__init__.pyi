@@ -9,6 +9,7 @@ from .discovery import find_steps as find_steps
 from .discovery import is_foreign as is_foreign
 from .discovery import is_ours as is_ours
 from .discovery import is_run as is_run
+from .discovery import left_by_download as left_by_download
 from .discovery import recognise as recognise
 from .files import check_destination as check_destination
 from .files import entry_size as entry_size

@@ -33,8 +33,17 @@ from ..errors import (
     shortened_steps,
 )
 from ..format import ARCHIVE, RECORD, CheckpointRecord, is_our_archive
-from ..steps import StepEntry, has_record, list_steps, newest_step, prefix_of, step_folders, stored_metadata
-from ..storage import Location
+from ..steps import (
+    StepEntry,
+    has_record,
+    list_steps,
+    newest_step,
+    prefix_of,
+    read_record,
+    step_folders,
+    stored_metadata,
+)
+from ..storage import DataReader, Location
 
 if TYPE_CHECKING:
     from .protocol import CheckpointSource
@@ -166,11 +175,25 @@ def _module(entry: _Entry) -> ModuleType:
 def find_steps(location: Location) -> FoundSteps:
     """Return the steps of a directory: our own, or else those of another library."""
     if location.exists() and not location.is_directory():
-        raise CheckpointNotFoundError(f"{location}: this is a file; checkpoints are directories")
+        with location.open_data() as file:
+            what = left_by_download(file) or "a file of no supported format; checkpoints are directories"
+        raise CheckpointNotFoundError(f"{location}: this is {what}")
     entries = list_steps(location)
     if entries:
         return FoundSteps(NATIVE, tuple(entries), metadata=lambda: stored_metadata(location))
     return _recognise_steps(location)
+
+
+def left_by_download(file: DataReader) -> str:
+    """Return what a file is, if a download left it in place of a checkpoint; "" for others."""
+    content = file.read(0, min(64, file.size)).tobytes()
+    if not content:
+        return "an empty file"
+    if content.startswith(b"version https://git-lfs"):
+        return "a pointer of Git LFS in place of the file: fetch that with `git lfs pull`"
+    if content.lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        return "a page of HTML, such as one about an error or a login: download the file again"
+    return ""
 
 
 def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
@@ -222,7 +245,15 @@ def _prefix_option(series: str) -> str:
 
 def find_checkpoint(location: Location, step: int | None = None) -> Location:
     """Return the location of the checkpoint that a path stands for: its own, or that of one of its steps."""
-    return location if step is None and not is_run(location) else find_step(location, step).location
+    if step is None or not has_record(location) or any(has_record(one.location) for one in step_folders(location)):
+        return location if step is None and not is_run(location) else find_step(location, step).location
+    own = read_record(location).step
+    if own != step:
+        which = "a checkpoint without a number" if own is None else f"the checkpoint of step {own}"
+        raise CheckpointNotFoundError(
+            f"{location}: this is {which}, not of step {step}: leave the step out, or give the directory of the run"
+        )
+    return location
 
 
 def find_step(location: Location, step: int | None) -> StepEntry:

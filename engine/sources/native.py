@@ -26,7 +26,7 @@ from ..format import (
 from ..pytree import Patterns, format_path, unescape_key
 from ..steps import StepEntry, has_changed, has_record, read_again, read_record
 from ..storage import Location, max_concurrency, parallel_map
-from .discovery import NATIVE, FoundSteps, find_step, find_steps, is_ours, recognise
+from .discovery import NATIVE, FoundSteps, find_checkpoint, find_step, find_steps, is_ours, recognise
 from .protocol import JSON, TREE, CheckpointSource
 
 if TYPE_CHECKING:
@@ -162,11 +162,10 @@ def read_checkpoint(location: Location, read: Callable[[CheckpointSource], T], s
 
 def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSource:
     """Open the checkpoint that a path stands for."""
-    if step is None:
-        if has_record(location):
-            return NativeCheckpoint(location)
-        if not is_ours(location) and (found := recognise(location)) is not None:
-            return found
+    if has_record(location) and (step is None or find_checkpoint(location, step) == location):
+        return NativeCheckpoint(location)
+    if step is None and not is_ours(location) and (found := recognise(location)) is not None:
+        return found
     entry = find_step(location, step)
     if entry.error is not None:
         raise entry.error

@@ -28,11 +28,10 @@ if TYPE_CHECKING:
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._-]*)://(.*)", re.DOTALL)  # fsspec has schemes with underscores
 _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+._-]*::.*://", re.DOTALL)
-_COLLAPSED = re.compile(
-    r"(?:file|memory|s3a?|gs|gcs|https?|az|abfss?|(?:web|arrow_)?hdfs|sftp|ssh|ftp|smb):/", re.IGNORECASE
-)
-_WINDOWS = re.compile(r"[A-Za-z]:[\\/]")
-_NO_COLON = re.compile(r"(?:s3a?|gs|gcs|az|abfss?|https?|sftp|hdfs)//", re.IGNORECASE)
+_CLOUDS = "s3a?|gs|gcs|az|abfss?"
+_COLLAPSED = re.compile(rf"({_CLOUDS}|file|memory|https?|(?:web|arrow_)?hdfs|sftp|ssh|ftp|smb)(:/?|//)", re.IGNORECASE)
+_WINDOWS = re.compile(r"[A-Za-z]:")
+_NO_MARK = re.compile(rf"(?:{_CLOUDS})/", re.IGNORECASE)
 _SYNONYMS = {"gcs": "gs", "s3a": "s3"}
 _KNOWN = "a path, file:///path, memory://name, s3://bucket/name, gs://bucket/name or az://container/name"
 
@@ -98,16 +97,18 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
                 f"{hidden_address(text)!r} chains file systems of fsspec, which an address cannot name here; pass the "
                 "file system: as_location(path, filesystem=...)"
             )
-        if _COLLAPSED.match(text):
-            raise InvalidLocationError(
-                f"{hidden_address(text)!r} looks like a URL that lost a slash; pathlib removes it, so pass URLs as str"
-            )
+        if match := _COLLAPSED.match(text):
+            url = f"{match[1]}://{'/' if match[1].lower() == 'file' else ''}{text[match.end() :].lstrip('/')}"
+            lost = "lacks a colon" if match[2] == "//" else "lost a slash; pathlib removes it, so pass URLs as str"
+            shown = hidden_address(url).replace(f"{match[1]}://", match[1] + match[2], 1)
+            raise InvalidLocationError(f"{shown!r} looks like a URL that {lost}: {hidden_address(url)!r}")
         if _WINDOWS.match(text):
-            there = f"/mnt/{text[0].lower()}{text[2:]}".replace("\\", "/")
+            there = f"/mnt/{text[0].lower()}/" + text[2:].replace("\\", "/").lstrip("/")
             raise InvalidLocationError(f"{text!r} is a path of Windows; in WSL it is {there!r}")
-        if _NO_COLON.match(text):
-            shown = hidden_address(text.replace("//", "://", 1))
-            raise InvalidLocationError(f"{shown.replace('://', '//', 1)!r} lacks a colon: {shown!r}")
+        if _NO_MARK.match(text) and not os.path.isdir(text.partition("/")[0]):
+            url = hidden_address(text.replace("/", "://", 1))
+            folder = url.replace("://", "/", 1)
+            raise InvalidLocationError(f"{folder!r} looks like the URL {url!r}; as a folder, write {f'./{folder}'!r}")
         return Location(_local, os.path.abspath(os.path.expanduser(text)))
     scheme, rest, shown = match.group(1).lower(), match.group(2), hidden_address(text)
     for mark in "?#|":

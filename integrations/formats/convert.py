@@ -141,9 +141,19 @@ def _imports(origin: Location, target: Location, overwrite: bool, progress: Prog
     return done
 
 
-def format_of(name: str, default: ExportFormat = "safetensors") -> ExportFormat:
-    """Return the format that the end of a file's name stands for; other names stand for the default."""
-    return _SUFFIXES.get(os.path.splitext(name)[1].lower(), default)
+def format_of(name: str) -> ExportFormat | None:
+    """Return the format that the end of a file's name stands for; None for other names."""
+    return _SUFFIXES.get(os.path.splitext(name)[1].lower())
+
+
+def check_suffix(name: str) -> ExportFormat:
+    """Return the format that the end of a file's name stands for; raise OptionError for other names."""
+    if (found := format_of(name)) is None:
+        raise OptionError(
+            f"{name}: the name does not say in which format to write: use one of {', '.join(_SUFFIXES)}, or --to orbax "
+            "for a directory; with --to, the file may have another name"
+        )
+    return found
 
 
 def export_checkpoint(
@@ -199,7 +209,7 @@ def export_checkpoint(
     if to == "orbax" and root is not None:
         raise OptionError("root= does not apply to Orbax, which restores the whole tree: leave it out")
     origin, target = as_location(source), as_location(destination, writes=True)
-    if format_of(target.name, to) != to:
+    if format_of(target.name) not in (to, None):
         raise OptionError(f"to={to!r} does not fit {target}: other programs read a file of this name as another format")
 
     def work() -> list[Conversion]:

@@ -36,6 +36,7 @@ from ...engine.sources import (
     StoredPart,
     StoredTree,
     check_destination,
+    left_by_download,
     nested,
     read_object,
     replacing,
@@ -352,6 +353,8 @@ def _looks_right(file: Location) -> bool:
 def _header(file: Location, path: str) -> tuple[Header, int]:
     try:
         with naming(file, " is not a whole safetensors file"), file.open_data() as reader:
+            if what := left_by_download(reader):
+                raise DamagedCheckpointError(f"it is {what}")
             return read_header(reader, path), reader.size
     except ObjectNotFoundError as error:
         raise DamagedCheckpointError(f"{file} is missing, although the index of its folder names it") from error

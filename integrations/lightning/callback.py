@@ -6,13 +6,13 @@ import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Never
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ...engine.clock import Clock, Duration
 from ...engine.errors import HoldfastError, OptionError
-from ...engine.manager import BestFn, BestMode, Local, Mirror, described, refuse_options
+from ...engine.manager import BestFn, BestMode, Local, Mirror, described, explains_its_options
 from ...engine.sources import Misfits, Weights, load_weights
 from ...engine.storage import Place
 from ..loop import (
@@ -183,6 +183,7 @@ class CheckpointCallback(ResumingCallback):
     save_weights_only = False
     save_last = True
 
+    @explains_its_options
     def __init__(
         self,
         dirpath: Place,
@@ -225,10 +226,8 @@ class CheckpointCallback(ResumingCallback):
         save_on_exception: bool = False,
         export_best: Place | None = None,
         links: bool = True,
-        **unknown: Never,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
-        refuse_options("CheckpointCallback.__init__", unknown, given)
+        given = {name: value for name, value in locals().items() if name != "self"}
         options = CallbackArguments(**given)
         self._options = options
         self._store = RunStore(options.dirpath, options)

@@ -58,6 +58,9 @@ class Ending:
     def begin(self) -> None:
         """Speak at the interpreter's exit, unless the callback is closed or another one goes on with the run."""
         _open[self.directory] = self
+        # Exit functions run in reverse order, and a failed save ends the process in that of the engine.
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)
 
     def note(self, event: Event) -> None:
         """Take note of the step that was saved or restored."""
@@ -88,7 +91,6 @@ _open: dict[str, Ending] = {}  # the runs whose callback is not closed, by direc
 os.register_at_fork(after_in_child=_open.clear)
 
 
-@atexit.register
 def _end_all() -> None:
     """Speak of what is lost as the interpreter exits, where no step can be saved any more."""
     error = getattr(sys, "last_value", None)  # of the exception that ends the program, if one does

@@ -26,8 +26,8 @@ from ...engine.manager import (
     Mirror,
     Peek,
     described,
+    explains_its_options,
     has_triggers,
-    refuse_options,
     shown_call,
 )
 from ...engine.sources import Misfits
@@ -275,6 +275,7 @@ class CheckpointCallback:
         OptionError: The value of an option is invalid.
     """
 
+    @explains_its_options
     def __init__(
         self,
         directory: Place,
@@ -315,10 +316,8 @@ class CheckpointCallback:
         load_and_broadcast: bool | None = None,
         global_generators: bool = True,
         step_offset: Literal[0, 1] | None = None,
-        **unknown: Never,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
-        refuse_options("CheckpointCallback.__init__", unknown, given)
+        given = {name: value for name, value in locals().items() if name != "self"}
         self._options = options = LoopArguments(**given)
         self._state_checkpointer = AsyncCheckpointer(options.tree_handler())
         self._manager = CheckpointManager(

@@ -62,6 +62,7 @@ class PreemptionSignal:
         self.again = False  # whether it has arrived once more, and is not the same one that a launcher forwards
         self._statuses: dict[int, int] = {}
         self._process: int | None = None
+        self._is_told = False  # whether the warning that no handler can be installed was given
         self._previous: dict[int, Handler] = {}
         protect_workers(self)
 
@@ -152,11 +153,13 @@ class PreemptionSignal:
         if self.is_agreed:
             return False
         if threading.current_thread() is not threading.main_thread():
-            logger.warning(
-                "%s is not handled: signal handlers can only be installed from the main thread; "
-                "a preemption loses the steps since the last save",
-                self._names(),
-            )
+            if not self._is_told:
+                logger.warning(
+                    "%s is not handled: signal handlers can only be installed from the main thread; "
+                    "a preemption loses the steps since the last save",
+                    self._names(),
+                )
+            self._is_told = True
             return False
         self._process = os.getpid()
         for number in self.signals:

@@ -352,14 +352,21 @@ class StepSaver:
         return {"items": items, "metrics": metrics, "save_kwargs": arguments, "custom_metadata": kept}
 
     def save_at_end(self) -> None:
-        """Save the last step if that is still possible, and log a warning if it is not."""
+        """Save the last step if that is still possible, and log a warning if it is not.
+
+        Raises:
+            SaveFailedError: The folder of the step is no checkpoint.
+        """
         lost = self.why_lost()
-        if lost is None:
-            where = self._manager.directory
-            lost = f"its folder in {where} is no checkpoint: run `holdfast rm {where} {self.step}`, and start again"
-            lost = None if self.save("at the end") else lost
         if lost is not None:
             logger.warning("step %d is not saved at the end: %s", self.step, lost)
+        elif not self.save("at the end"):
+            where = self._manager.directory
+            raise SaveFailedError(
+                f"step {self.step} is not saved at the end: its folder in {where} is no checkpoint. Move it away, or "
+                f"delete it with `holdfast rm {where} {self.step}`, and start again",
+                self.step,
+            )
 
     def holds(self, step: int) -> bool:
         """Return whether a step is saved, or being saved."""

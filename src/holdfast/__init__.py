@@ -8,7 +8,10 @@
 {'w': array([0, 1, 2]), 'step': 7}
 """
 
+import contextlib as _contextlib
 import importlib as _importlib
+import os as _os
+import re as _re
 import sys as _sys
 
 import lazy_loader as _lazy_loader
@@ -22,6 +25,13 @@ except ImportError:
         "holdfast runs on Linux and macOS: this Python has no fcntl, without which files cannot be locked. On Windows, "
         "run it in WSL 2 (wsl --install), with checkpoints on the disk of Linux"
     ) from None
+
+# Names tell of another project's distribution `holdfast`, whose modules would lie between those of this one.
+for _place in _sys.path:
+    with _contextlib.suppress(OSError):
+        for _name in _os.listdir(_place):
+            if _re.fullmatch(r"holdfast-[0-9].*\.dist-info", _name):
+                _importlib.import_module("holdfast.engine.installed").tell_of_stranger(_os.path.join(_place, _name))
 
 # A name is loaded when it is first used, so that importing the package costs next to nothing; __init__.pyi lists them.
 _load, __dir__, __all__ = _lazy_loader.attach_stub(__name__, __file__)

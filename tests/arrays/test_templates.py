@@ -174,11 +174,28 @@ def test_where_there_is_nothing(place: str, name: str) -> None:
         hf.load(f"{place}/{name}")
 
 
-def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "model.ckpt").write_bytes(b"something else")
-    for action in (hf.load, hf.describe, hf.verify):
-        with pytest.raises(hf.CheckpointNotFoundError, match="this is a file; checkpoints are directories"):
-            action(tmp_path / "model.ckpt")
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"something else", "a file of no supported format; checkpoints are directories"),
+        (b"", "an empty file"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n", "a pointer of Git LFS"),
+        (b"<!DOCTYPE html>\n<html><head><title>404</title></head></html>", "a page of HTML"),
+    ],
+)
+def test_a_file_is_no_checkpoint(tmp_path: Path, content: bytes, said: str) -> None:
+    for name in ("model.ckpt", "model.pt", "model.npz"):
+        (tmp_path / name).write_bytes(content)
+        for action in (hf.load, hf.describe, hf.verify, lambda path: hf.import_checkpoint(path, tmp_path / "new")):
+            with pytest.raises(hf.CheckpointNotFoundError, match=f"this is {said}"):
+                action(tmp_path / name)
+
+
+def test_a_pointer_of_git_lfs_is_named_in_place_of_weights(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(hf.DamagedCheckpointError, match="it is a pointer of Git LFS in place of the file"):
+            hf.load(path)
 
 
 def test_a_state_dict_takes_the_weights_of_a_run(tmp_path: Path) -> None:

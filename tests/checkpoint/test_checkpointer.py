@@ -364,10 +364,10 @@ def test_a_step_of_a_manager_is_a_checkpoint(tmp_path: Path) -> None:
 )
 def test_arguments_of_other_libraries_get_advice(taker: str, call: Any, tmp_path: Path) -> None:
     with pytest.raises(
-        hf.errors.UnknownArgumentError, match=rf"^{taker} does not .*filesystem: pass holdfast.storage.as_location"
+        hf.errors.UnknownArgumentError, match=rf"^{taker}\b.* '?filesystem'?: pass holdfast.storage.as_location"
     ):
         call(tmp_path / "x", filesystem=object())
-    with pytest.raises(hf.errors.UnknownArgumentError, match="multiprocessing_options: here it is coordinator="):
+    with pytest.raises(hf.errors.UnknownArgumentError, match=r"multiprocessing_options'?: here it is coordinator="):
         call(tmp_path / "x", multiprocessing_options=None)
     assert list(tmp_path.iterdir()) == []
 

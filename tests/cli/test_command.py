@@ -339,6 +339,13 @@ def test_a_step_is_given_by_position_or_by_name(
     assert refused.endswith(f"(holdfast {command} --help shows how to call it)\n")
 
 
+def test_the_folder_of_a_step_takes_its_own_step_only(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    for name in ("show", "verify"):
+        assert "20" in output_of(capsys, name, run / "checkpoints" / "20", "--step", 20)
+        said = error_of(capsys, name, run / "checkpoints" / "20", "--step", 10, status=2)
+        assert "this is the checkpoint of step 20, not of step 10: leave the step out" in said
+
+
 def test_a_step_is_given_once_and_several_in_any_way(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert "give it once" in error_of(capsys, "show", run, "20", "--step", "10", status=2)
     assert "Missing argument 'STEP...'" in error_of(capsys, "rm", run, status=2)

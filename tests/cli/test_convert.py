@@ -135,7 +135,7 @@ def test_export_of_the_best_step(capsys: pytest.CaptureFixture[str], tmp_path: P
         ("best", run, "does not rank its checkpoints by the name of a metric"),
         ("first", run, "'first' is neither the number of a step nor best"),
     ):
-        assert said in error_of(capsys, "export", source, tmp_path / "x", "--step", chosen, status=2)
+        assert said in error_of(capsys, "export", source, tmp_path / "x.pt", "--step", chosen, status=2)
     assert not (tmp_path / "x").exists()
 
 
@@ -164,8 +164,8 @@ def test_export_in_place(capsys: pytest.CaptureFixture[str], run: Path) -> None:
         ([], "DST is missing: give the file or directory to write"),
         (["--in-place"], "--in-place takes --to orbax"),
         (["x", "--to", "orbax", "--in-place"], "--in-place takes --to orbax"),
-        (["x", "--step", "9"], "no checkpoint of step 9"),
-        (["x", "--item", "y"], "no tree 'y'; it has state"),
+        (["x.pt", "--step", "9"], "no checkpoint of step 9"),
+        (["x.pt", "--item", "y"], "no tree 'y'; it has state"),
     ],
     ids=["format", "no destination", "in place", "in place and elsewhere", "step", "item"],
 )
@@ -189,7 +189,7 @@ def test_export_asks_for_an_item(capsys: pytest.CaptureFixture[str], tmp_path: P
     said = error_of(capsys, "export", tmp_path / "run", tmp_path / "x.safetensors", status=2)
 
     assert said.endswith("has the trees ema, extras: name one with --item\n")
-    said = error_of(capsys, "export", tmp_path / "run", tmp_path / "x", "--item", "ema", "--root", "v", status=2)
+    said = error_of(capsys, "export", tmp_path / "run", tmp_path / "x.pt", "--item", "ema", "--root", "v", status=2)
     assert "--root 'v'" in said
     assert said.endswith("has no such container; it has w\n")
 
@@ -256,7 +256,9 @@ SUFFIXES = [  # the file, and options; the format that is written, or the error
     ("out.safetensors", [], "safetensors"),
     ("out.pt", [], "torch"),
     ("out.ckpt", [], "torch"),
-    ("out", [], "safetensors"),
+    ("out", [], "use one of .safetensors, .pt, .pth, .ckpt, or --to orbax"),
+    ("out.npz", [], "use one of .safetensors, .pt, "),
+    ("out.bin", ["--to", "torch"], "torch"),
     ("out", ["--to", "torch"], "torch"),
     ("out.pt", ["--to", "torch"], "torch"),
     ("out.pt", ["--to", "safetensors"], "--to 'safetensors' does not fit "),
@@ -269,7 +271,7 @@ def test_the_end_of_the_name_decides_the_format(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, options: list[str], found: str
 ) -> None:
     hf.save(tmp_path / "one", {"w": torch.ones(2)})
-    refused = "does not fit" in found
+    refused = "does not fit" in found or "use one of" in found
     text = (error_of if refused else output_of)(
         capsys, "export", tmp_path / "one", tmp_path / name, *options, status=2 if refused else 0
     )

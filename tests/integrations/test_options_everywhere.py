@@ -167,7 +167,6 @@ def test_the_signature_of_a_callback_is_that_of_its_options(callback: Any, argum
     """It is written out, so that tools see it without running it; nothing is left out, and nothing differs."""
     assert "__signature__" not in vars(callback.__init__)
     written = dict(inspect.signature(callback).parameters)
-    assert written.pop("unknown").kind is inspect.Parameter.VAR_KEYWORD
     declared = inspect.signature(arguments).parameters
     assert [(one.name, one.kind, one.default) for one in written.values()] == [
         (one.name, one.kind, one.default) for one in declared.values()
@@ -230,7 +229,7 @@ def test_callbacks_take_their_options_by_name(tmp_path: Path) -> None:
     assert FlaxCallback(directory=tmp_path).manager.directory == LightningCallback(dirpath=tmp_path).manager.directory
     for callback in (FlaxCallback, LightningCallback):
         with pytest.raises(TypeError, match=r"Callback.__init__\(\) got an unexpected keyword.*max_to_kep"):
-            callback(tmp_path, max_to_kep=3)  # type: ignore[arg-type]
+            callback(tmp_path, max_to_kep=3)  # type: ignore[call-arg]
         with pytest.raises(TypeError, match=r"Callback.*positional argument"):
             callback(tmp_path, 3)  # type: ignore[call-arg]
 
@@ -265,7 +264,7 @@ def test_names_of_other_libraries_are_explained(tmp_path: Path, name: str, advic
 
 def test_an_option_of_managers_only(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="only CheckpointManagerOptions takes it"):
-        FlaxCallback(tmp_path, read_only=True)  # type: ignore[arg-type]
+        FlaxCallback(tmp_path, read_only=True)  # type: ignore[call-arg]
 
 
 TAKERS: dict[str, Callable[..., CallbackOptions]] = {

@@ -53,6 +53,21 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: loose.load(path, step=400),
         "step: give the path of the step, such as runs/digits/400",
     ),
+    "items of Orbax": (
+        lambda path: loose.CheckpointManager(path).save(1, args={"w": 1}),
+        "'args': pass the tree itself, or a dictionary of items: manager.save(step, {\"state\": tree})",
+    ),
+    "a template of Orbax": (
+        lambda path: loose.CheckpointManager(path).restore(1, args={"w": 1}),
+        "manager.restore(step, template)",
+    ),
+    "options of a checkpointer": (
+        lambda path: hf.PyTreeCheckpointer().save(path / "x", {"w": 1}, options=None),
+        "hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(...)) takes it",
+    ),
+    "options of a save": (lambda path: loose.save(path / "x", {"w": 1}, options=None), "takes options one by one"),
+    "options of a callback": (lambda path: loose.CheckpointCallback(path, options=None), "takes options one by one"),
+    "a directory of Lightning": (lambda path: loose.CheckpointCallback(dirpath=path), "is the first argument"),
     "a namespace": (
         lambda path: loose.CheckpointCallback(path, metadata=argparse.Namespace(lr=1)),
         "pass vars(metadata)",
@@ -70,6 +85,22 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a drive letter": (lambda path: loose.CheckpointCallback(r"C:\runs\x"), "in WSL it is '/mnt/c/runs/x'"),
     "a lost colon": (lambda path: loose.CheckpointCallback("gs//bucket/x"), "lacks a colon: 'gs://bucket/x'"),
 }
+
+
+@pytest.mark.parametrize(
+    ("taker", "name", "said"),
+    [
+        (hf, "save_pytree", "here it is hf.save"),
+        (hf, "training", "here it is hf.CheckpointManager"),
+        (hf, "v1", "the names of Orbax v1 are"),
+        (hf.CheckpointManager, "latest", "here it is latest_step()"),
+        (hf.CheckpointManager, "checkpoints", "here it is all_steps()"),
+    ],
+)
+def test_the_error_has_the_name_that_a_name_of_orbax_has_here(taker: Any, name: str, said: str, tmp_path: Path) -> None:
+    owner = taker if taker is hf else taker(tmp_path)
+    with pytest.raises(AttributeError, match=re.escape(f"has no attribute {name!r}: {said}")):
+        getattr(owner, name)
 
 
 @pytest.mark.parametrize("call", WRONG)

@@ -65,6 +65,12 @@ def test_parsing(text: str, url: str, name: str, parent: str) -> None:
         ("gs:///x", "names no bucket"),
         ("s3:/bucket/x", "lost a slash"),
         ("memory:/x", "lost a slash"),
+        ("s3:bucket/x", "lost a slash.*: 's3://bucket/x'"),
+        ("file:x", "'file:///x'"),
+        ("gs//x", "lacks a colon: 'gs://x'"),
+        ("gs/x", "looks like the URL 'gs://x'; as a folder, write './gs/x'"),
+        ("D:x", "a path of Windows; in WSL it is '/mnt/d/x'"),
+        (r"D:\x\y", "in WSL it is '/mnt/d/x/y'"),
         ("memory://a/../b", "'..'"),
         ("memory://a/%2E%2E/b", "'..'"),
         ("s3://bucket/x?versionId=1", "%3F"),
@@ -76,6 +82,13 @@ def test_what_is_not_a_location(text: str, message: str) -> None:
     with pytest.raises(InvalidLocationError, match=message) as caught:
         as_location(text)
     assert isinstance(caught.value, ValueError)
+
+
+def test_a_folder_may_be_named_as_a_scheme(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert as_location("./gs/x").url == str(tmp_path / "gs" / "x")
+    (tmp_path / "gs").mkdir()
+    assert as_location("gs/x").url == str(tmp_path / "gs" / "x")
 
 
 def test_relative_paths_count_from_here(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -324,7 +324,7 @@ def _object_in(value: Any) -> str | None:
 
 
 def _leaf(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | Unreadable):
         return value
     if isinstance(value, Name):
         try:

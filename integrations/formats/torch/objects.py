@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....engine.errors import DamagedCheckpointError
-from ....engine.sources import StoredArray, StoredPart, is_contiguous
+from ....engine.sources import StoredArray, StoredPart, Unreadable, is_contiguous
 from .pickles import Builder, Inert, Name, Stateful, shown
 
 ByteOrder = Literal["<", ">"]
@@ -195,11 +195,14 @@ class _Array(Stateful):
     """A numpy array in a pickle: created empty, filled by ``BUILD``."""
 
     def __init__(self, *_: Any) -> None:
-        self.value: NDArray[Any] | None = None
+        self.value: NDArray[Any] | Unreadable | None = None
 
     def set_state(self, state: Any) -> None:
         _, shape, dtype, fortran, data = state
         shape = sizes(shape)
+        if isinstance(dtype, _DType) and dtype.value.kind == "O":
+            self.value = Unreadable("an array of Python objects")
+            return
         if not isinstance(dtype, _DType) or type(data) is not bytes:
             raise ValueError("an array of numpy has elements that are not plain data")
         if math.prod(shape) * dtype.value.itemsize != len(data):
@@ -214,7 +217,7 @@ class _DType(Stateful):
         if type(code) is not str or len(code) > 12 or not code[:1].isalpha() or not code[1:].isdecimal():
             raise ValueError(f"{shown(code)} is not a dtype")
         self.value = np.dtype(code)
-        if self.value.kind not in "biufcSU":
+        if self.value.kind not in "biufcSUO":
             raise ValueError(f"arrays of the dtype {code} are not read")
 
     def set_state(self, state: Any) -> None:
