@@ -128,7 +128,9 @@ class LateMetrics:
         """Remove the metrics of checkpoints that a listing of the directory does not have."""
         folders = {entry.name for entry in listing.entries() if entry.is_directory}
         with contextlib.suppress(StorageError):
-            self._remove(one.name for one in (listing / LATE).entries() if _folder(one.name) not in {"", *folders})
+            stray = [entry.name for entry in (listing / LATE).entries() if _folder(entry.name) not in {"", *folders}]
+            # The listing may lack a name.
+            self._remove(name for name in stray if not has_record(self._directory / _folder(name)))
 
     def _forget(self, names: Iterable[str]) -> None:
         for name in names:
