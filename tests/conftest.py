@@ -16,6 +16,7 @@ import os
 import pkgutil
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from importlib.metadata import version
@@ -86,6 +87,22 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         gc.set_threshold(10_000, 20, 20)
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Leaves what a module and its imports have made out of later searches, too: loops look through all objects."""
+    global _modules
+    try:
+        return (yield)
+    finally:
+        if nextitem is not None and (nextitem.path != item.path or len(sys.modules) > _modules + 100):
+            _modules = len(sys.modules)
+            gc.collect()
+            gc.freeze()
+
+
+_modules = 0  # those that were imported when the objects were last left out
 
 
 @pytest.hookimpl(wrapper=True)
