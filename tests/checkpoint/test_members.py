@@ -200,6 +200,7 @@ OWN_VALUES: dict[str, tuple[Any, Any, str]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", OWN_VALUES)
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])  # of large trees, each copies what it writes
 def test_plain_values_that_differ_are_refused(tmp_path: Path, name: str, large: bool) -> None:

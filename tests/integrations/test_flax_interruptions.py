@@ -213,6 +213,7 @@ def directory() -> Iterator[Path]:
         yield Path(path)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("how", ["torn", "raised", "preempted"])
 @pytest.mark.parametrize("kind", ["linen", "nnx"])

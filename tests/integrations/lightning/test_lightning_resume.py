@@ -62,6 +62,7 @@ def check(program: Any, new_directory: NewDirectory, steps: Iterable[int], **opt
 LOADERS = ["plain", "shuffled", "stateful"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("loader", LOADERS)
 def test_resumed_from_any_step(
@@ -72,6 +73,7 @@ def test_resumed_from_any_step(
     check(program, new_directory, steps, loader=loader, **VARIANTS[variant])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "loader",
     [
@@ -274,6 +276,7 @@ def test_schedules(program: Any, new_directory: NewDirectory, schedule: str, eve
     check(program, new_directory, steps, schedule=schedule, check_val_every_n_epoch=epochs)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [
