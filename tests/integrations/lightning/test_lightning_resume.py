@@ -339,15 +339,6 @@ def test_early_stopping_ends_at_the_same_step(program: Any, new_directory: NewDi
     assert again.recorder.first_step is None
 
 
-def test_finished_run_has_nothing_to_do(program: Any, new_directory: NewDirectory) -> None:
-    directory = new_directory()
-    first = program.run(directory)
-    second = program.run(directory, seed=2)
-    assert second.recorder.first_step is None
-    assert second.final["model"] == first.final["model"]
-    assert second.trainer.checkpoint_callback.manager.latest_step() == 15
-
-
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 7}, {"max_steps": 10}])
 def test_longer_run_goes_on(program: Any, new_directory: NewDirectory, limit: dict[str, int]) -> None:
     whole = program.run(new_directory(), checkpoint=NEVER)
