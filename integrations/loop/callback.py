@@ -22,6 +22,7 @@ from ...engine.manager import (
     BestFn,
     BestMode,
     CheckpointManager,
+    CheckpointManagerOptions,
     Local,
     Mirror,
     Peek,
@@ -29,6 +30,7 @@ from ...engine.manager import (
     has_triggers,
     refuse_options,
     shown_call,
+    takes_texts_of,
 )
 from ...engine.sources import Misfits
 from ...engine.storage import Place
@@ -109,6 +111,7 @@ def _checked_step(step: Any, unknown: Sequence[object]) -> int:
     return operator.index(step)
 
 
+@takes_texts_of(CheckpointManagerOptions)
 class CheckpointCallback:
     """Saves a training loop's state, keeps the right checkpoints, and resumes the loop where it stopped.
 
@@ -169,48 +172,25 @@ class CheckpointCallback:
 
     Args:
         directory: Where the checkpoints go: a path or a URL.
-        save_interval_steps: Save whenever the step passes a multiple of this.
-        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; where fewer have its metric,
-            the newest of the others fill up. None keeps all.
-        best_fn: The metric that ranks checkpoints: its name, or a function of the metrics.
-        best_mode: Whether the largest (``"max"``) or the smallest (``"min"``) value of the metric is best; a name in
-            ``best_fn`` needs it. None is the largest value of a function.
+        save_interval_steps, max_to_keep, best_fn, best_mode:
 
     Args: when to save
-        save_interval_secs: Save when this much time has passed since the last save: seconds, or ``"15m"``, ``"1h"``.
-            ``"auto"``, or ``"auto 1m to 1h"`` with the least and the greatest interval, learns from the run's events
-            which interval loses least.
-        save_on_best: Save when the metric is better than at every checkpoint so far; needs ``best_fn``.
+        save_interval_secs, save_on_best:
         save_at_end: Save the last step when training ends, whether or not a trigger asks for it.
         step_offset: 1 if the step that your loop reports is the index of its last update, as with Orbax, so that N + 1
             updates are in the state of step N, and a resume begins with step N + 1. 0 is the number of updates. It is
             saved with each step; None takes that of the step that the run resumes from, or 0.
-        item_intervals: Of a manager with several items, those that few checkpoints have, such as a replay buffer: for
-            each, the number of steps; a save at or past a multiple of it has the item, and so has the first one and one
-            with ``force=True``. The newest checkpoint that has it is kept.
+        item_intervals:
 
     Args: what to keep
-        keep_latest: Keep this many of the newest checkpoints as well, best or not.
-        keep_period: Keep the first checkpoint at or past each multiple of this many steps.
-        keep_time_interval: Keep every checkpoint that was saved at least this long after the last one that this rule
-            keeps; roughly one an hour for ``"1h"``.
-        keep_steps: Keep the checkpoints of these steps.
-        keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default the other rules decide about
-            them as about all others.
+        keep_latest, keep_period, keep_time_interval, keep_steps, keep_checkpoints_without_metrics:
 
     Args: where, and how it is stored
-        mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with an interval and limits of its own:
-            steps are copied there in the background, and a run resumes from the newest step of both places.
-        local: A ``Local``: saves every few steps into the memory or on the disk of each host, with copies on other
-            hosts. A run resumes from these if they are newer than what is in the directory.
-        step_prefix: Steps live in directories named ``<step_prefix>_<step>`` instead of ``<step>``; a prefix that ends
-            in ``-`` needs no underscore.
+        mirror, local, step_prefix:
         metadata: JSON about the run, such as its configuration, stored with the checkpoints.
         compression: Compress arrays with zstd at this level, 1 to 22. None does not compress, which is faster on a fast
             disk.
-        reuse_unchanged: Do not write arrays again that have not changed: a step shares their data files, by hard links,
-            with the step before the last one; S3 and Google copy them. Every step stays whole and can be copied or
-            deleted.
+        reuse_unchanged:
 
     Args: what a resume does
         resume: ``"auto"`` resumes if there is a checkpoint, ``"must"`` raises if there is none, and ``"never"`` raises
@@ -244,7 +224,7 @@ class CheckpointCallback:
         witness_steps_after_signal: After SIGTERM, when the step is saved, go on for up to so many steps that are
             recorded but not saved, if a quarter of ``grace_secs`` (2 seconds without it) has time for them, so that the
             resume can be compared with them. 0 stops at the saved step.
-        save_timeout_secs: How long waiting for a save may take before it is an error: seconds, or ``"10m"``.
+        save_timeout_secs:
 
     Args: several processes
         replicated: The names of state that is the same in all processes, so that any number of them gets it. These are
@@ -258,12 +238,7 @@ class CheckpointCallback:
             differs from process to process: a function of its name, the states that processes 0, 1, ... have saved, the
             index of this process and the number of processes. It returns the state of this process. Without it, such a
             resume is refused. Random generators stay with the index of their process.
-        barrier_timeout_secs: How long a process waits for the others of its program before it raises an error that
-            names them: seconds, or ``"10m"``.
-        load_and_broadcast: Whether the processes of a program read once what several of them restore, and hand it on
-            through the collective operations of JAX or torch. None is for programs on several machines, and for
-            checkpoints in an object store, if that saves at least 64 MiB. False never does. True always does, also at
-            ``restore(step)``.
+        barrier_timeout_secs, load_and_broadcast:
 
     Args: tests
         clock: Where the time comes from, for tests.
