@@ -32,20 +32,19 @@ from ...engine.pytree import (
     expand,
     flatten,
     is_leaf,
-    is_nnx,
     is_torch_tensor,
     pack_tree,
     unescape_key,
 )
 from ...engine.sources import Misfits
-from ...engine.stateful import ActorState, adapted
+from ...engine.stateful import adapted
 from ...engine.storage import LocalBackend, Location
 from ..graph import (
     OPTIMIZER_SLOTS,
     Leaf,
     LiveGraph,
     LiveNode,
-    Node,
+    Part,
     Path,
     Restoration,
     StoredGraph,
@@ -53,11 +52,10 @@ from ..graph import (
     format_node_path,
     is_module,
     is_optimizer,
-    stand_for,
     walk,
 )
-from .live import LiveComponent, attributes_of, attributes_with_state, discovered, is_component, live_tree
-from .names import STATE, Names, format_component_path
+from .live import LiveComponent, discovered, is_component, live_tree
+from .names import Names, format_component_path
 
 _logger = logging.getLogger("holdfast")
 
@@ -191,12 +189,12 @@ def check_saveable(root: Any) -> None:
     """Raise UnsupportedLeafError if a component of a tree holds what no save can take; calls nothing of theirs."""
     for one in live_tree(root).walk():
         if not has_own(one.value, "get_state"):
-            own_graph(one, stand_in(one))
+            own_graph(one)
 
 
 def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> dict[str, Any]:
     """Take the state of a component that has no ``get_state`` of its own."""
-    graph, skipped, others = own_graph(component, stand_in(component))
+    graph, skipped, others = own_graph(component)
     if not partial:
         _refuse_unnamed(component, others)
         _refuse_outside(component, graph)
@@ -287,11 +285,9 @@ def set_default_state(
     With ``modes``, modules get the modes that they had, too.
     """
     source = stored.checkpoint
-    root = stand_in(component)
-    graph, *_ = own_graph(component, root)
-    before = dict(vars(root))
+    graph, *_ = own_graph(component)
     own = {format_node_path(node.path) for node in graph.leaves()}
-    restoration = Restoration(stored, root, ignore=kept_paths(stored, keep), final=True)
+    restoration = Restoration(stored, component, ignore=kept_paths(stored, keep), final=True)
     restoration.progress.partial = True  # The report lists the values that are left over.
     misfits = Misfits()
     try:
@@ -305,9 +301,6 @@ def set_default_state(
             f"Change the program, or {other}:",
             error.differences,
         ) from error
-    for name, value in vars(root).items():
-        if before.get(name) is not value:
-            setattr(component.value, name, value)
     report = restoration.report()
     unused = report.pending + report.unused
     # Earlier versions left out what optimizers keep for parameters of some components.
@@ -333,7 +326,7 @@ def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str
     """
     if has_own(component.value, "set_state"):
         return []
-    graph, *_ = own_graph(component, stand_in(component))
+    graph, *_ = own_graph(component)
     known, lines = _parameters(component.root), []
     for node in graph.nodes:
         for tensor in tensors if node.optimizer is not None else ():
@@ -412,65 +405,7 @@ def _document(state: Mapping[str, Any], source: Location) -> Any:
 
 # ---- a component as a graph of its own
 
-
-class _Part:
-    """Stands for an object of another component: the paths of its parameters are needed, its values are not."""
-
-
 _TREE = "(tree)"  # name of the edge to the parameters of other components that have no name in this one
-
-
-def stand_in(component: LiveComponent) -> Node:
-    """Return a node with the component's own attributes, and with the components that it names under these names."""
-    node = Node()
-    value = component.value
-    if is_module(value) or is_nnx(value):
-        stand_for(node, value)
-        if is_module(value):
-            vars(node).update(attributes_with_state(component))
-    elif is_optimizer(value) or isinstance(value, np.ndarray) or is_torch_tensor(value):
-        vars(node)[STATE] = value  # an object without a name of its own
-    else:
-        _fill(node, component, {id(component): node})
-    return node
-
-
-def _fill(node: Any, component: LiveComponent, made: dict[int, Any]) -> None:
-    if isinstance(component.value, ActorState):
-        return
-    below = {id(child.value) for child in component.children}
-    attributes = attributes_of(component.value)
-    if not attributes and not hasattr(component.value, "__dict__"):
-        which = f"component {format_component_path(component.path)}" if component.path else "the component"
-        raise UnsupportedLeafError(
-            f"{which} is a {type(component.value).__qualname__}, which has no attributes that could be restored in "
-            "place: make it an attribute of a component, or give it get_state() and set_state(state)"
-        )
-    for name, value in attributes.items():
-        if id(value) not in below and not is_component(value):
-            vars(node)[name] = value
-    kept = set(vars(node))
-    for path, other in component.named():
-        if path[0] not in kept:
-            _put(node, path, _part(other, made))
-        elif isinstance(part := _part(other, made), _Part):  # Others are found in their container.
-            vars(node)[f"{'/'.join(path)} (component)"] = part
-
-
-def _put(holder: Any, path: Path, value: Any) -> None:
-    for segment in path[:-1]:
-        holder = vars(holder).setdefault(segment, _Part())
-    vars(holder).setdefault(path[-1], value)
-
-
-def _part(component: LiveComponent, made: dict[int, Any]) -> Any:
-    value = component.value
-    if is_module(value) or is_nnx(value) or is_optimizer(value) or not hasattr(value, "__dict__"):
-        return value
-    if id(component) not in made:
-        made[id(component)] = _Part()
-        _fill(made[id(component)], component, made)
-    return made[id(component)]
 
 
 def _parameters(top: LiveComponent) -> dict[int, Path]:
@@ -479,26 +414,27 @@ def _parameters(top: LiveComponent) -> dict[int, Path]:
         top.parameters = {}
         for one in top.walk():
             with contextlib.suppress(UnsupportedLeafError):  # Its own get_state() replaces the walk.
-                for node in walk(stand_in(one), strict=False).nodes:
+                for node in walk(one, strict=False).nodes:
                     if is_torch_tensor(node.value):
                         top.parameters.setdefault(id(node.value), (*one.path, *node.path))
     return top.parameters
 
 
-def own_graph(component: LiveComponent, root: Node) -> tuple[LiveGraph, dict[str, str], dict[Path, Any]]:
+def own_graph(component: LiveComponent) -> tuple[LiveGraph, dict[str, str], dict[Path, Any]]:
     """Return the graph of a component's own values, why some of its objects cannot be saved, and where it ends.
 
     It ends at other components, by the paths to them. Parameters of its optimizers that it has no name for are in it by
     their paths from the root of the tree.
     """
-    graph, skipped, own, others = _walked(component, root)
+    component.added.clear()
+    graph, skipped, own, others = _walked(component)
     outside = [one for node in graph.nodes if id(node) in own for one in outside_parameters(node)]
     known = _parameters(component.root) if outside else {}
     for parameter in outside:
         if id(parameter) in known:
-            _put(root, (_TREE, *map(unescape_key, known[id(parameter)])), parameter)
-    if _TREE in vars(root):
-        graph, skipped, own, others = _walked(component, root)
+            component.add((_TREE, *map(unescape_key, known[id(parameter)])), parameter)
+    if component.added:
+        graph, skipped, own, others = _walked(component)
     if any(node.optimizer_slots or node.groups for node in graph.nodes if id(node) in own):
         for node in graph.nodes:  # Nodes of other components are names without values.
             if id(node) not in own:
@@ -520,9 +456,9 @@ def outside_parameters(node: LiveNode) -> list[Any]:
     return [parameter for parameter in every if id(parameter) not in within]
 
 
-def _walked(component: LiveComponent, root: Node) -> tuple[LiveGraph, dict[str, str], set[int], dict[Path, Any]]:
+def _walked(component: LiveComponent) -> tuple[LiveGraph, dict[str, str], set[int], dict[Path, Any]]:
     """Return the graph, what in it cannot be saved, which of its nodes are its own, and the components it ends at."""
-    graph = walk(root)
+    graph = walk(component)
     own = {id(graph.root)}
     below = {id(child.value) for child in component.children}
     skipped = {format_node_path(path): reason for path, reason in graph.skipped.items()}
@@ -531,7 +467,7 @@ def _walked(component: LiveComponent, root: Node) -> tuple[LiveGraph, dict[str, 
     for node in queue:
         for segment, child in node.edges.items():
             # Saved as a component: one below, or the component itself where an object refers to it.
-            if isinstance(child.value, _Part) or is_component(child.value) or id(child.value) in below:
+            if isinstance(child.value, Part) or is_component(child.value) or id(child.value) in below:
                 others[*node.path, segment] = child.value
                 path = format_node_path((*node.path, segment))
                 skipped = {one: why for one, why in skipped.items() if one != path and not one.startswith(f"{path}/")}
