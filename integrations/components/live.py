@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from ...engine.errors import OptionError, UnsupportedLeafError
-from ...engine.pytree import is_jax_array, is_nnx, is_torch_tensor
+from ...engine.pytree import PLAIN, is_jax_array, is_nnx, is_torch_tensor
 from ...engine.stateful import ActorState, adapted, is_stateful
 from ..graph import Part, Path, is_actor_class, is_module, is_optimizer, nnx_children, tracked_attributes, unwrapped
-from .constructor_spec import PLAIN, CtorArguments
+from .constructor_spec import CtorArguments
 from .names import STATE, format_component_path, named_path
 
 ARGUMENTS = "_holdfast_recipe"  # name of the attribute that keeps the arguments of the constructor
@@ -216,7 +216,7 @@ def _discover(keys: tuple[str, ...], value: Any, depth: int) -> Iterator[tuple[s
 def _elements(value: Any) -> Sequence[tuple[Any, Any]]:
     """Return what a container holds, with its keys; nothing for one that holds plain values only."""
     if isinstance(value, dict | list | tuple | deque):
-        if PLAIN.issuperset(map(type, value.values() if isinstance(value, dict) else value)):
+        if set(map(type, value.values() if isinstance(value, dict) else value)).issubset(PLAIN):
             return []
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         return [(key, child) for key, child in pairs if isinstance(key, str | int) and key != ""]

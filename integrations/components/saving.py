@@ -28,7 +28,7 @@ from ...engine.distributed import ProcessInfo, current_coordinator
 from ...engine.errors import OptionError, UnsupportedLeafError, shortened
 from ...engine.format import COMPONENT, CheckpointRecord, ItemRecord
 from ...engine.handlers import PreparedItem, PyTreeCheckpointHandler, SaveArgs
-from ...engine.pytree import collection_paused, flatten, format_path, is_jax_array, is_torch_tensor
+from ...engine.pytree import collection_paused, flatten, format_path, import_path, is_jax_array, is_torch_tensor
 from ...engine.stateful import ActorState, adapted
 from ...engine.storage import Location
 from ..graph import Path
@@ -36,7 +36,6 @@ from .constructor_spec import encode_spec
 from .layout import DATA, KIND, ComponentParts, Description, item_name
 from .live import LiveComponent, discovered, is_component, live_tree, method_of
 from .names import format_component_path
-from .permissions import import_path
 from .states import own_states
 
 _logger = logging.getLogger("holdfast")

@@ -18,6 +18,8 @@ from ...engine.pytree import (
     KeyProblem,
     PackedNumbers,
     class_name,
+    decode_state,
+    encode_state,
     expand,
     is_dense,
     is_jax_abstract,
@@ -29,7 +31,7 @@ from ...engine.pytree import (
     loaded,
     pack_numbers,
 )
-from ...engine.stateful import decode_state, encode_state, is_stateful
+from ...engine.stateful import is_stateful
 from .frameworks import (
     GROUPS,
     VARIABLE,

@@ -24,8 +24,7 @@ import numpy as np
 import torch
 
 from ...engine.errors import FormatVersionError, UnsupportedLeafError
-from ...engine.pytree import STRIDES, is_permuted, with_strides
-from ...engine.stateful import instance_of, loaded_object
+from ...engine.pytree import PLAIN, STRIDES, import_path, instance_of, is_permuted, loaded_object, with_strides
 
 POSITION = "holdfast"
 """The entry for the state that Lightning's own checkpoints lack: the position in the data, and random generators."""
@@ -40,7 +39,6 @@ _TYPES = "value_types"  # the types of values that are saved as plain data: pair
 _FIRST = ("state_dict", "optimizer_states", "lr_schedulers")  # entries that a listing shows first
 _REQUIRED = ("state_dict", "optimizer_states", "loops", POSITION)
 _Keys = tuple[str | int, ...]
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class _LeftError(Exception):
@@ -138,7 +136,7 @@ class _Plain:
     def value(self, value: Any, keys: _Keys) -> Any:
         """Return a value as plain data and arrays; _LeftError refuses others."""
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             return value
         if isinstance(value, torch.Tensor):
             unusual = value.layout != torch.strided or value.is_quantized or value.is_meta
@@ -151,7 +149,7 @@ class _Plain:
             return value.detach()
         if isinstance(value, dict):
             return self.entries(value, keys)
-        if kind in (set, frozenset) and not all(type(item) in _PLAIN for item in value):
+        if kind in (set, frozenset) and not all(type(item) in PLAIN for item in value):
             raise _LeftError(value)
         if kind in (list, tuple, set, frozenset):
             # Leaving out one element would move the others, so the whole entry is left out.
@@ -241,13 +239,13 @@ def as_plain(value: Any) -> tuple[Any, str] | None:
     if isinstance(value, _TORCH_NAMES):
         return str(value), "torch"
     if isinstance(value, Enum):
-        return (value.name, f"enum {_name(kind)}") if value.name in kind.__members__ else None
+        return (value.name, f"enum {import_path(kind)}") if value.name in kind.__members__ else None
     if isinstance(value, type):
-        known = value.__module__.partition(".")[0] in _LIBRARIES and loaded_object(_name(value)) is value
-        return (_name(value).replace(":", "."), f"class {_name(value)}") if known else None
+        known = value.__module__.partition(".")[0] in _LIBRARIES and loaded_object(import_path(value)) is value
+        return (import_path(value).replace(":", "."), f"class {import_path(value)}") if known else None
     if dataclasses.is_dataclass(value) and not isinstance(value, torch.nn.Module):
         entries = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return entries, f"dataclass {_name(kind)}"
+        return entries, f"dataclass {import_path(kind)}"
     if kind.__module__.partition(".")[0] == "omegaconf":
         return sys.modules["omegaconf"].OmegaConf.to_container(value, resolve=False), "omegaconf"
     return None
@@ -278,7 +276,3 @@ def from_plain(plain: Any, kind: str) -> Any:
     except Exception as error:
         logger.warning("left as plain data instead of %s: %s", kind, error)
         return plain
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
