@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Never, Protocol, Self, runtime_checkable
 
 from ...engine.arrays import Layout
@@ -28,7 +28,6 @@ from .states import (
     call_get_state,
     default_state,
     inherited,
-    is_remote,
     overrides,
     set_default_state,
     stored_state,
@@ -320,8 +319,8 @@ def _refuse_untaken(live: LiveComponent, options: Mapping[str, Any]) -> None:
 
 
 def _take(live: LiveComponent, selection: Selection, options: Mapping[str, Any]) -> dict[str, Any]:
-    def asked(one: LiveComponent) -> Callable[[], Any]:
-        return lambda: call_get_state(one.value, *selection.below(one.path), options)
+    def ask(one: LiveComponent) -> Any:
+        return call_get_state(one.value, *selection.below(one.path), options)
 
     def selected(one: LiveComponent) -> list[LiveComponent]:
         return [child for child in one.children if selection.leads_to(child.path)]
@@ -334,10 +333,10 @@ def _take(live: LiveComponent, selection: Selection, options: Mapping[str, Any])
         state = default_state(one, snapshot=True)
         for child in selected(one):
             own = overrides(child.value, "get_state")
-            state[child.name] = fetched.get(child.value, asked(child)) if own else take(child)
+            state[child.name] = fetched.get(child) if own else take(child)
         return state
 
-    with Fetched({id(one.value): asked(one) for one in owned(live) if is_remote(one.value)}) as fetched:
+    with Fetched(owned(live), ask) as fetched:
         return take(live)
 
 

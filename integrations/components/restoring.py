@@ -23,9 +23,8 @@ from .states import (
     has_own,
     is_remote,
     kept_paths,
-    own_state,
     own_states,
-    set_default_state,
+    set_own_state,
     stored_state,
 )
 
@@ -248,15 +247,10 @@ class _Restore:
 
     def _set(self, one: LiveComponent, state: Any, *, last: bool) -> None:
         if not last and not self.fresh:
-            known = one.path in self._asked
-            before = self._asked[one.path] if known else own_state(one, snapshot=True, partial=True)
-            self._before.append((one, before))
-        if has_own(one.value, "set_state"):
-            one.value.set_state(state)
-            self._done[one.path] = OwnReport()
-        else:
-            kept = self._within(one.path)
-            self._done[one.path] = set_default_state(one, state, kept, fitting=self.fitting, modes=self.modes)
+            before = self._asked if one.path in self._asked else own_states([one], snapshot=True, partial=True)
+            self._before.append((one, before[one.path]))
+        kept = self._within(one.path)
+        self._done[one.path] = set_own_state(one, state, kept, fitting=self.fitting, modes=self.modes)
 
     def _within(self, above: Path) -> Keep | None:
         """Return the same for paths within a component."""
@@ -268,10 +262,7 @@ class _Restore:
             if isinstance(state, dict) and not state:
                 continue
             try:
-                if has_own(one.value, "set_state"):
-                    one.value.set_state(state)
-                else:
-                    set_default_state(one, stored_state(one, state))
+                set_own_state(one, state if has_own(one.value, "set_state") else stored_state(one, state))
             except Exception:  # The caller sees the error that led here.
                 _logger.warning("%s: its state could not be undone", format_component_path(one.path), exc_info=True)
 

@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial as bound
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -136,13 +135,13 @@ def is_remote(value: Any) -> bool:
 
 
 class Fetched:
-    """States of remote components, requested at once; the calling thread takes the others meanwhile."""
+    """States of components: remote ones are requested at once; the calling thread takes the others meanwhile."""
 
-    def __init__(self, remote: Mapping[int, Callable[[], Any]]) -> None:
-        """Request states, by the ids of their components."""
+    def __init__(self, components: Iterable[LiveComponent], ask: Callable[[LiveComponent], Any]) -> None:
+        self._ask = ask
+        remote = [one for one in components if is_remote(one.value)]
         self._pool = ThreadPoolExecutor(min(len(remote), _AT_ONCE) or 1, "holdfast-states")
-        contexts = ((key, contextvars.copy_context(), ask) for key, ask in remote.items())
-        self._states = {key: self._pool.submit(context.run, ask) for key, context, ask in contexts}
+        self._states = {id(one.value): self._pool.submit(contextvars.copy_context().run, ask, one) for one in remote}
 
     def __enter__(self) -> Self:
         return self
@@ -150,10 +149,10 @@ class Fetched:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def get(self, value: Any, ask: Callable[[], Any]) -> Any:
+    def get(self, component: LiveComponent) -> Any:
         """Return a requested state, or take it now; raise what the component raised."""
-        found = self._states.get(id(value))
-        return ask() if found is None else found.result()
+        found = self._states.get(id(component.value))
+        return self._ask(component) if found is None else found.result()
 
 
 # ---- taking
@@ -162,24 +161,24 @@ class Fetched:
 def own_states(
     components: Iterable[LiveComponent], *, snapshot: bool = False, partial: bool = False
 ) -> dict[Path, Any]:
-    """Take the states of components, those of remote ones all at once."""
+    """Take the states of components, those of remote ones all at once.
+
+    ``partial`` allows that values for parameters outside of the tree are left out.
+    """
     known = list(components)
-    with Fetched({id(one.value): bound(_asked, one) for one in known if is_remote(one.value)}) as fetched:
-        return {one.path: own_state(one, snapshot=snapshot, partial=partial, fetched=fetched) for one in known}
+    with Fetched(known, _asked) as fetched:
+        return {one.path: _own_state(one, fetched, snapshot=snapshot, partial=partial) for one in known}
 
 
 def _asked(component: LiveComponent) -> Any:
     return call_get_state(component.value, None, sorted(child.name for child in component.children) or None)
 
 
-def own_state(
-    component: LiveComponent, *, snapshot: bool, partial: bool = False, fetched: Fetched | None = None
-) -> Any:
-    """Take the state of a component; ``partial`` allows that values for parameters outside of the tree are left out."""
+def _own_state(component: LiveComponent, fetched: Fetched, *, snapshot: bool, partial: bool) -> Any:
     if not has_own(component.value, "get_state"):
         return default_state(component, snapshot=snapshot, partial=partial)
     names = {child.name for child in component.children}
-    state = _asked(component) if fetched is None else fetched.get(component.value, lambda: _asked(component))
+    state = fetched.get(component)
     if isinstance(state, Mapping) and names & state.keys():
         state = {key: value for key, value in state.items() if key not in names}
     return copied(state) if snapshot else pack_tree(state)
@@ -270,6 +269,14 @@ def copied(tree: Any) -> Any:
 
 
 # ---- restoring
+
+
+def set_own_state(component: LiveComponent, state: Any, keep: Keep | None = None, **options: bool) -> OwnReport:
+    """Give its state to a component, by its own ``set_state`` if it has one; the options are for all others."""
+    if not has_own(component.value, "set_state"):
+        return set_default_state(component, state, keep, **options)
+    component.value.set_state(state)
+    return OwnReport()
 
 
 def set_default_state(
