@@ -21,7 +21,7 @@ from .live import ARGUMENTS, LiveComponent, discovered, kept_arguments, live_tre
 from .names import Names, Selection, format_component_path
 from .permissions import Permissions
 from .reading import SavedComponent, open_component
-from .restoring import ComponentReport, KeepPatterns, descend, locate, restore_saved
+from .restoring import ComponentReport, descend, kept_values, locate, restore_saved
 from .saving import prepare
 from .states import (
     Fetched,
@@ -185,7 +185,7 @@ class Checkpointable:
         refuse_unknown("restore_from_path", unknown, Checkpointable.restore_from_path)
         live = live_tree(self)
         target = live if component is None else locate(live, component)
-        kept = None if keep is None else KeepPatterns(keep)
+        kept = kept_values(keep)
         saved = open_component(as_location(path, filesystem=filesystem))
         if component is not None:
             _refuse_tree_above(target, saved)
