@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Never, Protocol, Self, runtime_checkable
 
 from ...engine.arrays import Layout
@@ -27,6 +27,7 @@ from .states import (
     Fetched,
     call_get_state,
     default_state,
+    divided,
     inherited,
     overrides,
     set_default_state,
@@ -344,44 +345,21 @@ def _give(one: LiveComponent, state: Any) -> None:
     """Give states to the components below one, to itself, and to those that its state has created."""
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{type(one.value).__qualname__}: expected a dictionary, found {type(state).__name__}")
-    state = _by_name(one, state)
-    known = {child.name for child in one.children}
-    _give_children(one, state, but=())
-    own = {key: value for key, value in state.items() if key not in known}
+    own, below = divided(one, state)
+    _give_all(below)
     if own:
         report = set_default_state(one, stored_state(one, own))
         now = live_tree(one.value, one.path, one.name, one.above)
+        _give_all(divided(now, own)[1])
         names = {child.name for child in now.children}
-        _give_children(now, state, but=known)
         unused = [name for name in report.unused if name.split("/")[0] not in names]
         if unused:
             _logger.warning("%s has no place for these values: %s", type(one.value).__qualname__, ", ".join(unused))
 
 
-def _by_name(one: LiveComponent, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state with full names for components in dictionaries, which RLlib nests like its directories."""
-    flat = dict(state)
-    for child in one.children:
-        *keys, last = child.name.split("/")
-        holder: Any = flat
-        for key in keys if child.name not in state else ():
-            if not isinstance(holder.get(key), Mapping):
-                break
-            holder[key] = dict(holder[key])  # The state is taken out of a copy.
-            holder = holder[key]
+def _give_all(states: list[tuple[LiveComponent, Any]]) -> None:
+    for one, state in states:
+        if overrides(one.value, "set_state"):
+            one.value.set_state(state)
         else:
-            if holder is not flat and last in holder:
-                flat[child.name] = holder.pop(last)
-    for name in {child.name.partition("/")[0] for child in one.children}:
-        if flat.get(name) == {} and state.get(name):
-            del flat[name]  # Only states of components were in it.
-    return flat
-
-
-def _give_children(one: LiveComponent, state: Mapping[str, Any], *, but: Collection[str]) -> None:
-    for child in one.children:
-        if child.name in state and child.name not in but:
-            if overrides(child.value, "set_state"):
-                child.value.set_state(state[child.name])
-            else:
-                _give(child, state[child.name])
+            _give(one, state)

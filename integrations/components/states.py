@@ -271,6 +271,27 @@ def copied(tree: Any) -> Any:
 # ---- restoring
 
 
+def divided(one: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[LiveComponent, Any]]]:
+    """Return the own part of a state, and the states of the components below, of which RLlib nests names like paths."""
+    flat = dict(state)
+    for child in one.children:
+        *keys, last = child.name.split("/")
+        holder: Any = flat
+        for key in keys if child.name not in state else ():
+            if not isinstance(holder.get(key), Mapping):
+                break
+            holder[key] = dict(holder[key])  # The state is taken out of a copy.
+            holder = holder[key]
+        else:
+            if holder is not flat and last in holder:
+                flat[child.name] = holder.pop(last)
+    for name in {child.name.partition("/")[0] for child in one.children}:
+        if flat.get(name) == {} and state.get(name):
+            del flat[name]  # Only states of components were in it.
+    below = [(child, flat.pop(child.name)) for child in one.children if child.name in flat]
+    return flat, below
+
+
 def set_own_state(component: LiveComponent, state: Any, keep: Keep | None = None, **options: bool) -> OwnReport:
     """Give its state to a component, by its own ``set_state`` if it has one; the options are for all others."""
     if not has_own(component.value, "set_state"):
