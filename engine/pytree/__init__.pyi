@@ -9,6 +9,7 @@ from .codec import loaded_object as loaded_object
 from .containers import class_name as class_name
 from .containers import expand as expand
 from .containers import is_nnx as is_nnx
+from .containers import name_of_class as name_of_class
 from .containers import opens_as as opens_as
 from .description import KnownLeaves as KnownLeaves
 from .description import check_leaves as check_leaves

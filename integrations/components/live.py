@@ -182,18 +182,17 @@ def attributes_of(value: Any) -> dict[str, Any]:
 def attributes_with_state(component: LiveComponent) -> dict[str, Any]:
     """Return the attributes of a torch module that hold a state and that torch does not know of."""
     below = {id(child.value) for child in component.children}
+    attributes = {name: value for name, value in attributes_of(component.value).items() if not name.startswith("_")}
     return {
         name: value
-        for name, value in attributes_of(component.value).items()
-        if id(value) not in below and not is_component(value) and not name.startswith("_") and _has_state(value, 0)
+        for name, value in attributes.items()
+        if id(value) not in below and not is_component(value) and any(_search(value, _has_state, objects=False))
     }
 
 
-def _has_state(value: Any, depth: int) -> bool:
+def _has_state(value: Any) -> bool:
     if isinstance(value, np.ndarray) or is_torch_tensor(value) or is_jax_array(value) or is_optimizer(value):
         return True
-    if isinstance(value, dict | list | tuple | deque):
-        return depth < _DEPTH and any(_has_state(child, depth + 1) for _, child in _elements(value))
     return is_stateful(value) and not is_module(value) and not is_component(value)
 
 
@@ -202,15 +201,18 @@ def discovered(value: Any) -> list[tuple[str, Any]]:
     attributes = attributes_of(value)
     if is_module(value):
         attributes |= value._modules
-    return [found for name, child in attributes.items() for found in _discover((str(name),), child, 0)]
+    return [pair for name, child in attributes.items() for pair in _search(child, is_component, str(name))]
 
 
-def _discover(keys: tuple[str, ...], value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    if is_component(value):
-        yield "/".join(keys), value
-    elif depth < _DEPTH:
+def _search(
+    value: Any, is_goal: Callable[[Any], bool], name: str = "", depth: int = 0, *, objects: bool = True
+) -> Iterator[tuple[str, Any]]:
+    """Generate what is searched for in containers of Python, and with ``objects`` in modules, by the keys to it."""
+    if is_goal(value):
+        yield name, value
+    elif depth < _DEPTH and (objects or isinstance(value, dict | list | tuple | deque)):
         for key, child in _elements(value):
-            yield from _discover((*keys, str(key)), child, depth + 1)
+            yield from _search(child, is_goal, f"{name}/{key}", depth + 1, objects=objects)
 
 
 def _elements(value: Any) -> Sequence[tuple[Any, Any]]:

@@ -24,7 +24,17 @@ import numpy as np
 import torch
 
 from ...engine.errors import FormatVersionError, UnsupportedLeafError
-from ...engine.pytree import PLAIN, STRIDES, import_path, instance_of, is_permuted, loaded_object, with_strides
+from ...engine.pytree import (
+    PLAIN,
+    STRIDES,
+    class_name,
+    import_path,
+    instance_of,
+    is_permuted,
+    loaded_object,
+    tensor_of,
+    with_strides,
+)
 
 POSITION = "holdfast"
 """The entry for the state that Lightning's own checkpoints lack: the position in the data, and random generators."""
@@ -45,7 +55,7 @@ class _LeftError(Exception):
     """A value cannot be saved, of the type that is named."""
 
     def __init__(self, value: object) -> None:
-        super().__init__(f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins."))
+        super().__init__(class_name(value))
 
 
 def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -176,14 +186,14 @@ def _value(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
         return value
     if kind is not None and kind.startswith(f"{STRIDES} "):
         strides = json.loads(kind.removeprefix(STRIDES))
-        return with_strides(_tensor(value), strides) if isinstance(value, np.ndarray) else value
+        return with_strides(tensor_of(value, copy=False), strides) if isinstance(value, np.ndarray) else value
     found = _contents(value, keys, types)
     return found if kind is None else from_plain(found, kind)
 
 
 def _contents(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
     if isinstance(value, np.ndarray):
-        return _tensor(value)
+        return tensor_of(value, copy=False)
     if isinstance(value, dict):
         if value.keys() == {_NUMPY} and isinstance(value[_NUMPY], np.ndarray):  # Version 0.1.0 saved arrays so.
             return value[_NUMPY]
@@ -192,15 +202,6 @@ def _contents(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_value(item, (*keys, index), types) for index, item in enumerate(value))
     return value
-
-
-def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    if array.dtype.type.__module__.partition(".")[0] != "ml_dtypes":
-        return torch.from_numpy(array)
-    # torch has these types under the same names as ml_dtypes. Only the bits go through numpy.
-    bits = torch.from_numpy(np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").reshape(array.shape))
-    found: torch.dtype = getattr(torch, array.dtype.name)
-    return bits.view(found)
 
 
 # ---- values of other types, which hyper-parameters hold beside numbers and strings
