@@ -49,7 +49,6 @@ from ..graph import (
     StoredGraph,
     capture,
     format_node_path,
-    is_module,
     is_optimizer,
     walk,
 )
@@ -91,19 +90,17 @@ class OwnReport:
 
 # ---- components with a state of their own
 
-_inherited: set[Any] = set()
-
 
 def inherited(method: F) -> F:
     """Mark a method as the one that components inherit, to distinguish it from overrides."""
-    _inherited.add(method)
+    vars(method)["inherited"] = True
     return method
 
 
 def overrides(value: Any, method: str) -> bool:
     """Whether an object has a ``get_state`` or ``set_state`` other than the one that components inherit."""
     found = getattr(type(value), method, None)
-    return found is not None and found not in _inherited
+    return found is not None and not hasattr(found, "inherited")
 
 
 def has_own(value: Any, method: str) -> bool:
@@ -385,8 +382,6 @@ def stored_state(component: LiveComponent, state: Any, source: Location = _GIVEN
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{_called(component)}: expected a dictionary as state, found {type(state).__name__}")
     values = {key: value for key, value in state.items() if key != GRAPH}
-    if is_module(component.value):
-        values = _nested(values)
     document = _document(state, source)
     packed = pack_tree(values)
     flat = flatten(values if _names_elements(document, packed) else packed)
@@ -405,20 +400,6 @@ def _names_elements(document: Any, packed: Any) -> bool:
     nodes = document.get("nodes") if isinstance(document, dict) else None
     values = [node.get("value") if isinstance(node, dict) else None for node in nodes or ()]
     return any(isinstance(value, str) and value.rpartition(".")[0] in whole for value in values)
-
-
-def _nested(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Split the names of a ``state_dict()`` at their dots, which no attribute of a module has."""
-    found: dict[Any, Any] = {}
-    for name, value in state.items():
-        *above, last = name.split(".") if isinstance(name, str) else [name]
-        inner = found
-        for key in above:
-            inner = inner.setdefault(key, {})
-            if not isinstance(inner, dict):
-                raise TreeMismatchError(f"the state has a value at {key!r}, and {name!r} below it")
-        inner[last] = value
-    return found
 
 
 def _document(state: Mapping[str, Any], source: Location) -> Any:
@@ -489,7 +470,6 @@ def _walked(component: LiveComponent) -> tuple[LiveGraph, dict[str, str], set[in
     graph = walk(component)
     own = {id(graph.root)}
     below = {id(child.value) for child in component.children}
-    skipped = {format_node_path(path): reason for path, reason in graph.skipped.items()}
     others: dict[Path, Any] = {}
     queue = [graph.root]
     for node in queue:
@@ -497,10 +477,10 @@ def _walked(component: LiveComponent) -> tuple[LiveGraph, dict[str, str], set[in
             # Saved as a component: one below, or the component itself where an object refers to it.
             if isinstance(child.value, Part) or is_component(child.value) or id(child.value) in below:
                 others[*node.path, segment] = child.value
-                path = format_node_path((*node.path, segment))
-                skipped = {one: why for one, why in skipped.items() if one != path and not one.startswith(f"{path}/")}
             elif id(child) not in own:
                 own.add(id(child))
                 queue.append(child)
         own.update(id(value) for _, _, value in node.optimizer_slots)
+    inside = [path for path in graph.skipped if any(path[:length] in others for length in range(1, len(path) + 1))]
+    skipped = {format_node_path(path): why for path, why in graph.skipped.items() if path not in inside}
     return graph, skipped, own, others
