@@ -25,8 +25,9 @@ from ...engine.errors import (
 from ...engine.generators import DRAWN, IDLE, is_generator, same_state
 from ...engine.handlers import SavedShares
 from ...engine.manager import EVENTS, CheckpointManager, Peek, Restored, elsewhere, has_finished, note_resume
+from ...engine.pytree import decode_state, encode_state
 from ...engine.sources import Misfits
-from ...engine.stateful import decode_state, encode_state, is_elastic, is_stream
+from ...engine.stateful import is_elastic, is_stream
 from ...engine.steps import list_steps, newest_step, series_of
 from ...engine.storage import Location, as_location
 from ..options import Resume
