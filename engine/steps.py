@@ -24,7 +24,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from .errors import (
@@ -161,8 +161,13 @@ def _names(directory: Location) -> list[str]:
         except FileNotFoundError:
             return []
         except NotADirectoryError:
-            _logger.warning("%s: this is not a folder, so it holds no metrics; move it away", place)
+            _warn_of_file(place.url)
             return []
+
+
+@cache  # The folder is listed again at every save.
+def _warn_of_file(url: str) -> None:
+    _logger.warning("%s: this is not a folder, so it holds no metrics; move it away", url)
 
 
 def _folder(name: str) -> str:
