@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from pydantic_core import PydanticCustomError
 
-from ..engine import clock
+from ..engine import clock, storage
 from ..engine.errors import InvalidLocationError, OptionError
 from ..engine.manager import Local, Mirror, option_texts, save_interval
 from ..integrations.loop import CheckpointCallback
-from ..integrations.options import CallbackOptions, OnInexact
+from ..integrations.options import CallbackOptions
 from .problems import KeyPath, did_you_mean
 
 
@@ -73,79 +73,72 @@ class Section(BaseModel):
     )
 
 
-def _option(options: type, name: str) -> Any:
-    """Return a key that is an option of the library: with its default, its documentation and its limits."""
-    declared = {one.name: one for one in fields(options)}[name]
-    default = list(declared.default) if isinstance(declared.default, tuple) else declared.default
-    text = option_texts(options if options in (Mirror, Local) else CheckpointCallback).get(name, "")
-    return Field(
-        ... if default is MISSING else default,
-        description=text.replace("``", "").replace("None", "null"),
-        ge=declared.metadata.get("least"),
-        le=declared.metadata.get("greatest"),
-    )
+# What YAML has for types of Python that are wider.
+_IN_YAML: dict[Any, Any] = {
+    clock.Duration: Duration,
+    clock.Duration | None: Duration | None,
+    clock.Rate | None: Rate | None,
+    storage.Place: Place,
+    storage.Place | None: Place | None,
+}
 
 
-class MirrorSection(Section):
-    """A second place for the checkpoints, with an interval and limits of its own: the options of ``Mirror``."""
+def _keys(options: type, **kinds: Any) -> dict[str, Any]:
+    """Return a key for each option of the library: its type, also in YAML, default, documentation and limits."""
+    texts = option_texts(options if options in (Mirror, Local) else CheckpointCallback)
+    hints, found = get_type_hints(options), {}
+    for option in fields(options):
+        default = list(option.default) if isinstance(option.default, tuple) else option.default
+        key = Field(
+            ... if default is MISSING else default,
+            description=texts.get(option.name, "").replace("``", "").replace("None", "null"),
+            ge=option.metadata.get("least"),
+            le=option.metadata.get("greatest"),
+        )
+        found[option.name] = kinds.get(option.name, _IN_YAML.get(hints[option.name], hints[option.name])), key
+    return found
 
-    url: Place = _option(Mirror, "url")
-    save_interval_steps: int | None = _option(Mirror, "save_interval_steps")
-    save_interval_secs: Duration | None = _option(Mirror, "save_interval_secs")
-    max_to_keep: int | None = _option(Mirror, "max_to_keep")
-    keep_latest: int | None = _option(Mirror, "keep_latest")
-    keep_period: int | None = _option(Mirror, "keep_period")
-    keep_time_interval: Duration | None = _option(Mirror, "keep_time_interval")
-    max_bandwidth: Rate | None = _option(Mirror, "max_bandwidth")
-    wait_secs: Duration = _option(Mirror, "wait_secs")
+
+def _section(name: str, text: str | None, base: type[Section], options: type, **kinds: Any) -> Any:
+    """Return a section with the keys of another one, and one for each option of the library."""
+    return create_model(name, __doc__=text, __base__=base, __module__=__name__, **_keys(options, **kinds))
 
 
-class LocalSection(Section):
-    """Saves into the memory or on the disk of each host, with copies on other hosts: the options of ``Local``."""
-
-    url: Place = _option(Local, "url")
-    every: int = _option(Local, "every")
-    copies: int = _option(Local, "copies")
-    failure_domain: str | None = _option(Local, "failure_domain")
-    host: str | None = _option(Local, "host")
-    address: str | None = _option(Local, "address")
+_MIRROR = "A second place for the checkpoints, with an interval and limits of its own: the options of ``Mirror``."
+MirrorSection: Any = _section("MirrorSection", _MIRROR, Section, Mirror)
+_LOCAL = "Saves into the memory or on the disk of each host, with copies on other hosts: the options of ``Local``."
+LocalSection: Any = _section("LocalSection", _LOCAL, Section, Local)
 
 
 def _mirror(given: Any) -> Any:
     return {"url": given} if isinstance(given, str) else given
 
 
-class CheckpointSection(Section):
-    """When to save, what to keep and whether to resume: the options of the callbacks."""
-
+class _Checkpoint(Section):
     directory: PathOrUrl | None = None
     """Where the checkpoints go: a path, or a URL such as s3://bucket/run. Default: checkpoints/ in run_dir."""
     allow_changes: list[str] = []
     """Keys of model, data, optimizer or seed that may differ from the checkpoints' when the run resumes."""
-    save_interval_steps: int | None = _option(CallbackOptions, "save_interval_steps")
-    save_interval_secs: SaveInterval | None = _option(CallbackOptions, "save_interval_secs")
-    save_on_best: bool = _option(CallbackOptions, "save_on_best")
-    best_fn: str | None = _option(CallbackOptions, "best_fn")
-    best_mode: Literal["max", "min"] | None = _option(CallbackOptions, "best_mode")
-    max_to_keep: int | None = _option(CallbackOptions, "max_to_keep")
-    keep_latest: int | None = _option(CallbackOptions, "keep_latest")
-    keep_period: int | None = _option(CallbackOptions, "keep_period")
-    keep_time_interval: Duration | None = _option(CallbackOptions, "keep_time_interval")
-    keep_steps: list[Step] = _option(CallbackOptions, "keep_steps")
-    mirror: Annotated[MirrorSection | None, BeforeValidator(_mirror)] = _option(CallbackOptions, "mirror")
-    local: LocalSection | None = _option(CallbackOptions, "local")
-    reuse_unchanged: bool = _option(CallbackOptions, "reuse_unchanged")
-    save_at_end: bool = _option(CallbackOptions, "save_at_end")
-    resume: Resume = _option(CallbackOptions, "resume")
-    init_from: Place | None = _option(CallbackOptions, "init_from")
-    partial: Literal["initialize"] | None = _option(CallbackOptions, "partial")
-    compression: int | None = _option(CallbackOptions, "compression")
-    signals: list[str] = _option(CallbackOptions, "signals")
-    grace_secs: Duration | None = _option(CallbackOptions, "grace_secs")
-    replicated: list[str] = _option(CallbackOptions, "replicated")
-    witness: bool = _option(CallbackOptions, "witness")
-    on_inexact: OnInexact = _option(CallbackOptions, "on_inexact")
-    witness_steps_after_signal: int = _option(CallbackOptions, "witness_steps_after_signal")
+
+
+_CheckpointKeys: Any = _section(
+    "_CheckpointKeys",
+    None,
+    _Checkpoint,
+    CallbackOptions,
+    save_interval_secs=SaveInterval | None,
+    best_fn=str | None,
+    keep_steps=list[Step],
+    mirror=Annotated[MirrorSection | None, BeforeValidator(_mirror)],
+    local=LocalSection | None,
+    resume=Resume,
+    signals=list[str],
+    replicated=list[str],
+)
+
+
+class CheckpointSection(_CheckpointKeys):  # type: ignore[misc]  # which is made of the declaration of the options
+    """When to save, what to keep and whether to resume: the options of the callbacks."""
 
     def options(self) -> CallbackOptions:
         """Return the options of the callback."""

@@ -9,6 +9,7 @@ each other's processor until their timeouts pass. Programs that are alone run on
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
 import importlib
@@ -16,6 +17,7 @@ import os
 import pkgutil
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from importlib.metadata import version
@@ -89,6 +91,22 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Leaves what a module and its imports have made out of later searches, too: loops look through all objects."""
+    global _modules
+    try:
+        return (yield)
+    finally:
+        if nextitem is not None and (nextitem.path != item.path or len(sys.modules) > _modules + 100):
+            _modules = len(sys.modules)
+            gc.collect()
+            gc.freeze()
+
+
+_modules = 0  # those that were imported when the objects were last left out
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, object]:
     """Lets each worker begin with another folder: what one has compiled in a new checkout, the others only read."""
     report = yield
@@ -98,11 +116,13 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, p
     return report
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the groups that take longest first, and skips tests for newer versions of a package than the installed one.
 
     At the end, no worker is left with a minute of programs while the others have nothing to do.
     """
+    leave_to_the_sweep(items)
     ranked = {
         path: (rank_of(path.relative_to(ROOT).as_posix()) if path.is_relative_to(ROOT) else 4, path)
         for path in {item.path for item in items}
@@ -112,6 +132,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for package, needed in (mark.args for mark in item.iter_markers("needs")):
             if older(package, needed):
                 item.add_marker(pytest.mark.skip(f"{package} {version(package)} is installed, {needed} is needed"))
+
+
+def leave_to_the_sweep(items: list[pytest.Item]) -> None:
+    """Marks cases of tests with ``one_in``: those that stay are spread evenly over the values of each parameter."""
+    positions: collections.Counter[str] = collections.Counter()
+    for item in items:
+        chosen = item.get_closest_marker("one_in")
+        if chosen is not None and item.get_closest_marker("sweep") is None:
+            test = item.nodeid.partition("[")[0]
+            if positions[test] * 0.618034 % 1 >= 1 / chosen.args[0]:
+                item.add_marker(pytest.mark.sweep)
+            positions[test] += 1
 
 
 @pytest.fixture

@@ -62,6 +62,7 @@ from ..storage import (
     Location,
     SaveLock,
     as_location,
+    is_strange,
     locked_elsewhere,
 )
 
@@ -545,20 +546,25 @@ def copy_left(location: Location) -> str | None:
 def delete_checkpoint(location: Location, record: CheckpointRecord | None = None) -> None:
     """Delete a checkpoint, whose record may be known: the record first, so that it is gone at once, then its data."""
     if location.is_remote and record is not None and all(item.is_archive for item in record.items.values()):
-        names = {entry.name for entry in location.entries()}
+        names = {entry.name for entry in location.entries()} | _folders(record)
         witnesses = {*filter(WITNESSES.fullmatch, names)}
         archives = names - {RECORD} - witnesses
-        if RECORD in names and all(map(_ARCHIVE.fullmatch, archives)):  # they say themselves what they are
+        if all(map(_ARCHIVE.fullmatch, archives)):  # they say themselves what they are
             for name in (*witnesses, RECORD, *archives):
                 (location / name).remove()
             return
     if not location.is_local:
         (location / DELETED).write_bytes(b"{}")  # the marker needs no content, and so no request for the record
-        location.snapshot().remove_tree(first=RECORD, last=DELETED)  # without the files of saves that begin later
+        # Without the files of saves that begin later, and with those that are known and that a listing may lack.
+        items = () if record is None else record.items.values()
+        known = {RECORD, DELETED}.union(*(item.paths for item in items))
+        location.snapshot(known).remove_tree(first=RECORD, last=DELETED)
         return
     if location.is_link():  # only the link itself is removed
         location.remove_tree()
         return
+    if (location / DELETED).is_directory():  # a crash of the file system may leave it so, and no record replaces it
+        (location / DELETED).remove_tree()
     with contextlib.suppress(ObjectNotFoundError):
         (location / RECORD).rename(DELETED)
     lock = SaveLock(location / DELETED)
@@ -567,8 +573,9 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
             return
     except StorageConflictError:  # another process has found the marker, and removes the rest
         return
-    except StoragePermissionError:
-        pass
+    except StorageError as error:  # only a regular file can be locked
+        if not (is_strange(error) or isinstance(error, StoragePermissionError)):
+            raise
     try:
         location.remove_tree(last=DELETED)
     finally:
@@ -669,7 +676,9 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
         (location / DELETED).remove()
         return True
     left = {*filter(parts.owns, folders), *record.replaced}
-    _remove_folders(parts, [folder for folder in left if "/" in folder or folder in names], record)
+    # A listing of a store may lack a name.
+    is_known = location.is_remote
+    _remove_folders(parts, [folder for folder in left if is_known or "/" in folder or folder in names], record)
     parts.repair(record)
     if DELETED in marks:  # otherwise, one that is here now is that of a deletion which began since
         (location / DELETED).remove()
@@ -735,8 +744,8 @@ def _is_temporary(name: str) -> bool:
 
 def remove_temporary(location: Location, names: Iterable[str]) -> None:
     """Remove the files of atomic writes that were interrupted."""
-    for name in names:
-        if _is_temporary(name):
+    for name in filter(_is_temporary, names):
+        with _leftover(location):  # a directory is not ours, and a file may be another user's
             (location / name).remove()
 
 

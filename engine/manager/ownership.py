@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
+import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,6 +28,7 @@ from ..errors import (
     ObjectNotFoundError,
     OwnershipError,
     StorageConflictError,
+    StorageUnavailableError,
     shortened_steps,
 )
 from ..format import OWNER, decode_document, encode_document
@@ -33,6 +36,10 @@ from ..storage import FileLock, Location, os_errors
 from .options import CheckpointManagerOptions, options_document, options_from_document
 
 _logger = logging.getLogger("holdfast")
+
+_LIMIT = 16 << 20  # bytes of a file of this module
+_LOOKS = 5  # at most, at a file by which another manager seems to have taken over
+_PAUSE = 0.1  # seconds between them
 
 
 class Ownership:
@@ -55,6 +62,19 @@ class Ownership:
     def held(self) -> bool:
         """Whether this process is the owner."""
         return self._process == os.getpid() and not self._lost
+
+    def check_usable(self) -> None:
+        """Raise OwnershipError if no save can ever succeed: what lies in the place of a file of the run is none."""
+        if not self._directory.is_local:
+            return
+        owner, options = self._directory / OWNER, self._directory / OPTIONS
+        is_strange = owner.is_link() or (owner.is_there() and not owner.is_file())
+        if is_strange or options.is_directory():
+            path = os.fspath(owner if is_strange else options)
+            raise OwnershipError(
+                f"{path} is not a file of a run, which holdfast could replace, so nothing could be saved here. Move it "
+                f"away: mv {shlex.quote(path)} {shlex.quote(f'{path}.moved')}"
+            )
 
     def take(self) -> None:
         """Take ownership, unless this run has it already."""
@@ -89,8 +109,36 @@ class Ownership:
                 "take the directory unnoticed; nothing was written. Move it back, and this run continues; or start the "
                 "run again in the directory where it is to continue"
             )
-        self._lost = True
-        self.check_not_lost()
+        is_replaced = self._lock.descriptor is not None and self._lock.obstacle is None
+        if is_replaced or self._is_taken_over():
+            self._lost = True
+            self.check_not_lost()
+
+    def _is_taken_over(self) -> bool:
+        """Whether the file is another manager's: two looks at a whole file agree, as a network may garble an answer."""
+        earlier = None
+        for look in range(_LOOKS):
+            time.sleep(_PAUSE if look else 0.0)
+            token = self._stored_token()
+            if token is not None and token in (self._token, earlier):
+                return token != self._token
+            earlier = token
+        raise StorageUnavailableError(
+            f"{self._directory / OWNER}: this file was damaged, or another one, each time that it was read; nothing "
+            "was written, and the next save reads it again. If it stays so, start the run again, which replaces it"
+        )
+
+    def _stored_token(self) -> str | None:
+        """Return the token in the file; None if the file is missing or damaged."""
+        place = self._directory / OWNER
+        try:
+            content = place.read_own(limit=_LIMIT)
+            found = json.loads(content)
+            if "digest" in found:  # version 0.1 wrote none
+                decode_document(content, "owner", source=str(place))
+            return str(found["token"])
+        except (ObjectNotFoundError, DamagedCheckpointError, FormatVersionError, LookupError, TypeError, ValueError):
+            return None
 
     def check_not_lost(self) -> None:
         """Raise OwnershipError if a newer manager has taken over, or if this process is a fork of the owner's."""
@@ -134,9 +182,10 @@ class Ownership:
             )
 
     def _write_file(self) -> None:
-        content = json.dumps(
-            {"token": self._token, "host": os.uname().nodename, "pid": os.getpid(), "since": self._clock.now()}
-        ).encode()
+        content = encode_document(
+            "owner",
+            {"token": self._token, "host": os.uname().nodename, "pid": os.getpid(), "since": self._clock.now()},
+        )
         self._size = len(content)
         if self._lock.descriptor is None:
             (self._directory / OWNER).write_bytes(content)
@@ -160,7 +209,6 @@ _owners: weakref.WeakValueDictionary[str | Location, Ownership] = weakref.WeakVa
 # ---- the identity of a run
 
 OPTIONS = "options.json"  # name of the file that holds the retention options of the last run, and its identity
-_LIMIT = 16 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import functools
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import DamagedCheckpointError, InvalidLocationError, OptionError
@@ -373,13 +373,14 @@ class Location:
         with self.open("w", encoding=encoding, errors=errors, newline=newline) as file:
             return int(file.write(data))
 
-    def snapshot(self) -> Location:
+    def snapshot(self, known: Collection[str] = ()) -> Location:
         """Return this location with its listing fixed: an object store lists what lies below once, now.
 
-        Reads through it see the current content; objects written through it may not be listed.
+        Reads through it see the current content; objects written through it may not be listed. The paths of objects
+        that are ``known`` to lie below are a part of the listing, also if the store leaves them out.
         """
         if isinstance(self._backend, ObjectStoreBackend):
-            return Location(self._backend.snapshot(self._key), self._key)
+            return Location(self._backend.snapshot(self._key, known), self._key)
         return self
 
     def exists(self) -> bool:

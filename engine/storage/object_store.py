@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
@@ -351,13 +351,13 @@ class ObjectStoreBackend:
         advice = self._advice(StorageUnavailableError)
         _logger.warning("%s: still waiting to %s it after %.0f s%s", self.url(key), action, WARN_AFTER, advice)
 
-    def snapshot(self, key: str) -> Self:
-        """Return this store with the names below a key listed once, now; reads see the current content."""
+    def snapshot(self, key: str, known: Collection[str] = ()) -> Self:
+        """Return this store with the names below a key listed once, now, and those ``known``; reads see the present."""
         live = copy.copy(self)
         live._listing = None
         prefix = f"{key}/" if key else ""
         found = copy.copy(live)
-        found._listing = _Listing(prefix, [prefix + name for name in live.names(key)])
+        found._listing = _Listing(prefix, sorted(prefix + name for name in {*live.names(key), *known}))
         return found
 
     def names(self, key: str) -> list[str]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...engine.arrays import Layout, WrittenSteps, read_checked, write_file
-from ...engine.clock import SystemClock
-from ...engine.distributed import ProcessInfo
+from ...engine.arrays import Layout, WrittenSteps, read_checked
 from ...engine.errors import OptionError
-from ...engine.format import COMPONENTS, DOCUMENT_LIMIT, RECORD, CheckpointRecord, FileRecord
+from ...engine.format import COMPONENTS, DOCUMENT_LIMIT, RECORD, CheckpointRecord
 from ...engine.handlers import Files, PreparedCheckpointHandler, PreparedItem, PyTreeCheckpointHandler, refuse_arguments
 from ...engine.pytree import Patterns
 from ...engine.sources import Misfits
@@ -19,13 +17,11 @@ from ...engine.storage import Location
 from ..graph import Path
 from .component import Checkpointable
 from .constructing import build
-from .layout import METADATA, below, part_records
 from .live import live_tree
-from .names import STATE
 from .permissions import Permissions
 from .reading import NativeComponent, full_state, of_record
-from .restoring import KeepPatterns, restore_saved
-from .saving import PreparedComponents, prepare
+from .restoring import kept_values, restore_saved
+from .saving import prepare
 
 
 class ComponentCheckpointHandler(PreparedCheckpointHandler):
@@ -98,7 +94,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         """
         if kwargs:
             refuse_arguments(self, kwargs, self.prepare)
-        prepared = prepare(
+        return prepare(
             item,
             state=state,
             use_msgpack=self._use_msgpack,
@@ -106,7 +102,6 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
             handlers=self._handlers if snapshot else None,
             reuse=reuse,
         )
-        return _PreparedTree(prepared)
 
     def restore(
         self,
@@ -157,9 +152,8 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
                 raise OptionError(
                     "overrides=, trust=, allowed= and renamed= are for a new component, and a running one was given"
                 )
-            kept = None if keep is None else KeepPatterns(keep)
             strict = strict and misfits is None
-            restore_saved(live_tree(item), saved, strict=strict, keep=kept, misfits=misfits, modes=modes)
+            restore_saved(live_tree(item), saved, strict=strict, keep=kept_values(keep), misfits=misfits, modes=modes)
             return item
         if keep is not None:
             raise OptionError("keep= is for a running component, and none was given; name values in overrides=")
@@ -176,24 +170,3 @@ def _opened(directory: Location, files: Files | None) -> NativeComponent:
         return of_record(directory, read_record(directory))
     content = read_checked(directory / RECORD, files[RECORD], limit=DOCUMENT_LIMIT)
     return of_record(directory, CheckpointRecord.decode(content, source=str(directory / RECORD)))
-
-
-class _PreparedTree:
-    """A tree of components that is written into a folder of a checkpoint, and committed with it."""
-
-    def __init__(self, prepared: PreparedComponents) -> None:
-        self._prepared = prepared
-        self._files: dict[str, FileRecord] = {}
-
-    def write(self, folder: Location, member: ProcessInfo) -> bytes:
-        # Only process 0 calls this.
-        folders = {path: below(folder, path) / STATE for path in self._prepared.states}
-        items = self._prepared.write(folders, member.awaited)
-        self._files = {f"{item.folder}/{file}": known for item in items.values() for file, known in item.files.items()}
-        for path, record in part_records(CheckpointRecord(items=items, time=SystemClock().now())).items():
-            for name, content in {RECORD: record.encode(), METADATA: self._prepared.descriptions[path]}.items():
-                self._files["/".join((*path, name))] = write_file(below(folder, path) / name, content)
-        return b""
-
-    def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
-        return self._files

@@ -14,8 +14,8 @@ import platform
 import re
 import sys
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path as FilePath
 from typing import Any
@@ -26,18 +26,17 @@ from ...engine.checkpoint import PendingCheckpoint
 from ...engine.clock import SystemClock
 from ...engine.distributed import ProcessInfo, current_coordinator
 from ...engine.errors import OptionError, UnsupportedLeafError, shortened
-from ...engine.format import COMPONENT, CheckpointRecord, ItemRecord
-from ...engine.handlers import PreparedItem, PyTreeCheckpointHandler, SaveArgs
-from ...engine.pytree import collection_paused, flatten, format_path, is_jax_array, is_torch_tensor
+from ...engine.format import COMPONENT, RECORD, CheckpointRecord, FileRecord, ItemRecord
+from ...engine.handlers import Files, PreparedItem, PyTreeCheckpointHandler, SaveArgs
+from ...engine.pytree import collection_paused, flatten, format_path, import_path, is_jax_array, is_torch_tensor
 from ...engine.stateful import ActorState, adapted
 from ...engine.storage import Location
 from ..graph import Path
 from .constructor_spec import encode_spec
-from .layout import DATA, KIND, ComponentParts, Description, item_name
+from .layout import DATA, KIND, METADATA, ComponentParts, Description, below, item_name, part_records
 from .live import LiveComponent, discovered, is_component, live_tree, method_of
-from .names import format_component_path
-from .permissions import import_path
-from .states import own_states
+from .names import STATE, format_component_path
+from .states import divided, own_states
 
 _logger = logging.getLogger("holdfast")
 
@@ -46,10 +45,11 @@ _REMOTE = "holdfast.integrations.ray.components:RemoteComponent"  # starts an ac
 
 @dataclass(frozen=True, slots=True)
 class PreparedComponents:
-    """A tree of components ready to be written."""
+    """A tree of components ready to be written: as a checkpoint, or as an item that is committed with one."""
 
     states: Mapping[Path, PreparedItem]  # by the paths of the components; () is the root
     descriptions: Mapping[Path, bytes]  # the contents of the components' description files
+    files: dict[str, FileRecord] = field(default_factory=dict)  # of the item, once it is written
 
     def commit(
         self, location: Location, *, overwrite: bool, step: int | None, metrics: Mapping[str, float] | None
@@ -60,13 +60,30 @@ class PreparedComponents:
         pending = PendingCheckpoint(location, paths, overwrite=overwrite, parts=parts)
         try:
             pending.begin()
-            items = self.write({paths[item]: folder for item, folder in pending.folders.items()})
+            items = self._write_states({paths[item]: folder for item, folder in pending.folders.items()})
             pending.commit(CheckpointRecord(items=items, time=SystemClock().now(), step=step, metrics=metrics))
         except BaseException as error:
             pending.abort(error)
             raise
 
-    def write(self, folders: Mapping[Path, Location], awaited: threading.Event | None = None) -> dict[str, ItemRecord]:
+    def write(self, folder: Location, member: ProcessInfo) -> bytes:
+        # Only process 0 calls this.
+        items = self._write_states({path: below(folder, path) / STATE for path in self.states}, member.awaited)
+        self.files.clear()
+        self.files.update(
+            (f"{item.folder}/{name}", file) for item in items.values() for name, file in item.files.items()
+        )
+        for path, record in part_records(CheckpointRecord(items=items, time=SystemClock().now())).items():
+            for name, content in {RECORD: record.encode(), METADATA: self.descriptions[path]}.items():
+                self.files["/".join((*path, name))] = write_file(below(folder, path) / name, content)
+        return b""
+
+    def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
+        return self.files
+
+    def _write_states(
+        self, folders: Mapping[Path, Location], awaited: threading.Event | None = None
+    ) -> dict[str, ItemRecord]:
         found = {}
         for path, folder in folders.items():
             (folder / DATA).make_directory(sync=False)
@@ -155,12 +172,10 @@ def _own_states(live: LiveComponent) -> dict[Path, Any]:
 
 def _given(live: LiveComponent, state: Mapping[str, Any]) -> dict[Path, Any]:
     """Split a state that was given for the whole tree, without changing it."""
-    children = {child.name: child for child in live.children}
-    found: dict[Path, Any] = {live.path: {key: value for key, value in state.items() if key not in children}}
-    for name, child in children.items():
-        if name in state:
-            inner = state[name]
-            found.update(_given(child, inner) if isinstance(inner, Mapping) else {child.path: inner})
+    own, below = divided(live, state)
+    found: dict[Path, Any] = {live.path: own}
+    for child, inner in below:
+        found.update(_given(child, inner) if isinstance(inner, Mapping) else {child.path: inner})
     return found
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -66,10 +65,10 @@ def test_a_wait_does_not_forget_what_another_thread_has_begun_meanwhile(monkeypa
 def test_an_interrupted_wait_does_not_hide_the_save() -> None:
     save, go = BackgroundSave(), threading.Event()
 
-    def work(_: threading.Event) -> None:
-        time.sleep(0.2)  # the main thread waits meanwhile
+    def work(awaited: threading.Event) -> None:
+        assert awaited.wait(60)
         os.kill(os.getpid(), signal.SIGINT)
-        go.wait(10)
+        go.wait(60)
 
     save.start(work, what="step 3")
     with pytest.raises(KeyboardInterrupt):
@@ -324,9 +323,10 @@ def test_program_that_was_told_ends_well(tmp_path: Path) -> None:
 
 def test_program_whose_disk_hangs_at_the_end(tmp_path: Path) -> None:
     program = """
+        with hf.CheckpointManager(directory) as manager:
+            manager.save(4, tree(4))
         manager = hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(save_timeout_secs=0.2))
-        manager.save(4, tree(4))
-        manager.wait_until_finished()
+        manager.acquire()
         os.pwrite = lambda *arguments: time.sleep(600)
         manager.save(5, tree(5))
         """

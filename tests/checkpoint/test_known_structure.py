@@ -241,6 +241,7 @@ SAME = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_between_saves(name: str, tmp_path: Path, known: list[bool]) -> None:
     saves, tree = Saves(tmp_path), a_tree()

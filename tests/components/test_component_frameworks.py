@@ -9,11 +9,7 @@ import json
 import logging
 import pickle
 import random
-import subprocess
-import sys
 import types
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -253,35 +249,6 @@ def test_containers_that_the_program_does_not_have_yet(place: str, value: Any) -
     assert running.restore_from_path(path, strict=True).complete
     assert running.value == value
     assert type(running.value) is type(value)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [[1, 2], [(1, 2.0), (3, 4.0)], [1, "a"], [{"a": 1}], []],
-    ids=["numbers", "tuples", "mixed", "dicts", "none"],
-)
-@pytest.mark.parametrize("kind", [list, deque, functools.partial(deque, maxlen=5)], ids=["list", "deque", "maxlen"])
-def test_histories_that_the_program_begins_anew(place: str, kind: Callable[[Any], Any], values: list[Any]) -> None:
-    running = One(kind([]))
-    history = running.value
-    assert running.restore_from_path(One(kind(values)).save_to_path(f"{place}/x"), strict=True).complete
-    assert running.value is history
-    assert running.value == kind(values)
-    assert getattr(running.value, "maxlen", None) == getattr(kind([]), "maxlen", None)
-
-
-def test_replay_buffers_that_the_program_begins_anew(place: str) -> None:
-    arrays = [np.full(2, number) for number in range(3)]
-    saved = deque([(arrays[0], 0.5, arrays[1]), (arrays[1], 1.5, arrays[2])], maxlen=5)
-    running: Any = One(deque(maxlen=5))
-    buffer = running.value
-    assert running.restore_from_path(One(saved).save_to_path(f"{place}/x"), strict=True).complete
-    assert running.value is buffer
-    assert [(one.tolist(), reward, other.tolist()) for one, reward, other in buffer] == [
-        ([0, 0], 0.5, [1, 1]),
-        ([1, 1], 1.5, [2, 2]),
-    ]
-    assert buffer[0][2] is buffer[1][0]
 
 
 def test_constructors_that_take_objects(place: str) -> None:
@@ -573,14 +540,6 @@ def test_names_of_components(place: str) -> None:
         Named(["a", "a/b"]).save_to_path(f"{place}/x")
     with pytest.raises(hf.errors.OptionError, match="a component called ''"):
         Named([""]).save_to_path(f"{place}/x")
-
-
-def test_the_command_shows_and_verifies(tmp_path: Path) -> None:
-    path = Configured(Config(0.5), part=Statistics()).save_to_path(tmp_path / "x")
-    command = [sys.executable, "-m", "holdfast.cli.main"]
-    for arguments, expected in ((("show", f"{path}/part"), "total"), (("show", path), "part"), (("verify", path), "")):
-        done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True)
-        assert expected in done.stdout
 
 
 def test_metadata_of_ones_own(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_processes_that_ask_for_something_else() -> None:
 
 def test_long_work_is_waited_for() -> None:
     def slow() -> str:
-        time.sleep(0.8)  # longer than process 0 may take to begin
+        time.sleep(1.0)  # longer than process 0 may take to begin
         return "done"
 
-    assert together(COUNT, lambda one: run_on_primary("it", [], slow, one, start_secs=0.3)) == ["done"] * COUNT
+    assert together(COUNT, lambda one: run_on_primary("it", [], slow, one, start_secs=0.6)) == ["done"] * COUNT

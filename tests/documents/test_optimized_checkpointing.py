@@ -25,21 +25,6 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_introducing_ocdbt(directory: Path) -> None:
-    """Many arrays in few files, not a folder for each."""
-    files = [path for path in (directory / "0" / "state").rglob("*") if path.is_file()]
-    assert len(files) <= 5
-
-
-def test_new_format(directory: Path) -> None:
-    """The tree's structure in a file of its own, the data below ``d``, and a manifest."""
-    state = directory / "0" / "state"
-    assert sorted(path.name for path in state.iterdir()) == ["d", "manifest.ocdbt", "tree.json"]
-    assert (directory / "1" / "another_item" / "data.json").exists()
-    (array,) = [name for name in kvstore(state).list().result() if name == b"layer7.param0/c/0/0"]
-    assert array
-
-
 def kvstore(state: Path) -> Any:
     return ts.KvStore.open({"driver": "ocdbt", "base": f"file://{state}/"}).result()
 

@@ -277,6 +277,7 @@ def saved_by(name: str, case: str) -> Any:
     return pytest.param(name, *SAVED[case], id=f"{name}-{case}", marks=pytest.mark.sweep if swept else ())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("driver", "options", "steps"), [saved_by(name, case) for name in DRIVERS for case in SAVED], indirect=["driver"]
 )

@@ -287,6 +287,7 @@ def train(init: Any, one_update: Callable[[Any], Any], directory: str, last: int
     return state
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("program", "given"),
     [(name, "a state") for name in PROGRAMS]

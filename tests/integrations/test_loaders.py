@@ -768,6 +768,7 @@ def loop_over_epochs(directory: Path, stop: int = 0, **options: Any) -> list[Any
     return taken
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -106,7 +106,7 @@ def test_a_loop_that_goes_on_although_it_was_stopped_saves_no_more(tmp_path: Pat
         state, _ = checkpoint.restore_or_initialize({"w": np.zeros(2)})
         for step in range(1, 14):
             if step == 3:
-                checkpoint._preemption.request()
+                os.kill(os.getpid(), signal.SIGTERM)
             state = {"w": state["w"] + step}
             asked += [step] if checkpoint.on_step(step, state).should_stop else []
     assert asked == list(range(3 + after, 14))

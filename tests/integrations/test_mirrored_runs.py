@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +23,7 @@ from holdfast import graph
 from holdfast.recipes.configuration import load_configuration
 from holdfast.recipes.runner import run
 
-PROGRAMS = {"jax": jax_loop, "lightning": lightning_fit}
+PROGRAMS: dict[str, Callable[..., Any]] = {"jax": jax_loop, "lightning": lightning_fit}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +96,7 @@ def test_a_preempted_run_uploads_its_last_step_if_there_is_time(
         checkpoint.on_step(100, state)
         checkpoint.manager.wait_until_finished()
         wait_for(checkpoint.manager, "it has a step")
-        checkpoint._preemption.request()
+        os.kill(os.getpid(), signal.SIGTERM)
         assert checkpoint.on_step(101, state).should_stop
         assert [one.step for one in hf.list_checkpoints(place)] == ([100, 101] if fits else [100])
     assert [one.step for one in hf.list_checkpoints(tmp_path / "run")] == [100, 101]

@@ -308,7 +308,7 @@ def test_the_data_end_when_the_run_was_stopped(after: int) -> None:
                 seen.append(batch)
                 step += 1
                 if step == 4:
-                    checkpoint._preemption.request()
+                    os.kill(os.getpid(), signal.SIGTERM)
                 checkpoint.on_step(step, state, data=loader)
         outcome = checkpoint.on_step(99, {"w": 1}, data=loader)
     assert (seen, epochs) == ([*range(4 + after)], 3)
@@ -327,7 +327,7 @@ def test_an_endless_iterator_ends_with_the_run() -> None:
         for step, batch in enumerate(batches, 1):
             seen.append(batch)
             if step == 4:
-                checkpoint._preemption.request()
+                os.kill(os.getpid(), signal.SIGTERM)
             checkpoint.on_step(step, state, data=batches)
         with pytest.raises(StopIteration, match="the run was stopped"):
             next(batches)
@@ -346,7 +346,7 @@ def test_a_program_that_asks_for_batches_for_ever_ends(caplog: pytest.LogCapture
                     step += 1
                     steps.append(step)
                     if step == 4:
-                        checkpoint._preemption.request()
+                        os.kill(os.getpid(), signal.SIGTERM)
                     if checkpoint.on_step(step, state, data=loader).should_stop:
                         break
 

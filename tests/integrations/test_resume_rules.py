@@ -14,34 +14,6 @@ from holdfast.recipes.runner import run
 from holdfast.recipes.self_play import Trainer
 
 
-def recipe(directory: Path, resume: Any) -> None:
-    run(load_configuration("self_play", [f"run_dir={directory.parent}", f"checkpoint.resume={resume}"]))
-
-
-@pytest.fixture
-def damaged(tmp_path: Path) -> Path:
-    """Returns a directory whose only checkpoint is damaged."""
-    directory = tmp_path / "checkpoints"
-    with hf.CheckpointManager(directory) as manager:
-        manager.save(4, {"w": np.ones(2)})
-    (directory / "4" / "checkpoint.json").write_bytes(b"{")
-    return directory
-
-
-def test_must_without_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(
-        hf.CheckpointNotFoundError, match=r"resume='?must'?, but there is no checkpoint in .*checkp.*auto"
-    ):
-        recipe(tmp_path / "checkpoints", "must")
-
-
-def test_never_with_a_checkpoint_even_a_damaged_one(damaged: Path) -> None:
-    with pytest.raises(
-        hf.CheckpointExistsError, match=r"resume='?never'?, but .* holds 1 checkpoint\(s\), the newest of step 4"
-    ):
-        recipe(damaged, "never")
-
-
 def test_a_recipe_begins_from_a_step(tmp_path: Path) -> None:
     def train(**checkpoint: Any) -> Any:
         keys = {"save_interval_steps": 1, "best_fn": "loss", "best_mode": "max", "max_to_keep": "null", **checkpoint}

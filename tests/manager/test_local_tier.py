@@ -800,7 +800,7 @@ def test_after_a_local_save_that_has_missed_a_process_no_process_begins_another_
         with pytest.raises((hf.errors.BarrierTimeoutError, hf.errors.PeerFailedError), match=r"process 2 of 3 did not"):
             manager.save(6, tree(6))
 
-    hosts.run(work, barrier_timeout_secs=1)
+    hosts.run(work, barrier_timeout_secs=2)
     assert hosts.resume()[0] == 2
 
 

@@ -61,6 +61,7 @@ RESTARTS = pytest.mark.parametrize(
 LOSSES = {1: {"loss": 5}, 2: {"loss": 2}, 3: {"loss": NAN}, 4: None, 5: {"loss": 3}, 6: {"other": 1}, 7: {"loss": 4}}
 
 
+@pytest.mark.one_in(2)
 @RESTARTS
 @pytest.mark.parametrize(
     ("given", "kept"),

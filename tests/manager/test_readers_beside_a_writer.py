@@ -97,6 +97,7 @@ def writer(run: hf.storage.Location) -> hf.CheckpointManager:
     return manager
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("read", [*NEWEST.values(), *STEP.values()], ids=[*NEWEST, *(f"{name} 2" for name in STEP)])
 def test_a_step_is_replaced_meanwhile(moment: str, read: Read, run: hf.storage.Location, meanwhile: Any) -> None:
@@ -105,6 +106,7 @@ def test_a_step_is_replaced_meanwhile(moment: str, read: Read, run: hf.storage.L
         assert read(run) in (10, None)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("read", NEWEST.values(), ids=NEWEST)
 def test_the_newest_step_is_deleted_meanwhile(

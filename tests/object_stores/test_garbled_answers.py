@@ -31,6 +31,7 @@ def loaded(url: str) -> tuple[int, float]:
     return tree["step"], float(tree["w"].sum())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("read", [restored, loaded])
 @pytest.mark.parametrize("body", WRONG.values(), ids=WRONG.keys())
 def test_a_wrong_answer_costs_no_step(store: Store, body: bytes, read: Callable[[str], tuple[int, float]]) -> None:

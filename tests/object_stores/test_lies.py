@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -85,3 +85,87 @@ def test_a_key_that_no_list_can_have_is_named(liar: Store) -> None:
     liar.server.put(liar.bucket, "run//x", b"")
     with pytest.raises(hf.errors.InvalidLocationError, match=r"cannot list .*run//x.*empty path segment"):
         hf.list_checkpoints(f"{liar.url}/run")
+
+
+def a_run(url: str, tree: dict[str, Any], steps: int = 2, **options: Any) -> hf.CheckpointManager:
+    run = hf.CheckpointManager(url, options=hf.CheckpointManagerOptions(**options))
+    for step in range(1, steps + 1):
+        run.save(step, tree)
+        run.wait_until_finished()
+    return run
+
+
+def deletes(run: hf.CheckpointManager) -> None:
+    run.delete(1)
+
+
+def deletes_after(run: hf.CheckpointManager) -> None:
+    run.delete_after(0)
+
+
+def keeps_two(run: hf.CheckpointManager) -> None:
+    run.save(3, SMALL)
+
+
+@pytest.mark.parametrize("tree", [TREE, SMALL], ids=["folder", "zip file"])
+@pytest.mark.parametrize("delete", [deletes, deletes_after, keeps_two])
+def test_a_list_that_lacks_a_name_while_a_step_is_deleted(
+    server: LyingServer, liar: Store, delete: Callable[[hf.CheckpointManager], None], tree: dict[str, Any]
+) -> None:
+    a_run(f"{liar.url}/first", tree, 1).close()
+    for number in range(len(server.keys(liar.bucket, "first/1/"))):  # each object of the step in turn
+        url = f"{liar.url}/run{number}"
+        run = a_run(url, tree, max_to_keep=2)
+        shows = server.hides(server.keys(liar.bucket, f"run{number}/1/")[number])
+        delete(run)
+        run.close()
+        shows()
+        assert server.keys(liar.bucket, f"run{number}/1/") == []
+
+
+def test_metrics_of_a_step_that_a_list_lacks_stay(server: LyingServer, liar: Store) -> None:
+    url = f"{liar.url}/run"
+    a_run(url, SMALL).close()
+    hf.record_metrics(url, 1, {"loss": 1.0})
+    shows = [server.hides(key) for key in server.keys(liar.bucket, "run/1/")]
+    a_run(url, SMALL, 0).save(3, SMALL)
+    for show in shows:
+        show()
+    assert hf.CheckpointManager(url).metrics(1) == {"loss": 1.0}
+
+
+def saves(run: hf.CheckpointManager, step: int) -> None:
+    assert run.save(step, SMALL)
+    run.wait_until_finished()
+
+
+def damaged(owner: bytes, byte: int) -> bytes:
+    return owner[:byte] + bytes([owner[byte] ^ 1]) + owner[byte + 1 :]
+
+
+def test_a_garbled_answer_is_no_takeover(server: LyingServer, liar: Store) -> None:
+    url = f"{liar.url}/run"
+    with a_run(url, SMALL, 1) as run:
+        owner = server.buckets[liar.bucket]["run/owner.json"].content
+        step = 1
+        for byte in range(0, len(owner), 7):
+            step += 1
+            server.garbles(r"GET .*owner\.json", damaged(owner, byte), 2)
+            saves(run, step)
+            server.reset()
+        server.garbles(r"GET .*owner\.json", damaged(owner, 20), ALWAYS)
+        with pytest.raises(hf.HoldfastError, match=r"owner\.json: this file was damaged"):
+            saves(run, step + 1)
+        server.reset()
+        saves(run, step + 2)
+    assert hf.verify(url).ok
+
+
+def test_a_conflict_that_never_ends_is_told_after_a_few_requests(server: LyingServer, liar: Store) -> None:
+    fault = server.refuses_its_own(r"PUT .*checkpoint\.json", ALWAYS)
+    with pytest.raises(hf.errors.StorageConflictError, match="ConditionalRequestConflict"):
+        hf.save(f"{liar.url}/ckpt", SMALL)
+    assert ALWAYS - fault.times <= 5
+    server.reset()
+    hf.save(f"{liar.url}/ckpt", SMALL, overwrite=True)
+    assert is_whole(f"{liar.url}/ckpt", SMALL)

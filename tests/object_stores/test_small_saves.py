@@ -129,6 +129,7 @@ RIVALS: dict[str, Callable[[str], Any]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rival", RIVALS)
 @pytest.mark.parametrize(
     ("mine", "request_"), [*((tree, one) for one in REQUESTS), (larger, "the list"), (larger, "the record")]

@@ -70,6 +70,7 @@ def trouble(store: Store, pattern: str, **how: Any) -> None:
     store.server.fail(pattern, **how)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("what", PASSING)
 @pytest.mark.parametrize("pattern", [r"checkpoint\.json", "data", "(prefix|startOffset)="])
 def test_trouble_that_passes_is_not_noticed_by_a_load(
@@ -84,6 +85,7 @@ def test_trouble_that_passes_is_not_noticed_by_a_load(
     assert len(store.server.log) - before > usual
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("what", PASSING)
 @pytest.mark.parametrize("pattern", ["data", r"checkpoint\.(partial|json)", "DELETE", "(prefix|startOffset)="])
 def test_trouble_that_passes_is_not_noticed_by_a_save(store: Store, kind: Kind, pattern: str, what: str) -> None:
@@ -119,6 +121,7 @@ LASTING: dict[str, tuple[dict[str, Any], type[hf.HoldfastError], str]] = {
 """Faults that stay: the error, and a part of its message."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("what", LASTING)
 def test_trouble_that_stays_is_told(
     store: Store, kind: Kind, url: str, what: str, monkeypatch: pytest.MonkeyPatch
@@ -148,6 +151,7 @@ def test_trouble_that_stays_is_told(
     assert whole(f"{store.url}/new", kind)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["reset", "never"])
 @pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
 def test_a_commit_whose_answer_is_lost(
@@ -164,6 +168,7 @@ def test_a_commit_whose_answer_is_lost(
     assert whole(url, kind)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
 def test_a_commit_that_arrives_late(store: Store, kind: Kind, old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The request arrives after its sender has given up, and finds the data still there."""

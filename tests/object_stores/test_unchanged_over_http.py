@@ -143,6 +143,7 @@ def fail(store: Store, answer: Answer, times: int = 1000) -> None:
     store.server.fail(" copy$", answer=answer, times=times)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("trouble", [act for _, act in TROUBLE], ids=[name for name, _ in TROUBLE])
 def test_what_is_not_copied_is_sent(store: Store, trouble: Callable[[Store], object]) -> None:
     trouble(store)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def test_the_steps_after_a_preemption_arrive_in_the_mirror(tmp_path: Path, place
         state, _ = checkpoint.restore_or_initialize({"w": np.zeros(2)})
         for step in range(1, 50):
             if step == 3:
-                checkpoint._preemption.request()
+                os.kill(os.getpid(), signal.SIGTERM)
             if checkpoint.on_step(step, state).should_stop:
                 break
     assert step == 7

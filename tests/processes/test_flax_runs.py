@@ -18,7 +18,7 @@ from holdfast.integrations.flax import CheckpointCallback
 
 STEPS = 40
 WIDTH = 8
-NOTICE = 0.1  # seconds a step after the signal: jax tells its processes within a second or two
+NOTICE = 0.3  # seconds a step after the signal: jax tells its processes within a second or two
 COUNT = 2
 
 

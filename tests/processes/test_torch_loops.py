@@ -15,7 +15,7 @@ from tests.processes.harness import Process, run_outcomes, run_processes
 import holdfast as hf
 
 STEPS = 60
-NOTICE = 0.02  # seconds a step after the signal, so that the others hear of it before the end
+NOTICE = 0.2  # seconds a step after the signal, so that the others hear of it before the end
 
 
 def train(process: Process, directory: str, told: dict[int, int]) -> tuple[int, int, int, list[float]]:

@@ -16,7 +16,6 @@ from tests.documents.examples import Examples
 
 import holdfast as hf
 from holdfast.cli.main import main
-from holdfast.engine.arrays import ArrayDatabase, TreeReader
 from holdfast.integrations.components.saving import PreparedComponents
 from holdfast.recipes.configuration import load_configuration
 from holdfast.recipes.problems import ConfigError
@@ -157,15 +156,6 @@ def test_a_checkpoint_holds_what_was_when_it_was_saved() -> None:
         assert checkpoints.restore_or_initialize(first) == (first, 1)
     assert state_of(first) == before
     assert hf.verify("run").ok
-
-
-def test_arrays_are_compressed_when_asked() -> None:
-    train("train.steps=1", "checkpoint.compression=3")
-
-    place = hf.storage.as_location(saved("runs/self_play", 1)) / "learner/policies/p0/state"
-    found = ArrayDatabase(place).metadata([leaf.name for leaf in TreeReader(place).leaves])
-    assert {one.compression for one in found if one is not None} == {3}
-    assert train("train.steps=2") == Outcome(start=1, step=2, preempted=False)
 
 
 def test_the_first_error_is_the_one_that_is_raised(

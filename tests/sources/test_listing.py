@@ -232,6 +232,7 @@ def test_the_newest_whole_one_of_graphs(case: Case, directory: Path, caplog: pyt
     assert [name for name in case.all() if any(f"/{name} is damaged" in text for text in warned)] == case.damage()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("series", ["", "a-", "b-", "my_run_", "x_", "run-"])
 def test_managers_see_the_steps_of_their_prefix(case: Case, directory: Path, series: str) -> None:
     prefix = series.removesuffix("_") or None

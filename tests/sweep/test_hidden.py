@@ -16,6 +16,7 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:::lightning\.|torch\.|torchdata
 TENTH = random.Random(31).sample([name for name in PROGRAMS if not PROGRAMS[name].in_process], len(PROGRAMS) // 10)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("title", INTERRUPTIONS)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in TENTH else pytest.mark.sweep) for name in PROGRAMS]

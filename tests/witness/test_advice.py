@@ -538,6 +538,7 @@ def _number_in_a_trainer(start: Start) -> None:
 # ---- the test
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("is_advised", [False, True], ids=["kept", "handed over"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_resume_is_exact_with_what_was_handed_over_and_named_without(

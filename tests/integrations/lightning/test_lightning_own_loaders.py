@@ -193,6 +193,7 @@ def run(loaders: Any, directory: Path, end: int = -1, limit: int | None = None) 
     return net.seen
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "loaders",
     [Sized, Unsized, WithLast, ByNext, Dated, Declared, beside(Sized, "min_size"), beside(Sized, "max_size"),

@@ -62,6 +62,7 @@ def check(program: Any, new_directory: NewDirectory, steps: Iterable[int], **opt
 LOADERS = ["plain", "shuffled", "stateful"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("loader", LOADERS)
 def test_resumed_from_any_step(
@@ -72,6 +73,7 @@ def test_resumed_from_any_step(
     check(program, new_directory, steps, loader=loader, **VARIANTS[variant])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "loader",
     [
@@ -274,6 +276,7 @@ def test_schedules(program: Any, new_directory: NewDirectory, schedule: str, eve
     check(program, new_directory, steps, schedule=schedule, check_val_every_n_epoch=epochs)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -334,15 +337,6 @@ def test_early_stopping_ends_at_the_same_step(program: Any, new_directory: NewDi
     again = program.run(directory, seed=3, callbacks=stopping(), max_epochs=9)
     assert again.trainer.global_step == 15
     assert again.recorder.first_step is None
-
-
-def test_finished_run_has_nothing_to_do(program: Any, new_directory: NewDirectory) -> None:
-    directory = new_directory()
-    first = program.run(directory)
-    second = program.run(directory, seed=2)
-    assert second.recorder.first_step is None
-    assert second.final["model"] == first.final["model"]
-    assert second.trainer.checkpoint_callback.manager.latest_step() == 15
 
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 7}, {"max_steps": 10}])
