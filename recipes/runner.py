@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..engine.errors import PREEMPTED, CheckpointNotFoundError, DamagedCheckpointError, OptionError
+from ..engine.errors import PREEMPTED, CheckpointNotFoundError, OptionError
 from ..engine.format import RECORD
 from ..engine.manager import CheckpointManager, mirror_of
 from ..engine.observer import process_observer
@@ -104,13 +104,7 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch:
         CheckpointManager(checkpoints, options=options).close()  # opening it fetches newer steps
     with CheckpointManager(checkpoints, options=replace(options, read_only=True)) as manager:
         newest = manager.latest_step()
-        try:
-            stored = (manager.metadata() or {}).get("config")
-        except DamagedCheckpointError as error:
-            raise DamagedCheckpointError(
-                f"{error}; the configuration that the checkpoints are from is unknown: if it is this one, remove "
-                f"{manager.directory}/metadata and run the same command again"
-            ) from error
+        stored = (manager.metadata() or {}).get("config")
         named = resume_step(section.resume, manager, option="checkpoint.resume={}")
     if section.resume in ("must", "never"):
         check_resume(

@@ -15,9 +15,10 @@ from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from pydantic_core import PydanticCustomError
 
-from ..engine import clock, storage
+from ..engine import clock
 from ..engine.errors import InvalidLocationError, OptionError
 from ..engine.manager import Local, Mirror, option_texts, save_interval
+from ..engine.storage import Place as PlaceOrPath
 from ..integrations.loop import CheckpointCallback
 from ..integrations.options import CallbackOptions
 from .problems import KeyPath, did_you_mean
@@ -78,8 +79,8 @@ _IN_YAML: dict[Any, Any] = {
     clock.Duration: Duration,
     clock.Duration | None: Duration | None,
     clock.Rate | None: Rate | None,
-    storage.Place: Place,
-    storage.Place | None: Place | None,
+    PlaceOrPath: Place,
+    PlaceOrPath | None: Place | None,
 }
 
 

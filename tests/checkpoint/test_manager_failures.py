@@ -159,19 +159,24 @@ def test_a_directory_that_cannot_be_taken_yet(root: Path, fault: Fault, call: st
         check_whole(manager, [1])
 
 
-def test_a_failing_sweep_is_done_again(root: Path, fault: Fault) -> None:
+def test_an_unfinished_step_that_cannot_be_removed_is_moved_aside(
+    root: Path, fault: Fault, caplog: pytest.LogCaptureFixture
+) -> None:
     run = root / "run"
     (run / "5").mkdir(parents=True)
     (run / "5" / "checkpoint.partial").write_text("{}")
     (run / "5" / "half").write_text("written")
     with hf.CheckpointManager(run) as manager:
         fault.start(errno.EACCES, ("unlink",))
-        with pytest.raises(hf.errors.StoragePermissionError):
-            manager.save(1, tree(1))
+        manager.save(1, tree(1))
+        with pytest.raises(hf.errors.SaveFailedError):
+            manager.wait_until_finished()
         fault.stop()
         manager.save(2, tree(2))
         manager.wait_until_finished()
         assert not (run / "5").exists()
+        assert (run / "5.unreadable" / "half").exists()
+        assert "5: not swept, but moved to 5.unreadable: cannot remove" in caplog.text
         check_whole(manager, [2])
 
 
