@@ -18,7 +18,7 @@ import numpy as np
 
 from .errors import OptionError, StateError, shortened
 from .generators import as_tree, capture, generator_state, is_generator, restore, same_state, set_generator_state
-from .pytree import expand, is_dense, is_leaf, is_torch_tensor, loaded
+from .pytree import PLAIN, expand, is_dense, is_leaf, is_torch_tensor, loaded
 
 _logger = logging.getLogger("holdfast")
 
@@ -68,7 +68,6 @@ ENDED = "ended"  # whether that was the last batch of the epoch
 _NOW = "now"  # the states of the loader's own generators, which others may draw from as well
 _PARTS = (TAKEN, ENDED, _BEGUN, _NOW, _ORDER, LAST)
 _HANDED = "generators."  # the beginning of the names of generators that the program has handed over
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _MOST_VALUES = 1000  # values of a batch that are looked at
 _MOST_REFUSED = 10_000  # requests after a stop: ``while step < total`` around a loop over the data would never end
 _LONG = 5.0  # seconds of drawing again before a line says so
@@ -523,7 +522,7 @@ def fingerprint(batch: Any) -> int:
                 value = value.detach().take(places).view(torch.uint8).numpy().tobytes()
             elif not is_leaf(value) and (contents := expand(value)) is not None:
                 left.extend(islice(contents.values, _MOST_VALUES))
-            if type(value) in _PLAIN:
+            if type(value) in PLAIN:
                 found = zlib.crc32(value if type(value) is bytes else repr(value).encode(), found)
     return found
 

@@ -19,6 +19,7 @@ metrics of the old one are void. Readers of the steps of a directory add them to
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,12 +52,15 @@ from .storage import (
     REQUESTS,
     Entry,
     Location,
+    is_strange,
     is_unreadable,
     max_concurrency,
     os_errors,
     parallel_map,
     unreadable_as_damage,
 )
+
+_logger = logging.getLogger("holdfast")
 
 LATE = "metrics"  # name of the folder
 _LIMIT = 64 << 20  # bytes of a file beside the steps
@@ -154,6 +158,9 @@ def _names(directory: Location) -> list[str]:
             return os.listdir(place)
         except FileNotFoundError:
             return []
+        except NotADirectoryError:
+            _logger.warning("%s: this is not a folder, so it holds no metrics; move it away", place)
+            return []
 
 
 def _folder(name: str) -> str:
@@ -241,22 +248,32 @@ _FILE = "data.json"
 
 
 def stored_metadata(location: Location) -> Mapping[str, Any] | None:
-    """Return the facts about the run in a directory, or None."""
+    """Return the facts about the run in a directory; None without any, or after a warning that they are damaged."""
     place = location / METADATA / _FILE
+    found: Mapping[str, Any] | None = None
     try:
-        content = place.read_bytes(limit=_LIMIT)
+        with unreadable_as_damage(place):
+            content = place.read_bytes(limit=_LIMIT)
+        found = decode_document(content, "json", source=str(place)).get("data")
+    except (DamagedCheckpointError, FormatVersionError) as error:
+        _logger.warning("the facts about the run are not used: %s", error)
     except ObjectNotFoundError:
-        return None
-    found: Mapping[str, Any] | None = decode_document(content, "json", source=str(place)).get("data")
+        pass
     return found
 
 
 def store_metadata(location: Location, metadata: Mapping[str, Any] | None) -> None:
-    """Store the facts about a run, if there are any."""
-    if metadata is not None:
-        (location / METADATA).check_not_link()
+    """Store the facts about a run, if there are any; warn if something else lies in the place of their file."""
+    if metadata is None:
+        return
+    (location / METADATA).check_not_link()
+    try:
         (location / METADATA).make_directory()
         (location / METADATA / _FILE).write_bytes(encode_document("json", {"data": metadata}))
+    except StorageError as error:
+        if not is_strange(error):
+            raise
+        _logger.warning("the facts about the run are not stored; move away what lies in their place: %s", error)
 
 
 # ---- the list of the steps

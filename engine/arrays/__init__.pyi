@@ -14,6 +14,7 @@ from .extents import Range as Range
 from .extents import read_ranges as read_ranges
 from .load import leaf_as as leaf_as
 from .load import leaf_values as leaf_values
+from .load import load_entries as load_entries
 from .load import load_tree as load_tree
 from .load import read_parts as read_parts
 from .load import selected_values as selected_values

@@ -92,6 +92,27 @@ def load_tree(
     return unflatten(structure, _values(source, leaves, targets, shared))
 
 
+def load_entries(
+    source: TreeSource,
+    templates: Flattened,
+    *,
+    requests: Mapping[str, LeafRequest],
+    began: Mapping[str, LeafType] | None = None,
+    shared: SharedReads | None = None,
+) -> Any:
+    """Read a dictionary: the entries that have templates by these, as :func:`load_tree`, and the others as saved."""
+    roots = {name.partition(".")[0] for name in templates.names}
+    has_template = [leaf.name.partition(".")[0] in roots for leaf in source.leaves]
+    others = [leaf for leaf, is_typed in zip(source.leaves, has_template, strict=True) if not is_typed]
+    values = iter(_values(source, others, _requested(source, others, requests), shared))
+    tree = source.tree.build([... if is_typed else next(values) for is_typed in has_template])
+    if not roots:
+        return tree
+    names = {leaf.name for leaf in source.leaves}
+    paths = [format_path(root) if root in names else f"{format_path(root)}/**" for root in sorted(roots)]
+    return {**tree, **load_tree(source, like=templates, select=paths, began=began, shared=shared)}
+
+
 def _resumed(
     source: TreeSource,
     structure: TreeDef | None,

@@ -62,6 +62,7 @@ from ..storage import (
     Location,
     SaveLock,
     as_location,
+    is_strange,
     locked_elsewhere,
 )
 
@@ -559,6 +560,8 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
     if location.is_link():  # only the link itself is removed
         location.remove_tree()
         return
+    if (location / DELETED).is_directory():  # a crash of the file system may leave it so, and no record replaces it
+        (location / DELETED).remove_tree()
     with contextlib.suppress(ObjectNotFoundError):
         (location / RECORD).rename(DELETED)
     lock = SaveLock(location / DELETED)
@@ -567,8 +570,9 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
             return
     except StorageConflictError:  # another process has found the marker, and removes the rest
         return
-    except StoragePermissionError:
-        pass
+    except StorageError as error:  # only a regular file can be locked
+        if not (is_strange(error) or isinstance(error, StoragePermissionError)):
+            raise
     try:
         location.remove_tree(last=DELETED)
     finally:
@@ -735,8 +739,8 @@ def _is_temporary(name: str) -> bool:
 
 def remove_temporary(location: Location, names: Iterable[str]) -> None:
     """Remove the files of atomic writes that were interrupted."""
-    for name in names:
-        if _is_temporary(name):
+    for name in filter(_is_temporary, names):
+        with _leftover(location):  # a directory is not ours, and a file may be another user's
             (location / name).remove()
 
 

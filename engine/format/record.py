@@ -39,6 +39,7 @@ _spaced = json.JSONEncoder(allow_nan=False).encode
 RECORD = "checkpoint.json"  # name of the commit record inside a checkpoint's directory
 PARTIAL = "checkpoint.partial"  # marks a directory in which a save has begun; the commit removes it
 DELETED = "checkpoint.deleted"  # marks a directory whose checkpoint is being deleted; it is removed last
+_LATEST = 6e10  # seconds from 1970-01-01 UTC to times that any calendar has
 OWNER = "owner.json"  # name of the file that identifies the run that writes to a directory; locked by it
 STEP_FOLDER = re.compile(r"(.*[_-])?(0|[1-9][0-9]*)", re.DOTALL)  # names of the folders of steps: series and number
 WITNESS = "witness.jsonl"  # name of the file with what the steps after a save have given; no commit record names it
@@ -378,14 +379,14 @@ class CheckpointRecord:
                 for name, item in body["items"].items()
             }
             step = body["step"]
-            if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
-                raise ValueError(f"step {step!r}")
+            if step is not None:
+                _natural("step", step)
             metrics, custom = body.get("metrics"), body.get("custom_metadata")
             if custom is not None and not isinstance(custom, dict):
                 raise TypeError(f"custom_metadata {custom!r:.80}")
             return cls(
                 items=items,
-                time=float(body["time"]),
+                time=_time(body["time"]),
                 step=step,
                 reason=str(body.get("reason", "")),
                 metrics=None if metrics is None else decode_metrics(metrics),
@@ -421,7 +422,7 @@ def _members(path: str, members: Any) -> tuple[tuple[int, int], ...]:
     """Check the lengths and digests of the zip files in one."""
     if not isinstance(members, list) or not members or len(_packed(path)) != len(members):
         raise ValueError(f"members {members!r:.80} of {path!r}")
-    return tuple((_size(size), int(digest, 16)) for size, digest in members)
+    return tuple((_natural("file size", size), _crc32c(digest)) for size, digest in members)
 
 
 def _files(documents: Mapping[str, Any]) -> dict[str, FileRecord]:
@@ -429,8 +430,8 @@ def _files(documents: Mapping[str, Any]) -> dict[str, FileRecord]:
         raise ValueError("an item that is a zip file has no other files, and needs a crc32c")
     return {
         path and _relative_path(path): FileRecord(
-            _size(file["size"]),
-            int(file["crc32c"], 16) if "crc32c" in file else None,
+            _natural("file size", file["size"]),
+            _crc32c(file["crc32c"]) if "crc32c" in file else None,
             _members(path, file["members"]) if "members" in file else (),
         )
         for path, file in documents.items()
@@ -471,7 +472,20 @@ def _relative_path(path: Any) -> str:
     return path
 
 
-def _size(size: Any) -> int:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-        raise ValueError(f"file size {size!r}")
-    return size
+def _natural(name: str, number: Any) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 1 << 63:
+        raise ValueError(f"{name} {number!r:.80}")
+    return number
+
+
+def _crc32c(text: str) -> int:
+    if not 0 <= (digest := int(text, 16)) < 1 << 32:
+        raise ValueError(f"crc32c {text!r:.80}")
+    return digest
+
+
+def _time(time: Any) -> float:
+    """Check a time, which must be a number and have a date."""
+    if not isinstance(time, (int, float)) or isinstance(time, bool) or not abs(time) <= _LATEST:
+        raise ValueError(f"time {time!r:.80}")
+    return float(time)

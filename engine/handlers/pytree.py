@@ -211,6 +211,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         transforms_default_to_original: bool = True,
         torch_tensors: bool = False,
         as_saved: bool | Collection[str] = False,
+        entries: Mapping[str, Any] | None = None,
         source: TreeSource | None = None,
         shared: SharedReads | None = None,
         **kwargs: Any,
@@ -239,6 +240,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 is an error. A checkpoint of a run that recorded no types is restored by the template alone. Without a
                 template, arrays of jax become arrays of jax again where the program has imported it; a list of keys of
                 the root restricts that to what lies below them.
+            entries: Templates of some entries of a saved dictionary, which may lack them; the others come back as
+                without a template.
             source: The tree of another library, instead of the one in the folder.
             shared: The reads of all processes of the program, from a manager: what several of them need is read once.
             **kwargs: Must be empty.
@@ -255,7 +258,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         if kwargs:
             refuse_arguments(self, kwargs, self.restore)
         # Not above: a save needs nothing that reads.
-        from ..arrays import TreeReader, load_transformed_tree, load_tree, with_optimizer_states
+        from ..arrays import TreeReader, load_entries, load_transformed_tree, load_tree, with_optimizer_states
 
         if transforms is not None and (item is None or item is ... or select is not None):
             raise OptionError("transforms= needs a template (item=) of the new tree, and excludes select=")
@@ -264,6 +267,9 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         reader = source or TreeReader(directory, files, aggregate=self._aggregate, select=select if alone else None)
         select = None if alone else select
         kept = reader.external()
+        if entries is not None:
+            saved = {leaf.name.partition(".")[0] for leaf in reader.leaves}
+            item = {name: template for name, template in entries.items() if escape_key(name) in saved}
         if item is not None and item is not ... and transforms is None:
             item = with_optimizer_states(item, reader)
         template = None if item is None or item is ... else flat_template(item, self._registry)
@@ -279,14 +285,17 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         requestable = args.keys() if transforms is not None or not args else {leaf.name for leaf in reader.leaves}
         ordinary = requestable - kept.keys()
         requests = {name: leaf_request(name, one) for name, one in args.items() if name in ordinary}
-        if template is None:
+        if template is None or entries is not None:
             requests = {**_libraries(reader, torch_tensors, as_saved), **requests}
         if transforms is not None:
             to_original = transforms_default_to_original
             tree = load_transformed_tree(reader, transforms, item, default_to_original=to_original, requests=requests)
         else:
             began = reader.began() if as_saved and type(reader) is TreeReader else None
-            tree = load_tree(reader, like=template, select=select, requests=requests, began=began, shared=shared)
+            if template is not None and entries is not None:
+                tree = load_entries(reader, template, requests=requests, began=began, shared=shared)
+            else:
+                tree = load_tree(reader, like=template, select=select, requests=requests, began=began, shared=shared)
         return restore_external(tree, directory, files, kept, self._registry, args) if kept else tree
 
     def structure(

@@ -50,6 +50,7 @@ from .options import option_texts as option_texts
 from .options import refuse_options as refuse_options
 from .options import retention_rules as retention_rules
 from .options import shown_call as shown_call
+from .options import takes_texts_of as takes_texts_of
 from .ownership import stored_identity as stored_identity
 from .ownership import stored_options as stored_options
 from .ownership import stored_rules as stored_rules

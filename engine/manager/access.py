@@ -50,6 +50,8 @@ class RunAccess:
         self.background = BackgroundSave(seconds(options.save_timeout_secs))
         self.events = RunEvents(directory, clock, processes.index, observer)
         self.run = RunDirectory(directory, options, clock, self._drain, writes=processes.is_primary)
+        if not options.read_only:
+            self.run.ownership.check_usable()
         self.mirror: RunMirror | None = None  # None without one, and for a manager that only reads
         self.local: LocalTier | None = None  # the local steps of the hosts; None as above
         self.changing = Lock(reentrant=True)  # of the thread that begins a save, or takes ownership

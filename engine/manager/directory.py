@@ -35,6 +35,7 @@ from ..errors import (
     StorageConflictError,
     StorageError,
     StoragePermissionError,
+    StorageUnavailableError,
     shortened_steps,
 )
 from ..forks import Lock
@@ -45,6 +46,7 @@ from ..steps import (
     METADATA,
     LateMetrics,
     StepEntry,
+    has_record,
     left_behind,
     list_steps,
     read_again,
@@ -60,7 +62,17 @@ from ..steps import (
     with_late,
     write_late,
 )
-from ..storage import Entry, Location, Place, SaveLock, as_location, is_unreadable, max_concurrency, parallel_map
+from ..storage import (
+    Entry,
+    Location,
+    Place,
+    SaveLock,
+    as_location,
+    is_strange,
+    is_unreadable,
+    max_concurrency,
+    parallel_map,
+)
 from .events import EVENTS, ROTATED
 from .metrics import metric_name, plain_metrics
 from .options import CheckpointManagerOptions, options_document, retention_rules
@@ -572,9 +584,14 @@ class RunDirectory:
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
                         os.rmdir(location)
         except StorageError as error:
-            if not (is_unreadable(error) or isinstance(error, StorageConflictError)):
+            if isinstance(error, StorageUnavailableError):
                 raise
-            _logger.warning("%s: not swept: %s", location, error)
+            moved = ""
+            # No save that is alive has a marker that is no regular file, and a marker that was taken over is of none.
+            if location.is_local and (is_strange(error) or isinstance(error, StoragePermissionError)):
+                with contextlib.suppress(StorageError):
+                    moved = "" if has_record(location) else f", but moved to {self._set_aside(location)}"
+            _logger.warning("%s: not swept%s: %s", location, moved, error)
         finally:
             lock.release()
 
@@ -644,18 +661,23 @@ class RunDirectory:
             return
         if self._writes:
             self.ownership.check()
-            place, taken = self.step_location(step), {entry.name for entry in self.location.entries()}
-            names = (f"{place.name}.unreadable{number or ''}" for number in itertools.count())
+            place = self.step_location(step)
             try:
-                moved = place.rename(next(name for name in names if name not in taken))
+                moved = self._set_aside(place)
             except StorageError as refusal:
                 raise StorageError(
                     f"{place}: this step cannot be read ({error}), so it is not replaced but moved aside before it is "
                     f"saved again, and that failed: {refusal}. Repair the file system or remove the folder by hand, or "
                     "let the run continue in another directory"
                 ) from refusal
-            _logger.warning("%s: cannot be read, and is saved again: what was there is now %s", place, moved.name)
+            _logger.warning("%s: cannot be read, and is saved again: what was there is now %s", place, moved)
         self.add(step, None)
+
+    def _set_aside(self, place: Location) -> str:
+        """Rename the folder of a step; return its new name."""
+        taken = {entry.name for entry in self.location.entries()}
+        names = (f"{place.name}.unreadable{number or ''}" for number in itertools.count())
+        return place.rename(next(name for name in names if name not in taken)).name
 
     def why_kept(self, step: int) -> tuple[str, ...]:
         """Return every reason for which a step is kept; empty if it is about to be deleted."""

@@ -180,7 +180,12 @@ class RunMirror:
         """Return the steps newer than all of the run, the newest first; a run without any must read the mirror."""
         here = self._run.steps_and_damaged()
         newest = max(self._run.steps(), default=-1)
-        return [step for step in reversed(self.steps(required=not here)) if step > newest]
+        newer = [step for step in reversed(self.steps(required=not here)) if step > newest]
+        far = self._far
+        for step in () if far is None else filter(far.is_damaged, far.steps_and_damaged()):
+            if step > max([newest, *newer]):
+                _logger.warning("%s: step %d of the mirror is damaged, and not used", self.location, step)
+        return newer
 
     def steps(self, *, required: bool = False) -> list[int]:
         """Return the steps in the mirror, in ascending order; nothing, with a warning, where it cannot be read."""

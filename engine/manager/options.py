@@ -7,8 +7,10 @@ compare them with the declarations. The ``metadata`` of a field holds the least 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from numbers import Integral
@@ -54,6 +56,31 @@ def option_texts(taker: type) -> dict[str, str]:
     sections = re.findall(rf"^{title}:.*\n((?: {{4}}.*\n?|\n)+)", text, re.MULTILINE)
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", "\n".join(sections), re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
+
+
+def takes_texts_of(source: type) -> Callable[[type[T]], type[T]]:
+    """Complete the docstring of a class: options that it lists without a text have those of ``source``."""
+
+    def complete(taker: type[T]) -> type[T]:
+        texts = option_texts(source)
+
+        def described(entry: re.Match[str]) -> str:
+            indent, names = entry[1], re.findall(r"\w+", entry[2])
+            wrap = functools.partial(
+                textwrap.fill,
+                width=120,
+                initial_indent=indent,
+                subsequent_indent=f"{indent}    ",
+                break_on_hyphens=False,
+                break_long_words=False,
+            )
+            return "\n".join(wrap(f"{name}: {texts[name]}") for name in names)
+
+        if taker.__doc__ is not None:
+            taker.__doc__ = re.sub(r"^( +)([a-z]\w*(?:,\s+[a-z]\w*)*):$", described, taker.__doc__, flags=re.MULTILINE)
+        return taker
+
+    return complete
 
 
 def shown_call(taker: object, directory: object, options: Any) -> str:

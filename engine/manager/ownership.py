@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -55,6 +56,17 @@ class Ownership:
     def held(self) -> bool:
         """Whether this process is the owner."""
         return self._process == os.getpid() and not self._lost
+
+    def check_usable(self) -> None:
+        """Raise OwnershipError if no save can ever succeed: what lies in the place of a file of the run is none."""
+        owner, options = self._directory / OWNER, self._directory / OPTIONS
+        is_strange = owner.is_link() or (owner.is_there() and not owner.is_file())
+        if self._directory.is_local and (is_strange or options.is_directory()):
+            path = os.fspath(owner if is_strange else options)
+            raise OwnershipError(
+                f"{path} is not a file of a run, which holdfast could replace, so nothing could be saved here. Move it "
+                f"away: mv {shlex.quote(path)} {shlex.quote(f'{path}.moved')}"
+            )
 
     def take(self) -> None:
         """Take ownership, unless this run has it already."""

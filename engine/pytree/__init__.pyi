@@ -1,6 +1,15 @@
+from .codec import decode_state as decode_state
+from .codec import encode_plain as encode_plain
+from .codec import encode_state as encode_state
+from .codec import hashable as hashable
+from .codec import import_path as import_path
+from .codec import instance_of as instance_of
+from .codec import is_plain as is_plain
+from .codec import loaded_object as loaded_object
 from .containers import class_name as class_name
 from .containers import expand as expand
 from .containers import is_nnx as is_nnx
+from .containers import name_of_class as name_of_class
 from .containers import opens_as as opens_as
 from .description import KnownLeaves as KnownLeaves
 from .description import check_leaves as check_leaves
@@ -43,6 +52,7 @@ from .leaves import NAME_ONLY as NAME_ONLY
 from .leaves import NUMBER_KINDS as NUMBER_KINDS
 from .leaves import NUMBERS as NUMBERS
 from .leaves import PLACEHOLDER as PLACEHOLDER
+from .leaves import PLAIN as PLAIN
 from .leaves import ArrayLeaf as ArrayLeaf
 from .leaves import Box as Box
 from .leaves import Details as Details

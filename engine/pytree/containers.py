@@ -55,7 +55,11 @@ def expand(value: object, objects: NnxObjects | None = None) -> Contents | None:
 
 
 def class_name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return name_of_class(type(value))
+
+
+def name_of_class(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
 
 def build_mapping(kind: Callable[[Any], Any], keys: list[Any], values: list[Any]) -> Any:

@@ -21,6 +21,7 @@ from .names import format_path
 # JSON facts about a leaf for ``tree.json``, with at least "kind". Leaves share them: do not change them.
 Details = dict[str, Any]
 
+PLAIN = (type(None), bool, int, float, complex, str, bytes)  # types of values that hold no others
 ARRAY_KINDS = frozenset({"numpy", "jax", "torch", "key"})  # kinds of leaves that are arrays for their owners
 # Kinds that are Python numbers for their owners, stored as 0-d arrays.
 NUMBER_KINDS = frozenset({"bool", "int", "float", "complex"})

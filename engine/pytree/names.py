@@ -130,9 +130,12 @@ _CLOSE = 2000  # paths that are compared with a pattern that matches none
 class PathFilter:
     """Chooses paths by patterns. A path is the escaped keys of a leaf's name."""
 
-    def __init__(self, select: Patterns | None = None, exclude: Patterns | None = None) -> None:
+    def __init__(
+        self, select: Patterns | None = None, exclude: Patterns | None = None, *, option: str = "exclude"
+    ) -> None:
+        """``option`` is the name that users know the second argument by."""
         self._select = None if select is None else compiled(select, "select")
-        self._exclude = [] if exclude is None else compiled(exclude, "exclude")
+        self._exclude = [] if exclude is None else compiled(exclude, option)
 
     def chooses(self, path: Sequence[str]) -> bool:
         """Return whether a path is selected and not excluded."""
@@ -143,7 +146,7 @@ class PathFilter:
             return False
         return self._select is None or any(pattern.matches(keys) for pattern in self._select)
 
-    def check(self, paths: Iterable[Sequence[str]]) -> None:
+    def check(self, paths: Iterable[Sequence[str]], advice: str = "") -> None:
         patterns = [*(self._select or ()), *self._exclude]
         if not patterns:
             return
@@ -153,7 +156,7 @@ class PathFilter:
                 known = shortened([repr("/".join(path)) for path in every]) or "no leaves"
                 near = _nearest(pattern, every)
                 hint = "" if near is None else f"; did you mean {near!r}?"
-                raise TreeMismatchError(f"{pattern} matches no leaf; the checkpoint has {known}{hint}")
+                raise TreeMismatchError(f"{pattern} matches no leaf; the checkpoint has {known}{hint}{advice}")
 
 
 def choose(names: Sequence[str], select: Patterns) -> list[bool]:

@@ -294,9 +294,10 @@ def _digests(flat: NDArray[Any], counts: tuple[int, ...]) -> NDArray[np.uint32]:
         numbers = flat[single].astype(np.int64 if flat.dtype.kind in "biu" else np.float64)
         numbers[numbers != numbers] = np.nan if numbers.dtype.kind == "f" else 0
         bits[single] = numbers.view(np.uint64)
-    mixed = (bits + np.uint64(1)) * weights
-    mixed ^= mixed >> np.uint64(29)
-    sums = np.add.reduceat(mixed, starts) * _WEIGHTS[0]
+    bits += np.uint64(1)
+    bits *= weights
+    bits ^= bits >> np.uint64(29)
+    sums = np.add.reduceat(bits, starts) * _WEIGHTS[0]
     folded: NDArray[np.uint32] = ((sums >> np.uint64(32)) ^ sums).astype(np.uint32)
     return np.maximum(folded, 1)
 

@@ -309,12 +309,12 @@ def is_dense(tensor: Any) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
-def tensor_of(array: NDArray[Any]) -> Any:
-    """Return a tensor with the elements of an array, in memory of its own."""
+def tensor_of(array: NDArray[Any], *, copy: bool = True) -> Any:
+    """Return a tensor with the elements of an array; without ``copy``, both share the memory."""
     name = torch_name(array.dtype)
     if name is None:
         raise TypeError(f"torch has no elements of type {array.dtype}")
-    return put(np.array(array), None, name)
+    return put(np.array(array) if copy else array, None, name)
 
 
 def template_facts(value: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], str | None]:

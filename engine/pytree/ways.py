@@ -23,7 +23,7 @@ import numpy as np
 
 from .containers import expand, is_nnx
 from .jax_leaves import is_key
-from .leaves import is_jax_array, is_torch_tensor, loaded
+from .leaves import PLAIN, is_jax_array, is_torch_tensor, loaded
 
 MISSING: Any = object()
 """What a way leads to that has ended, as an entry or an attribute is gone."""
@@ -34,7 +34,6 @@ _MOST_RATES = 32
 _LONG = 200  # characters of a text that is kept whole
 _SMALL = 1 << 10  # bytes of an array whose values are a text
 _MOST_ENTRIES = 256  # of a container whose entries are a text
-_PLAIN = (str, bytes, bool, int, float, complex, type(None))
 _CLOSED = (str, bytes, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _LOADERS = ("holdfast", "torchdata", "datasets", "grain", "lightning", "pytorch_lightning", "keras", "flax")
 _LIBRARIES = ("torch", "numpy", "jax", "jaxlib", "optax", "builtins", "threading", "logging")  # Attributes stay theirs.
@@ -241,7 +240,7 @@ def _is_variable(value: Any) -> bool:
 
 def _is_open(name: str, value: Any) -> bool:
     """Return whether an attribute of an object of the program is on a way, and not only a text."""
-    return not name.startswith(_INTERNAL) and not isinstance(value, (*_PLAIN, *_CLOSED, np.generic, Enum))
+    return not name.startswith(_INTERNAL) and not isinstance(value, (*PLAIN, *_CLOSED, np.generic, Enum))
 
 
 def _is_of_library(value: Any) -> bool:
@@ -308,7 +307,7 @@ def text_of(value: Any, depth: int = 3) -> str | None:
 
 
 def _text_of(value: Any, depth: int) -> str | None:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return repr(value) if not isinstance(value, Enum) else str(value)
     if isinstance(value, np.generic):
         return repr(value.item())
@@ -366,13 +365,13 @@ def leaves_of(value: Any, most: int = 1000) -> tuple[list[Any], str]:
         one = queue.popleft()
         if _is_array(one):
             arrays.append(one)
-        elif isinstance(one, list | tuple) and len(one) > 16 and (kinds := {*map(type, one)}) <= {*_PLAIN}:
+        elif isinstance(one, list | tuple) and len(one) > 16 and (kinds := {*map(type, one)}) <= {*PLAIN}:
             texts.append(_text_of_integers(one) if kinds == {int} else repr(one))
         elif isinstance(one, Mapping | list | tuple | deque):
             if isinstance(one, Mapping):
                 texts.append(repr([*map(str, one)]))
             queue.extend(one.values() if isinstance(one, Mapping) else one)
-        elif isinstance(one, _PLAIN):
+        elif isinstance(one, PLAIN):
             texts.append(repr(one))
         elif not isinstance(one, _CLOSED) and (contents := expand(one)) is not None:
             queue.extend(contents.values)

@@ -31,6 +31,7 @@ from .services import aws_region as aws_region
 from .services import chosen_profile as chosen_profile
 from .status import check_extent as check_extent
 from .status import hidden_address as hidden_address
+from .status import is_strange as is_strange
 from .status import is_unreadable as is_unreadable
 from .status import map_status as map_status
 from .status import os_errors as os_errors

@@ -15,7 +15,7 @@ import os
 import stat
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -106,8 +106,7 @@ class LocalBackend:
 
     def read_bytes(self, key: str, limit: int | None, size: int | None) -> bytes:
         with os_errors(key, "read"):
-            descriptor = _open(key, os.O_RDONLY)
-            size = _regular_size(descriptor, key)
+            descriptor, size = _open_regular(key, _open)
             with open(descriptor, "rb", buffering=0) as file:
                 if limit is not None and size > limit:
                     raise DamagedCheckpointError(f"{key} has {size} bytes, more than the {limit} it may have")
@@ -297,8 +296,7 @@ class LocalDataReader(DataReader):
         self._descriptor = -1
         self._lock = Lock()
         with os_errors(path, "open"):
-            descriptor = _open(path, os.O_RDONLY) if cached else _open_direct(path, os.O_RDONLY)
-            self._size = _regular_size(descriptor, path)
+            descriptor, self._size = _open_regular(path, _open if cached else _open_direct)
         self._descriptor = descriptor
         if cached:
             _read_ahead(descriptor)
@@ -555,13 +553,18 @@ def _allocate(descriptor: int, size: int) -> None:
     os.ftruncate(descriptor, size)
 
 
-def _regular_size(descriptor: int, path: str) -> int:
-    """Return the length of an open file; close it and raise DamagedCheckpointError if it is not a regular file."""
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
+def _open_regular(path: str, opener: Callable[[str, int], int]) -> tuple[int, int]:
+    """Open a file to read it; return its descriptor and length. DamagedCheckpointError: it is not a regular file."""
+    try:
+        descriptor = opener(path, os.O_RDONLY)
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode):
+            return descriptor, status.st_size
         os.close(descriptor)
-        raise DamagedCheckpointError(f"{path} should be a file, but is not a regular file")
-    return status.st_size
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # a socket, or a device that is not there
+            raise
+    raise DamagedCheckpointError(f"{path} should be a file, but is not a regular file")
 
 
 def _remove(path: str) -> None:

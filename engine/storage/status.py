@@ -58,6 +58,10 @@ _UNREADABLE = frozenset(
 """Error numbers of reads from a broken file or disk, as opposed to one that is not allowed or not available now."""
 
 
+_STRANGE = frozenset({errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO})
+"""Error numbers of attempts to open, replace or remove a file of ours where something of another type lies."""
+
+
 class UnknownSchemeError(InvalidLocationError):
     """The scheme of a URL is none that is known; the message is without the list of those that are."""
 
@@ -181,6 +185,11 @@ def is_unreadable(error: object) -> bool:
     if isinstance(error, DamagedCheckpointError):
         return error.unreadable
     return isinstance(error, StorageError) and error.errno in _UNREADABLE
+
+
+def is_strange(error: StorageError) -> bool:
+    """Whether an error means that something else than a regular file lies in the place of a file of ours."""
+    return error.errno in _STRANGE
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Never, Protocol, Self, runtime_checkable
 
 from ...engine.arrays import Layout
@@ -21,14 +21,14 @@ from .live import ARGUMENTS, LiveComponent, discovered, kept_arguments, live_tre
 from .names import Names, Selection, format_component_path
 from .permissions import Permissions
 from .reading import SavedComponent, open_component
-from .restoring import ComponentReport, KeepPatterns, descend, locate, restore_saved
+from .restoring import ComponentReport, descend, kept_values, locate, restore_saved
 from .saving import prepare
 from .states import (
     Fetched,
     call_get_state,
     default_state,
+    divided,
     inherited,
-    is_remote,
     overrides,
     set_default_state,
     stored_state,
@@ -186,7 +186,7 @@ class Checkpointable:
         refuse_unknown("restore_from_path", unknown, Checkpointable.restore_from_path)
         live = live_tree(self)
         target = live if component is None else locate(live, component)
-        kept = None if keep is None else KeepPatterns(keep)
+        kept = kept_values(keep)
         saved = open_component(as_location(path, filesystem=filesystem))
         if component is not None:
             _refuse_tree_above(target, saved)
@@ -320,8 +320,8 @@ def _refuse_untaken(live: LiveComponent, options: Mapping[str, Any]) -> None:
 
 
 def _take(live: LiveComponent, selection: Selection, options: Mapping[str, Any]) -> dict[str, Any]:
-    def asked(one: LiveComponent) -> Callable[[], Any]:
-        return lambda: call_get_state(one.value, *selection.below(one.path), options)
+    def ask(one: LiveComponent) -> Any:
+        return call_get_state(one.value, *selection.below(one.path), options)
 
     def selected(one: LiveComponent) -> list[LiveComponent]:
         return [child for child in one.children if selection.leads_to(child.path)]
@@ -334,10 +334,10 @@ def _take(live: LiveComponent, selection: Selection, options: Mapping[str, Any])
         state = default_state(one, snapshot=True)
         for child in selected(one):
             own = overrides(child.value, "get_state")
-            state[child.name] = fetched.get(child.value, asked(child)) if own else take(child)
+            state[child.name] = fetched.get(child) if own else take(child)
         return state
 
-    with Fetched({id(one.value): asked(one) for one in owned(live) if is_remote(one.value)}) as fetched:
+    with Fetched(owned(live), ask) as fetched:
         return take(live)
 
 
@@ -345,44 +345,21 @@ def _give(one: LiveComponent, state: Any) -> None:
     """Give states to the components below one, to itself, and to those that its state has created."""
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{type(one.value).__qualname__}: expected a dictionary, found {type(state).__name__}")
-    state = _by_name(one, state)
-    known = {child.name for child in one.children}
-    _give_children(one, state, but=())
-    own = {key: value for key, value in state.items() if key not in known}
+    own, below = divided(one, state)
+    _give_all(below)
     if own:
         report = set_default_state(one, stored_state(one, own))
         now = live_tree(one.value, one.path, one.name, one.above)
+        _give_all(divided(now, own)[1])
         names = {child.name for child in now.children}
-        _give_children(now, state, but=known)
         unused = [name for name in report.unused if name.split("/")[0] not in names]
         if unused:
             _logger.warning("%s has no place for these values: %s", type(one.value).__qualname__, ", ".join(unused))
 
 
-def _by_name(one: LiveComponent, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state with full names for components in dictionaries, which RLlib nests like its directories."""
-    flat = dict(state)
-    for child in one.children:
-        *keys, last = child.name.split("/")
-        holder: Any = flat
-        for key in keys if child.name not in state else ():
-            if not isinstance(holder.get(key), Mapping):
-                break
-            holder[key] = dict(holder[key])  # The state is taken out of a copy.
-            holder = holder[key]
+def _give_all(states: list[tuple[LiveComponent, Any]]) -> None:
+    for one, state in states:
+        if overrides(one.value, "set_state"):
+            one.value.set_state(state)
         else:
-            if holder is not flat and last in holder:
-                flat[child.name] = holder.pop(last)
-    for name in {child.name.partition("/")[0] for child in one.children}:
-        if flat.get(name) == {} and state.get(name):
-            del flat[name]  # Only states of components were in it.
-    return flat
-
-
-def _give_children(one: LiveComponent, state: Mapping[str, Any], *, but: Collection[str]) -> None:
-    for child in one.children:
-        if child.name in state and child.name not in but:
-            if overrides(child.value, "set_state"):
-                child.value.set_state(state[child.name])
-            else:
-                _give(child, state[child.name])
+            _give(one, state)

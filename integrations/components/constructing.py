@@ -10,12 +10,12 @@ from typing import Any
 
 from ...engine.arrays import SavedLeaf
 from ...engine.errors import DamagedCheckpointError, NotAllowedError, OptionError
-from ...engine.pytree import ARRAY_KINDS, escape_key
+from ...engine.pytree import ARRAY_KINDS, escape_key, import_path
 from ..graph import Path, current_name
 from .constructor_spec import ConstructorFailed, Missing, SpecDecoder, check_spec, construct, on_this_machine
 from .live import live_tree
 from .names import format_component_path
-from .permissions import Permissions, import_path, was_main
+from .permissions import Permissions, was_main
 from .reading import SavedComponent
 from .restoring import descend, restore_saved
 

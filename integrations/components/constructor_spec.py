@@ -24,9 +24,19 @@ import numpy as np
 
 from ...engine.errors import DamagedCheckpointError, FormatVersionError, OptionError
 from ...engine.format import dtype_from_name, dtype_name
-from ...engine.pytree import NUMBERS, is_jax_array, is_key, is_torch_tensor, loaded, pack_numbers, packed_again
+from ...engine.pytree import (
+    NUMBERS,
+    PLAIN,
+    import_path,
+    is_jax_array,
+    is_key,
+    is_torch_tensor,
+    loaded,
+    pack_numbers,
+    packed_again,
+)
 from ..graph import Untracked
-from .permissions import Permissions, import_path
+from .permissions import Permissions
 
 _logger = logging.getLogger("holdfast")
 
@@ -43,9 +53,6 @@ _NESTED = "recipe"  # the kind of an object that is made by a spec of its own
 Reference = Callable[[Any], str | None]
 # Returns the spec of an object whose arguments were kept, or None.
 Nested = Callable[[Any], "dict[str, Any] | None"]
-
-
-PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})  # types of values that hold no others
 
 
 class CtorArguments(Untracked):
@@ -68,7 +75,7 @@ def _kept(value: Any) -> Any:
     if type(value) is dict:
         return {key: _kept(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        plain = PLAIN.issuperset(map(type, value))  # Long lists of numbers are copied in one go.
+        plain = set(map(type, value)).issubset(PLAIN)  # Long lists of numbers are copied in one go.
         return value[:] if plain else type(value)(map(_kept, value))
     return set(value) if type(value) is set else value
 

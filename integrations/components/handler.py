@@ -24,7 +24,7 @@ from .live import live_tree
 from .names import STATE
 from .permissions import Permissions
 from .reading import NativeComponent, full_state, of_record
-from .restoring import KeepPatterns, restore_saved
+from .restoring import kept_values, restore_saved
 from .saving import PreparedComponents, prepare
 
 
@@ -157,9 +157,8 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
                 raise OptionError(
                     "overrides=, trust=, allowed= and renamed= are for a new component, and a running one was given"
                 )
-            kept = None if keep is None else KeepPatterns(keep)
             strict = strict and misfits is None
-            restore_saved(live_tree(item), saved, strict=strict, keep=kept, misfits=misfits, modes=modes)
+            restore_saved(live_tree(item), saved, strict=strict, keep=kept_values(keep), misfits=misfits, modes=modes)
             return item
         if keep is not None:
             raise OptionError("keep= is for a running component, and none was given; name values in overrides=")

@@ -9,20 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.errors import OptionError
-from ...engine.pytree import is_jax_array, is_nnx, is_torch_tensor
-from ...engine.stateful import adapted, is_stateful
-from ..graph import Path, is_actor_class, is_module, is_optimizer, nnx_children, tracked_attributes
-from .constructor_spec import PLAIN, CtorArguments
-from .names import named_path
+from ...engine.errors import OptionError, UnsupportedLeafError
+from ...engine.pytree import PLAIN, is_jax_array, is_nnx, is_torch_tensor
+from ...engine.stateful import ActorState, adapted, is_stateful
+from ..graph import Part, Path, is_actor_class, is_module, is_optimizer, nnx_children, tracked_attributes, unwrapped
+from .constructor_spec import CtorArguments
+from .names import STATE, format_component_path, named_path
 
 ARGUMENTS = "_holdfast_recipe"  # name of the attribute that keeps the arguments of the constructor
 _DEPTH = 8  # containers inside containers that are searched for components
 
 
 @dataclass(slots=True, eq=False)
-class LiveComponent:
-    value: Any
+class LiveComponent(Part):
+    """A component, which is walked as its attributes and the components that it names."""
+
     path: Path  # from the root
     name: str = ""  # in the component above; empty for the root
     children: list[LiveComponent] = field(default_factory=list)
@@ -34,6 +35,43 @@ class LiveComponent:
     @property
     def root(self) -> LiveComponent:
         return self.above or self
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether other components see the object itself, and not its attributes."""
+        value = self.value
+        return is_module(value) or is_nnx(value) or is_optimizer(value) or not hasattr(value, "__dict__")
+
+    def __holdfast_root__(self) -> Any:
+        return unwrapped(self.value) if is_module(self.value) or is_nnx(self.value) else None
+
+    def __holdfast_children__(self) -> dict[str, Any]:
+        return {**self._children(), **self.added}
+
+    def _children(self) -> dict[str, Any]:
+        value = self.value
+        if is_module(value):
+            return attributes_with_state(self)
+        if is_nnx(value) or isinstance(value, ActorState):
+            return {}
+        if is_optimizer(value) or isinstance(value, np.ndarray) or is_torch_tensor(value):
+            return {STATE: value}  # an object without a name of its own
+        attributes = attributes_of(value)
+        if not attributes and not hasattr(value, "__dict__"):
+            which = f"component {format_component_path(self.path)}" if self.path else "the component"
+            raise UnsupportedLeafError(
+                f"{which} is a {type(value).__qualname__}, which has no attributes that could be restored in place: "
+                "make it an attribute of a component, or give it get_state() and set_state(state)"
+            )
+        below = {id(child.value) for child in self.children}
+        own = {name: one for name, one in attributes.items() if id(one) not in below and not is_component(one)}
+        named = Part(None)
+        for path, other in self.named():
+            if path[0] not in own:
+                named.add(path, other.value if other.is_whole else other)
+            elif not other.is_whole:  # Others are found in their container.
+                named.add((f"{'/'.join(path)} (component)",), other)
+        return {**own, **named.added}
 
     def walk(self) -> Iterator[LiveComponent]:
         """Generate this component and all below it, those above first."""
@@ -144,18 +182,17 @@ def attributes_of(value: Any) -> dict[str, Any]:
 def attributes_with_state(component: LiveComponent) -> dict[str, Any]:
     """Return the attributes of a torch module that hold a state and that torch does not know of."""
     below = {id(child.value) for child in component.children}
+    attributes = {name: value for name, value in attributes_of(component.value).items() if not name.startswith("_")}
     return {
         name: value
-        for name, value in attributes_of(component.value).items()
-        if id(value) not in below and not is_component(value) and not name.startswith("_") and _has_state(value, 0)
+        for name, value in attributes.items()
+        if id(value) not in below and not is_component(value) and any(_search(value, _has_state, objects=False))
     }
 
 
-def _has_state(value: Any, depth: int) -> bool:
+def _has_state(value: Any) -> bool:
     if isinstance(value, np.ndarray) or is_torch_tensor(value) or is_jax_array(value) or is_optimizer(value):
         return True
-    if isinstance(value, dict | list | tuple | deque):
-        return depth < _DEPTH and any(_has_state(child, depth + 1) for _, child in _elements(value))
     return is_stateful(value) and not is_module(value) and not is_component(value)
 
 
@@ -164,21 +201,24 @@ def discovered(value: Any) -> list[tuple[str, Any]]:
     attributes = attributes_of(value)
     if is_module(value):
         attributes |= value._modules
-    return [found for name, child in attributes.items() for found in _discover((str(name),), child, 0)]
+    return [pair for name, child in attributes.items() for pair in _search(child, is_component, str(name))]
 
 
-def _discover(keys: tuple[str, ...], value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    if is_component(value):
-        yield "/".join(keys), value
-    elif depth < _DEPTH:
+def _search(
+    value: Any, is_goal: Callable[[Any], bool], name: str = "", depth: int = 0, *, objects: bool = True
+) -> Iterator[tuple[str, Any]]:
+    """Generate what is searched for in containers of Python, and with ``objects`` in modules, by the keys to it."""
+    if is_goal(value):
+        yield name, value
+    elif depth < _DEPTH and (objects or isinstance(value, dict | list | tuple | deque)):
         for key, child in _elements(value):
-            yield from _discover((*keys, str(key)), child, depth + 1)
+            yield from _search(child, is_goal, f"{name}/{key}", depth + 1, objects=objects)
 
 
 def _elements(value: Any) -> Sequence[tuple[Any, Any]]:
     """Return what a container holds, with its keys; nothing for one that holds plain values only."""
     if isinstance(value, dict | list | tuple | deque):
-        if PLAIN.issuperset(map(type, value.values() if isinstance(value, dict) else value)):
+        if set(map(type, value.values() if isinstance(value, dict) else value)).issubset(PLAIN):
             return []
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         return [(key, child) for key, child in pairs if isinstance(key, str | int) and key != ""]

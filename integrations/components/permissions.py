@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from ...engine.errors import NotAllowedError, OptionError
+from ...engine.pytree import import_path
 from ..graph import current_name, derived_classes
 
 T = TypeVar("T")
@@ -22,11 +23,6 @@ _FRAMEWORK_CLASSES = (("torch.nn.modules.", "torch.nn", "Module"), ("torch.optim
 _allowed: dict[str, Any] = {}
 _patterns: list[str] = []
 _renamed: dict[str, Any] = {}
-
-
-def import_path(thing: Any) -> str:
-    """Return the name of a class or function in constructor specs: ``"module:qualified.name"``."""
-    return f"{thing.__module__}:{thing.__qualname__}"
 
 
 def was_main(path: str, kind: type) -> bool:

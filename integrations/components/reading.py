@@ -13,8 +13,17 @@ from typing import Any, Protocol
 from ...engine.arrays import TreeReader, load_tree, read_checked, tree_metadata
 from ...engine.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
 from ...engine.format import COMPONENT, COMPONENTS, DOCUMENT_LIMIT, CheckpointRecord, ItemRecord
-from ...engine.pytree import NUMBERS, LeafRequest, TreeDef, collection_paused, expand, flatten, is_leaf, is_torch_tensor
-from ...engine.stateful import instance_of
+from ...engine.pytree import (
+    NUMBERS,
+    LeafRequest,
+    TreeDef,
+    collection_paused,
+    expand,
+    flatten,
+    instance_of,
+    is_leaf,
+    is_torch_tensor,
+)
 from ...engine.steps import has_record, read_record, read_steadily
 from ...engine.storage import Location, Place, as_location
 from ..formats.rllib import BUILDERS, CONSTRUCTOR, RLlibDirectory, looks_like_rllib

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...engine.arrays import SavedLeaf
 from ...engine.errors import OptionError, TreeMismatchError, shortened
 from ...engine.pytree import PathFilter, Patterns, flatten
 from ...engine.sources import Misfits
@@ -22,14 +21,16 @@ from .states import (
     forget_moments,
     has_own,
     is_remote,
-    kept_paths,
-    own_state,
     own_states,
-    set_default_state,
+    set_own_state,
     stored_state,
 )
 
 _logger = logging.getLogger("holdfast")
+_KEPT = (
+    "; nothing was changed. A path is that of the component and that of the value in it, such as "
+    "'learner/optimizer/**'; a component that has a set_state of its own takes all of its state"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ def restore_saved(
     saved: SavedComponent,
     *,
     strict: bool,
-    keep: Keep | None = None,
+    keep: Keep | PathFilter | None = None,
     fresh: bool = False,
     misfits: Misfits | None = None,
     modes: bool = False,
@@ -106,29 +107,9 @@ def restore_saved(
     return report
 
 
-class KeepPatterns:
-    """Decides by patterns of paths which values stay as they are in the program."""
-
-    def __init__(self, patterns: Patterns) -> None:
-        texts = patterns if isinstance(patterns, Sequence) and not isinstance(patterns, str) else [patterns]
-        try:
-            self._filters = {str(text): PathFilter(text) for text in texts}
-        except (OptionError, TypeError) as error:
-            raise OptionError(f"keep={patterns!r} must be a pattern such as '**/lr', or a list of such") from error
-        self._unused = set(self._filters)
-
-    def __call__(self, path: Path, leaf: SavedLeaf | None) -> bool:
-        matched = {text for text, chosen in self._filters.items() if chosen.chooses(path)}
-        self._unused -= matched
-        return bool(matched)
-
-    def check(self) -> None:
-        if self._unused:
-            raise TreeMismatchError(
-                f"keep: {', '.join(map(repr, sorted(self._unused)))} matches no value that was saved, and nothing was "
-                "changed. A path is that of the component and that of the value in it, such as 'learner/optimizer/**'; "
-                "a component that has a set_state of its own takes all of its state"
-            )
+def kept_values(patterns: Patterns | None) -> PathFilter | None:
+    """Return the filter of the values that a restore changes."""
+    return PathFilter(exclude=patterns, option="keep") if patterns else None
 
 
 @dataclass(eq=False)
@@ -137,7 +118,7 @@ class _Restore:
 
     target: LiveComponent
     saved: SavedComponent
-    keep: Keep | None
+    keep: Keep | PathFilter | None
     strict: bool
     fresh: bool
     fitting: bool
@@ -154,8 +135,8 @@ class _Restore:
         if self.strict and (left_out := self._left_out()):
             headline = "has values that cannot be restored (strict=True); nothing was changed:"
             raise TreeMismatchError(f"{self.saved.location} {headline}", left_out)
-        if isinstance(self.keep, KeepPatterns):
-            self._check(self.keep)
+        if isinstance(self.keep, PathFilter):
+            self.keep.check(self._saved_paths(), _KEPT)
         self._done: dict[Path, OwnReport] = {}
         self._before: list[tuple[LiveComponent, Any]] = []
         self._asked: dict[Path, Any] = {}  # states of remote components before the restore, requested at once
@@ -201,18 +182,16 @@ class _Restore:
             return None
         return descend(self.saved, goal[len(start) :])
 
-    def _check(self, keep: KeepPatterns) -> None:
-        """Raise an error if a pattern matches no saved value, also of components that are yet to be made."""
+    def _saved_paths(self) -> Iterator[Path]:
+        """Generate the paths of the saved values that patterns choose, also of components that are yet to be made."""
         for path, state in self._states.items():
-            if isinstance(state, StoredGraph):
-                kept_paths(state, self._within(path) or keep)
+            for number, _ in state.graph.values() if isinstance(state, StoredGraph) else ():
+                yield (*path, *state.graph.path(number))
         matched = {origin.path for origin in self._origins.values()}
         for saved in all_components(self.saved):
             if saved.path not in matched:
                 path = (*self.target.path, *saved.path[len(self.saved.path) :])
-                for name in flatten(saved.state(packed=True)).names:
-                    keep((*path, *name.split(".")), None)
-        keep.check()
+                yield from ((*path, *name.split(".")) for name in flatten(saved.state(packed=True)).names)
 
     def run(self) -> ComponentReport:
         """Restore every component, and then those that exist only since another was restored."""
@@ -248,19 +227,16 @@ class _Restore:
 
     def _set(self, one: LiveComponent, state: Any, *, last: bool) -> None:
         if not last and not self.fresh:
-            known = one.path in self._asked
-            before = self._asked[one.path] if known else own_state(one, snapshot=True, partial=True)
-            self._before.append((one, before))
-        if has_own(one.value, "set_state"):
-            one.value.set_state(state)
-            self._done[one.path] = OwnReport()
-        else:
-            kept = self._within(one.path)
-            self._done[one.path] = set_default_state(one, state, kept, fitting=self.fitting, modes=self.modes)
+            before = self._asked if one.path in self._asked else own_states([one], snapshot=True, partial=True)
+            self._before.append((one, before[one.path]))
+        kept = self._within(one.path)
+        self._done[one.path] = set_own_state(one, state, kept, fitting=self.fitting, modes=self.modes)
 
     def _within(self, above: Path) -> Keep | None:
         """Return the same for paths within a component."""
         keep = self.keep
+        if isinstance(keep, PathFilter):
+            return lambda path, _: not keep.chooses((*above, *path))
         return None if keep is None else lambda path, leaf: keep((*above, *path), leaf)
 
     def _undo(self) -> None:
@@ -268,10 +244,7 @@ class _Restore:
             if isinstance(state, dict) and not state:
                 continue
             try:
-                if has_own(one.value, "set_state"):
-                    one.value.set_state(state)
-                else:
-                    set_default_state(one, stored_state(one, state))
+                set_own_state(one, state if has_own(one.value, "set_state") else stored_state(one, state))
             except Exception:  # The caller sees the error that led here.
                 _logger.warning("%s: its state could not be undone", format_component_path(one.path), exc_info=True)
 

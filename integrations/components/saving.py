@@ -28,7 +28,7 @@ from ...engine.distributed import ProcessInfo, current_coordinator
 from ...engine.errors import OptionError, UnsupportedLeafError, shortened
 from ...engine.format import COMPONENT, CheckpointRecord, ItemRecord
 from ...engine.handlers import PreparedItem, PyTreeCheckpointHandler, SaveArgs
-from ...engine.pytree import collection_paused, flatten, format_path, is_jax_array, is_torch_tensor
+from ...engine.pytree import collection_paused, flatten, format_path, import_path, is_jax_array, is_torch_tensor
 from ...engine.stateful import ActorState, adapted
 from ...engine.storage import Location
 from ..graph import Path
@@ -36,8 +36,7 @@ from .constructor_spec import encode_spec
 from .layout import DATA, KIND, ComponentParts, Description, item_name
 from .live import LiveComponent, discovered, is_component, live_tree, method_of
 from .names import format_component_path
-from .permissions import import_path
-from .states import own_states
+from .states import divided, own_states
 
 _logger = logging.getLogger("holdfast")
 
@@ -155,12 +154,10 @@ def _own_states(live: LiveComponent) -> dict[Path, Any]:
 
 def _given(live: LiveComponent, state: Mapping[str, Any]) -> dict[Path, Any]:
     """Split a state that was given for the whole tree, without changing it."""
-    children = {child.name: child for child in live.children}
-    found: dict[Path, Any] = {live.path: {key: value for key, value in state.items() if key not in children}}
-    for name, child in children.items():
-        if name in state:
-            inner = state[name]
-            found.update(_given(child, inner) if isinstance(inner, Mapping) else {child.path: inner})
+    own, below = divided(live, state)
+    found: dict[Path, Any] = {live.path: own}
+    for child, inner in below:
+        found.update(_given(child, inner) if isinstance(inner, Mapping) else {child.path: inner})
     return found
 
 

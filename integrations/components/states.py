@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial as bound
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -32,32 +31,29 @@ from ...engine.pytree import (
     expand,
     flatten,
     is_leaf,
-    is_nnx,
     is_torch_tensor,
     pack_tree,
     unescape_key,
 )
 from ...engine.sources import Misfits
-from ...engine.stateful import ActorState, adapted
+from ...engine.stateful import adapted
 from ...engine.storage import LocalBackend, Location
 from ..graph import (
     OPTIMIZER_SLOTS,
     Leaf,
     LiveGraph,
     LiveNode,
-    Node,
+    Part,
     Path,
     Restoration,
     StoredGraph,
     capture,
     format_node_path,
-    is_module,
     is_optimizer,
-    stand_for,
     walk,
 )
-from .live import LiveComponent, attributes_of, attributes_with_state, discovered, is_component, live_tree
-from .names import STATE, Names, format_component_path
+from .live import LiveComponent, discovered, is_component, live_tree
+from .names import Names, format_component_path
 
 _logger = logging.getLogger("holdfast")
 
@@ -94,19 +90,17 @@ class OwnReport:
 
 # ---- components with a state of their own
 
-_inherited: set[Any] = set()
-
 
 def inherited(method: F) -> F:
     """Mark a method as the one that components inherit, to distinguish it from overrides."""
-    _inherited.add(method)
+    vars(method)["inherited"] = True
     return method
 
 
 def overrides(value: Any, method: str) -> bool:
     """Whether an object has a ``get_state`` or ``set_state`` other than the one that components inherit."""
     found = getattr(type(value), method, None)
-    return found is not None and found not in _inherited
+    return found is not None and not hasattr(found, "inherited")
 
 
 def has_own(value: Any, method: str) -> bool:
@@ -138,13 +132,13 @@ def is_remote(value: Any) -> bool:
 
 
 class Fetched:
-    """States of remote components, requested at once; the calling thread takes the others meanwhile."""
+    """States of components: remote ones are requested at once; the calling thread takes the others meanwhile."""
 
-    def __init__(self, remote: Mapping[int, Callable[[], Any]]) -> None:
-        """Request states, by the ids of their components."""
+    def __init__(self, components: Iterable[LiveComponent], ask: Callable[[LiveComponent], Any]) -> None:
+        self._ask = ask
+        remote = [one for one in components if is_remote(one.value)]
         self._pool = ThreadPoolExecutor(min(len(remote), _AT_ONCE) or 1, "holdfast-states")
-        contexts = ((key, contextvars.copy_context(), ask) for key, ask in remote.items())
-        self._states = {key: self._pool.submit(context.run, ask) for key, context, ask in contexts}
+        self._states = {id(one.value): self._pool.submit(contextvars.copy_context().run, ask, one) for one in remote}
 
     def __enter__(self) -> Self:
         return self
@@ -152,10 +146,10 @@ class Fetched:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def get(self, value: Any, ask: Callable[[], Any]) -> Any:
+    def get(self, component: LiveComponent) -> Any:
         """Return a requested state, or take it now; raise what the component raised."""
-        found = self._states.get(id(value))
-        return ask() if found is None else found.result()
+        found = self._states.get(id(component.value))
+        return self._ask(component) if found is None else found.result()
 
 
 # ---- taking
@@ -164,24 +158,24 @@ class Fetched:
 def own_states(
     components: Iterable[LiveComponent], *, snapshot: bool = False, partial: bool = False
 ) -> dict[Path, Any]:
-    """Take the states of components, those of remote ones all at once."""
+    """Take the states of components, those of remote ones all at once.
+
+    ``partial`` allows that values for parameters outside of the tree are left out.
+    """
     known = list(components)
-    with Fetched({id(one.value): bound(_asked, one) for one in known if is_remote(one.value)}) as fetched:
-        return {one.path: own_state(one, snapshot=snapshot, partial=partial, fetched=fetched) for one in known}
+    with Fetched(known, _asked) as fetched:
+        return {one.path: _own_state(one, fetched, snapshot=snapshot, partial=partial) for one in known}
 
 
 def _asked(component: LiveComponent) -> Any:
     return call_get_state(component.value, None, sorted(child.name for child in component.children) or None)
 
 
-def own_state(
-    component: LiveComponent, *, snapshot: bool, partial: bool = False, fetched: Fetched | None = None
-) -> Any:
-    """Take the state of a component; ``partial`` allows that values for parameters outside of the tree are left out."""
+def _own_state(component: LiveComponent, fetched: Fetched, *, snapshot: bool, partial: bool) -> Any:
     if not has_own(component.value, "get_state"):
         return default_state(component, snapshot=snapshot, partial=partial)
     names = {child.name for child in component.children}
-    state = _asked(component) if fetched is None else fetched.get(component.value, lambda: _asked(component))
+    state = fetched.get(component)
     if isinstance(state, Mapping) and names & state.keys():
         state = {key: value for key, value in state.items() if key not in names}
     return copied(state) if snapshot else pack_tree(state)
@@ -191,12 +185,12 @@ def check_saveable(root: Any) -> None:
     """Raise UnsupportedLeafError if a component of a tree holds what no save can take; calls nothing of theirs."""
     for one in live_tree(root).walk():
         if not has_own(one.value, "get_state"):
-            own_graph(one, stand_in(one))
+            own_graph(one)
 
 
 def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> dict[str, Any]:
     """Take the state of a component that has no ``get_state`` of its own."""
-    graph, skipped, others = own_graph(component, stand_in(component))
+    graph, skipped, others = own_graph(component)
     if not partial:
         _refuse_unnamed(component, others)
         _refuse_outside(component, graph)
@@ -274,6 +268,35 @@ def copied(tree: Any) -> Any:
 # ---- restoring
 
 
+def divided(one: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[LiveComponent, Any]]]:
+    """Return the own part of a state, and the states of the components below, of which RLlib nests names like paths."""
+    flat = dict(state)
+    for child in one.children:
+        *keys, last = child.name.split("/")
+        holder: Any = flat
+        for key in keys if child.name not in state else ():
+            if not isinstance(holder.get(key), Mapping):
+                break
+            holder[key] = dict(holder[key])  # The state is taken out of a copy.
+            holder = holder[key]
+        else:
+            if holder is not flat and last in holder:
+                flat[child.name] = holder.pop(last)
+    for name in {child.name.partition("/")[0] for child in one.children}:
+        if flat.get(name) == {} and state.get(name):
+            del flat[name]  # Only states of components were in it.
+    below = [(child, flat.pop(child.name)) for child in one.children if child.name in flat]
+    return flat, below
+
+
+def set_own_state(component: LiveComponent, state: Any, keep: Keep | None = None, **options: bool) -> OwnReport:
+    """Give its state to a component, by its own ``set_state`` if it has one; the options are for all others."""
+    if not has_own(component.value, "set_state"):
+        return set_default_state(component, state, keep, **options)
+    component.value.set_state(state)
+    return OwnReport()
+
+
 def set_default_state(
     component: LiveComponent,
     stored: StoredGraph,
@@ -287,11 +310,9 @@ def set_default_state(
     With ``modes``, modules get the modes that they had, too.
     """
     source = stored.checkpoint
-    root = stand_in(component)
-    graph, *_ = own_graph(component, root)
-    before = dict(vars(root))
+    graph, *_ = own_graph(component)
     own = {format_node_path(node.path) for node in graph.leaves()}
-    restoration = Restoration(stored, root, ignore=kept_paths(stored, keep), final=True)
+    restoration = Restoration(stored, component, ignore=kept_paths(stored, keep), final=True)
     restoration.progress.partial = True  # The report lists the values that are left over.
     misfits = Misfits()
     try:
@@ -305,9 +326,6 @@ def set_default_state(
             f"Change the program, or {other}:",
             error.differences,
         ) from error
-    for name, value in vars(root).items():
-        if before.get(name) is not value:
-            setattr(component.value, name, value)
     report = restoration.report()
     unused = report.pending + report.unused
     # Earlier versions left out what optimizers keep for parameters of some components.
@@ -333,7 +351,7 @@ def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str
     """
     if has_own(component.value, "set_state"):
         return []
-    graph, *_ = own_graph(component, stand_in(component))
+    graph, *_ = own_graph(component)
     known, lines = _parameters(component.root), []
     for node in graph.nodes:
         for tensor in tensors if node.optimizer is not None else ():
@@ -364,8 +382,6 @@ def stored_state(component: LiveComponent, state: Any, source: Location = _GIVEN
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{_called(component)}: expected a dictionary as state, found {type(state).__name__}")
     values = {key: value for key, value in state.items() if key != GRAPH}
-    if is_module(component.value):
-        values = _nested(values)
     document = _document(state, source)
     packed = pack_tree(values)
     flat = flatten(values if _names_elements(document, packed) else packed)
@@ -386,20 +402,6 @@ def _names_elements(document: Any, packed: Any) -> bool:
     return any(isinstance(value, str) and value.rpartition(".")[0] in whole for value in values)
 
 
-def _nested(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Split the names of a ``state_dict()`` at their dots, which no attribute of a module has."""
-    found: dict[Any, Any] = {}
-    for name, value in state.items():
-        *above, last = name.split(".") if isinstance(name, str) else [name]
-        inner = found
-        for key in above:
-            inner = inner.setdefault(key, {})
-            if not isinstance(inner, dict):
-                raise TreeMismatchError(f"the state has a value at {key!r}, and {name!r} below it")
-        inner[last] = value
-    return found
-
-
 def _document(state: Mapping[str, Any], source: Location) -> Any:
     text = state.get(GRAPH)
     if text is None:
@@ -412,65 +414,7 @@ def _document(state: Mapping[str, Any], source: Location) -> Any:
 
 # ---- a component as a graph of its own
 
-
-class _Part:
-    """Stands for an object of another component: the paths of its parameters are needed, its values are not."""
-
-
 _TREE = "(tree)"  # name of the edge to the parameters of other components that have no name in this one
-
-
-def stand_in(component: LiveComponent) -> Node:
-    """Return a node with the component's own attributes, and with the components that it names under these names."""
-    node = Node()
-    value = component.value
-    if is_module(value) or is_nnx(value):
-        stand_for(node, value)
-        if is_module(value):
-            vars(node).update(attributes_with_state(component))
-    elif is_optimizer(value) or isinstance(value, np.ndarray) or is_torch_tensor(value):
-        vars(node)[STATE] = value  # an object without a name of its own
-    else:
-        _fill(node, component, {id(component): node})
-    return node
-
-
-def _fill(node: Any, component: LiveComponent, made: dict[int, Any]) -> None:
-    if isinstance(component.value, ActorState):
-        return
-    below = {id(child.value) for child in component.children}
-    attributes = attributes_of(component.value)
-    if not attributes and not hasattr(component.value, "__dict__"):
-        which = f"component {format_component_path(component.path)}" if component.path else "the component"
-        raise UnsupportedLeafError(
-            f"{which} is a {type(component.value).__qualname__}, which has no attributes that could be restored in "
-            "place: make it an attribute of a component, or give it get_state() and set_state(state)"
-        )
-    for name, value in attributes.items():
-        if id(value) not in below and not is_component(value):
-            vars(node)[name] = value
-    kept = set(vars(node))
-    for path, other in component.named():
-        if path[0] not in kept:
-            _put(node, path, _part(other, made))
-        elif isinstance(part := _part(other, made), _Part):  # Others are found in their container.
-            vars(node)[f"{'/'.join(path)} (component)"] = part
-
-
-def _put(holder: Any, path: Path, value: Any) -> None:
-    for segment in path[:-1]:
-        holder = vars(holder).setdefault(segment, _Part())
-    vars(holder).setdefault(path[-1], value)
-
-
-def _part(component: LiveComponent, made: dict[int, Any]) -> Any:
-    value = component.value
-    if is_module(value) or is_nnx(value) or is_optimizer(value) or not hasattr(value, "__dict__"):
-        return value
-    if id(component) not in made:
-        made[id(component)] = _Part()
-        _fill(made[id(component)], component, made)
-    return made[id(component)]
 
 
 def _parameters(top: LiveComponent) -> dict[int, Path]:
@@ -479,26 +423,27 @@ def _parameters(top: LiveComponent) -> dict[int, Path]:
         top.parameters = {}
         for one in top.walk():
             with contextlib.suppress(UnsupportedLeafError):  # Its own get_state() replaces the walk.
-                for node in walk(stand_in(one), strict=False).nodes:
+                for node in walk(one, strict=False).nodes:
                     if is_torch_tensor(node.value):
                         top.parameters.setdefault(id(node.value), (*one.path, *node.path))
     return top.parameters
 
 
-def own_graph(component: LiveComponent, root: Node) -> tuple[LiveGraph, dict[str, str], dict[Path, Any]]:
+def own_graph(component: LiveComponent) -> tuple[LiveGraph, dict[str, str], dict[Path, Any]]:
     """Return the graph of a component's own values, why some of its objects cannot be saved, and where it ends.
 
     It ends at other components, by the paths to them. Parameters of its optimizers that it has no name for are in it by
     their paths from the root of the tree.
     """
-    graph, skipped, own, others = _walked(component, root)
+    component.added.clear()
+    graph, skipped, own, others = _walked(component)
     outside = [one for node in graph.nodes if id(node) in own for one in outside_parameters(node)]
     known = _parameters(component.root) if outside else {}
     for parameter in outside:
         if id(parameter) in known:
-            _put(root, (_TREE, *map(unescape_key, known[id(parameter)])), parameter)
-    if _TREE in vars(root):
-        graph, skipped, own, others = _walked(component, root)
+            component.add((_TREE, *map(unescape_key, known[id(parameter)])), parameter)
+    if component.added:
+        graph, skipped, own, others = _walked(component)
     if any(node.optimizer_slots or node.groups for node in graph.nodes if id(node) in own):
         for node in graph.nodes:  # Nodes of other components are names without values.
             if id(node) not in own:
@@ -520,23 +465,22 @@ def outside_parameters(node: LiveNode) -> list[Any]:
     return [parameter for parameter in every if id(parameter) not in within]
 
 
-def _walked(component: LiveComponent, root: Node) -> tuple[LiveGraph, dict[str, str], set[int], dict[Path, Any]]:
+def _walked(component: LiveComponent) -> tuple[LiveGraph, dict[str, str], set[int], dict[Path, Any]]:
     """Return the graph, what in it cannot be saved, which of its nodes are its own, and the components it ends at."""
-    graph = walk(root)
+    graph = walk(component)
     own = {id(graph.root)}
     below = {id(child.value) for child in component.children}
-    skipped = {format_node_path(path): reason for path, reason in graph.skipped.items()}
     others: dict[Path, Any] = {}
     queue = [graph.root]
     for node in queue:
         for segment, child in node.edges.items():
             # Saved as a component: one below, or the component itself where an object refers to it.
-            if isinstance(child.value, _Part) or is_component(child.value) or id(child.value) in below:
+            if isinstance(child.value, Part) or is_component(child.value) or id(child.value) in below:
                 others[*node.path, segment] = child.value
-                path = format_node_path((*node.path, segment))
-                skipped = {one: why for one, why in skipped.items() if one != path and not one.startswith(f"{path}/")}
             elif id(child) not in own:
                 own.add(id(child))
                 queue.append(child)
         own.update(id(value) for _, _, value in node.optimizer_slots)
+    inside = [path for path in graph.skipped if any(path[:length] in others for length in range(1, len(path) + 1))]
+    skipped = {format_node_path(path): why for path, why in graph.skipped.items() if path not in inside}
     return graph, skipped, own, others

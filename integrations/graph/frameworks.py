@@ -14,6 +14,9 @@ import numpy as np
 from ...engine.distributed import current_coordinator
 from ...engine.pytree import (
     STRIDES,
+    decode_state,
+    encode_state,
+    hashable,
     is_dense,
     is_jax_array,
     is_nnx,
@@ -22,7 +25,6 @@ from ...engine.pytree import (
     loaded,
     pack_tree,
 )
-from ...engine.stateful import decode_state, encode_state, hashable
 from .outside import STRIPPED_BY_TORCH, is_actor_class, module_prefixes
 from .slots import BoxSlot, PartState, Path
 from .tracked import Node, Value

@@ -17,7 +17,7 @@ from .frameworks import GROUPS, OPTIMIZER_SLOTS, OptimizerSlot, OptionSlot, grou
 from .outside import is_kin
 from .saved import SavedGraph
 from .slots import Assignment, PartSlot, Path, Place, Slot, format_node_path
-from .tracked import Node
+from .tracked import Node, Part
 from .values import PlainValues, is_plain
 from .views import Branch, Edge, Leaf, View, classify, edge_at, root_view, sequence_slot
 
@@ -52,7 +52,7 @@ class Matching:
         self._places: dict[int, Slot] = {}  # by the ids of mutable containers: the first place of each in a pass
         self._optimizers = OptimizerMatching(graph, self.bindings, self.unused)
 
-    def from_root(self, root: Node) -> Iterator[Assignment]:
+    def from_root(self, root: Node | Part) -> Iterator[Assignment]:
         """Generate the values for everything that can be reached from the root."""
         self.bindings.begin()
         yield from self._match([_Visit(0, root, root_view(root), ())], anew=True)
@@ -290,7 +290,7 @@ class Bindings:
 
 def _rooted(value: Any) -> Any:
     """Return the root of a checkpoint object, which is bound in its place; any other object as it is."""
-    root = value.__holdfast_root__() if isinstance(value, Node) else None
+    root = value.__holdfast_root__() if isinstance(value, Node | Part) else None
     return value if root is None else root
 
 

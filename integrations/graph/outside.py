@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ...engine.errors import shortened
-from ...engine.pytree import WRAPPED, class_name, loaded
+from ...engine.pytree import WRAPPED, class_name, loaded, name_of_class
 
 _ADVICE = (
     "give it get_state() and set_state(state), or state_dict() and load_state_dict(state), or put it into an object "
@@ -110,7 +110,7 @@ def is_actor_class(kind: Any) -> bool:
 
     It derives from the class of the program, but the object was never initialized as one.
     """
-    return any(class_name_of(base) == "ray.actor.ActorClass" for base in kind.__mro__)
+    return any(name_of_class(base) == "ray.actor.ActorClass" for base in kind.__mro__)
 
 
 def why_refused(value: Any) -> str | None:
@@ -124,7 +124,7 @@ def why_refused(value: Any) -> str | None:
     if library in _LIBRARIES or library in sys.stdlib_module_names - {"builtins"}:
         return f"is of type {name}, whose state holdfast does not know; {_ADVICE}"
     if (base := _hiding(kind)) is not None:  # type: ignore[arg-type]  # mypy takes the class for an instance
-        what = f"of {class_name_of(base)}, from which it derives, are" if base is not kind else "are"
+        what = f"of {name_of_class(base)}, from which it derives, are" if base is not kind else "are"
         return f"is of type {name}, an extension type: the values {what} not in its attributes; {_ADVICE}"
     return None
 
@@ -155,10 +155,6 @@ def _hiding(kind: Any) -> Any | None:
     return None
 
 
-def class_name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-
-
 def derived_classes(kind: type) -> list[type]:
     """Return all classes that derive from one, those that derive directly first."""
     found: list[type] = type.__subclasses__(kind)
@@ -172,7 +168,7 @@ def is_kin(kind: type, name: str) -> bool:
     """Whether a name may be that of a class, moved or wrapped, of a base of it, or of a class that derives from it."""
     last = name.rpartition(".")[2]
     is_same = not name or last in _WRAPPERS or _WRAPPED.sub("", last) == _WRAPPED.sub("", kind.__name__)
-    return is_same or name in map(class_name_of, (*kind.__mro__, *derived_classes(kind)))
+    return is_same or name in map(name_of_class, (*kind.__mro__, *derived_classes(kind)))
 
 
 _WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer"}  # classes that tell nothing about the optimizer inside

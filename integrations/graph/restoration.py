@@ -33,7 +33,7 @@ from .slots import (
     write_slots,
 )
 from .stored import StoredGraph
-from .tracked import Node, expect, forget
+from .tracked import Node, Part, expect, forget
 from .values import PlainValues, ValueReader
 from .views import Leaf
 from .walk import LiveGraph, LiveNode, walk
@@ -242,7 +242,7 @@ class Restoration:
     def __init__(
         self,
         stored: StoredGraph,
-        root: Node,
+        root: Node | Part,
         *,
         rename: Rename | None = None,
         select: Patterns | None = None,
@@ -273,7 +273,7 @@ class Restoration:
         self._holders: list[weakref.ref[Any]] = []
 
     @property
-    def root(self) -> Node:
+    def root(self) -> Node | Part:
         """The object that is restored into; the caller must keep it alive."""
         root = self._root()
         assert root is not None

@@ -209,6 +209,29 @@ class Node:
         return f"{type(self).__name__}({', '.join(vars(self))})"
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Part:
+    """A part of a program that is walked as an object with the children that it names."""
+
+    value: Any  # has children as attributes, in which a restore replaces them
+    added: dict[str, Any] = field(default_factory=dict, kw_only=True)  # other children, by name
+
+    def __holdfast_children__(self) -> dict[str, Any]:
+        """Return the children by name."""
+        return self.added
+
+    def __holdfast_root__(self) -> Any:
+        """Return the object whose edges it has besides its children, or None."""
+        return None
+
+    def add(self, path: Path, child: Any) -> None:
+        """Add a child below parts that are made where they are missing."""
+        part = self
+        for segment in path[:-1]:
+            part = part.added.setdefault(segment, Part(None))
+        part.added.setdefault(path[-1], child)
+
+
 def stand_for(node: Node, root: Any) -> None:
     """Give a node the edges of an object, besides its own; ``root`` may be a weak reference to the object."""
     node._holdfast.root = root

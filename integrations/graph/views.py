@@ -18,6 +18,8 @@ from ...engine.pytree import (
     KeyProblem,
     PackedNumbers,
     class_name,
+    decode_state,
+    encode_state,
     expand,
     is_dense,
     is_jax_abstract,
@@ -29,7 +31,7 @@ from ...engine.pytree import (
     loaded,
     pack_numbers,
 )
-from ...engine.stateful import decode_state, encode_state, is_stateful
+from ...engine.stateful import is_stateful
 from .frameworks import (
     GROUPS,
     VARIABLE,
@@ -54,8 +56,9 @@ from .frameworks import (
 )
 from .outside import is_actor_class, is_code_or_tool, unwrapped, why_more, why_refused
 from .slots import BoxSlot, MemberSlot, PartSlot, Path, Place, Slot, StateSlot
-from .tracked import Node, TrackedDict, TrackedList, Untracked, Value, tracked_attributes
+from .tracked import Node, Part, TrackedDict, TrackedList, Untracked, Value, tracked_attributes
 
+_NOTHING = object()
 COUNTER = "save_counter"  # name of the edge to the number of a checkpoint's last numbered save
 
 
@@ -129,7 +132,7 @@ def classify(value: Any, place: Slot) -> View:
     return _classify_object(value, place)
 
 
-def root_view(root: Node) -> Branch:
+def root_view(root: Node | Part) -> Branch:
     view = classify(root, Place(root, (), root))
     if not isinstance(view, Branch):
         raise OptionError(view.reason if isinstance(view, Unsaved) else "the root is a value; give it a name")
@@ -156,6 +159,8 @@ def _classify_object(value: Any, place: Slot) -> View:
         return Unsaved(f"is no state ({class_name(value)})", intended=True)
     if isinstance(value, Node):
         return _node(value, place)
+    if isinstance(value, Part):
+        return _with_root(value, _attributes(value.value, value.__holdfast_children__().items(), place))
     if (packed := _packed(value)) is not None:
         return _numbers(value, packed, place)
     if isinstance(value, dict | list) and expand(value) is not None and not isinstance(place, PartSlot):
@@ -191,6 +196,10 @@ def _node(node: Node, place: Slot) -> View:
     edges = _attributes(node, own, place)
     if node._holdfast.counter is not None:
         edges.append(Edge(COUNTER, COUNTER, Place(node, (COUNTER,), node._holdfast.counter)))
+    return _with_root(node, edges)
+
+
+def _with_root(node: Node | Part, edges: list[Edge]) -> View:
     root = node.__holdfast_root__()
     if root is None:
         return Branch(class_name(node), edges)
@@ -344,7 +353,7 @@ def _set_attribute(holder: Any, name: str, value: Any) -> None:
     # __setattr__ of a Node would take the value for a new object.
     if isinstance(holder, Node):
         vars(holder)[name] = value
-    else:
+    elif getattr(holder, name, _NOTHING) is not value:
         setattr(holder, name, value)
 
 

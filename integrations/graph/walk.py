@@ -10,7 +10,7 @@ from ...engine.errors import UnsupportedLeafError
 from ...engine.pytree import collection_paused, is_python_value, is_torch_tensor, key_segments
 from .frameworks import GROUPS, OPTIMIZER_SLOTS, ModuleState, OptimizerSlot, is_buffer, is_module, keras_kind, slot_name
 from .slots import Path, Slot, format_node_path
-from .tracked import Node, check_origin
+from .tracked import Node, Part, check_origin
 from .views import Branch, Edge, Leaf, Unsaved, options_edge, root_view
 
 
@@ -71,7 +71,7 @@ class LiveGraph:
         return [node for node in self.nodes if node.has_value]
 
 
-def walk(root: Node, *, strict: bool = True) -> LiveGraph:
+def walk(root: Node | Part, *, strict: bool = True) -> LiveGraph:
     """Find all objects; with ``strict``, raise UnsupportedLeafError if one can be neither saved nor restored."""
     walker = _Walk()
     nodes = walker.discover(root)
@@ -82,7 +82,7 @@ def walk(root: Node, *, strict: bool = True) -> LiveGraph:
     return LiveGraph(nodes, walker.skipped)
 
 
-def check(root: Node) -> None:
+def check(root: Node | Part) -> None:
     """Raise UnsupportedLeafError if anything that can be reached can be neither saved nor restored."""
     walker = _Walk(tensors=False)  # tensors can always be saved
     with collection_paused():
@@ -102,7 +102,7 @@ class _Walk:
             lines = "\n".join(f"  {format_node_path(path)}: {what}" for path, what in self.problems.items())
             raise UnsupportedLeafError(f"these objects cannot be saved, and nothing was written:\n{lines}")
 
-    def discover(self, root: Node) -> list[LiveNode]:
+    def discover(self, root: Node | Part) -> list[LiveNode]:
         """Find all nodes and edges, breadth first, so that each node has the shortest path to it."""
         start = LiveNode(root, root_view(root), ())
         self._known[id(root)] = start

@@ -12,7 +12,7 @@ import torch
 
 from ...engine.clock import Clock, Duration
 from ...engine.errors import HoldfastError, OptionError
-from ...engine.manager import BestFn, BestMode, Local, Mirror, described, refuse_options
+from ...engine.manager import BestFn, BestMode, Local, Mirror, described, refuse_options, takes_texts_of
 from ...engine.sources import Misfits, Weights, load_weights
 from ...engine.storage import Place
 from ..loop import (
@@ -29,6 +29,7 @@ from ..loop import (
     stop_of,
     warn_of_misfits,
 )
+from ..loop import CheckpointCallback as LoopCallback
 from ..options import OnInexact, Partial, Reshard, Resume
 from .io import ResumePath, ResumingCallback, install, redirect_resume
 from .saver import FitSaver
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("holdfast")
 
 
+@takes_texts_of(LoopCallback)
 class CheckpointCallback(ResumingCallback):
     """Saves a Lightning run, keeps the right checkpoints, and resumes the run where it stopped, automatically.
 
@@ -88,84 +90,11 @@ class CheckpointCallback(ResumingCallback):
 
     Args:
         dirpath: Where the checkpoints go: a path or a URL.
-        save_interval_steps: Save whenever the step passes a multiple of this.
-        save_interval_secs: Save when this much time has passed since the last save: seconds, or ``"15m"``, ``"1h"``.
-            ``"auto"``, or ``"auto 1m to 1h"`` with the least and the greatest interval, learns from the run's events
-            which interval loses least.
-        save_on_best: Save when the metric is better than at every checkpoint so far; needs ``best_fn``.
-        best_fn: The metric that ranks checkpoints: its name, or a function of the metrics.
-        best_mode: Whether the largest (``"max"``) or the smallest (``"min"``) value of the metric is best; a name in
-            ``best_fn`` needs it. None is the largest value of a function.
-        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; where fewer have its metric,
-            the newest of the others fill up. None keeps all.
-        keep_latest: Keep this many of the newest checkpoints as well, best or not.
-        keep_period: Keep the first checkpoint at or past each multiple of this many steps.
-        keep_time_interval: Keep every checkpoint that was saved at least this long after the last one that this rule
-            keeps; roughly one an hour for ``"1h"``.
-        keep_steps: Keep the checkpoints of these steps.
-        mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with an interval and limits of its own:
-            steps are copied there in the background, and a run resumes from the newest step of both places.
-        local: A ``Local``: saves every few steps into the memory or on the disk of each host, with copies on other
-            hosts. A run resumes from these if they are newer than what is in the directory.
-        reuse_unchanged: Do not write arrays again that have not changed: a step shares their data files, by hard links,
-            with the step before the last one; S3 and Google copy them. Every step stays whole and can be copied or
-            deleted.
-        save_at_end: Save the last step when training ends, whether or not a trigger asks for it.
-        resume: ``"auto"`` resumes if there is a checkpoint, ``"must"`` raises if there is none, and ``"never"`` raises
-            if there is one. A number begins from that step, ``"best"`` from the one that ``best_fn`` ranks first. Later
-            steps stay until the run saves them again; remove the option before the run is started again.
-        init_from: Where a fresh start takes its weights from: any checkpoint that ``hf.load`` reads, of holdfast or of
-            another library. Names, shapes and dtypes of all weights must agree; everything else starts fresh. A run
-            that resumes ignores it.
-        partial: ``"initialize"`` resumes with a state that has changed, such as another layer or one more
-            transformation of an optimizer: values that fit the checkpoint are restored, the others stay as they were
-            initialized, and a warning lists them. It holds for a resume and for the weights of ``init_from``. None
-            takes all that was saved, or nothing.
-        compression: Compress arrays with zstd at this level, 1 to 22. None does not compress, which is faster on a fast
-            disk.
-        signals: The signals that announce a preemption, by name: the run finishes its step, saves it, and ends. A
-            closed terminal sends SIGHUP. With SIGINT, the first Ctrl-C does so, with exit status 130, and a later one
-            interrupts the program. SIGHUP and SIGINT stay ignored if they are, as with ``nohup`` and ``&``.
-        grace_secs: The time between the signal and the end of the process, as the scheduler grants it. A save that
-            takes longer is reported with a warning.
-        replicated: The names of state that is the same in all processes, so that any number of them gets it. These are
-            extras, such as a position in one order that no number of processes enters, or a random generator that all
-            seed alike; ``"global_generators"`` for those of Python, numpy and torch; in a Lightning trainer
-            ``"loaders"`` for its training loaders with ``state_dict``, ``"loaders/0"`` for the first of them. Each save
-            of a loop checks that the states are equal, and holds one; a Lightning trainer checks it when another number
-            of processes resumes. Objects with an attribute ``replicated_state = True``, ``hf.skip_to`` with a
-            ``global_batch_size`` and Grain's ``ElasticIterator`` need not be named.
-        witness: Record the steps after each save beside it, and let a resume compare its first steps with them. A line
-            says which steps were the same, and a warning what differs.
-        on_inexact: What follows if a resumed run does other steps than before the stop: a warning (``"warn"``), a
-            ``StateError`` at that step, after which nothing is saved (``"raise"``), or nothing but ``proof``
-            and an event (``"ignore"``).
-        witness_steps_after_signal: After SIGTERM, when the step is saved, go on for up to so many steps that are
-            recorded but not saved, if a quarter of ``grace_secs`` (2 seconds without it) has time for them, so that the
-            resume can be compared with them. 0 stops at the saved step.
-        clock: Where the time comes from, for tests.
-        metadata: JSON about the run, such as its configuration, stored with the checkpoints.
-        hyperparameters: Which hyperparameters count in a resume where they differ, such as a new learning rate:
-            ``"saved"`` takes all of the saved state, ``"program"`` keeps the options of torch's optimizers and the
-            values of ``optax.inject_hyperparams`` as the program has set them. A line says what differs.
-        reshard: Called in a resume with another number of processes, for each place in the data, and other state that
-            differs from process to process: a function of its name, the states that processes 0, 1, ... have saved, the
-            index of this process and the number of processes. It returns the state of this process. Without it, such a
-            resume is refused. Random generators stay with the index of their process.
-        keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default the other rules decide about
-            them as about all others.
-        item_intervals: Of a manager with several items, those that few checkpoints have, such as a replay buffer: for
-            each, the number of steps; a save at or past a multiple of it has the item, and so has the first one and one
-            with ``force=True``. The newest checkpoint that has it is kept.
-        step_prefix: Steps live in directories named ``<step_prefix>_<step>`` instead of ``<step>``; a prefix that ends
-            in ``-`` needs no underscore.
-        save_timeout_secs: How long waiting for a save may take before it is an error: seconds, or ``"10m"``.
-        barrier_timeout_secs: How long a process waits for the others of its program before it raises an error that
-            names them: seconds, or ``"10m"``.
-        load_and_broadcast: Whether the processes of a program read once what several of them restore, and hand it on
-            through the collective operations of JAX or torch. None is for programs on several machines, and for
-            checkpoints in an object store, if that saves at least 64 MiB. False never does. True always does, also at
-            ``restore(step)``.
+        save_interval_steps, save_interval_secs, save_on_best, best_fn, best_mode, max_to_keep, keep_latest,
+        keep_period, keep_time_interval, keep_steps, mirror, local, reuse_unchanged, save_at_end, resume, init_from,
+        partial, compression, signals, grace_secs, replicated, witness, on_inexact, witness_steps_after_signal, clock,
+        metadata, hyperparameters, reshard, keep_checkpoints_without_metrics, item_intervals, step_prefix,
+        save_timeout_secs, barrier_timeout_secs, load_and_broadcast:
         every_n_epochs: Save at the end of every epoch whose number is a multiple of this.
         save_on_exception: When training ends with an exception, save the state of the last point between two batches.
             Keeps a copy of the whole state in host memory, renewed after every update; in one process only.

@@ -24,8 +24,17 @@ import numpy as np
 import torch
 
 from ...engine.errors import FormatVersionError, UnsupportedLeafError
-from ...engine.pytree import STRIDES, is_permuted, with_strides
-from ...engine.stateful import instance_of, loaded_object
+from ...engine.pytree import (
+    PLAIN,
+    STRIDES,
+    class_name,
+    import_path,
+    instance_of,
+    is_permuted,
+    loaded_object,
+    tensor_of,
+    with_strides,
+)
 
 POSITION = "holdfast"
 """The entry for the state that Lightning's own checkpoints lack: the position in the data, and random generators."""
@@ -40,14 +49,13 @@ _TYPES = "value_types"  # the types of values that are saved as plain data: pair
 _FIRST = ("state_dict", "optimizer_states", "lr_schedulers")  # entries that a listing shows first
 _REQUIRED = ("state_dict", "optimizer_states", "loops", POSITION)
 _Keys = tuple[str | int, ...]
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class _LeftError(Exception):
     """A value cannot be saved, of the type that is named."""
 
     def __init__(self, value: object) -> None:
-        super().__init__(f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins."))
+        super().__init__(class_name(value))
 
 
 def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -138,7 +146,7 @@ class _Plain:
     def value(self, value: Any, keys: _Keys) -> Any:
         """Return a value as plain data and arrays; _LeftError refuses others."""
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             return value
         if isinstance(value, torch.Tensor):
             unusual = value.layout != torch.strided or value.is_quantized or value.is_meta
@@ -151,7 +159,7 @@ class _Plain:
             return value.detach()
         if isinstance(value, dict):
             return self.entries(value, keys)
-        if kind in (set, frozenset) and not all(type(item) in _PLAIN for item in value):
+        if kind in (set, frozenset) and not all(type(item) in PLAIN for item in value):
             raise _LeftError(value)
         if kind in (list, tuple, set, frozenset):
             # Leaving out one element would move the others, so the whole entry is left out.
@@ -178,14 +186,14 @@ def _value(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
         return value
     if kind is not None and kind.startswith(f"{STRIDES} "):
         strides = json.loads(kind.removeprefix(STRIDES))
-        return with_strides(_tensor(value), strides) if isinstance(value, np.ndarray) else value
+        return with_strides(tensor_of(value, copy=False), strides) if isinstance(value, np.ndarray) else value
     found = _contents(value, keys, types)
     return found if kind is None else from_plain(found, kind)
 
 
 def _contents(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
     if isinstance(value, np.ndarray):
-        return _tensor(value)
+        return tensor_of(value, copy=False)
     if isinstance(value, dict):
         if value.keys() == {_NUMPY} and isinstance(value[_NUMPY], np.ndarray):  # Version 0.1.0 saved arrays so.
             return value[_NUMPY]
@@ -194,15 +202,6 @@ def _contents(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_value(item, (*keys, index), types) for index, item in enumerate(value))
     return value
-
-
-def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    if array.dtype.type.__module__.partition(".")[0] != "ml_dtypes":
-        return torch.from_numpy(array)
-    # torch has these types under the same names as ml_dtypes. Only the bits go through numpy.
-    bits = torch.from_numpy(np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").reshape(array.shape))
-    found: torch.dtype = getattr(torch, array.dtype.name)
-    return bits.view(found)
 
 
 # ---- values of other types, which hyper-parameters hold beside numbers and strings
@@ -241,13 +240,13 @@ def as_plain(value: Any) -> tuple[Any, str] | None:
     if isinstance(value, _TORCH_NAMES):
         return str(value), "torch"
     if isinstance(value, Enum):
-        return (value.name, f"enum {_name(kind)}") if value.name in kind.__members__ else None
+        return (value.name, f"enum {import_path(kind)}") if value.name in kind.__members__ else None
     if isinstance(value, type):
-        known = value.__module__.partition(".")[0] in _LIBRARIES and loaded_object(_name(value)) is value
-        return (_name(value).replace(":", "."), f"class {_name(value)}") if known else None
+        known = value.__module__.partition(".")[0] in _LIBRARIES and loaded_object(import_path(value)) is value
+        return (import_path(value).replace(":", "."), f"class {import_path(value)}") if known else None
     if dataclasses.is_dataclass(value) and not isinstance(value, torch.nn.Module):
         entries = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return entries, f"dataclass {_name(kind)}"
+        return entries, f"dataclass {import_path(kind)}"
     if kind.__module__.partition(".")[0] == "omegaconf":
         return sys.modules["omegaconf"].OmegaConf.to_container(value, resolve=False), "omegaconf"
     return None
@@ -278,7 +277,3 @@ def from_plain(plain: Any, kind: str) -> Any:
     except Exception as error:
         logger.warning("left as plain data instead of %s: %s", kind, error)
         return plain
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"

@@ -22,6 +22,7 @@ from ...engine.manager import (
     BestFn,
     BestMode,
     CheckpointManager,
+    CheckpointManagerOptions,
     Local,
     Mirror,
     Peek,
@@ -29,7 +30,9 @@ from ...engine.manager import (
     has_triggers,
     refuse_options,
     shown_call,
+    takes_texts_of,
 )
+from ...engine.pytree import FreshTypes
 from ...engine.sources import Misfits
 from ...engine.storage import Place
 from ..options import OnInexact, Partial, Reshard, Resume
@@ -49,7 +52,7 @@ from .objects import adapter_for
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, peek, restore, unfinished_neighbour, warn_of_misfits
 from .states import STATE, LoopArguments, StateAdapter, check_depth
-from .steps import Report, StepSaver, check_metrics
+from .steps import Report, StepSaver, check_metrics, record_metrics
 from .stopping import AfterSignal, AgreedStop, Durations, Stop, agreed_steps_after_signal, barrier_exit, stop_of
 from .witnessing import Proof, Witness, why_not_comparable
 
@@ -109,6 +112,7 @@ def _checked_step(step: Any, unknown: Sequence[object]) -> int:
     return operator.index(step)
 
 
+@takes_texts_of(CheckpointManagerOptions)
 class CheckpointCallback:
     """Saves a training loop's state, keeps the right checkpoints, and resumes the loop where it stopped.
 
@@ -169,48 +173,25 @@ class CheckpointCallback:
 
     Args:
         directory: Where the checkpoints go: a path or a URL.
-        save_interval_steps: Save whenever the step passes a multiple of this.
-        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; where fewer have its metric,
-            the newest of the others fill up. None keeps all.
-        best_fn: The metric that ranks checkpoints: its name, or a function of the metrics.
-        best_mode: Whether the largest (``"max"``) or the smallest (``"min"``) value of the metric is best; a name in
-            ``best_fn`` needs it. None is the largest value of a function.
+        save_interval_steps, max_to_keep, best_fn, best_mode:
 
     Args: when to save
-        save_interval_secs: Save when this much time has passed since the last save: seconds, or ``"15m"``, ``"1h"``.
-            ``"auto"``, or ``"auto 1m to 1h"`` with the least and the greatest interval, learns from the run's events
-            which interval loses least.
-        save_on_best: Save when the metric is better than at every checkpoint so far; needs ``best_fn``.
+        save_interval_secs, save_on_best:
         save_at_end: Save the last step when training ends, whether or not a trigger asks for it.
         step_offset: 1 if the step that your loop reports is the index of its last update, as with Orbax, so that N + 1
             updates are in the state of step N, and a resume begins with step N + 1. 0 is the number of updates. It is
             saved with each step; None takes that of the step that the run resumes from, or 0.
-        item_intervals: Of a manager with several items, those that few checkpoints have, such as a replay buffer: for
-            each, the number of steps; a save at or past a multiple of it has the item, and so has the first one and one
-            with ``force=True``. The newest checkpoint that has it is kept.
+        item_intervals:
 
     Args: what to keep
-        keep_latest: Keep this many of the newest checkpoints as well, best or not.
-        keep_period: Keep the first checkpoint at or past each multiple of this many steps.
-        keep_time_interval: Keep every checkpoint that was saved at least this long after the last one that this rule
-            keeps; roughly one an hour for ``"1h"``.
-        keep_steps: Keep the checkpoints of these steps.
-        keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default the other rules decide about
-            them as about all others.
+        keep_latest, keep_period, keep_time_interval, keep_steps, keep_checkpoints_without_metrics:
 
     Args: where, and how it is stored
-        mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with an interval and limits of its own:
-            steps are copied there in the background, and a run resumes from the newest step of both places.
-        local: A ``Local``: saves every few steps into the memory or on the disk of each host, with copies on other
-            hosts. A run resumes from these if they are newer than what is in the directory.
-        step_prefix: Steps live in directories named ``<step_prefix>_<step>`` instead of ``<step>``; a prefix that ends
-            in ``-`` needs no underscore.
+        mirror, local, step_prefix:
         metadata: JSON about the run, such as its configuration, stored with the checkpoints.
         compression: Compress arrays with zstd at this level, 1 to 22. None does not compress, which is faster on a fast
             disk.
-        reuse_unchanged: Do not write arrays again that have not changed: a step shares their data files, by hard links,
-            with the step before the last one; S3 and Google copy them. Every step stays whole and can be copied or
-            deleted.
+        reuse_unchanged:
 
     Args: what a resume does
         resume: ``"auto"`` resumes if there is a checkpoint, ``"must"`` raises if there is none, and ``"never"`` raises
@@ -244,7 +225,7 @@ class CheckpointCallback:
         witness_steps_after_signal: After SIGTERM, when the step is saved, go on for up to so many steps that are
             recorded but not saved, if a quarter of ``grace_secs`` (2 seconds without it) has time for them, so that the
             resume can be compared with them. 0 stops at the saved step.
-        save_timeout_secs: How long waiting for a save may take before it is an error: seconds, or ``"10m"``.
+        save_timeout_secs:
 
     Args: several processes
         replicated: The names of state that is the same in all processes, so that any number of them gets it. These are
@@ -258,12 +239,7 @@ class CheckpointCallback:
             differs from process to process: a function of its name, the states that processes 0, 1, ... have saved, the
             index of this process and the number of processes. It returns the state of this process. Without it, such a
             resume is refused. Random generators stay with the index of their process.
-        barrier_timeout_secs: How long a process waits for the others of its program before it raises an error that
-            names them: seconds, or ``"10m"``.
-        load_and_broadcast: Whether the processes of a program read once what several of them restore, and hand it on
-            through the collective operations of JAX or torch. None is for programs on several machines, and for
-            checkpoints in an object store, if that saves at least 64 MiB. False never does. True always does, also at
-            ``restore(step)``.
+        barrier_timeout_secs, load_and_broadcast:
 
     Args: tests
         clock: Where the time comes from, for tests.
@@ -337,17 +313,15 @@ class CheckpointCallback:
         self._manager.events.add_listener(self._ending.note)
         if options.grace_secs is not None:
             self._manager.events.add_listener(grace_check(seconds(options.grace_secs)))
-        self._adapter: StateAdapter = StateAdapter()  # It is replaced at the first state.
         self._witness = Witness(self._manager, enabled=options.witness, on_inexact=options.on_inexact)
-        self._saver = StepSaver(self._manager, self._adapter, self._options.replicated, self._witness)
+        self._adapter: StateAdapter | None = None  # which the first state chooses
+        self._saver: StepSaver | None = None  # once the state before the first step is known
+        self._stop: Stop | None = None  # once the processes of the run are connected
         self._after_signal: AfterSignal | None = None  # the steps that follow the save of a preemption
         self._durations = Durations()
-        self._is_adapted = False
         self._preemption = self._signal(options.preemption_signals())
-        self._stop = Stop(self._preemption)  # It is replaced when the run begins.
         self._generators = GlobalGenerators() if options.global_generators else None
         self._names: frozenset[str] = frozenset()
-        self._begun = False
         self._closed = False
         self._should_stop = False
         self._restored: int | None = None
@@ -370,8 +344,13 @@ class CheckpointCallback:
         It costs next to nothing, so evaluation loops may read it, too: a supervisor that watches for hangs then sees
         that the program is alive.
         """
-        self._manager.observer.reached("validation", self._saver.step)
+        self._manager.observer.reached("validation", self._last_step)
         return self._preemption.received
+
+    @property
+    def _last_step(self) -> int | None:
+        """The last step that was reported, or None."""
+        return None if self._saver is None else self._saver.step
 
     @property
     def proof(self) -> Proof:
@@ -497,8 +476,9 @@ class CheckpointCallback:
         """
         if unknown or type(step) is not int:
             step = _checked_step(step, unknown)
-        if not self._begun or self._closed:
-            self._begin_without_restore(state)
+        saver, stop = self._saver, self._stop
+        if saver is None or stop is None or self._closed:
+            saver, stop = self._begin_without_restore(state)
         if metrics is not None:
             check_metrics(metrics)
         if self._names:
@@ -515,19 +495,19 @@ class CheckpointCallback:
             return StepOutcome(False, "the run was stopped; nothing is saved any more", should_stop=True)
         report = Report(step, state, metrics, self._with_generators(extras), batch, epoch)
         if self._after_signal is not None and not self._should_stop:
-            self._saver.show(report)
+            saver.show(report)
             after = self._after_signal = self._after_signal.after(self._durations.longest, again=self._preemption.again)
             if after.left == 0:
                 self._stop_now(extras)
             return StepOutcome(False, "preempted; the step is recorded and not saved", self._should_stop)
-        self._saver.update(report)
+        saver.update(report)
         decision = self._manager.decide(step, metrics=metrics)
-        if self._stop.after_batch():
-            return self._on_preemption(report, decision.save, decision.reason)
+        if stop.after_batch():
+            return self._on_preemption(saver, report, decision.save, decision.reason)
         if not decision.save:
-            self._saver.save_locally()
+            saver.save_locally()
             return _NOTHING_DUE
-        self._saver.save(decision.reason)
+        saver.save(decision.reason)
         return StepOutcome(True, decision.reason, should_stop=False)
 
     def on_eval(self, step: int, metrics: Mapping[str, Any]) -> StepOutcome:
@@ -545,16 +525,19 @@ class CheckpointCallback:
         check_metrics(metrics)
         step = operator.index(step)
         self._manager.observer.reached("validation", step)
-        if self._after_signal is not None and not self._saver.holds(step):
+        saver = self._saver
+        is_saved = step in self._manager.all_steps() if saver is None else saver.holds(step)
+        if self._after_signal is not None and not is_saved:
             return StepOutcome(False, "preempted; the step is recorded and not saved", self._should_stop)
-        if self._saver.record(step, metrics):
+        if is_saved:
+            record_metrics(self._manager, step, metrics)
             return StepOutcome(False, f"metrics recorded with step {step}", self._should_stop)
-        decision = self._saver.reconsider(step, metrics)
-        if decision is None:
+        decision = None if saver is None else saver.reconsider(step, metrics)
+        if saver is None or decision is None:
             return StepOutcome(False, f"step {step} is not saved, so its metrics are not kept", self._should_stop)
-        if not decision.save or self._saver.why_lost() is not None:
+        if not decision.save or saver.why_lost() is not None:
             return StepOutcome(False, decision.reason, self._should_stop)
-        self._saver.save(decision.reason)
+        saver.save(decision.reason)
         return StepOutcome(True, decision.reason, self._should_stop)
 
     def close(self) -> None:
@@ -566,23 +549,25 @@ class CheckpointCallback:
         if self._closed:
             return
         self._closed = True
-        if self._saver.step is None and self._restored is not None and not self._preemption.received:
+        saver = self._saver
+        if self._last_step is None and self._restored is not None and not self._preemption.received:
             self._announce("nothing left to do after step %d in %s", self._restored, self._manager.directory)
         orderly, ends_early = False, self._after_signal is not None and not self._should_stop
         try:
             try:
                 # Perhaps only one of several processes has received the signal after the last step.
                 preempted = self._preemption.received and not isinstance(self._stop, AgreedStop)
-                if not self._saver.is_saved and (self._options.save_at_end or preempted) and not self._witness.refuses:
-                    self._saver.save_at_end()
+                saves = (self._options.save_at_end or preempted) and not self._witness.refuses
+                if saver is not None and not saver.is_saved and saves:
+                    saver.save_at_end()
             finally:
                 self._witness.close()
                 self._manager.close()
             orderly = True
         finally:
             self._end(orderly=orderly)
-        if self._begun and not self._should_stop and self._after_signal is None:
-            last = self._restored if self._saver.step is None else self._saver.step
+        if saver is not None and not self._should_stop and self._after_signal is None:
+            last = self._restored if saver.step is None else saver.step
             self._manager.events.write("preempted" if self._preemption.received else "finished", step=last)
         if ends_early:
             self._hand_on()
@@ -610,7 +595,7 @@ class CheckpointCallback:
             self.close()
             return
         self._closed = True
-        if self._begun:
+        if self._saver is not None:
             self._manager.events.write("failed", step=self._saver.step, error=described(error))
         try:
             self._witness.close()
@@ -627,7 +612,8 @@ class CheckpointCallback:
         has_stopped = self._should_stop or self._after_signal is not None
         self._ending.end(error, shown=self._manager.processes.is_primary and not has_stopped)
         self._preemption.restore()
-        self._stop.end(orderly=orderly)
+        if self._stop is not None:
+            self._stop.end(orderly=orderly)
         if orderly and isinstance(self._stop, AgreedStop):
             barrier_exit(self._manager.processes)
 
@@ -639,22 +625,19 @@ class CheckpointCallback:
         check_extras(extras)
         check_replicated(self._options.replicated, self._with_generators(extras), "restore_or_initialize")
         adapter.begin(template)
-        self._saver.fresh_extras = fresh_extras(extras)
+        fresh = fresh_extras(extras)
         if resume in ("must", "never"):
             check_resume(resume, self._all_steps(), self._manager.directory)
         if resume == "never" or self._manager.latest_step() is None:
             initial.check_fresh(adapter)
         self._begin()
-        try:
-            self._manager.acquire()
-            self._names = frozenset(extras)
-            restored = None
-            if resume != "never":
-                every = self._with_generators(extras)
-                restored = restore(self._manager, adapter, initial, every, self._options)
-        except BaseException:
-            self._begun = False  # Otherwise the loop could continue without the values that it has not restored.
-            raise
+        self._saver = None  # After an error, the loop cannot continue without the values that it has not restored.
+        self._manager.acquire()
+        self._names = frozenset(extras)
+        restored = None
+        if resume != "never":
+            restored = restore(self._manager, adapter, initial, self._with_generators(extras), self._options)
+        offset: int | None = self._options.step_offset
         if restored is None:
             directory = self._manager.directory
             self._announce("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
@@ -664,7 +647,8 @@ class CheckpointCallback:
                 state, taken = adapter.with_weights(state, place)
                 logger.info("took the weights from %s; everything else starts fresh", taken)
                 warn_of_misfits(adapter.misfits, f"init_from={str(place)!r}", "weights")
-            self._begin_steps(state, extras, -self._saver.step_offset)
+            offset = offset or 0
+            self._begin_steps(self._new_saver(adapter, offset, fresh), state, extras, -offset)
             self._witness.begin(Report(0, state, extras=self._with_generators(extras)).seen({}))
             self._announce_first_save()
             return state, 0
@@ -672,13 +656,13 @@ class CheckpointCallback:
             logger.info("init_from=%s is ignored, as the run resumes", place)
         self.extras = {name: restored.extras[name] for name in extras}
         self._restored = restored.step
-        if self._options.step_offset is None:
-            self._saver.step_offset = (self._manager.custom_metadata(restored.step) or {}).get("step_offset", 0)
+        if offset is None:
+            offset = int((self._manager.custom_metadata(restored.step) or {}).get("step_offset", 0))
         state = initial.completed(adapter, restored.state)
-        self._begin_steps(state, extras, restored.step)
+        self._begin_steps(self._new_saver(adapter, offset, fresh), state, extras, restored.step)
         shown = Report(restored.step, state, extras=self._with_generators(self.extras)).seen({})
-        self._witness.resume(restored.step, shown, why_not_comparable(self._options, self._adapter.misfits))
-        return state, restored.step + self._saver.step_offset
+        self._witness.resume(restored.step, shown, why_not_comparable(self._options, adapter.misfits))
+        return state, restored.step + offset
 
     def _all_steps(self) -> list[int]:
         """Return the steps in the directory, damaged ones among them, and that of the hosts."""
@@ -694,14 +678,15 @@ class CheckpointCallback:
 
     def _adapt(self, state: Any) -> StateAdapter:
         """Choose the adapter for the first state."""
-        if not self._is_adapted:
+        if self._adapter is None:
             check_depth(state)
             self._adapter = adapter_for(state, None if self._options.partial is None else Misfits())
             self._state_checkpointer.handler = self._adapter.handler(self._options)
-            self._saver = StepSaver(self._manager, self._adapter, self._options.replicated, self._witness)
-            self._saver.step_offset = self._options.step_offset or 0
-            self._is_adapted = True
         return self._adapter
+
+    def _new_saver(self, adapter: StateAdapter, step_offset: int, fresh: FreshTypes | None) -> StepSaver:
+        replicated = self._options.replicated
+        return StepSaver(self._manager, adapter, replicated, self._witness, step_offset=step_offset, fresh_extras=fresh)
 
     def _extras_handler(self) -> PyTreeCheckpointHandler:
         handler = self._options.tree_handler()
@@ -734,42 +719,43 @@ class CheckpointCallback:
         """Return the extras with the global generators, last, as a restore of other extras may draw from them."""
         return extras if self._generators is None else {**extras, GLOBAL_GENERATORS: self._generators}
 
-    def _begin_steps(self, state: Any, extras: Mapping[str, Any], last: int | None) -> None:
+    def _begin_steps(self, saver: StepSaver, state: Any, extras: Mapping[str, Any], last: int | None) -> None:
         """Set the global generators, when everything else is restored, and begin to watch the state."""
+        self._saver = saver
         for loader in loaders_of(extras).values():
             loader.begin_run(self._announce)
-        self._saver.watch(state, extras, last)
+        saver.watch(state, extras, last)
         missing = [] if self._generators is None else self._generators.begin()
         if missing:
             logger.warning(
                 "the random generators of %s are not restored, as this process has no such devices", ", ".join(missing)
             )
 
-    def _begin(self) -> None:
+    def _begin(self) -> Stop:
         if self._closed:
             raise StateError(f"the callback for {self._manager.directory} is closed; make a new one")
         self._preemption.install()
-        if not isinstance(self._stop, AgreedStop):
+        if self._stop is None:
             self._stop = stop_of(self._manager.processes, self._preemption)
             self._stop.begin()
         if self._manager.processes.is_primary:
             self._ending.begin()
-        self._begun = True
+        return self._stop
 
-    def _begin_without_restore(self, state: Any) -> None:
+    def _begin_without_restore(self, state: Any) -> tuple[StepSaver, Stop]:
         if self._options.init_from is not None and not self._closed:
             raise StateError("init_from= takes effect in restore_or_initialize: call it before the loop")
-        self._begin()
+        stop = self._begin()
         newest = self._manager.latest_step()
         if newest is not None:
-            self._begun = False
             raise StateError(
                 f"{self._manager.directory} holds checkpoints up to step {newest} that this run has not restored; call "
                 "restore_or_initialize before the loop, or choose another directory"
             )
-        self._adapt(state)
-        self._begin_steps((), {}, None)  # The state before the first step is not known.
+        saver = self._new_saver(self._adapt(state), self._options.step_offset or 0, None)
+        self._begin_steps(saver, (), {}, None)  # The state before the first step is not known.
         self._witness.begin(Report(0, state).seen({}))
+        return saver, stop
 
     def _stop_now(self, extras: Mapping[str, Any]) -> None:
         """Ask to stop, and end the data: a ``break`` may leave one of several loops."""
@@ -778,17 +764,17 @@ class CheckpointCallback:
             for loader in loaders_of(extras).values():
                 loader.end_run(self.exit_status)
 
-    def _on_preemption(self, report: Report, due: bool, why: str) -> StepOutcome:
+    def _on_preemption(self, saver: StepSaver, report: Report, due: bool, why: str) -> StepOutcome:
         if self._should_stop:  # The run goes on after a notice of Ray: save by the ordinary rules.
             if due:
-                self._saver.save(why)
+                saver.save(why)
             return StepOutcome(due, why, should_stop=True)
-        save = not self._saver.is_saved
-        if save and not self._saver.save("preempted"):  # The next step is saved instead.
+        save = not saver.is_saved
+        if save and not saver.save("preempted"):  # The next step is saved instead.
             return StepOutcome(False, "the step has a folder that is no checkpoint", should_stop=False)
         self._manager.wait_until_finished()
         self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
-        self._manager.events.write("preempted", step=self._saver.step)
+        self._manager.events.write("preempted", step=saver.step)
         self._ending.end()  # The steps that follow are to be repeated.
         after = self._after_signal = agreed_steps_after_signal(
             self._options, self._manager, self._durations, self._preemption, report.left_in_epoch
@@ -800,5 +786,5 @@ class CheckpointCallback:
             steps = "1 more step" if after.left == 1 else f"{after.left} more steps"
             what += f" after {steps}, which the resume is compared with"
         text = "preempted: step %d is saved in %s; %s"
-        self._announce(text, self._saver.step, self._manager.directory, what)
+        self._announce(text, saver.step, self._manager.directory, what)
         return StepOutcome(save, "preempted", should_stop=self._should_stop)

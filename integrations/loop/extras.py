@@ -20,10 +20,9 @@ from ...engine.loaders import (
     is_torchdata_loader,
     nodes_of,
 )
-from ...engine.pytree import FreshTypes, flatten, is_nnx, is_torch_tensor
+from ...engine.pytree import FreshTypes, flatten, is_nnx, is_plain, is_torch_tensor
 from ...engine.stateful import (
     begins_epoch,
-    is_plain,
     is_replicated,
     is_stateful,
     restore_loader,

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from ...engine.errors import StateError, shortened
 from ...engine.generators import is_generator
 from ...engine.loaders import LoaderPosition, drawing_sampler
-from ...engine.pytree import Sampler, Samples, Ways, flatten, is_torch_tensor, loaded, unwrapped_name
-from ...engine.stateful import is_plain
+from ...engine.pytree import Sampler, Samples, Ways, flatten, is_plain, is_torch_tensor, loaded, unwrapped_name
 from ...engine.witness import is_time
 from .extras import GLOBAL_GENERATORS, changes_in_place
 from .objects import is_versioned, live_objects

@@ -25,9 +25,9 @@ from ...engine.errors import (
 from ...engine.generators import DRAWN, IDLE, is_generator, same_state
 from ...engine.handlers import SavedShares
 from ...engine.manager import EVENTS, CheckpointManager, Peek, Restored, elsewhere, has_finished, note_resume
-from ...engine.pytree import flatten
+from ...engine.pytree import decode_state, encode_state
 from ...engine.sources import Misfits
-from ...engine.stateful import decode_state, encode_state, is_elastic, is_stream
+from ...engine.stateful import is_elastic, is_stream
 from ...engine.steps import list_steps, newest_step, series_of
 from ...engine.storage import Location, as_location
 from ..options import Resume
@@ -164,8 +164,9 @@ def restore(
     kwargs = {STATE: adapter.restore_kwargs()}
     if has_extras := bool(extras) or adapter.may_have_gradients:
         templates |= {"extras": None, "process": None}
-        as_saved = {GRADIENTS} | (extras.keys() - templates_of(extras).keys())
-        kwargs |= {"extras": {"as_saved": as_saved}, "process": {"as_saved": True, "every": True}}
+        typed = templates_of(extras)
+        as_saved = {GRADIENTS} | (extras.keys() - typed.keys())
+        kwargs |= {"extras": {"entries": typed, "as_saved": as_saved}, "process": {"as_saved": True, "every": True}}
     try:
         if chosen is None:
             restored = manager.restore_latest(templates, restore_kwargs=kwargs)
@@ -316,7 +317,7 @@ def _restore_extras(
     saved: dict[str, Any],
     fresh: Collection[str],
 ) -> dict[str, Any]:
-    """Restore the extras: those with templates are read again with these, the others as they were saved."""
+    """Give the extras what was saved, except those that keep what they are; return all by name."""
     kept = {name: extras[name] for name in fresh}
     if left := sorted(saved.keys() - extras.keys() - {GLOBAL_GENERATORS, GRADIENTS, CHECKSUMS}):
         announce("step %d has extras that this program does not pass: %s", step, ", ".join(f"{name}=" for name in left))
@@ -326,13 +327,4 @@ def _restore_extras(
         kept |= new
     extras = {name: extra for name, extra in extras.items() if name not in kept}
     check_names(extras, saved, f"step {step} in {manager.directory}")
-    given = templates_of(extras)
-    structures = {name: flatten(saved[name]) for name in given}
-    templates = {name: one for name, one in given.items() if structures[name].names}
-    if templates:
-        patterns = [name if structures[name].structure is None else f"{name}/**" for name in templates]
-        typed = manager.restore(
-            step, {"extras": templates}, restore_kwargs={"extras": {"select": patterns, "as_saved": True}}
-        )
-        saved = {**saved, **typed["extras"]}
     return {**restore_extras(extras, saved), **kept}

@@ -230,15 +230,22 @@ class StepSaver:
     """Saves the last step that the loop has reported."""
 
     def __init__(
-        self, manager: CheckpointManager, adapter: StateAdapter, replicated: Collection[str], witness: Witness
+        self,
+        manager: CheckpointManager,
+        adapter: StateAdapter,
+        replicated: Collection[str],
+        witness: Witness,
+        *,
+        step_offset: int,
+        fresh_extras: FreshTypes | None,
     ) -> None:
         self._manager = manager
         self._witness = witness
         self._adapter = adapter
         self._saved: int | None = None
-        self.fresh_extras: FreshTypes | None = None  # the types of the extras at the start of the run
+        self._fresh_extras = fresh_extras  # the types of the extras at the start of the run
         self._extra_versions = VersionCounters()
-        self.step_offset = 0  # updates that are in a state beyond the number of its step
+        self._step_offset = step_offset  # updates that are in a state beyond the number of its step
         self._first_steps: FirstSteps | None = None
         self._last = LastStep(adapter, self._extra_versions, replicated)
 
@@ -284,17 +291,6 @@ class StepSaver:
         """Let the witness record a step that is never saved, as it follows the save of a preemption."""
         positions = {name: _taking(extra)(extra) for name, extra in report.extras.items() if moves(extra)}
         self._witness.note(lambda: report.seen(positions), report.epochs)
-
-    def record(self, step: int, metrics: Mapping[str, Any]) -> bool:
-        """Store metrics with the checkpoint of a step, and return whether there is one."""
-        if not self.holds(step):
-            return False
-        try:
-            self._manager.record_metrics(step, host_metrics(metrics))
-        except CheckpointNotFoundError:
-            self._manager.wait_until_finished()  # This raises if the save has failed.
-            raise
-        return True
 
     def reconsider(self, step: int, metrics: Mapping[str, Any]) -> Decision | None:
         """Add metrics to the last step, and return whether to save it now; None if ``step`` is not the last one."""
@@ -346,9 +342,9 @@ class StepSaver:
         metrics = None if last.report.metrics is None else host_metrics(last.report.metrics)
         items = last.items(alone=self._manager.processes.alone)
         arguments: dict[str, Any] = {STATE: self._adapter.save_kwargs()}
-        if self.fresh_extras is not None and "extras" in items:
-            arguments["extras"] = {"fresh": self.fresh_extras}
-        kept = {"step_offset": self.step_offset} if self.step_offset else None
+        if self._fresh_extras is not None and "extras" in items:
+            arguments["extras"] = {"fresh": self._fresh_extras}
+        kept = {"step_offset": self._step_offset} if self._step_offset else None
         return {"items": items, "metrics": metrics, "save_kwargs": arguments, "custom_metadata": kept}
 
     def save_at_end(self) -> None:
@@ -372,6 +368,15 @@ def check_metrics(metrics: object) -> None:
         raise OptionError(
             f"metrics must be a mapping of names to numbers, such as {{'loss': 0.5}}, not {type(metrics).__name__}"
         )
+
+
+def record_metrics(manager: CheckpointManager, step: int, metrics: Mapping[str, Any]) -> None:
+    """Store metrics with the checkpoint of a step."""
+    try:
+        manager.record_metrics(step, host_metrics(metrics))
+    except CheckpointNotFoundError:
+        manager.wait_until_finished()  # This raises if the save has failed.
+        raise
 
 
 def host_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class CheckpointCallback(LoopCallback):
         super().__exit__(kind, error, traceback)
         if self._worker is None or error is not None:
             return
-        last = self._saver.step
+        last = self._last_step
         self._report()
         if last is not None and last != self._reported_step and last in self.manager.all_steps():  # saved at the end
             self._unreported = last

@@ -141,7 +141,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "keep": (
         lambda: restored("run", keep=["**/rate", "**/learning_rate"]),
         hf.TreeMismatchError,
-        "keep: '**/learning_rate' matches no value that was saved, and nothing was changed",
+        "keep='../learning_rate' matches no leaf; the checkpoint has .*; nothing was changed. A path is that of",
     ),
     "keep of another kind": (lambda: restored("run", keep=5), hf.errors.OptionError, "keep=5 must be a pattern"),
     "another class": (

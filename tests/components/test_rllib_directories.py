@@ -240,6 +240,14 @@ class DictionaryLearner(Checkpointable):
         self.updates, self.rate, self.mean = 0, 0.0, np.ones(3)
 
 
+def test_a_state_to_save_may_nest_names_like_directories(tmp_path: Path) -> None:
+    policy = {"rl_module": {"p0": DictionaryLearner().get_state()["rl_module/p0"]}}
+    path = DictionaryLearner().save_to_path(tmp_path / "x", state={"updates": 3, **policy})
+    running = DictionaryLearner()
+    report = running.restore_from_path(path)
+    assert (running.updates, report.missing, report.unused_values) == (3, (), ())
+
+
 def test_a_dictionary_of_components_is_the_same_tree(tmp_path: Path, ray_class: type) -> None:
     path = write(tmp_path / "x", ray_class, "msgpack")
     learner = DictionaryLearner()

@@ -56,6 +56,17 @@ def test_as_it_was_saved(
     assert_same(hf.load(place, like=template), TREE)
 
 
+def test_templates_of_some_entries(
+    place: str, checkpointer: hf.PyTreeCheckpointer, assert_same: Callable[[Any, Any], None]
+) -> None:
+    found = checkpointer.restore(place, entries={"w": jnp.zeros((4, 6)), "absent": jnp.zeros(2)})
+    assert isinstance(found["w"], jax.Array)
+    assert list(found) == list(TREE)
+    assert_same({**found, "w": np.asarray(found["w"])}, TREE)
+    with pytest.raises(hf.TreeMismatchError, match=r"w: expected float32\[4, 7\].*, found float32\[4, 6\]"):
+        checkpointer.restore(place, entries={"w": jnp.zeros((4, 7))})
+
+
 def test_arguments_for_leaves_that_there_are_not(place: str, checkpointer: hf.PyTreeCheckpointer) -> None:
     with pytest.raises(hf.errors.OptionError, match="restore_args: the tree has no v"):
         checkpointer.restore(place, restore_args={"v": hf.RestoreArgs()})

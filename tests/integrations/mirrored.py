@@ -46,9 +46,17 @@ def wait_for(manager: hf.CheckpointManager, what: str) -> None:
 
 
 def jax_loop(
-    process: Process, directory: str, mirror: str, environment: dict[str, str], until: str = "it has a step"
+    process: Process,
+    directory: str,
+    mirror: str,
+    environment: dict[str, str],
+    until: tuple[str, ...] = ("it has a step",),
 ) -> dict[str, Any]:
-    """Trains to the end, or to the middle, where it waits for the mirror and dies."""
+    """Trains to the end, or to the middle, where it waits for the mirror and dies.
+
+    Two things to wait for are awaited one after the other, the first one before step 6 is saved: a mirror that is
+    behind leaves out the steps that are not the newest any more.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -70,8 +78,10 @@ def jax_loop(
         for step in range(start, TOTAL):
             state = update(state)
             checkpoint.on_step(step + 1, state)
-            if step == 8 and process.kill is not None:
-                wait_for(checkpoint.manager, until)
+            if process.kill is not None and step == 4 and until[1:]:
+                wait_for(checkpoint.manager, until[0])
+            if process.kill is not None and step == 8:
+                wait_for(checkpoint.manager, until[-1])
                 process.reached("after some steps")
     return {"start": start, "final": {name: np.asarray(state[name]).tobytes() for name in ("w", "m")}}
 

@@ -22,7 +22,8 @@ from tests.versions import nnx_update
 import holdfast as hf
 from holdfast import graph
 from holdfast.components import Checkpointable
-from holdfast.engine.stateful import encode_state, state_of
+from holdfast.engine.pytree import encode_state
+from holdfast.engine.stateful import state_of
 
 pytestmark = pytest.mark.usefixtures("default_sigterm")
 

@@ -23,7 +23,7 @@ from holdfast import graph
 from holdfast.recipes.configuration import load_configuration
 from holdfast.recipes.runner import run
 
-PROGRAMS = {"jax": jax_loop, "lightning": lightning_fit}
+PROGRAMS: dict[str, Callable[..., Any]] = {"jax": jax_loop, "lightning": lightning_fit}
 
 
 @pytest.fixture(scope="module")

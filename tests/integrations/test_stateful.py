@@ -12,7 +12,8 @@ from tests.ids import plain_id
 
 import holdfast as hf
 from holdfast.engine.errors import DamagedCheckpointError, OptionError
-from holdfast.engine.stateful import decode_state, is_plain, is_stateful, restore_state, state_of
+from holdfast.engine.pytree import decode_state, is_plain
+from holdfast.engine.stateful import is_stateful, restore_state, state_of
 
 
 class Shuffled:

@@ -27,14 +27,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("trouble", "until", "some"),
     [
-        ("none", "it has a step", True),
-        ("slow", "it has a step", True),
-        ("full", "it has failed", True),
-        ("down", "it has failed", False),
+        ("none", ("it has a step",), True),
+        ("slow", ("it has a step",), True),
+        ("full", ("it has a step", "it has failed"), True),
+        ("down", ("it has failed",), False),
     ],
 )
 def test_a_run_is_killed_while_its_mirror_is_in_trouble(
-    s3: Store, tmp_path: Path, undisturbed: Any, trouble: str, until: str, some: bool
+    s3: Store, tmp_path: Path, undisturbed: Any, trouble: str, until: tuple[str, ...], some: bool
 ) -> None:
     directory, mirror = f"{tmp_path}/run", f"{s3.url}/mirror"
     server: Any = s3.server

@@ -1,0 +1,203 @@
+"""The codec of states: trees with arrays, objects and plain values as trees that load without a template.
+
+Arrays of torch and jax are wrapped in a one-entry dict that names their library, because a checkpoint loads as numpy
+arrays without a template. So are named tuples and dataclasses, in one that names their class, which the program must
+have defined already: nothing is imported, and no constructor is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import sys
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from ..errors import StateError
+from .containers import expand
+from .jax_leaves import is_key
+from .leaves import PLAIN, is_jax_array, is_torch_tensor, loaded
+from .torch_leaves import STRIDES, is_dense, tensor_of, with_strides
+
+_TORCH = "torch.Tensor"
+_JAX = "jax.Array"
+_KEY = "jax.random.key"
+_SAVED = "torch.save"  # key of the bytes of what torch saves and loads without code of a program
+_BYTES = "holdfast.bytearray"  # key of the bytes of one
+_PAIRS = "holdfast.pairs"  # key of the pairs of a dictionary whose keys are no text or numbers
+_CLASS = "holdfast.class"  # key of the name of a class, beside its fields
+_FIELDS = "fields"
+_classes: WeakValueDictionary[str, type] = WeakValueDictionary()  # classes of instances that were encoded, by name
+
+
+def is_plain(value: object) -> bool:
+    """Return whether a value consists of plain data only, without arrays or objects."""
+    if isinstance(value, dict):
+        return all(isinstance(key, (str, int)) and is_plain(item) for key, item in value.items())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(is_plain, value))
+    return isinstance(value, (*PLAIN, bytearray))
+
+
+def encode_plain(value: Any) -> Any:
+    """Return plain data for a checkpoint, in which bytearrays are wrapped, and nothing else is."""
+    if type(value) is dict:
+        return {key: encode_plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(encode_plain, value))
+    return {_BYTES: bytes(value)} if isinstance(value, bytearray) else value
+
+
+def encode_state(value: Any) -> Any:
+    """Return a snapshot of a tree, with arrays of torch and jax wrapped in the name of their library."""
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, dict):
+        if not all(isinstance(key, (str, int)) for key in value) and is_plain(list(value)):
+            return {_PAIRS: [[key, encode_state(item)] for key, item in value.items()]}
+        entries = {key: encode_state(item) for key, item in value.items()}
+        # A plain dict would lose the order of an OrderedDict and the type of a Counter.
+        return entries if type(value) is dict else _like(value, entries)
+    if type(value) in (list, tuple):
+        return type(value)(map(encode_state, value))
+    if type(value) in (set, frozenset):
+        return type(value)(value)
+    if type(value) is bytearray:
+        return encode_plain(value)
+    if type(value) is deque:
+        return deque(map(encode_state, value), value.maxlen)
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if is_torch_tensor(value):
+        if not is_dense(value):
+            return _saved_by_torch(value)
+        return {_TORCH: value.detach().clone()} | ({} if value.is_contiguous() else {STRIDES: list(value.stride())})
+    if is_jax_array(value):
+        if is_key(value):
+            jax: Any = loaded("jax")
+            return {_KEY: jax.random.key_data(value), "impl": str(jax.random.key_impl(value))}
+        return {_JAX: value}
+    contents = None if isinstance(value, type) else expand(value)
+    if contents is not None and contents.kind in ("namedtuple", "dataclass"):
+        fields = dict(zip(contents.keys or (), map(encode_state, contents.values), strict=True))
+        name = import_path(type(value))
+        _classes[name] = type(value)
+        return {_CLASS: name, _FIELDS: fields}
+    return _saved_by_torch(value)
+
+
+def _saved_by_torch(value: Any) -> Any:
+    """Return a value that is no array, such as a dtype or a sparse tensor, in torch's own format.
+
+    Values that ``torch.load(weights_only=True)`` would refuse stay as they are; classes that the program has passed to
+    ``torch.serialization.add_safe_globals`` are not refused.
+    """
+    torch: Any = loaded("torch")
+    kind = type(value)
+    is_known = kind.__module__.partition(".")[0] == "torch"
+    if torch is None or not (is_known or kind in torch.serialization.get_safe_globals()):
+        return value
+    content = io.BytesIO()
+    try:
+        torch.save(value.detach() if is_torch_tensor(value) else value, content)
+        _loaded_by_torch(content.getvalue())
+    except Exception:  # torch raises errors of many kinds, which the refusal of the leaf replaces
+        return value
+    return {_SAVED: content.getvalue()}
+
+
+def _loaded_by_torch(content: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
+def _like(original: Any, entries: dict[Any, Any]) -> Any:
+    copied = original.copy()
+    for key, item in entries.items():  # update() would add the values of a Counter
+        copied[key] = item
+    return copied
+
+
+def decode_state(value: Any) -> Any:
+    """Return the tree that :func:`encode_state` was given, from its result as loaded without a template."""
+    if isinstance(value, dict):
+        if value.keys() == {_TORCH} or value.keys() == {_TORCH, STRIDES}:
+            found = value[_TORCH] if is_torch_tensor(value[_TORCH]) else tensor_of(np.asarray(value[_TORCH]))
+            return with_strides(found, value.get(STRIDES))
+        if value.keys() == {_JAX}:
+            import jax.numpy as jnp
+
+            return jnp.asarray(value[_JAX])
+        if value.keys() == {_KEY, "impl"}:
+            import jax
+
+            return jax.random.wrap_key_data(jax.numpy.asarray(value[_KEY]), impl=value["impl"])
+        if value.keys() == {_SAVED}:
+            return _loaded_by_torch(value[_SAVED])
+        if value.keys() == {_BYTES} and isinstance(value[_BYTES], bytes):
+            return bytearray(value[_BYTES])
+        if value.keys() == {_PAIRS}:
+            return {hashable(key): decode_state(item) for key, item in value[_PAIRS]}
+        if value.keys() == {_CLASS, _FIELDS}:
+            return _instance(value[_CLASS], {name: decode_state(field) for name, field in value[_FIELDS].items()})
+        entries = {key: decode_state(item) for key, item in value.items()}
+        return entries if type(value) is dict else _like(value, entries)
+    if type(value) in (list, tuple):
+        return type(value)(map(decode_state, value))
+    if type(value) is deque:
+        return deque(map(decode_state, value), value.maxlen)
+    return value
+
+
+def hashable(key: Any) -> Any:
+    """Return a key that was saved, whose tuples have become lists."""
+    return tuple(map(hashable, key)) if isinstance(key, (list, tuple)) else key
+
+
+def instance_of(kind: Any, fields: Mapping[str, Any]) -> Any | None:
+    """Return a named tuple or dataclass with these fields, or None if they do not fit; no code of the class runs."""
+    if not isinstance(kind, type):
+        return None
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, fields.values()) if getattr(kind, "_fields", None) == tuple(fields) else None
+    if not dataclasses.is_dataclass(kind):
+        return None
+    values = {field.name: fields.get(field.name, field.default) for field in dataclasses.fields(kind)}
+    if not fields.keys() <= values.keys() or any(one is dataclasses.MISSING for one in values.values()):
+        return None
+    found = object.__new__(kind)
+    for name, value in values.items():
+        object.__setattr__(found, name, value)
+    return found
+
+
+def import_path(thing: Any) -> str:
+    """Return the name of a class or function: ``"module:qualified.name"``."""
+    return f"{thing.__module__}:{thing.__qualname__}"
+
+
+def loaded_object(name: str) -> Any:
+    """Return the object with a name such as ``torch.nn:ReLU`` in the modules that are loaded, or None."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        # A class in a function is not an attribute of anything.
+        found = vars(found).get(part) if isinstance(found, type) or hasattr(found, "__dict__") else None
+    return found
+
+
+def _instance(name: str, fields: Mapping[str, Any]) -> Any:
+    """Return a named tuple or dataclass with these fields, of a class that the program has defined."""
+    kind = loaded_object(name)
+    found = instance_of(_classes.get(name) if kind is None else kind, fields)
+    if found is not None:
+        return found
+    raise StateError(
+        f"a state holds a {name} with the fields {', '.join(fields)}, and the program has no such class; define or "
+        "import it before the restore, at the top of its module, or return plain dictionaries from get_state"
+    )

@@ -1,0 +1,301 @@
+"""A damaged or strange file harms what it belongs to, and nothing else.
+
+Each file that a run and its mirror have, or that a crash of the file system leaves, is damaged in each way, and each
+action is tried on a copy of the same run. The outcome is one word of ``WORDS``; what is right is wrong in no case, and
+an action is refused only if nothing right is left for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import random
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.cli.main import main
+
+NEWEST = 3
+RIGHT, OLDER, REFUSED = "right", "older and told", "refused and told"
+LIKE = {"w": np.zeros(8, np.float32)}
+
+
+def tree(step: int) -> dict[str, Any]:
+    return {"w": np.full(8, step, np.float32)}
+
+
+def opened(folder: Path, **facts: Any) -> hf.CheckpointManager:
+    options = hf.CheckpointManagerOptions(mirror=str(folder / "mirror"))
+    return hf.CheckpointManager(folder / "run", options=options, metadata=facts or None)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of three steps and its mirror."""
+    folder = tmp_path_factory.mktemp("original")
+    for step in range(1, NEWEST + 1):
+        with opened(folder, lr=0.1) as run:
+            run.save(step, tree(step), metrics={"loss": 1.0})
+            run.wait_until_finished()
+            assert run.finish_mirror(60)
+    hf.record_metrics(folder / "run", 2, {"score": 1.0})
+    return folder
+
+
+# ---- damages
+
+
+def away(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def of_another_step(path: Path) -> None:
+    other = Path(str(path.parent).replace(f"/{NEWEST}", "/2"))
+    shutil.copy(next(other.glob(f"*{path.suffix}")), path)
+
+
+def empty(path: Path) -> None:
+    away(path)
+    path.write_bytes(b"")
+
+
+def directory(path: Path) -> None:
+    away(path)
+    path.mkdir()
+    (path / "x").write_bytes(b"x")
+
+
+def pipe(path: Path) -> None:
+    away(path)
+    os.mkfifo(path)
+
+
+def bound_socket(path: Path) -> None:
+    away(path)
+    with socket.socket(socket.AF_UNIX) as found, contextlib.chdir(path.parent):
+        found.bind(path.name)
+
+
+def dangling_link(path: Path) -> None:
+    away(path)
+    path.symlink_to("/nowhere/at/all")
+
+
+CONTENT = (flipped, cut, empty, away)
+STRANGE = (directory, pipe, bound_socket, dangling_link)
+DATA = f"{NEWEST}/state/d/*.0.0"
+
+FILES: dict[str, tuple[Callable[[Path], None], ...]] = {
+    "owner.json": (*CONTENT, *STRANGE),
+    "options.json": (*CONTENT, *STRANGE),
+    "events.jsonl": (empty, away, *STRANGE),
+    "metadata": (empty, away, pipe, bound_socket),
+    "metadata/data.json": (*CONTENT, *STRANGE),
+    "metrics": (empty, away, pipe, bound_socket),
+    ".holdfast-0123": (empty, *STRANGE),
+    f"{NEWEST}/checkpoint.json": (*CONTENT, *STRANGE, of_another_step),
+    f"{NEWEST}/state/tree.json": (*CONTENT, *STRANGE),
+    DATA: (*CONTENT, *STRANGE, of_another_step),
+    f"{NEWEST}/checkpoint.partial": (empty, *STRANGE),
+    f"{NEWEST}/checkpoint.deleted": (empty, *STRANGE),
+    f"{NEWEST}/.holdfast-0123": (empty, *STRANGE),
+    f"{NEWEST + 1}/checkpoint.partial": (empty, *STRANGE),
+    f"{NEWEST + 1}/checkpoint.deleted": (empty, *STRANGE),
+}
+
+
+# ---- actions; each returns the step that it has used
+
+
+def resume(folder: Path) -> int:
+    with opened(folder) as run:
+        found = run.restore_latest(LIKE)
+        assert found is not None
+        assert np.array_equal(found.items["w"], tree(found.step)["w"])
+        return int(found.step)
+
+
+def save(folder: Path) -> int:
+    """Saves the steps after the newest, of which an interrupted save may have left a folder."""
+    with opened(folder) as run:
+        for step in (NEWEST + 1, NEWEST + 2):
+            assert run.save(step, tree(step))
+    assert hf.verify(folder / "run", step=NEWEST + 1).ok
+    assert hf.verify(folder / "run", step=NEWEST + 2).ok
+    return NEWEST
+
+
+def mirror(folder: Path) -> int:
+    with opened(folder) as run:
+        run.save(NEWEST + 1, tree(NEWEST + 1))
+        run.wait_until_finished()
+        if not run.finish_mirror(0.5):
+            status = run.mirror_status()
+            assert status is not None
+            raise hf.errors.StorageError(str(status.error))
+    assert hf.verify(folder / "mirror", step=NEWEST + 1).ok
+    return NEWEST
+
+
+def fetch(folder: Path) -> int:
+    """Starts on another machine, which has only the mirror."""
+    shutil.rmtree(folder / "run")
+    return resume(folder)
+
+
+def command(*arguments: str) -> Callable[[Path], int]:
+    def act(folder: Path) -> int:
+        with contextlib.chdir(folder):
+            status = main([*arguments])
+        assert status in (0, 1, 2)
+        if status:
+            raise hf.HoldfastError
+        return NEWEST
+
+    return act
+
+
+ACTIONS: dict[str, Callable[[Path], int]] = {
+    "resume": resume,
+    "save": save,
+    "mirror": mirror,
+    "fetch": fetch,
+    "ls": command("ls", "run"),
+    "show": command("show", "run", "--step", "2"),
+    "verify": command("verify", "run"),
+    "cp": command("cp", "run", "copy"),
+    "pin": command("pin", "run", "2"),
+    "rm": command("rm", "run", "1", "--yes"),
+    "rollback": command("rollback", "run", "2", "--yes"),
+    "prune": command("prune", "run", "--keep-latest", "1", "--yes"),
+    "report": command("report", "run", "--no-stats"),
+}
+CHANGES = {"resume", "save", "mirror", "pin", "rm", "rollback", "prune"}
+
+
+# ---- outcomes
+
+
+class Case(NamedTuple):
+    place: str
+    file: str
+    damage: Callable[[Path], None]
+    action: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.place}/{self.file}, {self.damage.__name__}: {self.action}"
+
+    @property
+    def expected(self) -> str:
+        """The only outcome that is allowed."""
+        is_strange = self.damage in STRANGE
+        if self.place == "run" and self.action in CHANGES:
+            if is_strange and self.file == "owner.json":
+                return REFUSED  # no save could succeed: told before the first step
+            if self.damage is directory and self.file == "options.json":
+                return REFUSED
+        if self.place == "mirror" and self.action == "mirror":
+            if is_strange and self.file == "owner.json":
+                return REFUSED
+            if self.damage is directory and self.file == "options.json":
+                return REFUSED
+        if self.file in (f"{NEWEST}/checkpoint.json", f"{NEWEST}/state/tree.json", DATA):
+            if self.place == "mirror" and self.action == "fetch":
+                return OLDER
+            is_listed = not (self.file.endswith("checkpoint.json") and self.damage in (away, dangling_link))
+            if self.place == "run" and self.action in ("verify", "cp") and is_listed:
+                return REFUSED  # the step is named as damaged; the others are copied
+        return RIGHT
+
+
+class Warnings(logging.Handler):
+    """Keeps the warnings of the package; what commands do to its logger does not matter."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def outcome(case: Case, original: Path, folder: Path, told: Callable[[], str]) -> str:
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(original, folder)
+    path = folder / case.place / case.file
+    path.parent.mkdir(exist_ok=True)
+    case.damage(next(path.parent.glob(path.name)) if "*" in path.name else path)
+    warnings, logger = Warnings(), logging.getLogger("holdfast")
+    logger.addHandler(warnings)
+    logger.setLevel(logging.WARNING)
+    told()
+    try:
+        used = ACTIONS[case.action](folder)
+    except hf.HoldfastError as error:
+        text = f"{error} {told()}"
+        is_named = str(folder) in text or "run/" in text or f"step {NEWEST}" in text
+        return REFUSED if is_named else f"refused without a name: {text}"
+    finally:
+        logger.removeHandler(warnings)
+    if used == NEWEST:
+        return RIGHT
+    is_named = any(f"step {NEWEST}" in text for text in warnings.texts)
+    return OLDER if is_named else f"step {used}, and said {warnings.texts}"
+
+
+CASES = [
+    Case(place, file, damage, action)
+    for place, (file, damages) in itertools.product(("run", "mirror"), FILES.items())
+    for damage in damages
+    for action in ACTIONS
+    if place == "run" or action in ("resume", "save", "mirror", "fetch")  # the other actions do not read the mirror
+    if (place, file) not in (("mirror", "metrics"), ("mirror", "events.jsonl"))  # it has none
+    # Without its record, a step of the mirror does not exist: it may be a copy that has not ended.
+    if (place, file) != ("mirror", f"{NEWEST}/checkpoint.json") or damage not in (away, dangling_link)
+    if (place, file) != ("run", f"{NEWEST}/checkpoint.json") or action not in ("resume", "save", "mirror")
+]
+
+
+def test_what_each_damage_does_to_each_action(
+    every: bool,
+    original: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def told() -> str:
+        captured = capfd.readouterr()
+        return captured.out + captured.err
+
+    cases = CASES if every else random.Random(7).sample(CASES, len(CASES) // 10)
+    wrong = {}
+    for case in cases:
+        try:
+            found = outcome(case, original, tmp_path / "copy", told)
+        except Exception as error:  # a foreign error is an outcome, too
+            found = f"wrong: {error!r}"
+        if found != case.expected:
+            wrong[case.name] = f"{found}, expected {case.expected}"
+    assert not wrong, "\n".join(f"{name}: {found}" for name, found in wrong.items())
