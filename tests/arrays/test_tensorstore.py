@@ -173,6 +173,7 @@ def write(
     store.write(array).result()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("config", DATABASES)
 @pytest.mark.parametrize("codecs", CODECS)
 def test_chunks_and_codecs(codecs: str, config: str, place: str, assert_same: Same) -> None:

@@ -239,7 +239,13 @@ PROGRAMS: dict[str, Callable[[], list[Report]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=PROGRAMS)
+SWEPT = ("2 jax processes", "2 torch processes")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.sweep] if name in SWEPT else []) for name in PROGRAMS],
+)
 def reports(request: pytest.FixtureRequest) -> list[Report]:
     return PROGRAMS[request.param]()
 

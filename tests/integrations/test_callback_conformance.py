@@ -305,6 +305,7 @@ def test_a_misspelt_metric_is_told_at_the_first_report(
 # Resuming
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("resume", ["auto", "must"])
 def test_a_resumed_run_ends_with_the_bits_of_a_run_without_a_stop(driver: Driver, place: str, resume: str) -> None:
     whole = driver.train(f"{place}/whole", 7, **NEVER)
@@ -324,6 +325,7 @@ def test_a_finished_run_has_nothing_to_do(driver: Driver, place: str) -> None:
     assert driver.train(place, 5, seed=2, **NEVER).first == whole.last
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("resume", "first"), [(3, 3), ("best", 5)])
 def test_a_run_begins_from_a_step_that_is_named(
     driver: Driver, place: str, resume: Any, first: int, caplog: pytest.LogCaptureFixture

@@ -108,6 +108,7 @@ def loop(kind: str, directory: Path, end: int, calls_set_epoch: bool, every: int
     return seen
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("calls_set_epoch", "every"), [(False, 1), (True, 1), (False, 4)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loop_continues_where_it_was(kind: str, calls_set_epoch: bool, every: int, tmp_path: Path) -> None:

@@ -153,6 +153,7 @@ def test_what_is_not_copied_is_sent(store: Store, trouble: Callable[[Store], obj
     check(f"{store.url}/run", list(range(STEPS)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("copies", [True, False], ids=["the store copies", "it does not"])
 def test_the_mirror_of_a_run_gets_them_once(store: Store, tmp_path: Path, copies: bool) -> None:
     if not copies:

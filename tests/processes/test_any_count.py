@@ -91,6 +91,7 @@ def train(process: Process, directory: str, kind: str) -> tuple[int, list[list[i
     return start, taken, drawn
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", BATCHES)
 def test_every_sample_comes_once_with_4_then_2_then_3_processes(tmp_path: Path, kind: str) -> None:
     steps: list[list[int]] = []

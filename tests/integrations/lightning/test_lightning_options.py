@@ -166,6 +166,7 @@ class Seen(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata with torch 2.13
 @pytest.mark.filterwarnings("ignore:os.fork")  # jax may be loaded, and workers of torch are forked
 @pytest.mark.parametrize(("draws", "persistent"), [(False, False), (False, True), (True, False)])

@@ -415,6 +415,7 @@ def lasting() -> Any:
     return torch.utils.data.DataLoader(torch.arange(float(SIZE)), batch_size=1, num_workers=1, persistent_workers=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "loaders",
     [Drawing, DrawingLater, beside(Drawing, "min_size"), lasting],

@@ -83,6 +83,7 @@ def test_a_retry_after_an_error_is_no_other_run(program: Any, new_directory: New
     assert program.run(directory).recorder.first_step == 4
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("step", [3, 7, 10, 11, 14])
 def test_one_run_in_two_phases(
     program: Any,

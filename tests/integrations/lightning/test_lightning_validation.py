@@ -59,6 +59,7 @@ def _case(setup: str) -> Any:
     return pytest.param(setup, marks=[needs_newer] if "EMA" in setup or setup == "WeightAveraging" else [], id=setup)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("setup", [_case(name) for name in CASES])
 def test_left_in_a_validation(new_directory: NewDirectory, setup: str) -> None:
     kind, batch = CASES[setup]
