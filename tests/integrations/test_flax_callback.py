@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.integrations.flax import CheckpointCallback
+from holdfast.integrations.flax import CheckpointCallback, StepOutcome
 from holdfast.integrations.options import CallbackOptions
 
 pytestmark = pytest.mark.usefixtures("default_sigterm")
@@ -87,7 +87,6 @@ def test_the_arguments_beside_the_options_of_every_callback() -> None:
         "global_generators",
         "hyperparameters",
         "step_offset",
-        "unknown",
     }
 
 
@@ -104,10 +103,28 @@ def test_metadata_is_stored_with_the_checkpoints(tmp_path: Path) -> None:
     assert hf.CheckpointManager(tmp_path).metadata() == {"lr": 0.1}
 
 
+def test_a_step_that_is_saved_is_not_saved_again_at_the_end(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path, save_interval_steps=2) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0))
+        run(checkpoint, 1, 4)
+        checkpoint.manager.wait_until_finished()
+        written = (tmp_path / "4" / "checkpoint.json").stat().st_mtime_ns
+    assert (tmp_path / "4" / "checkpoint.json").stat().st_mtime_ns == written
+
+
 def test_nothing_happens_in_a_directory_in_which_no_step_was_done(tmp_path: Path) -> None:
     with CheckpointCallback(tmp_path / "c") as checkpoint:
         assert checkpoint.restore_or_initialize(state_at(0))[1] == 0
     assert hf.CheckpointManager(tmp_path / "c").all_steps() == []
+
+
+def test_outcomes_say_what_was_done(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path, save_interval_steps=2) as checkpoint:
+        state = state_at(0)
+        assert checkpoint.restore_or_initialize(state) == (state, 0)
+        assert checkpoint.on_step(1, state_at(1)) == StepOutcome(False, "nothing is due", False)
+        assert checkpoint.on_step(2, state_at(2)) == StepOutcome(True, "every 2 steps", False)
+        assert not checkpoint.should_stop
 
 
 # Resuming
@@ -181,6 +198,13 @@ def test_an_extra_that_is_not_in_the_checkpoint_is_an_error_that_changes_nothing
         assert checkpoint.restore_or_initialize(state_at(0), data=fresh, timer=timer)[1] == 2
 
 
+def test_extras_asked_of_a_checkpoint_without_any(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path) as checkpoint:
+        run(checkpoint, 1, 1)
+    with CheckpointCallback(tmp_path) as checkpoint, pytest.raises(hf.TreeMismatchError, match="data="):
+        checkpoint.restore_or_initialize(state_at(0), data=Positions())
+
+
 @pytest.mark.parametrize(
     "data",
     [iter(range(3)), (number for number in range(3)), zip([1], [2], strict=True), Loader()],
@@ -194,6 +218,13 @@ def test_data_without_a_state_is_refused_before_the_first_step(tmp_path: Path, d
 
     assert start == 0
     assert not (tmp_path / "run").exists() or hf.list_checkpoints(tmp_path / "run") == []
+
+
+def test_an_array_extra_of_another_shape_is_an_error(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.on_step(1, state_at(1), ema={"w": np.ones(2)})
+    with CheckpointCallback(tmp_path) as checkpoint, pytest.raises(hf.TreeMismatchError, match="ema/w"):
+        checkpoint.restore_or_initialize(state_at(0), ema={"w": np.ones(3)})
 
 
 def test_an_extra_forgotten_at_a_step_is_an_error(tmp_path: Path) -> None:
@@ -258,6 +289,21 @@ def test_a_random_number_drawn_after_the_last_step(tmp_path: Path) -> None:
     with CheckpointCallback(tmp_path) as checkpoint:
         checkpoint.restore_or_initialize(state_at(0), rngs=rngs)
     assert drawn(rngs) == expected
+
+
+def test_sigterm_saves_durably_and_asks_to_stop(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path, save_interval_steps=100, witness_steps_after_signal=0) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0))
+        run(checkpoint, 1, 3)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert checkpoint.preempted
+        assert not checkpoint.should_stop
+        assert checkpoint.on_step(4, state_at(4)) == StepOutcome(True, "preempted", True)
+        assert checkpoint.should_stop
+        assert (tmp_path / "4" / "checkpoint.json").exists()
+        stopped = StepOutcome(False, "the run was stopped; nothing is saved any more", True)
+        assert checkpoint.on_step(5, state_at(5)) == stopped
+    assert hf.CheckpointManager(tmp_path).all_steps() == [4]
 
 
 # Preemption

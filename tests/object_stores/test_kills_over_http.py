@@ -78,7 +78,6 @@ def writer(store: Store) -> int:
     return found
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", COLUMNS)
 @pytest.mark.parametrize(
     ("steps", "done", "first"),
