@@ -62,9 +62,11 @@ class CheckpointCallback(ResumingCallback):
         trainer = L.Trainer(callbacks=[callback])
         trainer.fit(model, datamodule)  # the same command again resumes; no ckpt_path
 
-    Step N means ``trainer.global_step == N``: N optimizer updates are in the checkpoint. A run that is interrupted
-    anywhere and resumed ends bit for bit where the uninterrupted run does. In the middle of an epoch, data loaders
-    with ``state_dict`` and ``load_state_dict`` continue where they were; others draw the earlier batches again.
+    Step N means ``trainer.global_step == N``: N optimizer updates are in the checkpoint. Batches that train the module
+    without an optimizer of Lightning count as well, as in manual optimization with ``use_pl_optimizer=False``. A run
+    that is interrupted anywhere and resumed ends bit for bit where the uninterrupted run does. In the middle of an
+    epoch, data loaders with ``state_dict`` and ``load_state_dict`` continue where they were; others draw the earlier
+    batches again.
 
     A ``ckpt_path`` given to ``fit`` wins over the newest checkpoint; it may name a step of this or another directory,
     or one of Lightning's own files. Without one, only this directory decides: the files of a ``ModelCheckpoint`` beside
@@ -345,7 +347,7 @@ class CheckpointCallback(ResumingCallback):
 
     def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Leave a validation after a preemption, as the time may run out."""
-        self._store.observer.reached("validation", trainer.global_step)
+        self._store.observer.reached("validation", trainer.global_step if self._saver is None else self._saver.step)
         if self._saver is None or trainer.sanity_checking:
             self._leave_evaluation(trainer)
         else:
@@ -455,10 +457,10 @@ class CheckpointCallback(ResumingCallback):
         if has_begun and saver.has_started:
             ended = "preempted" if isinstance(error, Preempted) else "failed" if error is not None else "finished"
             facts = {"error": described(error)} if ended == "failed" and error is not None else {}
-            self._store.manager.events.write(ended, step=trainer.global_step, **facts)
+            self._store.manager.events.write(ended, step=saver.step, **facts)
             if ended == "failed":
                 newest = self._store.manager.latest_step()
-                ending = Ending(str(self._store.directory), step=trainer.global_step, saved=newest)
+                ending = Ending(str(self._store.directory), step=saver.step, saved=newest)
                 ending.end(error, shown=trainer.is_global_zero)
             if ended == "finished":
                 self._store.note_finished(trainer.lightning_module)

@@ -193,11 +193,13 @@ class Fitting:
         live, saved = Description.of(self._trainer).optimizers, self._saved_optimizers(states)
         if self.misfits is None:
             pairs = zip(optimizers, states, strict=False)
-            options = [_first_options(one.param_groups, state["param_groups"]) for one, state in pairs]
+            options = [_first_options(one.param_groups, state.get("param_groups", ())) for one, state in pairs]
             self._check("optimizer", optimizers, [one.kind for one in saved], options)
             with _noted():
                 ordered = [_ordered(index, *one) for index, one in enumerate(zip(states, saved, live, strict=True))]
                 self._load(original, checkpoint, ordered)
+            return
+        if not any(one.param_groups for one in optimizers):
             return
         origins, taken = _matched(live, saved), []
         for index, origin in enumerate(origins):
@@ -425,9 +427,10 @@ def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
     return all(of_torch) and options is not None and options[0].keys() == options[1].keys()
 
 
-def _first_options(live: Sequence[_State], saved: Sequence[_State]) -> tuple[_State, _State]:
+def _first_options(*groups: Sequence[_State]) -> tuple[_State, _State]:
     left_out = (*_NO_OPTIONS, "initial_lr")  # A schedule adds the last one.
-    first, other = ({name: one[name] for name in one if name not in left_out} for one in (live[0], saved[0]))
+    firsts = (next(iter(found), {}) for found in groups)  # What Lightning has for no optimizer has no group.
+    first, other = ({name: one[name] for name in one if name not in left_out} for one in firsts)
     return first, other
 
 

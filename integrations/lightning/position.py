@@ -11,6 +11,7 @@ from typing import Any, Literal
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import shortened
 from ..hugging_face import check_stream
+from ..loop import announce
 from ..options import Reshard
 from . import epoch
 from .epoch import ModuleSwitches
@@ -79,6 +80,8 @@ class Position:
         # the states of such loaders before the batch that was drawn ahead, and which of them had ended
         self._before_batch: tuple[list[Any], list[bool]] = [], []
         self._has_warned = False
+        self.holds_gradients = False  # whether manual optimization has gradients that no update has used yet
+        self.batches = 0  # the batches that count as steps, as global_step has not moved
         epoch_loop = self._fit.epoch_loop
         hooks.place(trainer, SANITY_CHECK, self._sanity_check)
         hooks.place(self._fit, "run", self._run)
@@ -86,6 +89,7 @@ class Position:
         hooks.place(self._fit, "on_advance_start", self._epoch_starts)
         hooks.place(epoch_loop, "reset", self._counters_reset)
         hooks.place(epoch_loop, "on_run_start", self._batches_start)
+        hooks.place(epoch_loop, "advance", self._count)
         hooks.place(epoch_loop, "advance", self._batch)
         hooks.place(epoch_loop, BEFORE_FETCH, self._before_fetch)
 
@@ -114,6 +118,8 @@ class Position:
             "should_stop": bool(self._trainer.should_stop),
             "reloaded_at_epoch": reloaded_at_epoch(self._fit),
         }
+        if self.batches:
+            position["batches_as_steps"] = self.batches
         if (count := replicas(self._trainer.strategy)) > 1:
             position["replicas"] = count
         if keeps_own_buffers(self._trainer.strategy):
@@ -234,6 +240,36 @@ class Position:
         if iterator_of(fetcher.combined_loader) is not iterator or not self._epoch:
             self._epoch = before
         self._epoch["at_first_batch"] = self._random()
+
+    def _count(self, original: Callable[[Any], None], fetcher: Any) -> None:
+        """Count a batch that trains the module without an optimizer of Lightning, which alone moves ``global_step``."""
+        trainer = self._trainer
+        if trainer.lightning_module.automatic_optimization:
+            original(fetcher)
+            return
+        step, before, optimized = trainer.global_step, *self._versions()
+        self.holds_gradients = False
+        original(fetcher)
+        if trainer.global_step != step:
+            return
+        moved = any(parameter._version != version for parameter, version in before)
+        # Checkpoints hold no gradients, so that those which no update has used yet are waited for.
+        holds = any(parameter.grad is not None and parameter._version == version for parameter, version in before)
+        self.holds_gradients = holds and (optimized or not moved)
+        if not self.holds_gradients and (moved or not optimized):
+            if not self.batches:
+                text = "steps are batches here, since no optimizer of Lightning steps"
+                announce(text, shown=trainer.is_global_zero)
+            self.batches += 1
+
+    def _versions(self) -> tuple[list[tuple[Any, int]], bool]:
+        """Return the parameters with the counts of their changes, and whether these are those of optimizers."""
+        own = [one for one in self._trainer.lightning_module.parameters() if one.requires_grad]
+        groups = (group for optimizer in self._trainer.optimizers for group in optimizer.param_groups)
+        given = {id(one) for group in groups for one in group["params"]}
+        optimized = [one for one in own if id(one) in given]  # Lightning itself makes an optimizer of no parameter.
+        found = [(one, one._version) for one in optimized or own if not one.is_inference()]
+        return found, bool(optimized)
 
     def _batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         if self._skip_batch:

@@ -99,8 +99,8 @@ class FitSaver:
         self._point: Point | None = None
         self._copies = Copies() if options.save_on_exception else None
         self._held: tuple[int, dict[str, Any]] | None = None
-        self._seen: int = trainer.global_step
-        self._saved: int | None = trainer.global_step
+        self._seen: int = self.step
+        self._saved: int | None = self.step
         self._recorded: dict[int, dict[str, float]] = {}  # the step of the newest checkpoint and its metrics
         self._outdated: set[int] = set()
         self._new_metrics = False
@@ -117,6 +117,11 @@ class FitSaver:
     def has_started(self) -> bool:
         """Whether the ``fit`` has begun to train, or found that there was nothing left to do."""
         return self._begun or self._resumed
+
+    @property
+    def step(self) -> int:
+        """The number of the step that the run has finished."""
+        return int(self._trainer.global_step) + self._position.batches
 
     def begin_fit(self) -> None:
         """Note what the program has set, before the restore replaces it."""
@@ -145,7 +150,7 @@ class FitSaver:
         if self._begun or not self._resumed:
             return
         self._warn_of_misfits()
-        step = self._trainer.global_step
+        step = self.step
         why = "; it was asked to stop there, and continues with fit(ckpt_path=...)" if self._trainer.should_stop else ""
         self._say("nothing left to do after step %d in %s%s", step, self._store.directory, why)
         late = self._store.manager.metrics(step) if step in self._store.manager.all_steps() else None
@@ -184,7 +189,9 @@ class FitSaver:
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
         """Take the position out of Lightning's dictionary after it was loaded."""
         path = self._trainer.ckpt_path
-        step, saved = int(checkpoint["global_step"]), checkpoint.pop(POSITION, None)
+        saved = checkpoint.pop(POSITION, None)
+        self._position.batches = (saved or {}).get("batches_as_steps", 0)
+        step = int(checkpoint["global_step"]) + self._position.batches
         steps = self._store.manager.all_steps()
         self._resumed = True
         self._saved = self._seen = step
@@ -239,26 +246,26 @@ class FitSaver:
         own = {f"loader {name}": state for name, state in generators.pop("loaders").items()}
         counters = {"batch": self._fit.epoch_loop.batch_idx, "epoch": trainer.current_epoch}
         return Seen(
-            step=trainer.global_step,
+            step=self.step,
             root={"module": trainer.lightning_module, "optimizers": [*trainer.optimizers]},
             objects={"loaders": loaders},
             generators={**generators, **own},
             batch=batch,
             metrics=dict(trainer.callback_metrics),
-            counters={**counters, "step": trainer.global_step},
+            counters={**counters, "step": self.step},
         )
 
     def _compare_restored(self) -> None:
         path, why = self._trainer.ckpt_path, why_not_comparable(self._options, self._fitting.misfits)
         if not isinstance(path, ResumePath) and not os.path.abspath(path).startswith(str(self._store.directory)):
             why = f"the run resumed from {path}"
-        self.witness.resume(self._trainer.global_step, self._shown(), why)
+        self.witness.resume(self.step, self._shown(), why)
 
     # ---- the points at which the state is consistent
 
     def _after_batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         original(fetcher)
-        self._store.observer.reached("batch", self._trainer.global_step)
+        self._store.observer.reached("batch", self.step)
         batch, self._batch = self._batch, _NOTHING
         if batch is not _NOTHING:
             self.witness.note(lambda: self._shown(batch), self._trainer.current_epoch)
@@ -268,13 +275,13 @@ class FitSaver:
             if after.left == 0 or self._fit.epoch_loop.done or has_done_all_batches(self._fit):
                 self._leave()
             return
-        step, stop = self._trainer.global_step, self._stop.after_batch()
+        step, stop = self.step, self._stop.after_batch()
         if step == self._seen and not stop:
             return
         if stop and step == self._saved:
             self._leave()
         loop = self._fit.epoch_loop
-        if is_accumulating(self._fit) or has_done_all_batches(self._fit):
+        if is_accumulating(self._fit) or self._position.holds_gradients or has_done_all_batches(self._fit):
             return
         self._seen = step
         self._consider(step, "batch", stop=stop, ended=loop.done)
@@ -283,7 +290,7 @@ class FitSaver:
         if self._after_signal is not None:  # The trainer was asked to stop.
             self._leave()
         original()
-        step, stop = self._trainer.global_step, self._stop.after_batch()
+        step, stop = self.step, self._stop.after_batch()
         self._seen = step
         self.notice_metrics()
         complete = has_done_all_batches(self._fit) or self._position.fetcher.done
@@ -298,7 +305,7 @@ class FitSaver:
             return original()
         if self._after_signal is not None:
             self._leave()
-        step = self._trainer.global_step
+        step = self.step
         if self._is_unsaved(step) and not is_accumulating(self._fit):
             begin_validation(self._fit)
             self._hold(step, "validation")
@@ -318,7 +325,7 @@ class FitSaver:
         """
         if not self._validates or not self._stop.in_validation():
             return
-        step = self._trainer.global_step
+        step = self.step
         if self._is_unsaved(step):
             if is_accumulating(self._fit):
                 return
@@ -335,7 +342,7 @@ class FitSaver:
 
     def notice_metrics(self) -> None:
         """Observe metrics that may be new, and store those that were logged after their step was saved."""
-        step = self._trainer.global_step
+        step = self.step
         self._ledger.observe(step, self._trainer.callback_metrics)
         self._new_metrics = True
         known = self._recorded.get(step)
@@ -459,7 +466,7 @@ class FitSaver:
             self._finish_saves()
         finally:
             barrier_exit(self._store.processes)
-        step = self._trainer.global_step if self._after_signal is None else self._saved
+        step = self.step if self._after_signal is None else self._saved
         self._say("preempted: stopping after step %d in %s", step, self._store.directory)
         leave(self._trainer, self._preemption)
 
@@ -468,7 +475,7 @@ class FitSaver:
 
     def _warn_of_misfits(self) -> None:
         if self._trainer.is_global_zero:
-            warn_of_misfits(self._fitting.misfits, f"step {self._trainer.global_step}", "state")
+            warn_of_misfits(self._fitting.misfits, f"step {self.step}", "state")
 
     def _is_over(self) -> bool:
         fit = self._fit
