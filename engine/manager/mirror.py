@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step, copy_witness
 from ..clock import Clock, bytes_per_second, seconds
 from ..errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
     FormatVersionError,
@@ -212,6 +213,7 @@ class RunMirror:
             if step in run.doomed or step not in far:  # in this order: a step is doomed until it is deleted
                 return False
             record = far.record(step)
+            overwrite = overwrite or run.is_damaged(step)
             run.make_room(step, replaces=overwrite)
             _logger.info("%s: fetching step %d from the mirror %s", run.location, step, self.location)
             began = time.monotonic()
@@ -220,6 +222,11 @@ class RunMirror:
                 run.ownership.check()
                 if run.branches and step > max(run.steps_and_damaged(), default=-1):
                     run.note_branches(NO_LOCAL_STEPS)  # the run has continued elsewhere
+        except CheckpointExistsError as error:  # Another program may have committed the step meanwhile.
+            run.reload()
+            if step not in run:
+                _logger.warning("%s: step %d cannot be fetched: %s", self.location, step, error)
+            return step in run
         except (DamagedCheckpointError, FormatVersionError, CheckpointNotFoundError) as error:
             _logger.warning("%s: step %d cannot be fetched: %s", self.location, step, error)
             return False

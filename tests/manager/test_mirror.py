@@ -158,22 +158,48 @@ def test_the_newest_of_both_places_counts(tmp_path: Path, place: str) -> None:
     as_location(f"{place}-other").remove_tree()
 
 
+@pytest.mark.parametrize(
+    ("damaged", "said"),
+    [
+        ("state/tree.json", "step 2 was damaged, and is that of the mirror now"),
+        ("checkpoint.json", "fetching step 2 from the mirror"),
+    ],
+)
 def test_a_damaged_step_is_taken_from_the_mirror(
-    tmp_path: Path, place: str, stored: Files, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, place: str, stored: Files, caplog: pytest.LogCaptureFixture, damaged: str, said: str
 ) -> None:
+    caplog.set_level("INFO", "holdfast")
     with manager(tmp_path / "run", place) as run:
         for step in (1, 2):
             run.save(step, tree(step))
             arrives(run, step)
-    stored(f"{tmp_path}/run/2").write("state/tree.json", b"{}")
+    stored(f"{tmp_path}/run/2").write(damaged, b"{")
 
     with manager(tmp_path / "run", place) as run:
         restored = run.restore_latest()
 
     assert restored is not None
     assert (restored.step, restored.items["w"][0]) == (2, 2)
-    assert "step 2 was damaged, and is that of the mirror now" in caplog.text
+    assert said in caplog.text
     assert hf.verify(tmp_path / "run").ok
+
+
+def test_a_step_that_another_program_commits_while_it_is_fetched(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with manager(tmp_path / "run", place) as run:
+        run.save(1, tree(1))
+    (tmp_path / "run" / "1").rename(tmp_path / "aside")
+
+    def overtaken(*args: Any, **kwargs: Any) -> Any:
+        (tmp_path / "aside").rename(tmp_path / "run" / "1")
+        return copying.copied_step(*args, **kwargs)
+
+    monkeypatch.setattr(mirrors, "copied_step", overtaken)
+    with manager(tmp_path / "run", place) as run:
+        restored = run.restore_latest()
+    assert restored is not None
+    assert restored.step == 1
 
 
 def test_a_look_at_a_damaged_step_takes_it_from_the_mirror_as_a_restore_does(tmp_path: Path, place: str) -> None:
