@@ -563,8 +563,9 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
     if location.is_link():  # only the link itself is removed
         location.remove_tree()
         return
-    if (location / DELETED).is_directory():  # a crash of the file system may leave it so, and no record replaces it
-        (location / DELETED).remove_tree()
+    marker = location / DELETED
+    if marker.is_link() or marker.is_directory():  # a crash of the file system may leave it so; neither can be locked
+        marker.remove_tree()
     with contextlib.suppress(ObjectNotFoundError):
         (location / RECORD).rename(DELETED)
     lock = SaveLock(location / DELETED)

@@ -654,14 +654,15 @@ class RunDirectory:
 
         The folder may become readable again, and the target of a link belongs to something else.
         """
-        error = self._errors.get(step)
-        if not is_unreadable(error):
-            if replaces and step in {*self._records, *self._errors} and self.step_location(step).is_link():
+        error, place = self._errors.get(step), self.step_location(step)
+        # No record can be written where a directory, a pipe or a link lies.
+        is_strange = place.is_local and isinstance(error, DamagedCheckpointError) and not (place / RECORD).is_file()
+        if not (is_strange or is_unreadable(error)):
+            if replaces and step in {*self._records, *self._errors} and place.is_link():
                 self._delete(step)
             return
         if self._writes:
             self.ownership.check()
-            place = self.step_location(step)
             try:
                 moved = self._set_aside(place)
             except StorageError as refusal:

@@ -139,6 +139,44 @@ def test_a_loop_of_links(broken: str, run: Path, caplog: pytest.LogCaptureFixtur
     assert hf.load(run)["step"] == 3
 
 
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    (path / "x").mkdir(parents=True)
+
+
+def lost_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("strange", [pipe, folder])
+def test_what_lies_in_the_place_of_a_record(
+    strange: Callable[[Path], None], run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    strange(run / "3" / "checkpoint.json")
+    with hf.CheckpointManager(run) as manager:
+        restored = manager.restore_latest()
+        assert restored is not None
+        assert restored.step == 2
+        manager.save(3, tree(3))
+    assert "what was there is now 3.unreadable" in caplog.text
+    assert hf.load(run)["step"] == 3
+
+
+@pytest.mark.parametrize("strange", [loop, folder, pipe, lost_link])
+def test_what_lies_in_the_place_of_the_marker_of_a_deletion(strange: Callable[[Path], None], run: Path) -> None:
+    (run / "2" / "checkpoint.deleted").touch()
+    strange(run / "2" / "checkpoint.deleted")
+    with hf.CheckpointManager(run) as manager:
+        manager.delete(2)
+    assert not (run / "2").exists()
+
+
 def test_what_cannot_be_moved_aside_either(run: Path, disk: BrokenDisk, caplog: pytest.LogCaptureFixture) -> None:
     disk.breaks(run / "3", errno.EUCLEAN)
     disk.moves = False
