@@ -109,7 +109,7 @@ def restore_saved(
 
 def kept_values(patterns: Patterns | None) -> PathFilter | None:
     """Return the filter of the values that a restore changes."""
-    return PathFilter(exclude=patterns, option="keep") if patterns else None
+    return None if patterns in (None, [], ()) else PathFilter(exclude=patterns, option="keep")
 
 
 @dataclass(eq=False)

@@ -143,6 +143,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         hf.TreeMismatchError,
         "keep='../learning_rate' matches no leaf; the checkpoint has .*; nothing was changed. A path is that of",
     ),
+    "keep of nothing": (lambda: restored("run", keep=""), hf.TreeMismatchError, "keep='' matches no leaf"),
     "keep of another kind": (lambda: restored("run", keep=5), hf.errors.OptionError, "keep=5 must be a pattern"),
     "another class": (
         lambda: Policy.from_checkpoint("run"),
