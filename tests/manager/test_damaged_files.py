@@ -225,10 +225,9 @@ class Case(NamedTuple):
         if self.file in (f"{NEWEST}/checkpoint.json", f"{NEWEST}/state/tree.json", DATA):
             if self.place == "mirror" and self.action == "fetch":
                 return OLDER
-            has_record = self.damage not in (away, *STRANGE) or not self.file.endswith("checkpoint.json")
-            if (self.place, self.action, has_record) == ("run", "resume", False):
-                return OLDER  # what the folder holds is not known, so that no step of the mirror replaces it
             is_listed = not (self.file.endswith("checkpoint.json") and self.damage in (away, dangling_link))
+            if (self.place, self.action, is_listed) == ("run", "resume", False):
+                return OLDER  # what the folder holds is not known, so that no step of the mirror replaces it
             if self.place == "run" and self.action in ("verify", "cp") and is_listed:
                 return REFUSED  # the step is named as damaged; the others are copied
         return RIGHT
