@@ -1,7 +1,8 @@
-"""Standard streams without a reader: the program at the other end of a pipe has ended, or a terminal is closed."""
+"""What a program shows: its standard streams, whose readers may have ended, and the handlers of its logging."""
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 
@@ -18,6 +19,16 @@ def silence_lost_streams() -> list[str]:
     for number in lost:
         redirect(number)
     return [STREAMS[number] for number in lost]
+
+
+def handlers_of(logger: logging.Logger, level: int) -> list[logging.Handler]:
+    """Return the handlers that get records of a level from a logger, whatever levels the handlers have."""
+    found: list[logging.Handler] = []
+    owner: logging.Logger | None = logger if logger.isEnabledFor(level) else None
+    while owner is not None:
+        found += owner.handlers
+        owner = owner.parent if owner.propagate else None
+    return found
 
 
 def redirect(number: int) -> None:

@@ -17,6 +17,7 @@ from ..distributed import missed_a_process
 from ..errors import SaveFailedError, StateError, describe_error
 from ..forks import Lock
 from ..storage import Helper
+from ..streams import handlers_of
 
 _logger = logging.getLogger("holdfast")
 
@@ -142,14 +143,10 @@ def _report_at_exit() -> None:
 
 def _is_on_stderr() -> bool:
     """Return whether logging has written an error to stderr."""
-    one: logging.Logger | None = _logger if _logger.isEnabledFor(logging.CRITICAL) else None
-    if one is not None and not one.hasHandlers():
-        return logging.lastResort is not None
-    while one is not None:
-        if any(getattr(handler, "stream", None) is sys.stderr for handler in one.handlers):
-            return True
-        one = one.parent if one.propagate else None
-    return False
+    handlers = handlers_of(_logger, logging.CRITICAL)
+    if not handlers:
+        return _logger.isEnabledFor(logging.CRITICAL) and logging.lastResort is not None
+    return any(getattr(handler, "stream", None) is sys.stderr for handler in handlers)
 
 
 def _end(errors: list[SaveFailedError]) -> None:

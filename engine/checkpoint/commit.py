@@ -677,9 +677,9 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
         (location / DELETED).remove()
         return True
     left = {*filter(parts.owns, folders), *record.replaced}
-    # A listing of a store may lack a name.
-    is_known = location.is_remote
-    _remove_folders(parts, [folder for folder in left if is_known or "/" in folder or folder in names], record)
+    # The listing of a store may lack a name.
+    there = [folder for folder in left if location.is_remote or "/" in folder or folder in names]
+    _remove_folders(parts, there, record)
     parts.repair(record)
     if DELETED in marks:  # otherwise, one that is here now is that of a deletion which began since
         (location / DELETED).remove()

@@ -650,14 +650,16 @@ class RunDirectory:
         self.add(step, None)
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:
-        """Rename the folder of a step that the disk fails to read; remove the link if a save replaces a linked step.
+        """Rename the folder of a step that the disk fails to read, or in which no record can be written.
+
+        If a save replaces a linked step, remove the link.
 
         The folder may become readable again, and the target of a link belongs to something else.
         """
         error, place = self._errors.get(step), self.step_location(step)
         # No record can be written where a directory, a pipe or a link lies.
-        is_strange = place.is_local and isinstance(error, DamagedCheckpointError) and not (place / RECORD).is_file()
-        if not (is_strange or is_unreadable(error)):
+        is_blocked = place.is_local and isinstance(error, DamagedCheckpointError) and not (place / RECORD).is_file()
+        if not (is_blocked or is_unreadable(error)):
             if replaces and step in {*self._records, *self._errors} and place.is_link():
                 self._delete(step)
             return

@@ -182,9 +182,10 @@ class RunMirror:
         here = self._run.steps_and_damaged()
         newest = max(self._run.steps(), default=-1)
         newer = [step for step in reversed(self.steps(required=not here)) if step > newest]
-        far = self._far
-        for step in () if far is None else filter(far.is_damaged, far.steps_and_damaged()):
-            if step > max([newest, *newer]):
+        newest = max([newest, *newer])
+        damaged = [] if self._far is None else filter(self._far.is_damaged, self._far.steps_and_damaged())
+        for step in damaged:
+            if step > newest:
                 _logger.warning("%s: step %d of the mirror is damaged, and not used", self.location, step)
         return newer
 

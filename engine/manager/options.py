@@ -60,7 +60,7 @@ def option_texts(taker: type) -> dict[str, str]:
 
 
 def takes_texts_of(source: type) -> Callable[[type[T]], type[T]]:
-    """Complete the docstring of a class: options that it lists without a text have those of ``source``."""
+    """Fill in the options that the docstring of a class lists without a text from the docstring of ``source``."""
 
     def complete(taker: type[T]) -> type[T]:
         texts = option_texts(source)

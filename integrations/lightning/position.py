@@ -263,7 +263,7 @@ class Position:
             self.batches += 1
 
     def _versions(self) -> tuple[list[tuple[Any, int]], bool]:
-        """Return the parameters with the counts of their changes, and whether these are those of optimizers."""
+        """Return the trained parameters with torch's counts of their changes, and whether optimizers hold them."""
         own = [one for one in self._trainer.lightning_module.parameters() if one.requires_grad]
         groups = (group for optimizer in self._trainer.optimizers for group in optimizer.param_groups)
         given = {id(one) for group in groups for one in group["params"]}

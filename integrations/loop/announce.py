@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ...engine.errors import HoldfastError
 from ...engine.manager import Event
+from ...engine.streams import handlers_of
 
 logger = logging.getLogger("holdfast")
 
@@ -30,12 +31,7 @@ def announce(text: str, *args: object, shown: bool = True) -> None:
 
 def _is_handled() -> bool:
     """Return whether a handler of the application shows lines at INFO."""
-    one: logging.Logger | None = logger if logger.isEnabledFor(logging.INFO) else None
-    while one is not None:
-        if any(handler.level <= logging.INFO for handler in one.handlers):
-            return True
-        one = one.parent if one.propagate else None
-    return False
+    return any(handler.level <= logging.INFO for handler in handlers_of(logger, logging.INFO))
 
 
 _ADVICE: tuple[tuple[type[BaseException], str], ...] = (
@@ -58,7 +54,7 @@ class Ending:
     def begin(self) -> None:
         """Speak at the interpreter's exit, unless the callback is closed or another one goes on with the run."""
         _open[self.directory] = self
-        # Exit functions run in reverse order, and a failed save ends the process in that of the engine.
+        # Exit functions run in reverse order, and the engine's one ends the process after a failed save.
         atexit.unregister(_end_all)
         atexit.register(_end_all)
 
