@@ -211,7 +211,7 @@ def test_a_process_that_is_forked_right_after_a_save_has_begun_waits_for_nothing
         from holdfast.engine.checkpoint.background import BackgroundSave
         save, waits = BackgroundSave(), threading.Event()
         sys.setswitchinterval(60)
-        save.start(waits.wait, what="step 5")
+        save.start(lambda _: waits.wait(), what="step 5")
         sum(range(1_000_000))  # the thread of the save wakes up, and has no turn yet
         child = os.fork()
         if not child:
