@@ -18,7 +18,7 @@ from ..observer import Observer, process_observer
 from ..peer_names import ExplainsNames, explains_arguments
 from ..storage import Location, Place, as_location
 from .access import RunAccess
-from .decisions import Decision, Rollback, SaveDecisions, Wanted
+from .decisions import AbandonedSteps, Decision, SaveDecisions, Wanted
 from .directory import record_metrics as add_metrics
 from .intervals import LearnedInterval
 from .items import ItemSet
@@ -116,9 +116,9 @@ class CheckpointManager(ExplainsNames):
             if isinstance(trigger, LearnedInterval):
                 self._access.learn_interval(trigger)
         decisions = SaveDecisions(triggers, self._clock, self.processes, self.latest_step())
-        self._rollback = Rollback(self._run, warns=self.processes.is_primary)
-        self._resume = Resume(self._access, self._items, decisions, self._rollback)
-        self._saves = Saves(self._access, self._items, decisions, self._rollback)
+        self._abandoned = AbandonedSteps(self.directory, warns=self.processes.is_primary)
+        self._resume = Resume(self._access, self._items, decisions, self._abandoned)
+        self._saves = Saves(self._access, self._items, decisions, self._abandoned)
 
     # ---- the mirror
 
@@ -362,7 +362,7 @@ class CheckpointManager(ExplainsNames):
     @property
     def resumed_from(self) -> int | None:
         """The step of the last restore, from which the run resumes; None if nothing was restored."""
-        return self._rollback.resumed_from
+        return self._abandoned.resumed_from
 
     # ---- saving
 
@@ -632,7 +632,7 @@ def note_resume(manager: CheckpointManager, step: int) -> list[int]:
     inspect the step. A training loop calls this where it takes the state of the step from elsewhere.
     """
     later = manager._resume.resumes_from(valid_step(step))
-    manager._rollback.warn(later)
+    manager._abandoned.warn(later)
     return later
 
 

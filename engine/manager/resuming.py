@@ -21,7 +21,7 @@ from ..errors import (
     itemized,
 )
 from .access import RunAccess
-from .decisions import Rollback, SaveDecisions
+from .decisions import AbandonedSteps, SaveDecisions
 from .items import ItemSet
 from .retention import newest_with
 
@@ -75,14 +75,14 @@ class _Damage(NamedTuple):
 class Resume:
     """Reads steps back, and tells the parts of a manager from which step the run resumes."""
 
-    def __init__(self, access: RunAccess, items: ItemSet, decisions: SaveDecisions, rollback: Rollback) -> None:
+    def __init__(self, access: RunAccess, items: ItemSet, decisions: SaveDecisions, abandoned: AbandonedSteps) -> None:
         self._access = access
         self._run = access.run
         self._directory = access.run.location
         self._processes = access.processes
         self._items = items
         self._decisions = decisions
-        self._rollback = rollback
+        self._abandoned = abandoned
 
     def restore_step(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
         """Read one step."""
@@ -183,7 +183,7 @@ class Resume:
         self, step: int, *, skipped: Mapping[int, str] | None = None, began: float | None = None
     ) -> list[int]:
         """Note that the run resumes from a step; return the later ones."""
-        if began is not None or step != self._rollback.resumed_from:
+        if began is not None or step != self._abandoned.resumed_from:
             self._access.events.write(
                 "restored",
                 step=step,
@@ -195,7 +195,9 @@ class Resume:
             self._access.local.restored(step)
         self._access.observer.reached("restored", step)
         self._decisions.restored(step)
-        return self._rollback.restored(step)
+        later = self._run.steps_after(step)
+        self._abandoned.restored(step, later)
+        return later
 
     def _from_hosts(self, step: int) -> dict[str, Any]:
         """Return, for an event, that a step was read from the hosts and not from the directory."""

@@ -16,7 +16,7 @@ from ..format import CheckpointRecord, ItemRecord
 from ..steps import LEFT_BEHIND
 from ..storage import Location
 from .access import RunAccess
-from .decisions import Decision, EverySteps, Rollback, SaveDecisions
+from .decisions import AbandonedSteps, Decision, EverySteps, SaveDecisions
 from .directory import check_json
 from .events import described, few
 from .items import ItemSet
@@ -33,7 +33,7 @@ _logger = logging.getLogger("holdfast")
 class Saves:
     """Saves steps one after the other, in the caller's thread or in the background."""
 
-    def __init__(self, access: RunAccess, items: ItemSet, decisions: SaveDecisions, rollback: Rollback) -> None:
+    def __init__(self, access: RunAccess, items: ItemSet, decisions: SaveDecisions, abandoned: AbandonedSteps) -> None:
         self._access = access
         self._run = access.run
         self._options = access.options
@@ -43,7 +43,7 @@ class Saves:
         self._observer = access.observer
         self._items = items
         self._decisions = decisions
-        self._rollback = rollback
+        self._abandoned = abandoned
         self.committed: Callable[[Location, CheckpointRecord], None] | None = None  # called after each commit
         self._pending: PendingSave | None = None  # the save that is under way
         self._watch: MetricWatch | None = None  # None once the metric that ranks checkpoints has come
@@ -59,7 +59,7 @@ class Saves:
                 metrics = plain_containers(metrics)
         pending = self._pending
         in_flight = pending is not None and pending.step == step
-        saved = in_flight or (step in self._run and not self._rollback.replaces(step))
+        saved = in_flight or (step in self._run and not self._abandoned.replaces(step))
         # A function of the metrics fetches them from the device: it is called only where a trigger calls it as well.
         if self._watch is not None and (isinstance(self._options.best_fn, str) or self._options.save_on_best):
             self.note_metrics(step, metrics)
@@ -70,8 +70,9 @@ class Saves:
 
     def note_metrics(self, step: int, metrics: Mapping[str, Any] | None) -> None:
         """Warn, once, of metrics without the one that ranks checkpoints."""
-        if self._watch is not None:
-            self._watch.note(step, metrics, self._run.infos())
+        best_fn = self._options.best_fn
+        if self._watch is not None and best_fn is not None:
+            self._watch.note(step, metrics, (info.value(best_fn) for info in self._run.infos()))
             self._watch = None if self._watch.ended else self._watch
 
     def item_due(self, item: str, step: int) -> bool:
@@ -113,7 +114,7 @@ class Saves:
         """Save a step if that is due; return whether it was."""
         began = time.perf_counter()
         decision = Decision(True, "forced") if force else self.decide(step, metrics)
-        replaces = force or self._run.is_damaged(step) or self._rollback.replaces(step)
+        replaces = force or self._run.is_damaged(step) or self._abandoned.replaces(step)
         if not decision.save:
             return False
         self._access.acquire()
@@ -169,7 +170,8 @@ class Saves:
             earlier: SaveFailedError | None = None
             try:
                 self._observer.reached("saving", step)  # here, so that a drill knows of a thread that has not begun
-                self._rollback.saving(step, leaves=LEFT_BEHIND in (custom_metadata or {}))
+                later = self._run.steps_after(step)
+                self._abandoned.saving(step, later, leaves=LEFT_BEHIND in (custom_metadata or {}))
                 self._decisions.save_begins(step)
                 self._pending = pending
                 if not save.in_background:
@@ -248,7 +250,7 @@ class Saves:
         self._run.last_saved = step
         if self._access.local is not None and pending.history is not None:
             self._access.local.directory_saved(step, pending.history[1])
-        self._rollback.saved(step)
+        self._abandoned.saved(step)
         self._ended(pending, failed=False)
         _logger.info("%s", report)
         self._events.write(
