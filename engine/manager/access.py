@@ -101,9 +101,10 @@ class RunAccess:
             if self.options.local is not None:
                 belongs = replace(belongs, local=as_location(self.options.local.url).url)
             self.compare_options()
-            self.run.strays = frozenset(self.processes.decide("acquire", self.run.acquire, self._metadata, belongs))
+            strays = self.processes.decide("acquire", self.run.acquire, self._metadata, belongs)
             if not self.processes.is_primary:
                 self.run.reload()
+                self.run.add_strays(strays)
             self._acquired = True
             self.events.begin(max(self.run.steps(), default=None))
             self.tell_interval()

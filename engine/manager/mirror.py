@@ -37,7 +37,7 @@ from ..steps import store_metadata, stored_metadata
 from ..storage import Helper, Location
 from .copying import follow
 from .decisions import Moment, decide
-from .directory import RunDirectory
+from .directory import RunDirectory, StepState
 from .events import RunEvents
 from .options import CheckpointManagerOptions, Mirror, mirror_of, save_triggers
 from .ownership import NO_LOCAL_STEPS, RunIdentity, stored_options
@@ -183,8 +183,8 @@ class RunMirror:
         newest = max(self._run.steps(), default=-1)
         newer = [step for step in reversed(self.steps(required=not here)) if step > newest]
         newest = max([newest, *newer])
-        damaged = [] if self._far is None else filter(self._far.is_damaged, self._far.steps_and_damaged())
-        for step in damaged:
+        damaged = [] if self._far is None else set(self._far.steps_and_damaged()).difference(self._far.steps())
+        for step in sorted(damaged):
             if step > newest:
                 _logger.warning("%s: step %d of the mirror is damaged, and not used", self.location, step)
         return newer
@@ -214,7 +214,7 @@ class RunMirror:
             if step in run.doomed or step not in far:  # in this order: a step is doomed until it is deleted
                 return False
             record = far.record(step)
-            overwrite = overwrite or run.is_damaged(step)
+            overwrite = overwrite or run.state(step) is StepState.DAMAGED
             run.make_room(step, replaces=overwrite)
             _logger.info("%s: fetching step %d from the mirror %s", run.location, step, self.location)
             began = time.monotonic()
@@ -482,7 +482,7 @@ class RunMirror:
         return newest if decide(self._triggers, moment) else None
 
     def _copy(self, far: RunDirectory, step: int, record: CheckpointRecord) -> None:
-        far.sweep_spared(besides=step)
+        far.sweep_partial(besides=step)
         began = time.monotonic()
         copying = _Copying(step, record, self._bandwidth)
         with self._wake:
@@ -512,7 +512,7 @@ class RunMirror:
             )
             return
         except BaseException:
-            far.spare(step)
+            far.keep_partial(step)
             raise
         finally:
             self._copying = None
@@ -524,7 +524,7 @@ class RunMirror:
         self._events.write("mirrored", step=step, mirror=str(self.location), bytes=sent, seconds=took)
         _logger.info("%s: copied step %d to the mirror", far.step_location(step), step)
         far.collect()
-        far.sweep_spared()
+        far.sweep_partial()
 
     def _follow(self, far: RunDirectory) -> None:
         """Give the copies the metrics and pins that the steps of the run have by now."""
@@ -607,7 +607,7 @@ class RunMirror:
             newest = self._newest()
             belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
             try:
-                far.acquire(self._run.stored_metadata(), belongs, spare=None if newest is None else newest[1])
+                far.acquire(self._run.stored_metadata(), belongs, partial=None if newest is None else newest[1])
                 self._acquired = True
             finally:
                 self._changes = self._acquired

@@ -122,7 +122,7 @@ class Resume:
         if skipped:
             _logger.warning("%s: going back to step %d, the newest whole checkpoint", self._directory, step)
         for damaged, one in skipped:
-            self._run.condemn(damaged, one.what, unreadable=one.unreadable)
+            self._run.mark_damaged(damaged, one.what, unreadable=one.unreadable)
         self.resumes_from(step, skipped={damaged: one.what for damaged, one in skipped}, began=began)
         return Restored(step, values, tuple((damaged, one.what) for damaged, one in skipped))
 
@@ -229,7 +229,7 @@ class Resume:
         where = "the local places of the hosts" if is_local else "the mirror"
         _logger.warning("%s: step %d was damaged, and is that of %s now: %s", self._directory, step, where, damage)
         if is_local:
-            self._run.condemn(step, damage, unreadable=unreadable)
+            self._run.mark_damaged(step, damage, unreadable=unreadable)
 
     def _passed_over(self, step: int, damage: _Damage) -> bool:
         """Read a local step no more, if this is one, with a warning."""

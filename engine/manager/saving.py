@@ -17,7 +17,7 @@ from ..steps import LEFT_BEHIND
 from ..storage import Location
 from .access import RunAccess
 from .decisions import AbandonedSteps, Decision, EverySteps, SaveDecisions
-from .directory import check_json
+from .directory import StepState, check_json
 from .events import described, few
 from .items import ItemSet
 from .metrics import MetricWatch, named, plain_containers, plain_metrics
@@ -64,7 +64,7 @@ class Saves:
         if self._watch is not None and (isinstance(self._options.best_fn, str) or self._options.save_on_best):
             self.note_metrics(step, metrics)
         decision = self._decisions.decide(step, metrics, saved=saved, earlier=self._earlier())
-        if decision.save and step in self._run.strays:
+        if decision.save and self._run.state(step) is StepState.STRAY:
             return Decision(False, f"{self._run.step_location(step)} is no checkpoint, and is left alone")
         return decision
 
@@ -114,11 +114,12 @@ class Saves:
         """Save a step if that is due; return whether it was."""
         began = time.perf_counter()
         decision = Decision(True, "forced") if force else self.decide(step, metrics)
-        replaces = force or self._run.is_damaged(step) or self._abandoned.replaces(step)
+        replaces = force or self._run.state(step) is StepState.DAMAGED or self._abandoned.replaces(step)
         if not decision.save:
             return False
         self._access.acquire()
-        if step in self._run.strays and (reason is not None or not force):  # An explicit save is refused.
+        is_stray = self._run.state(step) is StepState.STRAY
+        if is_stray and (reason is not None or not force):  # An explicit save is refused.
             return False
         if force:
             self._observer.reached("step", step)  # decide() was perhaps not called for this step
