@@ -11,9 +11,8 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from ..checkpoint import (
     OtherItems,
@@ -48,10 +47,10 @@ from ..steps import (
     METADATA,
     LateMetrics,
     StepEntry,
+    attempts_at,
     has_record,
     left_behind,
     list_steps,
-    read_again,
     read_entry,
     read_record,
     series_and_step,
@@ -92,8 +91,6 @@ from .ownership import (
 from .retention import KeepAll, KeepBest, StepInfo, info_of, kept_steps, reasons
 
 _logger = logging.getLogger("holdfast")
-
-T = TypeVar("T")
 
 _INDEX = "steps.log"  # an index of records that earlier versions kept in local directories
 _SHOWN = "Orbax"  # the library whose managers have steps like ours; files of others may lie beside a run of ours
@@ -385,26 +382,24 @@ class RunDirectory:
     def __contains__(self, step: object) -> bool:
         return self.state(step) is StepState.COMMITTED
 
-    def read_step(self, step: int, read: Callable[[StoredItems], T]) -> T:
-        """Read the items of a step; read them again if another process replaces it meanwhile."""
+    def open_step(self, step: int) -> StoredItems:
+        """Return the items of a step, of the hosts or of the directory."""
         if (local := self.hosts.read.get(step)) is not None:
-            return read(OwnItems(*local))
-        known = self._index.get(step)
+            return OwnItems(*local)
+        record, known = self.record(step), self._index.get(step)
         if known is not None and known.location is not None:
-            self.record(step)  # raises the error of a damaged step
-            return read(OtherItems(open_at(self.step_location(step))))
+            return OtherItems(open_at(known.location))
+        return OwnItems(self.step_location(step), record)
 
-        def has_changed(record: CheckpointRecord) -> bool:
-            found = self._look(step)
-            if found is not None and (found.record is None or found.record.identity == record.identity):
-                return False
-            self.add(step, None if found is None else found.record)  # then record() raises that it is not there
+    def may_read_again(self, step: int, stored: StoredItems, attempts: int) -> bool:
+        """Return whether to read a damaged step once more, as another process has replaced it, or a network may err."""
+        if not isinstance(stored, OwnItems) or step in self.hosts.read:
+            return False
+        found = self._look(step)
+        if found is None or (found.record is not None and found.record.identity != stored.record.identity):
+            self.add(step, None if found is None else found.record)  # then open_step() raises that it is not there
             return True
-
-        def read_items(record: CheckpointRecord) -> T:
-            return read(OwnItems(self.step_location(step), record))
-
-        return read_again(self.location, partial(self.record, step), read_items, has_changed)
+        return attempts < attempts_at(self.location)
 
     def _look(self, step: int) -> StepEntry | None:
         return read_entry(StepEntry(step, self.step_location(step), self._series))

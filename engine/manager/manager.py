@@ -243,7 +243,7 @@ class CheckpointManager(ExplainsNames):
         found = self.latest_step() if step is None else step
         if found is None:
             raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint")
-        return self._run.read_step(found, self._items.structure)
+        return self._resume.structure(found)
 
     def reload(self) -> None:
         """Read the directory again, to see what another process has done; waits for a save that is under way."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -12,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..arrays import SharedReads
-from ..checkpoint import StoredItems
 from ..errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
@@ -97,7 +95,10 @@ class Resume:
             except BaseException as error:
                 if shared is not None:
                     shared.fail(error)
-                if not isinstance(error, DamagedCheckpointError) or not self._stands_in_alone(step, error):
+                if not isinstance(error, DamagedCheckpointError):
+                    raise
+                self._items.damage_found()
+                if not self._stands_in_alone(step, error):
                     raise
                 found = self._read(step, items, kwargs, None)
         self.resumes_from(step, began=began)
@@ -252,24 +253,32 @@ class Resume:
         steps: list[tuple[int, bool]] = self._processes.decide("steps", self._access.steps_of_both_places)
         return steps[::-1]
 
-    def _read(self, step: int, items: Any, kwargs: Mapping[str, Any], shared: SharedReads | None) -> Any:
-        attempts = itertools.count()
-
-        def read(stored: StoredItems) -> Any:
-            # What is damaged, or was replaced meanwhile, is read again, and perhaps not by all processes.
-            if next(attempts) and shared is not None:
-                shared.leave()
-            for item in self._items.left_out(stored, items):
-                before = newest_with(item, self._run.infos(), step)
-                where = "nor was a step before it" if before is None else f"step {before} has it, of an earlier moment"
-                _logger.warning("%s: step %d was saved without %s; %s", self._directory, step, item, where)
-            return self._items.restore(stored, items, kwargs, shared)
-
+    def structure(self, step: int, attempt: int = 1) -> Any:
+        """Return a description of every leaf of a step."""
+        stored = self._run.open_step(step)
         try:
-            found = self._run.read_step(step, read)
+            return self._items.structure(stored)
         except DamagedCheckpointError:
-            self._items.damage_found()
-            raise
+            if not self._run.may_read_again(step, stored, attempt):
+                raise
+        return self.structure(step, attempt + 1)
+
+    def _read(
+        self, step: int, items: Any, kwargs: Mapping[str, Any], shared: SharedReads | None, attempt: int = 1
+    ) -> Any:
+        stored = self._run.open_step(step)
+        for item in self._items.left_out(stored, items):
+            before = newest_with(item, self._run.infos(), step)
+            where = "nor was a step before it" if before is None else f"step {before} has it, of an earlier moment"
+            _logger.warning("%s: step %d was saved without %s; %s", self._directory, step, item, where)
+        try:
+            found = self._items.restore(stored, items, kwargs, shared)
+        except DamagedCheckpointError:
+            if not self._run.may_read_again(step, stored, attempt):
+                raise
+            if shared is not None:  # perhaps not all processes read it again
+                shared.leave()
+            return self._read(step, items, kwargs, None, attempt + 1)
         if shared is not None:
             shared.leave()
         return found
