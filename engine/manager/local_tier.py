@@ -28,6 +28,7 @@ from .events import RunEvents, described
 from .local_steps import COPIES, OWN, LocalHosts, WholeStep, files_in, is_on_line, sequence_of
 from .options import CheckpointManagerOptions, Local, LocalStatus
 from .ownership import LocalBranch
+from .places import StepPlace
 
 if TYPE_CHECKING:
     from .saving import PendingSave
@@ -51,7 +52,7 @@ class LocalHistory(NamedTuple):
     branches: tuple[LocalBranch, ...]
 
 
-class LocalTier:
+class LocalTier(StepPlace):
     """The local steps of one run, as one of its processes sees them; all processes call the same methods.
 
     The thread of the program decides the history: it changes at a restore before the first step, and where the step of
@@ -103,6 +104,15 @@ class LocalTier:
     def bytes_from_peers(self) -> int:
         """Bytes that this process has read from other hosts."""
         return sum(peer.bytes_read for peer in self._hosts.peers.values())
+
+    def steps(self) -> frozenset[int]:
+        return self._run.hosts.further
+
+    def may_have(self, step: int) -> bool:
+        return step in self._run.hosts.further and step not in self._run
+
+    def fetch(self, step: int, overwrite: bool) -> bool:
+        return step in self._run.hosts.further and self.take(step)
 
     # ---- saving
 
