@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import Save, leave_save
 from ..errors import SaveFailedError
-from ..forks import Lock
 from ..format import CheckpointRecord, ItemRecord
 from ..steps import LEFT_BEHIND
 from ..storage import Location
 from .decisions import AbandonedSteps, Decision, EverySteps, SaveDecisions
-from .directory import StepState, check_json
+from .directory import StepState
 from .events import described, few
-from .items import ItemSet
-from .metrics import MetricWatch, named, plain_containers, plain_metrics
+from .items import ItemSet, PendingSave
+from .metrics import MetricWatch, named, plain_containers
 from .ownership import NO_LOCAL_STEPS
 from .retention import StepInfo, newest_with
 from .run import Run
@@ -146,7 +145,7 @@ class Saves:
                 history = None if local is None else local.directory_saves(step)
                 self._steps.ownership.check(at_once=True)
                 self._steps.make_room(step, replaces=replaces)
-                pending = PendingSave(step, reason or decision.reason, metrics, custom_metadata, history)
+                pending = PendingSave(step, reason or decision.reason, metrics, custom_metadata)
                 # A callback, which gives the reason, has called decide() before.
                 if reason is None or not isinstance(self._options.best_fn, str):
                     self.note_metrics(step, pending.metrics)
@@ -183,11 +182,13 @@ class Saves:
                 self._decisions.save_begins(step)
                 self._pending = pending
                 if not save.in_background:
-                    self._complete(pending, save)
+                    self._complete(pending, save, history)
                 earlier = self._background.take_error()
                 if save.in_background:
                     what = f"step {step} of {self._steps.location}"
-                    self._background.start(functools.partial(self._complete, pending, save), what=what, step=step)
+                    self._background.start(
+                        functools.partial(self._complete, pending, save, history), what=what, step=step
+                    )
             except BaseException as error:  # an interrupt, or the system has no more threads
                 if save.give_up(error):
                     self._ended(pending, failed=True)
@@ -238,7 +239,13 @@ class Saves:
         if local is not None and local.due(step):
             leave_save(local.begin(step), error)
 
-    def _complete(self, pending: PendingSave, save: Save, awaited: threading.Event | None = None) -> None:
+    def _complete(
+        self,
+        pending: PendingSave,
+        save: Save,
+        history: tuple[LocalHistory, LocalHistory] | None,  # of the local steps: before the commit, and after it
+        awaited: threading.Event | None = None,
+    ) -> None:
         """Write and commit a save, then delete what no rule keeps."""
         step = pending.step
         try:
@@ -247,7 +254,7 @@ class Saves:
                     return
                 self._items.save_begins(step, self._steps)
                 items = save.write(awaited)
-                record, report = save.commit(None if items is None else self._record(pending, items))
+                record, report = save.commit(None if items is None else self._record(pending, items, history))
         except BaseException as error:
             self._ended(pending, failed=True)
             self._observer.reached("save_failed", step)
@@ -256,8 +263,8 @@ class Saves:
         slowed = self._decisions.slowed(report.total_seconds - report.blocked_seconds)
         self._steps.add(step, record)
         self._steps.last_saved = step
-        if self._local is not None and pending.history is not None:
-            self._local.directory_saved(step, pending.history[1])
+        if self._local is not None and history is not None:
+            self._local.directory_saved(step, history[1])
         self._abandoned.saved(step)
         self._ended(pending, failed=False)
         _logger.info("%s", report)
@@ -286,11 +293,16 @@ class Saves:
                 step,
             ) from error
 
-    def _record(self, pending: PendingSave, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
+    def _record(
+        self,
+        pending: PendingSave,
+        items: Mapping[str, ItemRecord],
+        history: tuple[LocalHistory, LocalHistory] | None,
+    ) -> CheckpointRecord:
         """Make the commit record right before the commit, after a last check of the ownership."""
         self._steps.ownership.check()
-        if self._local is not None and pending.history is not None:
-            self._local.note(pending.history[0])
+        if self._local is not None and history is not None:
+            self._local.note(history[0])
         else:
             self._steps.note_branches(NO_LOCAL_STEPS)
         self._observer.reached("commit", pending.step)
@@ -351,47 +363,3 @@ class Saves:
         self._steps.change(step, metrics=metrics)
         self._events.write("metrics", step=step, metrics=few(metrics))
         self._run.notify_places()
-
-
-class PendingSave:
-    """The step that is being saved, and its metrics: more may come until the commit record is made."""
-
-    def __init__(
-        self,
-        step: int,
-        reason: str,
-        metrics: Any,
-        custom_metadata: Mapping[str, Any] | None,
-        history: tuple[LocalHistory, LocalHistory] | None = None,
-    ) -> None:
-        self.step = step
-        self.history = history  # of the local steps: before the commit, and after it
-        self._reason = reason
-        self._facts = check_json("custom_metadata", custom_metadata)
-        self.metrics = None if metrics is None else plain_metrics(metrics)
-        self._lock = Lock()
-        self._open = True
-
-    def add(self, metrics: Mapping[str, Any]) -> bool:
-        """Add metrics; return False if the commit record was made before."""
-        with self._lock:
-            if self._open:
-                self.metrics = {**(self.metrics or {}), **metrics}
-            return self._open
-
-    def close(self) -> dict[str, Any] | None:
-        """Return all metrics, and take no more."""
-        with self._lock:
-            self._open = False
-            return self.metrics
-
-    def record(self, items: Mapping[str, ItemRecord], time: float) -> CheckpointRecord:
-        """Return the commit record of the step, with all metrics."""
-        return CheckpointRecord(
-            items=items,
-            time=time,
-            step=self.step,
-            reason=self._reason,
-            metrics=self.close(),
-            custom_metadata=self._facts,
-        )
