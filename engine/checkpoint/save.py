@@ -36,7 +36,7 @@ from ..handlers import (
     write_archive,
 )
 from ..storage import REQUESTS, Location, parallel_map
-from .commit import PendingCheckpoint
+from .commit import pending_checkpoint
 
 _logger = logging.getLogger("holdfast")
 
@@ -302,7 +302,7 @@ class Primary:
     ) -> None:
         self._shared = shared
         self._small = _SMALL if shared else sys.maxsize
-        self._pending = PendingCheckpoint(location, items, overwrite=overwrite, owned=owned)
+        self._pending = pending_checkpoint(location, items, overwrite=overwrite, owned=owned)
         self._rendezvous = rendezvous
         self._timeout = timeout
         self._opened = False
