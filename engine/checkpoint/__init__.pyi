@@ -1,4 +1,5 @@
 from .background import BackgroundSave as BackgroundSave
+from .background import at_exit as at_exit
 from .checkpointer import AsyncCheckpointer as AsyncCheckpointer
 from .checkpointer import Checkpointer as Checkpointer
 from .checkpointer import PyTreeCheckpointer as PyTreeCheckpointer
