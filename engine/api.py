@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Never, TypeVar, overload
 
 from .arrays import Layout
-from .checkpoint import Checkpointer, SaveReport
+from .checkpoint import Checkpointer, SaveReport, start_save
 from .errors import OptionError
 from .handlers import PyTreeCheckpointHandler
 from .peer_names import refuse_unknown
 from .pytree import collection_paused
-from .storage import Place, as_location
+from .storage import Helper, Place, as_location
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from .pytree import Patterns
     from .sources import CheckpointSource
 
@@ -53,6 +55,42 @@ def save(
         report = Checkpointer(PyTreeCheckpointHandler(layout=layout)).save(path, tree, force=overwrite)
     assert report is not None
     return report
+
+
+def save_async(
+    path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | None = None, **unknown: Never
+) -> Future[SaveReport]:
+    """Save a tree in the background: this returns as soon as the tree may change again.
+
+    The checkpoint holds the values of the moment at which this returned. Several saves may be under way, to different
+    paths; each keeps a copy of its tree in memory. A program that ends waits for them. An error that it has not taken
+    from the Future is then logged, and the exit status is not zero.
+
+    Args:
+        path: Where: a path or a URL; nothing may be there yet.
+        tree: As for :func:`save`.
+        overwrite: Replace a checkpoint that is there; a crash leaves the old one or the new one, whole.
+        layout: Sizes of chunks, segments and data files.
+
+    Returns:
+        A Future with the report of the save, which is durable then. It cannot be cancelled. Its error is a
+        ``SaveFailedError``, whose cause says what failed.
+
+    Raises:
+        UnsupportedLeafError: A leaf cannot be saved; names every such leaf. Nothing was written.
+        CheckpointExistsError: Something is there already.
+
+    >>> import tempfile, numpy as np
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     tree = {"w": np.arange(3)}
+    ...     future = save_async(f"{directory}/ckpt", tree)
+    ...     tree["w"] += 1
+    ...     path = future.result().path
+    ...     load(path)
+    {'w': array([0, 1, 2])}
+    """
+    refuse_unknown("save_async", unknown, save_async)
+    return start_save(PyTreeCheckpointHandler(layout=layout), path, tree, force=overwrite)
 
 
 @overload
@@ -138,6 +176,49 @@ def load(
     if isinstance(path, Mapping):
         return read_merged(path, item, lambda checkpoint: _load(checkpoint, like, select, None, allowed))
     return read_checkpoint(as_location(path), lambda checkpoint: _load(checkpoint, like, select, item, allowed))
+
+
+def load_async(
+    path: Place | Mapping[str, Place],
+    *,
+    like: Any = None,
+    select: Patterns | Mapping[str, Any] | None = None,
+    item: str | None = None,
+    cast: bool = False,
+    subset: bool = False,
+    **unknown: Never,
+) -> Future[Any]:
+    """Load a checkpoint in the background.
+
+    Args:
+        path: A checkpoint, as for :func:`load`.
+        like: A template, as for :func:`load`; it must not change until the Future is done.
+        select: What to load, as for :func:`load`.
+        item: Which item, as for :func:`load`.
+        cast: Whether to cast leaves, as for :func:`load`.
+        subset: Whether the template may lack leaves, as for :func:`load`.
+
+    Returns:
+        A Future with what :func:`load` returns, or with the error that it raises. It cannot be cancelled, and a program
+        that ends waits for it.
+    """
+    from concurrent.futures import Future  # not above: a save needs nothing of it
+
+    refuse_unknown("load_async", unknown, load_async)
+    arguments: dict[str, Any] = {"like": like, "select": select, "item": item, "cast": cast, "subset": subset}
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            found = load(path, **arguments)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(found)
+
+    Helper(work, "holdfast-load").start()
+    return future
 
 
 def _load(

@@ -2,6 +2,7 @@ from .background import BackgroundSave as BackgroundSave
 from .checkpointer import AsyncCheckpointer as AsyncCheckpointer
 from .checkpointer import Checkpointer as Checkpointer
 from .checkpointer import PyTreeCheckpointer as PyTreeCheckpointer
+from .checkpointer import start_save as start_save
 from .commit import CommitParts as CommitParts
 from .commit import PendingCheckpoint as PendingCheckpoint
 from .commit import copy_left as copy_left
