@@ -3,6 +3,7 @@ from .background import at_exit as at_exit
 from .checkpointer import AsyncCheckpointer as AsyncCheckpointer
 from .checkpointer import Checkpointer as Checkpointer
 from .checkpointer import PyTreeCheckpointer as PyTreeCheckpointer
+from .checkpointer import start_save as start_save
 from .commit import PendingCheckpoint as PendingCheckpoint
 from .commit import pending_checkpoint as pending_checkpoint
 from .commit import write_record as write_record
