@@ -167,7 +167,8 @@ def test_force(tmp_path: Path, checkpointer: hf.Checkpointer | None, caplog: pyt
         assert not manager.save(7, tree(8))
         assert not manager.save(7, tree(8)), "it says so once"
         assert [record.getMessage() for record in caplog.records if record.levelno > logging.INFO] == [
-            "save(7) returned False, and what it was given is not saved: step 7 is saved already. force=True replaces it"
+            "save(7) returned False, and what it was given is not saved: step 7 is saved already. "
+            "force=True replaces it"
         ]
         assert manager.save(7, tree(9), force=True)
         manager.wait_until_finished()
