@@ -173,6 +173,7 @@ class HostSteps:
     further: frozenset[int] = frozenset()  # further whole ones, which are read if they are needed
     left: frozenset[int] = frozenset()  # whole ones that do not count
     saved: frozenset[int] = frozenset()  # those that this run has saved, for its next start
+    unused: Mapping[int, str] = field(default_factory=dict)  # damaged ones, or perhaps of this run, and the reason
 
 
 class RunDirectory:
