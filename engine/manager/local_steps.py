@@ -281,11 +281,22 @@ class LocalHosts:
         if self.program.run is None:
             return found
         for where in (COPIES, OWN):
-            for place in folders_in(self.root / self.program.run / where):
+            folder = self.root / self.program.run / where
+            try:
+                folder.check_not_link()
+                entries = folder.entries()
+            except StorageError as error:
+                _logger.warning("local steps are not used: %s", error)
+                continue
+            for entry in entries:
+                place = folder / entry.name
                 before = found.get(place.name, HeldStep({}))
-                files = {path: (where, size) for path, size in files_in(place)}
-                if (place / PARTIAL).is_there():
-                    files[PARTIAL] = (where, 0)
+                if entry.is_directory and not place.is_link():
+                    files = {path: (where, size) for path, size in files_in(place)}
+                    if (place / PARTIAL).is_there():
+                        files[PARTIAL] = (where, 0)
+                else:  # what lies in the place of a step, and has no files
+                    files = {entry.name: (where, 0)}
                 record = (record_of(place) if RECORD in files else None) or before.record
                 found[place.name] = HeldStep({**before.files, **files}, record)
         return found
