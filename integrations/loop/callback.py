@@ -47,6 +47,7 @@ from .extras import (
     missing_extras,
     warn_of_unrestored,
 )
+from .first_steps import warn_of_index
 from .initial import InitialState
 from .objects import adapter_for
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
@@ -655,9 +656,11 @@ class CheckpointCallback:
             logger.info("init_from=%s is ignored, as the run resumes", place)
         self.extras = {name: restored.extras[name] for name in extras}
         self._restored = restored.step
+        state = initial.completed(adapter, restored.state)
         if offset is None:
             offset = int((self._manager.custom_metadata(restored.step) or {}).get("step_offset", 0))
-        state = initial.completed(adapter, restored.state)
+            if not (restored.is_own or offset):
+                warn_of_index(restored.step, adapter.to_tree(state))
         self._begin_steps(self._new_saver(adapter, offset, fresh), state, extras, restored.step)
         shown = Report(restored.step, state, extras=self._with_generators(self.extras)).seen({})
         self._witness.resume(restored.step, shown, why_not_comparable(self._options, adapter.misfits))
