@@ -1,9 +1,10 @@
 from .background import BackgroundSave as BackgroundSave
+from .background import at_exit as at_exit
 from .checkpointer import AsyncCheckpointer as AsyncCheckpointer
 from .checkpointer import Checkpointer as Checkpointer
 from .checkpointer import PyTreeCheckpointer as PyTreeCheckpointer
+from .checkpointer import start_save as start_save
 from .commit import PendingCheckpoint as PendingCheckpoint
-from .commit import pending_checkpoint as pending_checkpoint
 from .commit import write_record as write_record
 from .copying import CopiedFiles as CopiedFiles
 from .copying import CopyProgress as CopyProgress
@@ -24,6 +25,7 @@ from .save import ItemToSave as ItemToSave
 from .save import Save as Save
 from .save import SaveReport as SaveReport
 from .save import leave_save as leave_save
+from .save import pending_checkpoint as pending_checkpoint
 from .stored import OtherItems as OtherItems
 from .stored import OwnItems as OwnItems
 from .stored import StoredItems as StoredItems

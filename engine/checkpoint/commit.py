@@ -66,33 +66,6 @@ from .folders import (
 from .removal import sweep
 
 
-def pending_checkpoint(
-    location: Location,
-    items: Iterable[str],
-    *,
-    overwrite: bool,
-    owned: bool = False,
-    parts: CommitParts | None = None,
-    copies: str | None = None,
-) -> PendingCheckpoint:
-    """Return a new checkpoint, of which nothing is written yet.
-
-    Args:
-        location: Its directory.
-        items: The names of its items.
-        overwrite: Whether it may replace a checkpoint.
-        owned: Whether the caller alone may write here, and checks that right before the commit. In an object store, the
-            marker of another save then belongs to a superseded run, which will not commit.
-        parts: What the kind of checkpoint adds to the commit.
-        copies: The fingerprint of the original of a copy.
-    """
-    if not location.is_remote:
-        return LocalCommit(location, items, overwrite=overwrite, owned=owned, parts=parts, copies=copies)
-    from .store_commit import StoreCommit
-
-    return StoreCommit(location, items, overwrite=overwrite, owned=owned, parts=parts, copies=copies)
-
-
 def write_record(location: Location, record: CheckpointRecord, *, before: Sequence[Location] = ()) -> None:
     """Write or replace the commit record, atomically and durably; make durable first what is to be ``before``."""
     content = record.encode()

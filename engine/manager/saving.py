@@ -53,6 +53,7 @@ class Saves:
         self._abandoned = abandoned
         self.committed: Callable[[Location, CheckpointRecord], None] | None = None  # called after each commit
         self._pending: PendingSave | None = None  # the save that is under way
+        self._has_told_of_repeated = False
         self._watch: MetricWatch | None = None  # None once the metric that ranks checkpoints has come
         if self._options.best_fn is not None and self._processes.is_primary:
             self._watch = MetricWatch(self._options.best_fn, str(self._steps.location))
@@ -64,16 +65,18 @@ class Saves:
             metrics = named(metrics)
             if self._options.save_on_best and callable(self._options.best_fn):
                 metrics = plain_containers(metrics)
-        pending = self._pending
-        in_flight = pending is not None and pending.step == step
-        saved = in_flight or (step in self._steps and not self._abandoned.replaces(step))
         # A function of the metrics fetches them from the device: it is called only where a trigger calls it as well.
         if self._watch is not None and (isinstance(self._options.best_fn, str) or self._options.save_on_best):
             self.note_metrics(step, metrics)
-        decision = self._decisions.decide(step, metrics, saved=saved, earlier=self._earlier())
+        decision = self._decisions.decide(step, metrics, saved=self._is_saved(step), earlier=self._earlier())
         if decision.save and self._steps.state(step) is StepState.STRAY:
             return Decision(False, f"{self._steps.step_location(step)} is no checkpoint, and is left alone")
         return decision
+
+    def _is_saved(self, step: int) -> bool:
+        """Return whether a step is saved, or being saved, and not one to replace."""
+        is_pending = self._pending is not None and self._pending.step == step
+        return is_pending or (step in self._steps and not self._abandoned.replaces(step))
 
     def note_metrics(self, step: int, metrics: Mapping[str, Any] | None) -> None:
         """Warn, once, of metrics without the one that ranks checkpoints."""
@@ -123,6 +126,10 @@ class Saves:
         decision = Decision(True, "forced") if force else self.decide(step, metrics)
         replaces = force or self._steps.state(step) is StepState.DAMAGED or self._abandoned.replaces(step)
         if not decision.save:
+            if not self._has_told_of_repeated and self._is_saved(step) and self._processes.is_primary:
+                self._has_told_of_repeated = True
+                text = "save(%d) returned False, and what it was given is not saved: %s. force=True replaces it"
+                _logger.warning(text, step, decision.reason)
             return False
         self._run.acquire()
         is_stray = self._steps.state(step) is StepState.STRAY

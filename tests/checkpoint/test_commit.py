@@ -204,7 +204,7 @@ def test_two_saves_to_one_path(tmp_path: Path) -> None:
 def test_the_workers_of_a_killed_save_do_not_keep_its_lock(tmp_path: Path) -> None:
     program = """
 import os, sys
-from holdfast.engine.checkpoint.commit import pending_checkpoint
+from holdfast.engine.checkpoint import pending_checkpoint
 from holdfast.engine.storage import as_location
 pending = pending_checkpoint(as_location(sys.argv[1]), ["item"], overwrite=False)
 pending.begin()

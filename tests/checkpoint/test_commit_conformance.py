@@ -23,8 +23,7 @@ from tests.checkpoint.disk import CHANGES, NEEDS_SPACE, Crash, Disk, Fault
 from tests.checkpoint.kinds import KINDS, Kind
 
 import holdfast as hf
-from holdfast.engine.checkpoint import commit
-from holdfast.engine.checkpoint.commit import PendingCheckpoint, pending_checkpoint
+from holdfast.engine.checkpoint import PendingCheckpoint, commit, pending_checkpoint
 from holdfast.engine.storage import Location
 from holdfast.engine.storage.local import LocalBackend
 from holdfast.engine.storage.memory import MemoryBackend
