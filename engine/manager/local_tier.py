@@ -94,7 +94,7 @@ class LocalTier(StepPlace):
         self._continue_after(-1, ())
         self._noted = 0  # the number of the history that was noted last
         self._noting = Lock()  # the saves of both places note it, and change which local steps are kept
-        self._run.see_hosts(further=self._hosts.further, left=self._hosts.left)
+        self._run.see_hosts(further=self._hosts.further, left=self._hosts.left, unused=self._hosts.unused)
         if self._hosts.newest is not None:
             self._read(self._hosts.newest)
 
@@ -166,6 +166,7 @@ class LocalTier(StepPlace):
         """Let the run read a step that the hosts have, if it is whole; all processes call it."""
         self._run.see_hosts(further=self._run.hosts.further - {step})
         found = self._hosts.take(step)
+        self._run.see_hosts(unused=self._hosts.unused)
         if found is not None:
             self._read(found)
         return found is not None
@@ -183,9 +184,11 @@ class LocalTier(StepPlace):
         (*_, folder) = (folder for folder, kept in self._kept.items() if kept == step)
         return self._hosts.root / str(self._hosts.program.run) / OWN / folder
 
-    def drop(self, step: int) -> None:
+    def drop(self, step: int, damage: str) -> None:
         """Read a local step, which is damaged, no more."""
-        self._run.see_hosts(read={one: found for one, found in self._run.hosts.read.items() if one != step})
+        self._hosts.unused[step] = damage
+        read = {one: found for one, found in self._run.hosts.read.items() if one != step}
+        self._run.see_hosts(read=read, unused=self._hosts.unused)
 
     def directory_saves(self, step: int) -> tuple[LocalHistory, LocalHistory]:
         """Return the history to note before the commit of a save in the directory that begins, and that after it.
@@ -226,7 +229,7 @@ class LocalTier(StepPlace):
 
     def _forget_found(self) -> None:
         """Read no local step of an earlier start any more."""
-        self._run.see_hosts(read={}, further=frozenset(), left=frozenset())
+        self._run.see_hosts(read={}, further=frozenset(), left=frozenset(), unused={})
 
     def begin(self, step: int) -> Rendezvous | None:
         """Count a save that is due, before anything can fail, so that all processes count alike."""

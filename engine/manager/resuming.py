@@ -36,7 +36,7 @@ class Restored:
     Attributes:
         step: Its step.
         items: The restored item, or a dictionary of items if the manager has several.
-        skipped: Newer steps that are damaged, each with what is wrong.
+        skipped: Newer steps that are damaged or not used, also local ones of the hosts, each with the reason.
     """
 
     step: int
@@ -120,12 +120,15 @@ class StepRestorer:
         if found is None:
             return None
         step, values = found
+        local = {newer: why for newer, why in self.run.steps.hosts.unused.items() if newer > step}
+        passed = dict(sorted({**local, **{damaged: one.what for damaged, one in skipped}}.items(), reverse=True))
         if skipped:
-            _logger.warning("%s: going back to step %d, the newest whole checkpoint", self.run.steps.location, step)
+            headline = f"{self.run.steps.location}: going back to step {step}, the newest whole checkpoint. Newer ones:"
+            _logger.warning("%s", itemized(headline, [f"step {newer}: {why}" for newer, why in passed.items()]))
         for damaged, one in skipped:
             self.run.steps.mark_damaged(damaged, one.what, unreadable=one.unreadable)
-        self.resumes_from(step, skipped={damaged: one.what for damaged, one in skipped}, began=began)
-        return Restored(step, values, tuple((damaged, one.what) for damaged, one in skipped))
+        self.resumes_from(step, skipped=passed, began=began)
+        return Restored(step, values, tuple(passed.items()))
 
     def peek(self, items: Collection[str], step: int | None) -> tuple[int, Any] | None:
         """Return the step that a restore would take, and these items of it."""
@@ -159,7 +162,7 @@ class StepRestorer:
                 self._stands_in(step, damage.what, unreadable=damage.unreadable)
                 found, damage = read(step)
                 if damage is not None and self.local is not None:
-                    self.local.drop(step)
+                    self.local.drop(step, damage.what)
             if damage is None:
                 return (step, found), skipped
             if damage.deleted:  # the run that writes here deleted it, and has newer steps
@@ -245,7 +248,7 @@ class StepRestorer:
             damage.process,
             damage.what,
         )
-        self.local.drop(step)
+        self.local.drop(step, damage.what)
         return True
 
     def _fetch_missing(self, step: int) -> None:
