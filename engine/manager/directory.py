@@ -339,13 +339,9 @@ class RunDirectory:
         if (found := self._infos) is not None:  # Each step asks, and nearly always nothing has changed.
             return found
         with self._lock:
-            return self._ordered()
-
-    def _ordered(self) -> tuple[StepInfo, ...]:
-        if self._infos is None:
             infos = (known.info for known in self._index.values() if known.info is not None)
             self._infos = tuple(sorted(infos, key=attrgetter("step")))
-        return self._infos
+            return self._infos
 
     def known_record(self, step: int) -> CheckpointRecord | None:
         """Return the commit record of a step as it was last read; None if it is not there, or damaged."""
@@ -363,10 +359,9 @@ class RunDirectory:
 
     def left_behind(self) -> set[int]:
         """Return the steps that the run has left for an earlier one; they do not count as its newest."""
-        with self._lock:
-            records = {info.step: self._index[info.step].record for info in self._ordered()}
+        records = {step: record for step in self.steps() if (record := self.known_record(step)) is not None}
         left = left_behind(records.values())
-        return {step for step, record in records.items() if record is not None and was_left(step, record, left)}
+        return {step for step, record in records.items() if was_left(step, record, left)}
 
     def steps_after(self, step: int) -> list[int]:
         """Return the committed steps after one, in ascending order."""
@@ -556,8 +551,7 @@ class RunDirectory:
         if not self._writes or identity is None or not (self._keeps_tombstones or identity.local):
             return
         if self._keeps_tombstones:
-            known = self._index.get(step)
-            record = None if known is None else known.record
+            record = self.known_record(step)
             if later:
                 now = max([self._clock.now(), *(info.time for info in self.infos())])
                 tombstone = Tombstone(step, True, float(now))
@@ -740,11 +734,9 @@ class RunDirectory:
 
     def _given_up(self) -> dict[int, CheckpointRecord]:
         """Return the steps that no rule keeps, with the records by which that was decided."""
-        with self._lock:
-            infos, index = self._ordered(), self._index.copy()
-        kept = kept_steps(infos, self._rules) | {step for step, _ in self._protected()}
-        given_up = {info.step: index[info.step].record for info in infos if info.step not in kept}
-        return {step: record for step, record in given_up.items() if record is not None}
+        records = {step: self.known_record(step) for step in self.steps()}  # before the metrics: these may be newer
+        kept = kept_steps(self.infos(), self._rules) | {step for step, _ in self._protected()}
+        return {step: record for step, record in records.items() if step not in kept and record is not None}
 
     def _delete_given_up(self, doomed: Mapping[int, CheckpointRecord]) -> None:
         if doomed:
