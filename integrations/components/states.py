@@ -321,7 +321,7 @@ def prepare_state(
         ) from error
 
     def apply() -> OwnReport:
-        prepared.apply()
+        prepared()
         report = restoration.report()
         unused = report.pending + report.unused
         # Earlier versions left out what optimizers keep for parameters of some components.

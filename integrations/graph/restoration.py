@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 from ...engine.distributed import current_coordinator
@@ -233,19 +234,6 @@ class RestoreProgress:
             _logger.warning(f"{what}intended:\n%s", self.where, "\n".join(lines))
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedRestore:
-    """A restore whose values are read and compared with the program; nothing has changed yet."""
-
-    restoration: Restoration
-    values: list[tuple[Assignment, Any]]
-    known: list[Assignment]  # values that a later restore, or another path, has written
-
-    def apply(self) -> None:
-        """Change the objects."""
-        self.restoration.write(self)
-
-
 _waiting: weakref.WeakSet[Restoration] = weakref.WeakSet()
 
 
@@ -311,17 +299,18 @@ class Restoration:
     def advance(self) -> None:
         """Restore everything that can be reached from the root and was not restored yet."""
         with collection_paused():
-            self._prepared(self._matching.from_root(self.root)).apply()
+            self._write(*self._prepared(self._matching.from_root(self.root)))
 
-    def prepare(self, misfits: Misfits | None = None) -> PreparedRestore:
-        """Read everything that `advance` would restore; the report counts it as restored.
+    def prepare(self, misfits: Misfits | None = None) -> Callable[[], None]:
+        """Read everything that `advance` would restore; return a function that changes the objects.
 
+        The report counts the values as restored.
         With ``misfits``, only values that fit are restored, and the others are noted there.
         """
         with collection_paused():
-            prepared = self._prepared(self._matching.from_root(self.root), misfits)
-        self._note(*(one for one, _ in prepared.values), *prepared.known)
-        return prepared
+            values, known = self._prepared(self._matching.from_root(self.root), misfits)
+        self._note(*(one for one, _ in values), *known)
+        return partial(self._write, values, known)
 
     def restore_modes(self) -> list[str]:
         """Restore ``training``, which 0.1.0 did not save, and ``requires_grad``; return the changes by path."""
@@ -341,7 +330,7 @@ class Restoration:
         return changed
 
     def resume(self, holder: object, key: object = None) -> None:
-        self._prepared(self._matching.from_holder(holder, key)).apply()
+        self._write(*self._prepared(self._matching.from_holder(holder, key)))
 
     def awaited(self) -> list[Path]:
         """Return the paths of values that `advance` would restore now, and restore nothing."""
@@ -423,8 +412,10 @@ class Restoration:
 
     # ---- from values to slots
 
-    def _prepared(self, found: Iterable[Assignment], misfits: Misfits | None = None) -> PreparedRestore:
-        """Validate and read all values, before anything changes."""
+    def _prepared(
+        self, found: Iterable[Assignment], misfits: Misfits | None = None
+    ) -> tuple[list[tuple[Assignment, Any]], list[Assignment]]:
+        """Return all values, read and compared with the program, and the assignments that are done already."""
         try:
             due, known = self._sorted(found)
             values = self._reader.read_values(due, misfits)
@@ -434,21 +425,21 @@ class Restoration:
         except BaseException:
             self._matching.undo()
             raise
-        return PreparedRestore(self, values, known)
+        return values, known
 
     @collection_paused()
-    def write(self, prepared: PreparedRestore) -> None:
+    def _write(self, values: list[tuple[Assignment, Any]], known: list[Assignment]) -> None:
         """Change the objects."""
         try:
-            write_slots([(one.slot, value) for one, value in prepared.values])
+            write_slots([(one.slot, value) for one, value in values])
         except BaseException:
             self._matching.undo()
             raise
         _waiting.add(self)
-        done = [one for one, _ in prepared.values]
+        done = [one for one, _ in values]
         for one in done:
             note_writer(one.slot, self._number)
-        self._note(*done, *prepared.known)
+        self._note(*done, *known)
         self._wait()
 
     def _sorted(self, found: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:
