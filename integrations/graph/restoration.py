@@ -22,10 +22,10 @@ from .matching import Matching
 from .saved import Rename
 from .slots import (
     Assignment,
+    Keeper,
     MemberSlot,
     Path,
     StateSlot,
-    forget_kept,
     format_node_path,
     format_section,
     last_writer,
@@ -224,7 +224,6 @@ class RestoreProgress:
 
     def end(self) -> None:
         """Log the values that were never restored, once the checkpoint object is gone."""
-        _free_kept()
         left = [] if self.partial else self.unrestored()
         if left:
             what = (
@@ -232,14 +231,6 @@ class RestoreProgress:
             )
             lines = format_section("not restored", _formatted(left))
             _logger.warning(f"{what}intended:\n%s", self.where, "\n".join(lines))
-
-
-_waiting: weakref.WeakSet[Restoration] = weakref.WeakSet()
-
-
-def _free_kept() -> None:
-    if not any(True for _ in _waiting):
-        forget_kept()
 
 
 class Restoration:
@@ -277,6 +268,7 @@ class Restoration:
         self.retired = False  # whether a later restore has taken over all that it waits for
         self.reported: set[Path] = set()  # values whose objects a save has found
         self._holders: list[weakref.ref[Any]] = []
+        self._keepers: list[Keeper] = []
 
     @property
     def root(self) -> Node | Part:
@@ -435,10 +427,9 @@ class Restoration:
         except BaseException:
             self._matching.undo()
             raise
-        _waiting.add(self)
         done = [one for one, _ in values]
         for one in done:
-            note_writer(one.slot, self._number)
+            note_writer(one.slot, self._number, self._keepers)
         self._note(*done, *known)
         self._wait()
 
@@ -492,17 +483,13 @@ class Restoration:
                 if left and not self.retired and expect(target, self):
                     self._holders.append(weakref.ref(target))
         self._matching.waiting.clear()
-        if left and not self.retired:
-            _waiting.add(self)
-        else:
+        if not left or self.retired:
             self._stop_waiting()
 
     def _stop_waiting(self) -> None:
         for reference in self._holders:
             forget(reference(), self)
         self._holders.clear()
-        _waiting.discard(self)
-        _free_kept()
 
 
 def _formatted(paths: Iterable[Path]) -> tuple[str, ...]:
