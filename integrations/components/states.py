@@ -304,8 +304,7 @@ def prepare_state(
     """
     source = stored.checkpoint
     graph = own_graph(component)
-    own = {format_node_path(node.path) for node in graph.leaves()}
-    restoration = Restoration(stored, component, ignore=kept_paths(stored, keep), final=True)
+    restoration = Restoration(stored, component, ignore=kept_paths(stored, keep), final=True, ends=component.ends)
     restoration.progress.partial = True  # The report lists the values that are left over.
     misfits = Misfits()
     try:
@@ -327,13 +326,13 @@ def prepare_state(
         # Earlier versions left out what optimizers keep for parameters of some components.
         without = [number for number, node in enumerate(stored.graph.nodes) if node.groups and not any(node.groups)]
         lost = [format_node_path((*stored.graph.path(number), OPTIMIZER_SLOTS)) for number in without]
-        if unused and own and not lost and not fitting and not set(report.restored) & own:
+        if unused and report.missing and not (report.restored or lost or fitting):
             raise TreeMismatchError(
-                f"{source}: nothing in it matches {_called(component)}, and nothing was changed. "
-                f"It has {shortened(map(repr, unused))}; the component has {shortened(map(repr, sorted(own)))}"
+                f"{source}: nothing in it matches {_called(component)}, and nothing was changed. It has "
+                f"{shortened(map(repr, unused))}; the component has {shortened(map(repr, sorted(report.missing)))}"
             )
         kept = misfits.kept
-        missing = [path for path in report.missing if path in own and path not in kept]
+        missing = [path for path in report.missing if path not in kept]
         unused = tuple(path for path in unused if path not in kept)
         fresh = [node.value for node in graph.leaves() if format_node_path(node.path) in kept]
         changed = tuple(restoration.restore_modes()) if modes else ()

@@ -246,8 +246,10 @@ class Restoration:
         exclude: Patterns | None = None,
         ignore: Iterable[Path] = (),
         final: bool = False,
+        ends: Callable[[Any], bool] = lambda _: False,
     ) -> None:
         self._root = weakref.ref(root)
+        self._ends = ends  # where the values that the report lists end
         self._number = next(restore_numbers)
         graph = stored.graph.unwrapped()
         graph = graph.renamed(rename) if rename else graph
@@ -350,7 +352,7 @@ class Restoration:
 
     @collection_paused()
     def report(self) -> RestoreReport:
-        live = walk(self.root, strict=False)
+        live = walk(self.root, strict=False, ends=self._ends)
         restored, missing = self._divided(live)
         graph, unused = self._matching.graph, self._matching.unused
         left = self.progress.left()
