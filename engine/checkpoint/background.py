@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..distributed import missed_a_process
 from ..errors import SaveFailedError, StateError, describe_error
@@ -41,23 +42,36 @@ class BackgroundSave:
         """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, work: Callable[[threading.Event], object], *, what: str, step: int | None = None) -> None:
-        """Run work on a thread of its own; it gets an event that is set when the program begins to wait for it."""
+    def start(
+        self,
+        work: Callable[[threading.Event], Any],
+        *,
+        what: str,
+        step: int | None = None,
+        ended: Callable[[Any, SaveFailedError | None], object] | None = None,
+    ) -> None:
+        """Run work on a thread of its own; it gets an event that is set when the program begins to wait for it.
+
+        ``ended`` is called on that thread with the result of the work, or with its error.
+        """
 
         def run() -> None:
             # The loop continues first: a thread that works may keep the interpreter from it for milliseconds.
             started.acquire(timeout=_HEAD_START)
+            result = failure = None
             try:
-                work(awaited)
+                result = work(awaited)
             except BaseException as error:  # the caller's thread raises it later
-                if isinstance(error, SaveFailedError):
-                    self._error = error
-                else:
-                    self._error = SaveFailedError(f"{what} was not saved: {describe_error(error)}", step)
-                    self._error.__cause__ = error
+                failure = error if isinstance(error, SaveFailedError) else None
+                if failure is None:
+                    failure = SaveFailedError(f"{what} was not saved: {describe_error(error)}", step)
+                    failure.__cause__ = error
+                self._error = failure
                 _unraised.add(self)
             finally:
                 _running.discard(self)
+            if ended is not None:
+                ended(result, failure)
 
         awaited = threading.Event()
         started = threading.Lock()  # own: a process that the loop forks now needs no lock that the thread holds
@@ -75,6 +89,10 @@ class BackgroundSave:
                     _running.discard(self)
                 raise
         started.release()
+
+    def hurry(self) -> None:
+        """Let the save that is under way know that the program waits for it."""
+        self._awaited.set()
 
     def join(self) -> None:
         """Wait until no save is under way; an error of it is kept."""
