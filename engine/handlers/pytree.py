@@ -218,6 +218,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         entries: Mapping[str, Any] | None = None,
         source: TreeSource | None = None,
         shared: SharedReads | None = None,
+        cast: bool = False,
+        subset: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Read a tree.
@@ -248,6 +250,9 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 without a template.
             source: The tree of another library, instead of the one in the folder.
             shared: The reads of all processes of the program, from a manager: what several of them need is read once.
+            cast: Whether leaves of another dtype of the same kind are cast to that of the template, as for
+                :func:`~holdfast.load`.
+            subset: Whether leaves that the template lacks are left out, as for :func:`~holdfast.load`.
             **kwargs: Must be empty.
 
         Returns:
@@ -299,7 +304,16 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             if template is not None and entries is not None:
                 tree = load_entries(reader, template, requests=requests, began=began, shared=shared)
             else:
-                tree = load_tree(reader, like=template, select=select, requests=requests, began=began, shared=shared)
+                tree = load_tree(
+                    reader,
+                    like=template,
+                    select=select,
+                    requests=requests,
+                    began=began,
+                    shared=shared,
+                    cast=cast,
+                    subset=subset,
+                )
         return restore_external(tree, directory, files, kept, self._registry, args) if kept else tree
 
     def structure(

@@ -360,11 +360,6 @@ class CheckpointManagerOptions(CheckpointOptions):
         items = tuple(map(KeepItem, self.item_intervals))
         return (*items, KeepWithoutMetrics()) if self.keep_checkpoints_without_metrics else items
 
-    def _stored_interval(self) -> float | None:
-        """Return the seconds of ``keep_time_interval`` for readers of the directory."""
-        interval = self.keep_time_interval
-        return None if interval is None else seconds(interval, name="keep_time_interval")
-
 
 def mirror_of(options: CheckpointOptions) -> Mirror | None:
     """Return the options of the mirror, or None."""
@@ -415,12 +410,12 @@ def retention_rules(options: CheckpointOptions) -> tuple[Rule, ...]:
 
 def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
     """Return the retention rules as JSON, for readers of the directory."""
-    function = options.best_fn
+    function, interval = options.best_fn, options.keep_time_interval
     return {
         "max_to_keep": options.max_to_keep,
         "keep_latest": options.keep_latest,
         "keep_period": options.keep_period,
-        "keep_time_interval": options._stored_interval(),
+        "keep_time_interval": None if interval is None else seconds(interval, name="keep_time_interval"),
         "keep_steps": sorted(map(int, options.keep_steps)),
         "best_fn": function if isinstance(function, str) else None,
         "best_function": metric_name(function) if callable(function) else None,  # only the program has the function

@@ -99,6 +99,7 @@ from .template import LeafRequest as LeafRequest
 from .template import LeafTemplate as LeafTemplate
 from .template import LeafType as LeafType
 from .template import as_saved as as_saved
+from .template import castable as castable
 from .template import compare as compare
 from .template import compare_metadata as compare_metadata
 from .template import describe_template as describe_template

@@ -12,8 +12,10 @@ from . import reports as reports
 from . import storage as storage
 from . import type_handlers as type_handlers
 from .engine.api import load as load
+from .engine.api import load_async as load_async
 from .engine.api import load_transformed as load_transformed
 from .engine.api import save as save
+from .engine.api import save_async as save_async
 from .engine.arrays import Layout as Layout
 from .engine.checkpoint import AsyncCheckpointer as AsyncCheckpointer
 from .engine.checkpoint import Checkpointer as Checkpointer

@@ -36,6 +36,9 @@ from .engine.sources import (
 from .integrations.formats.convert import (
     Conversion,
 )
+from .integrations.loop import (
+    Proof,
+)
 
 __all__ = [
     "ArrayHandle",
@@ -51,6 +54,7 @@ __all__ = [
     "OpenCheckpoint",
     "Problem",
     "Progress",
+    "Proof",
     "Restored",
     "SaveReport",
     "VerifyReport",

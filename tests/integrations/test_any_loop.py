@@ -643,7 +643,7 @@ def test_what_an_optimizer_counts_in_its_groups_is_no_hyperparameter(
 ) -> None:
     def steps(directory: Path, rate: float, stop: int) -> Any:
         net = Net(0)
-        state = {"net": net, "optimizer": ScheduleFree(net.parameters(), rate)}
+        state: dict[str, Any] = {"net": net, "optimizer": ScheduleFree(net.parameters(), rate)}
         with hf.CheckpointCallback(directory, hyperparameters=chosen) as checkpoint:
             _, start = checkpoint.restore_or_initialize(state)
             for step in range(start, stop):

@@ -20,7 +20,7 @@ from tests.events import heard
 
 import holdfast as hf
 from holdfast.cli.main import main
-from holdfast.engine.checkpoint.commit import PendingCheckpoint
+from holdfast.engine.checkpoint import pending_checkpoint
 from holdfast.engine.format import decode_document, encode_document
 from holdfast.engine.format.record import VERSION
 
@@ -167,7 +167,8 @@ def test_force(tmp_path: Path, checkpointer: hf.Checkpointer | None, caplog: pyt
         assert not manager.save(7, tree(8))
         assert not manager.save(7, tree(8)), "it says so once"
         assert [record.getMessage() for record in caplog.records if record.levelno > logging.INFO] == [
-            "save(7) returned False, and what it was given is not saved: step 7 is saved already. force=True replaces it"
+            "save(7) returned False, and what it was given is not saved: step 7 is saved already. "
+            "force=True replaces it"
         ]
         assert manager.save(7, tree(9), force=True)
         manager.wait_until_finished()
@@ -503,7 +504,7 @@ def test_empty_folders_of_steps_are_swept(tmp_path: Path) -> None:
 
 def test_a_save_that_is_alive_is_not_swept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A program saves into the directory of a run without its manager."""
-    pending = PendingCheckpoint(hf.storage.as_location(tmp_path / "5"), ["state"], overwrite=False)
+    pending = pending_checkpoint(hf.storage.as_location(tmp_path / "5"), ["state"], overwrite=False)
     pending.begin()
     with hf.CheckpointManager(tmp_path) as manager:
         manager.acquire()
