@@ -372,6 +372,10 @@ class Position:
         if saved["point"] == "validation":
             restart_in_validation(self._fit)
             self._skip_batch = True
+        hook: Any = type(self._trainer.lightning_module).on_train_epoch_start
+        if saved["point"] != "epoch" and not hook.__module__.startswith(("lightning.", "pytorch_lightning.")):
+            text = "the run continues within epoch %d: %s is called again when the next epoch begins"
+            announce(text, self._trainer.current_epoch, hook.__qualname__, shown=self._trainer.is_global_zero)
         self._restore_random(saved["random"])
         self._restored()
 
