@@ -22,6 +22,7 @@ from .intervals import LearnedInterval
 from .mirror import RunMirror
 from .options import CheckpointManagerOptions, mirror_of
 from .ownership import RunIdentity
+from .policies import Every
 
 if TYPE_CHECKING:
     from .local_tier import LocalTier
@@ -155,6 +156,10 @@ class RunAccess:
                 "save_interval_steps": options.save_interval_steps,
                 "save_interval_secs": str(options.save_interval_secs),
                 "save_on_best": options.save_on_best,
+                "save": [
+                    str(policy) if isinstance(policy, Every) else type(policy).__qualname__
+                    for policy in options.policies()[0]
+                ],
                 "item_intervals": dict(options.item_intervals),
                 "load_and_broadcast": options.load_and_broadcast,
                 "step_prefix": options.step_prefix,

@@ -16,12 +16,13 @@ from ..format import CheckpointRecord, ItemRecord
 from ..steps import LEFT_BEHIND
 from ..storage import Location
 from .access import RunAccess
-from .decisions import Decision, EverySteps, Rollback, SaveDecisions
+from .decisions import Decision, Rollback, SaveDecisions
 from .directory import check_json
 from .events import described, few
 from .items import ItemSet
 from .metrics import MetricWatch, named, plain_containers, plain_metrics
 from .ownership import NO_LOCAL_STEPS
+from .policies import passes
 from .retention import StepInfo, newest_with
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Saves:
         """Return whether a save at a step has an item."""
         interval = self._options.item_intervals.get(item)
         previous = newest_with(item, self._run.infos(), step)
-        return interval is None or previous is None or EverySteps(interval).due(step, previous)
+        return interval is None or previous is None or passes(interval, step, previous)
 
     def _items_left_out(self, step: int) -> list[str]:
         """Return the items that a save at a step leaves out; process 0 knows."""

@@ -14,7 +14,7 @@ from ...engine.clock import Clock, SystemClock
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import CheckpointExistsError, OptionError, SaveFailedError
 from ...engine.manager import CheckpointManager as StepManager
-from ...engine.manager import CheckpointManagerOptions, Mirror, Peek, Rule, StepInfo, infos_of
+from ...engine.manager import CheckpointManagerOptions, KeepPolicy, Mirror, Peek, StepInfo, infos_of
 from ...engine.peer_names import refuse_unknown
 from ...engine.steps import LEFT_BEHIND, list_steps, series_and_step, stored_metadata
 from ...engine.storage import Place, as_location
@@ -315,7 +315,7 @@ class _Options(CheckpointManagerOptions):
     preserve_secs: float | None = None  # the interval in seconds; None preserves nothing
     preserve_since: float = 0.0  # the beginning of the first interval, in seconds since 1970-01-01 UTC
 
-    def _further_rules(self) -> tuple[Rule, ...]:
+    def _further_rules(self) -> tuple[KeepPolicy, ...]:
         rules = super()._further_rules()
         if self.preserve_secs is None or self.max_to_keep is None:
             return rules
@@ -326,7 +326,7 @@ class _Options(CheckpointManagerOptions):
 
 
 @dataclass(frozen=True)
-class _KeepPreserved(Rule):
+class _KeepPreserved(KeepPolicy):
     """Keeps each step for good that was committed at least an interval after the last one so kept.
 
     Only steps that are no longer among the newest are considered, the oldest first; deleted steps do not count.
@@ -336,7 +336,7 @@ class _KeepPreserved(Rule):
     since: float
     newest: int  # how many of the newest steps are not considered yet
 
-    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+    def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         kept: dict[int, str] = {}
         last = self.since
         for info in sorted(steps, key=lambda info: info.step)[: -self.newest]:

@@ -24,7 +24,9 @@ from .engine.manager import (
     Decision,
     LocalStatus,
     MirrorStatus,
+    Moment,
     Restored,
+    StepInfo,
 )
 from .engine.pytree import (
     LeafMetadata,
@@ -48,10 +50,12 @@ __all__ = [
     "LeafSummary",
     "LocalStatus",
     "MirrorStatus",
+    "Moment",
     "OpenCheckpoint",
     "Problem",
     "Progress",
     "Restored",
     "SaveReport",
+    "StepInfo",
     "VerifyReport",
 ]
