@@ -20,7 +20,7 @@ _PEER_NAMES: Mapping[str, str] = {
     "save_top_k": "here it is max_to_keep, where None keeps all",
     "monitor": "here it is best_fn",
     "mode": "here it is best_mode",
-    "dirpath": "the directory is the first argument of callbacks and managers",
+    "dirpath": "the directory is the first argument of callbacks and managers, and directory: in a configuration",
     "directory": "the directory is the first argument of callbacks and managers",
     "filename": "a step is a directory named by its number; its metrics are stored inside",
     "save_last": "leave it out: the newest checkpoint is always kept",
@@ -77,8 +77,8 @@ _PEER_OBJECTS: Mapping[str, str] = {
     "StandardCheckpointer": "here it is hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()), or hf.save and hf.load",
     "StandardCheckpointHandler": "here it is hf.PyTreeCheckpointHandler",
     "CompositeCheckpointHandler": "hf.CheckpointManager takes a dictionary of items",
-    "save_pytree": "here it is hf.save",
-    "load_pytree": "here it is hf.load",
+    "save_pytree": "here it is hf.save, or save of a manager",
+    "load_pytree": "here it is hf.load, or restore of a manager",
     "save_checkpointables": "here it is manager.save with a dictionary of items",
     "load_checkpointables": "here it is manager.restore",
     "StandardSave": "managers take the tree itself",
@@ -102,6 +102,10 @@ _PEER_OBJECTS: Mapping[str, str] = {
     # Attributes of the checkpointers of Orbax v1:
     "latest": "here it is latest_step(), the number of the newest step",
     "checkpoints": "here it is all_steps()",
+    "load": "here it is restore",
+    "save_async": "here it is save, which saves in the background",
+    "wait": "here it is wait_until_finished()",
+    "root_metadata": "here it is metadata()",
     "reached_preemption": "hf.CheckpointCallback saves after SIGTERM, and on_step(...).should_stop tells",
 }
 

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..distributed import missed_a_process
@@ -140,6 +140,13 @@ _unraised: set[BackgroundSave] = set()  # saves with an error; a program may dro
 
 _running: set[BackgroundSave] = set()
 
+_last_words: list[Callable[[], None]] = []
+
+
+def at_exit(speak: Callable[[], None]) -> None:
+    """Call a function as the interpreter exits, when all saves have ended or are given up."""
+    _last_words.append(speak)
+
 
 def _wait_at_exit() -> None:
     """Run when the main thread has ended: the interpreter itself would wait for ever for a save that hangs."""
@@ -150,13 +157,15 @@ def _wait_at_exit() -> None:
         except SaveFailedError as error:
             hanging.append(error)
     if hanging:
+        _report_at_exit(hanging)
+
+
+def _report_at_exit(hanging: Sequence[SaveFailedError] = ()) -> None:
+    """Run when the interpreter exits, after all saves have ended or are given up."""
+    for speak in _last_words:
+        speak()
+    if hanging or _unraised:
         _end(hanging)
-
-
-def _report_at_exit() -> None:
-    """Run when the interpreter exits, after all saves have ended."""
-    if _unraised:
-        _end([])
 
 
 def _is_on_stderr() -> bool:
@@ -167,7 +176,7 @@ def _is_on_stderr() -> bool:
     return any(getattr(handler, "stream", None) is sys.stderr for handler in handlers)
 
 
-def _end(errors: list[SaveFailedError]) -> None:
+def _end(errors: Sequence[SaveFailedError]) -> None:
     """Report the saves that were lost, and end the process with a non-zero status."""
     for error in [*errors, *(error for save in list(_unraised) if (error := save.take_error()) is not None)]:
         _logger.critical("%s", error)

@@ -23,7 +23,7 @@ from .metrics import Metric, Mode, better, format_metric, metric_name, metric_va
 
 if TYPE_CHECKING:
     from ..distributed import ProcessGroup
-    from .directory import RunDirectory
+    from ..storage import Location
     from .retention import StepInfo
 
 _logger = logging.getLogger("holdfast")
@@ -351,35 +351,32 @@ class SaveDecisions:
         return [decision.save, decision.reason, self._schedule.next_step(step, now, since), failed]
 
 
-class Rollback:
+class AbandonedSteps:
     """The later steps of a run that has resumed from an earlier one, until it has replaced or passed them.
 
     Only the memory of this run holds them: another run cannot tell which steps belong together, hence the warning.
     """
 
-    def __init__(self, run: RunDirectory, *, warns: bool) -> None:
-        self._run = run
+    def __init__(self, directory: Location, *, warns: bool) -> None:
+        self._directory = directory
         self._warns = warns
         self._origin: int | None = None  # the earlier step that the run resumed from, until the warning is given
         self._left: frozenset[int] = frozenset()
         self._began = False  # whether the run has restored or saved a step
         self.resumed_from: int | None = None  # the step of the last restore, if nothing was saved since
 
-    def restored(self, step: int) -> list[int]:
-        """Note that a step was restored, from which the run may resume; return the later steps."""
-        later = self._run.steps_after(step)
+    def restored(self, step: int, later: Sequence[int]) -> None:
+        """Note that the run may resume from a restored step, which has later ones."""
         self.resumed_from = step
         self._origin, self._left, self._began = step, frozenset(later), True
-        return later
 
     def replaces(self, step: int) -> bool:
         """Whether an existing step belongs to the branch that was left, and is to be saved again."""
         return step in self._left
 
-    def saving(self, step: int, *, leaves: bool = False) -> None:
+    def saving(self, step: int, later: Sequence[int], *, leaves: bool = False) -> None:
         """Note that a step is about to be saved; warn, once, if there are later ones, unless it leaves them behind."""
         self.resumed_from = None
-        later = self._run.steps_after(step)
         if leaves:
             self._left &= {step}
         elif not self._began and later:
@@ -412,7 +409,7 @@ class Rollback:
             _logger.warning(
                 "%s: %s. Until then they count as the newest, for retention and for the next resume. Delete them with "
                 "delete_after(%s) before the run continues, or use another directory to keep both",
-                self._run.location,
+                self._directory,
                 what,
                 origin,
             )

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..checkpoint import BackgroundSave, ItemToSave, Save, leave_save
 from ..clock import Clock, seconds
@@ -24,13 +24,12 @@ from ..format import RECORD, CheckpointRecord
 from ..storage import Buffer, Location, parallel_map
 from .directory import RunDirectory
 from .events import RunEvents, described
+from .items import PendingSave
 from .local_steps import COPIES, OWN, LocalHosts, WholeStep, files_in, is_on_line, sequence_of
 from .options import CheckpointManagerOptions, Local, LocalStatus
 from .ownership import LocalBranch
+from .places import StepPlace
 from .policies import passes
-
-if TYPE_CHECKING:
-    from .saving import PendingSave
 
 _logger = logging.getLogger("holdfast")
 
@@ -51,7 +50,7 @@ class LocalHistory(NamedTuple):
     branches: tuple[LocalBranch, ...]
 
 
-class LocalTier:
+class LocalTier(StepPlace):
     """The local steps of one run, as one of its processes sees them; all processes call the same methods.
 
     The thread of the program decides the history: it changes at a restore before the first step, and where the step of
@@ -102,6 +101,15 @@ class LocalTier:
     def bytes_from_peers(self) -> int:
         """Bytes that this process has read from other hosts."""
         return sum(peer.bytes_read for peer in self._hosts.peers.values())
+
+    def steps(self) -> frozenset[int]:
+        return self._run.hosts.further
+
+    def may_have(self, step: int) -> bool:
+        return step in self._run.hosts.further and step not in self._run
+
+    def fetch(self, step: int, overwrite: bool) -> bool:
+        return step in self._run.hosts.further and self.take(step)
 
     # ---- saving
 

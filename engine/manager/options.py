@@ -409,11 +409,6 @@ class CheckpointManagerOptions(ProgramPolicies):
         items = tuple(map(KeepItem, self.item_intervals))
         return (*items, KeepWithoutMetrics()) if self.keep_checkpoints_without_metrics else items
 
-    def _stored_interval(self) -> float | None:
-        """Return the seconds of ``keep_time_interval`` for readers of the directory."""
-        interval = self.keep_time_interval
-        return None if interval is None else seconds(interval, name="keep_time_interval")
-
 
 def mirror_of(options: CheckpointOptions) -> Mirror | None:
     """Return the options of the mirror, or None."""
@@ -468,13 +463,14 @@ def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
     """Return the retention rules as JSON, for readers of the directory."""
     function, policies = options.best_fn, options.policies()[1]
     own = [type(policy).__qualname__ for policy in policies if not isinstance(policy, Every)]
+    interval = options.keep_time_interval
     return {
         "keep": [asdict(policy) for policy in policies if isinstance(policy, Every)],
         "keep_function": ", ".join(own) or None,  # only the program has these policies
         "max_to_keep": options.max_to_keep,
         "keep_latest": options.keep_latest,
         "keep_period": options.keep_period,
-        "keep_time_interval": options._stored_interval(),
+        "keep_time_interval": None if interval is None else seconds(interval, name="keep_time_interval"),
         "keep_steps": sorted(map(int, options.keep_steps)),
         "best_fn": function if isinstance(function, str) else None,
         "best_function": metric_name(function) if callable(function) else None,  # only the program has the function

@@ -11,7 +11,7 @@ from typing import Any
 from ...engine.errors import OptionError, TreeMismatchError, shortened
 from ...engine.pytree import PathFilter, Patterns, flatten
 from ...engine.sources import Misfits
-from ..graph import Path, StoredGraph, format_section
+from ..graph import Path, RestoreReport, StoredGraph
 from .live import LiveComponent, paths_of, refreshed
 from .names import find, format_component_path
 from .reading import SavedComponent, all_components
@@ -33,51 +33,6 @@ _KEPT = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComponentReport:
-    """The restored components and values, and the others. Components are named by their paths, the root by ``(root)``.
-
-    Attributes:
-        checkpoint: Where the states come from.
-        restored: Components of the program that were restored.
-        missing: Components of the program that the checkpoint does not have; they stay as they are.
-        unused: Components of the checkpoint that the program does not have.
-        missing_values: Values of restored components that the checkpoint does not have: ``learner/p0: net/bias``.
-        unused_values: Values of the checkpoint that a restored component has no place for, or that are not data.
-        separate: Pairs of components that are one object in the checkpoint, and two in the program. Both were restored,
-            but will differ as soon as training continues.
-    """
-
-    checkpoint: str
-    restored: tuple[str, ...]
-    missing: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    missing_values: tuple[str, ...] = ()
-    unused_values: tuple[str, ...] = ()
-    separate: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def complete(self) -> bool:
-        """Whether program and checkpoint match exactly."""
-        return not self.problems()
-
-    def problems(self) -> list[str]:
-        """Return a line for each kind of mismatch."""
-        return [
-            *format_section("components that the checkpoint does not have", self.missing),
-            *format_section("components that the program does not have", self.unused),
-            *format_section("values that the checkpoint does not have", self.missing_values),
-            *format_section("values that the program does not have", self.unused_values),
-            *format_section(
-                "components that are one object in the checkpoint and two in the program",
-                [f"{one} and {other}" for one, other in self.separate],
-            ),
-        ]
-
-    def __str__(self) -> str:
-        return "\n".join([f"{self.checkpoint}: {len(self.restored)} components restored", *self.problems()])
-
-
 def restore_saved(
     target: LiveComponent,
     saved: SavedComponent,
@@ -87,7 +42,7 @@ def restore_saved(
     fresh: bool = False,
     misfits: Misfits | None = None,
     modes: bool = False,
-) -> ComponentReport:
+) -> RestoreReport:
     """Restore a live component, just made if it is ``fresh``, from one that has been opened.
 
     With ``misfits``, values that do not fit stay as they are, and it gets a line for each of them. With ``modes``,
@@ -99,9 +54,8 @@ def restore_saved(
         _logger.info("as at the save, where the program began otherwise: %s", shortened(changed))
     if misfits is not None:
         misfits.kept |= restore.different()
-        misfits.missing((*report.missing, *report.missing_values))
-        misfits.surplus((*report.unused, *report.unused_values))
-        report = dataclasses.replace(report, missing=(), unused=(), missing_values=(), unused_values=())
+        report._note(misfits)
+        report = RestoreReport(checkpoint=report.checkpoint, restored=report.restored, separate=report.separate)
     for line in report.problems():
         _logger.warning("%s: %s", saved.location, line.strip())
     return report
@@ -193,7 +147,7 @@ class _Restore:
                 path = (*self.target.path, *saved.path[len(self.saved.path) :])
                 yield from ((*path, *name.split(".")) for name in flatten(saved.state(packed=True)).names)
 
-    def run(self) -> ComponentReport:
+    def run(self) -> RestoreReport:
         """Restore every component, and then those that exist only since another was restored."""
         try:
             live = paths_of(self.target.root)
@@ -267,10 +221,10 @@ class _Restore:
             different = {**one.different, **{line: line for line in forget_moments(live[path], fresh)}}
             self._done[path] = dataclasses.replace(one, different=different)
 
-    def _report(self) -> ComponentReport:
+    def _report(self) -> RestoreReport:
         used = {origin.path for origin in self._origins.values()}
         _, *below = all_components(self.saved)
-        return ComponentReport(
+        return RestoreReport(
             checkpoint=str(self.saved.location),
             restored=tuple(map(format_component_path, self._done)),
             missing=tuple(self._missing()),

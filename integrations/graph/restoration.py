@@ -45,16 +45,24 @@ _NO_STREAM = "keeps its fresh state: the checkpoint has none of this process"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """The progress of a restore when the report was made. Paths are formatted as ``net/l1/weight``.
+    """The progress of a restore when the report was made.
+
+    A restore of a graph lists values by their paths, such as ``net/l1/weight``. A restore of a tree of components lists
+    components by theirs, the root as ``(root)``, and values of restored components as ``learner/p0: net/bias``.
 
     Attributes:
         checkpoint: Where the values come from; ``""`` where no checkpoint was given.
-        restored: Values in the program that were restored.
-        missing: Values in the program for which the checkpoint has none.
+        restored: Values or components in the program that were restored.
+        missing: Values or components in the program for which the checkpoint has none; they stay as they are.
+        missing_values: Values of restored components that the checkpoint does not have.
         pending: Values of the checkpoint that wait for an object.
-        unused: Values of the checkpoint in whose place the program has something that has no such value.
+        unused: Values of the checkpoint in whose place the program has something that has no such value; or components
+            of the checkpoint that the program does not have.
+        unused_values: Values of the checkpoint that a restored component has no place for, or that are not data.
         conflicts: Objects of the checkpoint that are two different objects in the program: the path in the checkpoint,
             and both paths in the program.
+        separate: Pairs of components that are one object in the checkpoint, and two in the program. Both were restored,
+            but will differ as soon as training continues.
         skipped: Objects in the program that are neither saved nor restored, each with the reason.
         nontrivial: Whether anything but the root was found in the checkpoint.
     """
@@ -62,32 +70,42 @@ class RestoreReport:
     checkpoint: str = ""
     restored: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    missing_values: tuple[str, ...] = ()
     pending: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    unused_values: tuple[str, ...] = ()
     conflicts: tuple[tuple[str, str, str], ...] = ()
+    separate: tuple[tuple[str, str], ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     nontrivial: bool = False
 
     @property
     def complete(self) -> bool:
         """Whether program and checkpoint match exactly."""
-        return not (self.missing or self.pending or self.unused or self.conflicts)
+        return not self.problems()
+
+    def problems(self) -> list[str]:
+        """Return a line for each kind of mismatch."""
+        twice = [f"{saved}: {one} and {other}" for saved, one, other in self.conflicts]
+        return [
+            *format_section("in the program, not in the checkpoint", (*self.missing, *self.missing_values)),
+            *format_section("in the checkpoint, not in the program", self.pending),
+            *format_section("in the checkpoint, without a place in the program", (*self.unused, *self.unused_values)),
+            *format_section(
+                "one object in the checkpoint, two in the program",
+                [*twice, *(f"{one} and {other}" for one, other in self.separate)],
+            ),
+        ]
 
     def _note(self, misfits: Misfits) -> None:
         """Add the differences to ``misfits``."""
-        misfits.missing(self.missing)
-        misfits.surplus((*self.pending, *self.unused))
+        misfits.missing((*self.missing, *self.missing_values))
+        misfits.surplus((*self.pending, *self.unused, *self.unused_values))
         for path, one, other in self.conflicts:
             misfits.kept.setdefault(path, f"{path}: one object in the checkpoint, but {one} and {other} are two")
 
     def __str__(self) -> str:
-        parts = [f"{self.checkpoint or 'no checkpoint'}: {len(self.restored)} values restored"]
-        parts += format_section("in the program, not in the checkpoint", self.missing)
-        parts += format_section("in the checkpoint, not in the program", self.pending)
-        parts += format_section("in the checkpoint; in the program something else is in its place", self.unused)
-        conflicts = [f"{saved}: {one} and {other}" for saved, one, other in self.conflicts]
-        parts += format_section("one object in the checkpoint, two in the program", conflicts)
-        return "\n".join(parts)
+        return "\n".join([f"{self.checkpoint or 'no checkpoint'}: {len(self.restored)} restored", *self.problems()])
 
 
 class RestoreStatus:

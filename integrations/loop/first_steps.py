@@ -19,7 +19,7 @@ from ...engine.errors import StateError, shortened
 from ...engine.generators import is_generator
 from ...engine.loaders import LoaderPosition, drawing_sampler
 from ...engine.pytree import Sampler, Samples, Ways, flatten, is_plain, is_torch_tensor, loaded, unwrapped_name
-from ...engine.witness import is_time
+from ...engine.witness import Seen, is_time
 from .extras import GLOBAL_GENERATORS, changes_in_place
 from .objects import is_versioned, live_objects
 from .states import STATE, located
@@ -57,6 +57,19 @@ _FORGOTTEN = (
 _UNUSED = (
     "the state at step %d is still that of step %d, and %d parameters outside of it are trained: make the model and "
     "its optimizer before restore_or_initialize, and train what it returns"
+)
+_ONLY_DICTS = (
+    "The state has state dicts, which only load_state_dict puts back: call it with what restore_or_initialize has "
+    'returned, or pass the objects to both: {"model": model, "optimizer": optimizer}'
+)
+_NO_SCHEDULER = (
+    "The %s of the optimizer is not saved: pass it to restore_or_initialize and on_step as an extra, as in "
+    "scheduler=scheduler"
+)
+_OTHERWISE = (
+    "Either the loop changes the state after on_step: call it last, after scheduler.step() and averages of weights. Or "
+    "the steps depend on something that was not handed over: pass it to restore_or_initialize and on_step as an extra, "
+    "as in scheduler=scheduler, or make it part of the state"
 )
 
 
@@ -158,6 +171,19 @@ class FirstSteps:
             if draws and before.get(id(one), 0) < taken < len(one) and not getattr(one, _PERSISTENT, False):
                 logger.warning(_NO_PLACE, step, taken, len(one))
                 return
+
+
+def cause_in_state(seen: Seen | None) -> str:
+    """Return why a state that was restored as it was saved differs some steps later, by what the program shows."""
+    torch: Any = loaded("torch")
+    if seen is None or STATE not in seen.root or torch is None:  # A trainer saves all schedulers.
+        return _OTHERWISE
+    if any(located(seen.root, _mark)):
+        return _ONLY_DICTS
+    shown = {id(one) for _, one in live_objects({**seen.root, **seen.objects})}
+    schedulers = _live(torch.optim.lr_scheduler.LRScheduler)
+    left = [one for one in schedulers if id(one) not in shown and id(one.optimizer) in shown]
+    return _NO_SCHEDULER % type(left[0]).__qualname__ if left else _OTHERWISE
 
 
 def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], root: Any) -> None:

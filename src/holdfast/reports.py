@@ -38,6 +38,9 @@ from .engine.sources import (
 from .integrations.formats.convert import (
     Conversion,
 )
+from .integrations.loop import (
+    Proof,
+)
 
 __all__ = [
     "ArrayHandle",
@@ -54,6 +57,7 @@ __all__ = [
     "OpenCheckpoint",
     "Problem",
     "Progress",
+    "Proof",
     "Restored",
     "SaveReport",
     "StepInfo",

@@ -23,9 +23,10 @@ import holdfast as hf
 from holdfast.engine.distributed import Coordinator
 from holdfast.engine.manager import DAY, Experience, LearnedInterval
 from holdfast.engine.manager.decisions import StepPace, SyncSchedule
-from holdfast.engine.manager.events import read_run_events
+from holdfast.engine.manager.events import RunEvents, read_run_events
 from holdfast.engine.manager.options import save_triggers
 from holdfast.engine.manager.policies import Every
+from holdfast.engine.observer import process_observer
 from holdfast.engine.storage import as_location
 
 HOUR = 3600.0
@@ -208,7 +209,7 @@ def test_any_value_of_any_event(name: str, value: Any) -> None:
     facts = dict.fromkeys(["step", "blocked_seconds", "total_seconds", "slowed_seconds", "how"], value)
     learned.learn([{"event": name, "time": value}, {"event": name, "time": 5, "run": value, **facts}, {"event": value}])
     assert 60 <= learned.interval_secs <= HOUR
-    learned.news()
+    learned.report(RunEvents(as_location("nowhere"), FakeClock(), 1, process_observer()), "nowhere")
 
 
 @pytest.mark.parametrize("ran", [0.0, 60.0, HOUR, DAY, 30 * DAY])
