@@ -183,6 +183,7 @@ def makes_devices() -> bool:
     return False
 
 
+IS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 NOBODY = 65534
 OTHERS = (of_another_user, directory_of_another_user)
 CONTENT = (flipped, cut, empty, away)
@@ -332,7 +333,7 @@ class Case(NamedTuple):
     def expected(self) -> str:
         """The only outcome that is allowed."""
         is_strange = self.damage in STRANGE
-        if self.damage in OTHERS:
+        if self.damage in OTHERS and self.place not in HOSTS:
             return self.expected_of_others
         if self.place == "the run of a host":
             return REFUSED if self.damage is directory else OLDER
@@ -419,7 +420,7 @@ def outcome(case: Case, originals: dict[str, Path], told: Callable[[], str]) -> 
 CASES = [
     Case(place, file, damage, action)
     for place, (file, damages) in itertools.product(("run", "mirror"), FILES.items())
-    for damage in (*damages, *(OTHERS if not hasattr(os, "geteuid") or os.geteuid() == 0 else ()))
+    for damage in (*damages, *(OTHERS if IS_ROOT else ()))
     for action in ACTIONS
     if action != "save_locally" and (damage not in OTHERS or action != "fetch" or place == "mirror")
     if place == "run" or action in ("resume", "save", "mirror", "fetch")  # the other actions do not read the mirror
@@ -432,9 +433,10 @@ CASES = [
         ("the run of a host", "options.json", (*CONTENT, *STRANGE)),
         *((place, file, damages) for place, (file, damages) in itertools.product(HOSTS, LOCAL_FILES.items())),
     ]
-    for damage in damages
+    for damage in (*damages, *(OTHERS if place in ("host", "one of two hosts") and IS_ROOT else ()))
     for action in ("resume", "save_locally")
-    if action == "resume" or file  # without this folder, local saves fail, which does not end training
+    # Without the folder of all steps, local saves fail, which does not end training.
+    if action == "resume" or (file and damage not in OTHERS)
 ]
 
 
