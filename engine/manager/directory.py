@@ -226,6 +226,7 @@ class RunDirectory:
         self._writes = writes
         self._warned = False  # whether the warning was given that no checkpoint has the metric of best_fn
         self._held: set[int] = set()  # steps that are being copied elsewhere
+        self._unswept: set[Location] = set()  # folders with files of another user
         self._partial: set[int] = set()  # steps with an interrupted copy that the next attempt may complete
         self._changing = Lock()  # serializes changes of records and deletions of steps
         self._late = LateMetrics(location)
@@ -608,6 +609,8 @@ class RunDirectory:
                 found = lock.take_over()
             except (StorageConflictError, StoragePermissionError) as error:  # perhaps a save without a manager is alive
                 _logger.warning("%s: not swept: %s", location, error)
+                if isinstance(error, StoragePermissionError):
+                    self._unswept.add(location)
                 return
             if not sweep(location, lock=lock if found else None) and location.is_local:
                 # An earlier run may have made the folder and been killed before it locked it. Both times are those of
@@ -620,7 +623,7 @@ class RunDirectory:
                 raise
             moved = ""
             # No save that is alive has a marker that is no regular file, and a marker that was taken over is of none.
-            if location.is_local and (is_strange(error) or isinstance(error, StoragePermissionError)):
+            if location.is_local and is_strange(error):
                 with contextlib.suppress(StorageError):
                     moved = "" if has_record(location) else f", but moved to {self._set_aside(location)}"
             _logger.warning("%s: not swept%s: %s", location, moved, error)
@@ -673,10 +676,14 @@ class RunDirectory:
                     location.remove_tree()
                 else:
                     delete_checkpoint(location, self.known_record(step))
-            except StorageError:
-                if not (location / RECORD).is_there():  # the step is deleted, and the next sweep removes its files
+            except StorageError as error:
+                is_there = (location / RECORD).is_there()
+                if not is_there:  # the step is deleted, and the next sweep removes its files
                     self.add(step, None)
-                raise
+                if is_there or not is_strange(error):
+                    raise
+                _logger.warning("%s: this step is deleted, and some of its files stay: %s", location, error)
+                self._unswept.add(location)
             self._late.remove(location.name)
         self.add(step, None)
 
@@ -691,7 +698,7 @@ class RunDirectory:
         error = None if known is None else known.error
         # No record can be written where a directory, a pipe or a link lies.
         is_blocked = place.is_local and isinstance(error, DamagedCheckpointError) and not (place / RECORD).is_file()
-        if not (is_blocked or is_unreadable(error)):
+        if not (is_blocked or is_unreadable(error) or place in self._unswept):
             if replaces and step in self.steps_and_damaged() and place.is_link():
                 self._delete(step)
             return
@@ -705,6 +712,7 @@ class RunDirectory:
                     f"saved again, and that failed: {refusal}. Repair the file system or remove the folder by hand, or "
                     "let the run continue in another directory"
                 ) from refusal
+            self._unswept.discard(place)
             _logger.warning("%s: cannot be read, and is saved again: what was there is now %s", place, moved)
         self.add(step, None)
 

@@ -513,6 +513,7 @@ class RunMirror(StepPlace):
 
     def _copy(self, far: RunDirectory, step: int, record: CheckpointRecord) -> None:
         far.sweep_partial(besides=step)
+        far.make_room(step, replaces=True)
         began = time.monotonic()
         copying = _Copying(step, record, self._bandwidth)
         with self._wake:
