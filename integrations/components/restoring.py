@@ -148,9 +148,14 @@ class _Restore:
 
     def _prepared(self, one: LiveComponent, state: Any) -> Callable[[], OwnReport]:
         """Return a function that sets a state that was opened for a component."""
-        if not isinstance(state, StoredGraph):
-            return lambda: _set_own_state(one, state)
-        return prepare_state(one, state, self._within(one.path), fitting=self.fitting, modes=self.modes)
+        if isinstance(state, StoredGraph):
+            return prepare_state(one, state, self._within(one.path), fitting=self.fitting, modes=self.modes)
+
+        def apply() -> OwnReport:
+            one.value.set_state(state)
+            return OwnReport()
+
+        return apply
 
     def run(self) -> RestoreReport:
         """Restore every component, and then those that exist only since another was restored."""
@@ -202,7 +207,10 @@ class _Restore:
             if isinstance(state, dict) and not state:
                 continue
             try:
-                self._prepared(one, state if has_own(one.value, "set_state") else stored_state(state))()
+                if has_own(one.value, "set_state"):
+                    one.value.set_state(state)
+                else:
+                    prepare_state(one, stored_state(state))()
             except Exception:  # The caller sees the error that led here.
                 _logger.warning("%s: its state could not be undone", format_component_path(one.path), exc_info=True)
 
@@ -256,11 +264,6 @@ def _is_used(one: SavedComponent, used: Collection[Path]) -> bool:
 def _opened(origin: SavedComponent, one: LiveComponent) -> Any:
     """Return the state for the component's own ``set_state``, or open it to be read."""
     return origin.state(one.value) if has_own(one.value, "set_state") else origin.graph()
-
-
-def _set_own_state(one: LiveComponent, state: Any) -> OwnReport:
-    one.value.set_state(state)
-    return OwnReport()
 
 
 def locate(live: LiveComponent, component: str) -> LiveComponent:
