@@ -380,23 +380,14 @@ def stored_state(state: Any, source: Location = _GIVEN) -> StoredGraph:
         raise TreeMismatchError(f"{source}: expected a dictionary as state, found {type(state).__name__}")
     values = {key: value for key, value in state.items() if key != GRAPH}
     document = None if state.get(GRAPH) is None else read_document(state[GRAPH], source)
-    packed = pack_tree(values)
-    flat = flatten(values if _names_elements(document, packed) else packed)
+    flat = flatten(pack_tree(values))
+    packed = [name for name, value in zip(flat.names, flat.values, strict=True) if isinstance(value, PackedNumbers)]
+    if any(json.dumps(f"{name}.0") in str(state.get(GRAPH)) for name in packed):
+        flat = flatten(values)  # Documents of earlier versions name every element.
     found = dict(zip(flat.names, describe(flat.names, flat.values), strict=True))
     leaves = [SavedLeaf(name, Saved.of(leaf)) for name, leaf in found.items()]
     arrays = {name: leaf for name, leaf in found.items() if isinstance(leaf, ArrayLeaf)}
     return StoredGraph(MemoryTree(source, TreeDocument(flat.structure), leaves, arrays, document), source)
-
-
-def _names_elements(document: Any, packed: Any) -> bool:
-    """Whether a document names elements of sequences as values of their own, as those of earlier versions do."""
-    if document is None:
-        return False
-    flat = flatten(packed)
-    whole = {name for name, value in zip(flat.names, flat.values, strict=True) if isinstance(value, PackedNumbers)}
-    nodes = document.get("nodes") if isinstance(document, dict) else None
-    values = [node.get("value") if isinstance(node, dict) else None for node in nodes or ()]
-    return any(isinstance(value, str) and value.rpartition(".")[0] in whole for value in values)
 
 
 def read_document(text: Any, source: Location) -> Any:
