@@ -57,9 +57,6 @@ _logger = logging.getLogger("holdfast")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Returns whether the value at a path of a component stays as it is in the program.
-Keep = Callable[[Path, SavedLeaf | None], bool]
-
 # Key of a state for the document of its objects, as text, where the names of the values do not imply them.
 GRAPH = "__graph__"
 
@@ -293,18 +290,19 @@ def divided(one: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, Any
 def prepare_state(
     component: LiveComponent,
     stored: StoredGraph,
-    keep: Keep | None = None,
     *,
+    ignore: Iterable[Path] = (),
     fitting: bool = False,
     modes: bool = False,
 ) -> Callable[[], OwnReport]:
     """Read the state of a component that has no ``set_state``; return a function that changes the component.
 
-    With ``fitting``, only values that fit are read. With ``modes``, modules get the modes that they had, too.
+    Values at the paths of ``ignore`` stay as they are. With ``fitting``, only values that fit are read. With ``modes``,
+    modules get the modes that they had, too.
     """
     source = stored.checkpoint
     graph = own_graph(component)
-    restoration = Restoration(stored, component, ignore=kept_paths(stored, keep), final=True, ends=component.ends)
+    restoration = Restoration(stored, component, ignore=ignore, final=True, ends=component.ends)
     restoration.progress.partial = True  # The report lists the values that are left over.
     misfits = Misfits()
     try:
@@ -356,14 +354,6 @@ def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str
                 which = format_component_path(known.get(id(tensor), ()))
                 lines.append(f"{format_node_path(node.path)}: its values for {which}, which has another shape")
     return lines
-
-
-def kept_paths(stored: StoredGraph, keep: Keep | None) -> list[Path]:
-    """Return the paths of the values that stay as they are in the program."""
-    if keep is None:
-        return []
-    paths = [(stored.graph.path(number), node.value) for number, node in stored.graph.values()]
-    return [path for path, value in paths if keep(path, stored.leaves.get(value or ""))]
 
 
 def _called(component: LiveComponent) -> str:
