@@ -250,13 +250,6 @@ def end_epoch(progress: Any) -> None:
     finish_epoch(progress)
 
 
-def forget_unfinished(progress: Any) -> None:
-    """Remove an evaluation that will be repeated from the counters."""
-    for name, done in vars(progress.current).items():
-        setattr(progress.total, name, max(0, getattr(progress.total, name) - done))
-    progress.current.reset()
-
-
 # ---- parts of trainers, loops and strategies
 
 
@@ -357,8 +350,11 @@ def validates_next(fit: Any, fetcher: Any) -> bool:
 
 
 def restart_in_validation(fit: Any) -> None:
-    """Let the loop run although the batch is done, and validate."""
-    forget_unfinished(fit.epoch_loop.val_loop.batch_progress)
+    """Let the loop run although the batch is done, and validate, without what an earlier process has counted of it."""
+    progress = fit.epoch_loop.val_loop.batch_progress
+    for name, done in vars(progress.current).items():
+        setattr(progress.total, name, max(0, getattr(progress.total, name) - done))
+    progress.current.reset()
     fit.epoch_loop.val_loop._has_run = False
     fit.epoch_loop._restarting = True
 
@@ -410,14 +406,7 @@ def made_from(
 
 
 _FACTS = (
-    "fx",
-    "name",
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "enable_graph",
-    "add_dataloader_idx",
+    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx"),
     "metric_attribute",
 )
 

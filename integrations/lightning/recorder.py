@@ -204,9 +204,10 @@ class FitRecorder:
             self._metrics = saved["callback_metrics"]
             self._ledger.observe(-1, self._metrics)  # They belong to an earlier step.
             options, processes = self._options, self._store.processes
-            self._replay.resume(share_of(saved, self._trainer, options.replicated, options.reshard, processes))
-            if saved["point"] == "validation":
-                self._saved = None  # The step is not finished.
+            position = share_of(saved, self._trainer, options.replicated, options.reshard, processes)
+            self._replay.resume(position)
+            if position.is_cut_off:
+                self._saved, self._seen = None, -1  # The step is not finished.
         self._say("resumed from step %d in %s", step, format(path))
 
     def _restore_state(self, original: Callable[[], None]) -> None:
@@ -297,11 +298,13 @@ class FitRecorder:
     def _after_epoch(self, original: Callable[[], None]) -> None:
         if self._after_signal is not None:  # The trainer was asked to stop.
             self._leave()
+        complete = has_done_all_batches(self._fit) or self._replay.fetcher.done
+        if self._saved is None and not complete:  # Only the ends were left to do: the next start leaves them out.
+            self._save(self.step, "batch", "at the end")
         original()
         step, stop = self.step, self._stop.after_batch()
         self._seen = step
         self.notice_metrics()
-        complete = has_done_all_batches(self._fit) or self._replay.fetcher.done
         if step == self._saved or not complete:
             if stop:
                 self._leave()
@@ -370,7 +373,7 @@ class FitRecorder:
             self._save(step, point, decision.reason)
         elif point == "epoch" and (due := self._options.epoch_reason(self._fit.epoch_progress.current.processed)):
             self._save(step, point, due)
-        elif ended and self._options.save_at_end:
+        elif ended and (self._options.save_at_end or self._saved is None):
             self._save(step, point, "at the end")
         elif step in self._outdated:
             self._save(step, point, "replaces the step of an earlier run")

@@ -9,25 +9,18 @@ again. A loader with a state restores itself.
 :class:`EpochReplay` is a state machine. It starts in ``FOLLOWING``; a checkpoint takes it to ``AFTER_EPOCH`` or
 ``WITHIN_EPOCH``, by the point at which it was saved. The loops of Lightning cause the events, in this order:
 
-=================  ==========================  ==========================  ================================
-event              FOLLOWING                   AFTER_EPOCH                 WITHIN_EPOCH
-=================  ==========================  ==========================  ================================
-state restored     notes the generators        sets those with which the   the same; lifts the limits of a
-                                               program made its loaders    run that was not at its end yet
-loaders made       notes the generators and    the same                    begins the epoch of loaders
-                   the loaders                                             without a state again
-epoch begins       notes the generators        restores everything;        silences a warning
-                                               goes to ``FOLLOWING``
-batches begin      notes the generators                                    goes to the batch and restores
-                                                                           everything; goes to
-                                                                           ``FOLLOWING``, or before a
-                                                                           validation to
-                                                                           ``VALIDATION_DUE``
-batch              counts it; notes loaders
-                   that begin again
-fit ends                                       restores what a program     the same
-                                               continues with
-=================  ==========================  ==========================  ================================
+==============  ======================  ================================  ====================================
+event           FOLLOWING               AFTER_EPOCH                       WITHIN_EPOCH
+==============  ======================  ================================  ====================================
+state restored  notes the generators    sets those that made the loaders  the same; lifts limits of a run that
+                                                                          was not at its end yet
+loaders made    notes their generators  the same                          begins the epoch again
+epoch begins    notes the generators    restores all; to ``FOLLOWING``    silences a warning
+batches begin   notes the generators                                      restores all; to ``FOLLOWING``, or
+                                                                          ``VALIDATION_DUE``
+batch           counts it
+fit ends                                restores the end                  restores the end
+==============  ======================  ================================  ====================================
 
 In ``VALIDATION_DUE``, the batch that was done before the save is left out, and the state is ``FOLLOWING`` again: the
 validation follows. Where nothing was left to do, no epoch begins, and the end of the ``fit`` is the next event.

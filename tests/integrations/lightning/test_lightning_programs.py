@@ -187,6 +187,7 @@ def test_a_program_that_is_stopped_ends_as_one_that_is_not(
             continue
         last = fit(directory, kind, turn + 1, **options)
     assert [*seen, *last.seen] == whole.seen
+    assert fit(directory, kinds[0], 9, **options).seen == []  # Nothing is left to do.
     assert weights(last) == weights(whole)
     torch.testing.assert_close(last.trainer.callback_metrics, whole.trainer.callback_metrics, rtol=0, atol=0)
 
