@@ -156,9 +156,13 @@ class FitRecorder:
         step = self.step
         why = "; it was asked to stop there, and continues with fit(ckpt_path=...)" if self._trainer.should_stop else ""
         self._say("nothing left to do after step %d in %s%s", step, self._store.directory, why)
-        late = self._store.manager.metrics(step) if step in self._store.manager.all_steps() else None
-        found = {name: torch.tensor(value) for name, value in (late or {}).items() if isinstance(value, int | float)}
-        self._trainer.callback_metrics.update({**self._metrics, **found})
+        stored = {name: torch.tensor(value) for name, value in self._stored_metrics(step).items()}
+        self._trainer.callback_metrics.update({**self._metrics, **stored})
+
+    def _stored_metrics(self, step: int) -> dict[str, float]:
+        manager = self._store.manager
+        stored = manager.metrics(step) if step in manager.all_steps() else None
+        return {name: value for name, value in (stored or {}).items() if isinstance(value, int | float)}
 
     def detach(self, *, orderly: bool) -> None:
         """Stop watching; ``orderly`` is False when training ends with an exception."""
@@ -194,10 +198,10 @@ class FitRecorder:
         path = self._trainer.ckpt_path
         saved = checkpoint.pop(POSITION, None)
         step = int(checkpoint["global_step"]) + (saved or {}).get("batches_as_steps", 0)
-        steps = self._store.manager.all_steps()
         self._resumed = True
         self._saved = self._seen = step
-        self._recorded = {step: {}} if step in steps else {}
+        if step in self._store.manager.all_steps():
+            self._recorded = {step: self._stored_metrics(step)}
         self._outdated = set(note_resume(self._store.manager, step))
         self._fitting.take((saved or {}).get("optimizers"), checkpoint.get("callbacks", {}))
         if saved is not None:
@@ -407,7 +411,7 @@ class FitRecorder:
 
     def _save(self, step: int, point: Point, reason: str) -> None:
         self._ledger.observe(step, self._trainer.callback_metrics)
-        metrics, strategy = self._ledger.of(step), self._trainer.strategy
+        metrics, strategy = {**self._recorded.get(step, {}), **self._ledger.of(step)}, self._trainer.strategy
         dump = partial(self._dump, point, is_cut_off=reason == _PREEMPTED)
         self.witness.save(step, self._shown)
         with self._trainer.profiler.profile("save_checkpoint"):

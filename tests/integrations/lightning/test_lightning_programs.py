@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.lightning_advice import ADVICE
 from torch.utils.data import DataLoader, TensorDataset
 
+import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback
 from holdfast.integrations.lightning.stopping import Preempted
 
@@ -173,8 +174,8 @@ RELOADED = {"reload_dataloaders_every_n_epochs": 1}
 def test_a_program_that_is_stopped_ends_as_one_that_is_not(
     new_directory: Callable[[], str], kinds: list[type[Net]], stops: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    whole = fit(new_directory(), kinds[0], **options)
-    directory, seen = new_directory(), []
+    directory, in_one, seen = new_directory(), new_directory(), []
+    whole = fit(in_one, kinds[0], **options)
     for turn, stop in enumerate([*stops, None]):
         kind = kinds[turn % len(kinds)]
         if stop is not None:
@@ -187,6 +188,7 @@ def test_a_program_that_is_stopped_ends_as_one_that_is_not(
             continue
         last = fit(directory, kind, turn + 1, **options)
     assert [*seen, *last.seen] == whole.seen
+    assert hf.list_checkpoints(directory)[-1].metrics == hf.list_checkpoints(in_one)[-1].metrics
     assert fit(directory, kinds[0], 9, **options).seen == []  # Nothing is left to do.
     assert weights(last) == weights(whole)
     torch.testing.assert_close(last.trainer.callback_metrics, whole.trainer.callback_metrics, rtol=0, atol=0)
