@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..checkpoint import BackgroundSave, ItemToSave, Save, leave_save
 from ..clock import Clock, seconds
@@ -22,15 +22,14 @@ from ..errors import OwnershipError, PeerFailedError, StorageError
 from ..forks import Lock
 from ..format import RECORD, CheckpointRecord
 from ..storage import Buffer, Location, parallel_map
-from .decisions import EverySteps
 from .directory import RunDirectory
 from .events import RunEvents, described
+from .items import PendingSave
 from .local_steps import COPIES, OWN, LocalHosts, WholeStep, files_in, is_on_line, sequence_of
 from .options import CheckpointManagerOptions, Local, LocalStatus
 from .ownership import LocalBranch
-
-if TYPE_CHECKING:
-    from .saving import PendingSave
+from .places import StepPlace
+from .policies import passes
 
 _logger = logging.getLogger("holdfast")
 
@@ -51,7 +50,7 @@ class LocalHistory(NamedTuple):
     branches: tuple[LocalBranch, ...]
 
 
-class LocalTier:
+class LocalTier(StepPlace):
     """The local steps of one run, as one of its processes sees them; all processes call the same methods.
 
     The thread of the program decides the history: it changes at a restore before the first step, and where the step of
@@ -73,7 +72,6 @@ class LocalTier:
         self._processes = processes
         self._clock = clock
         self._events = events
-        self._trigger = EverySteps(self._options.every)
         self.reason = f"every {self._options.every} steps"
         self._previous: int | None = None  # the step after which the next local save is due
         self._reached: int | None = None  # the last step of the program that this has seen
@@ -95,7 +93,7 @@ class LocalTier:
         self._continue_after(-1, ())
         self._noted = 0  # the number of the history that was noted last
         self._noting = Lock()  # the saves of both places note it, and change which local steps are kept
-        self._run.see_hosts(further=self._hosts.further, left=self._hosts.left)
+        self._run.see_hosts(further=self._hosts.further, left=self._hosts.left, unused=self._hosts.unused)
         if self._hosts.newest is not None:
             self._read(self._hosts.newest)
 
@@ -104,6 +102,15 @@ class LocalTier:
         """Bytes that this process has read from other hosts."""
         return sum(peer.bytes_read for peer in self._hosts.peers.values())
 
+    def steps(self) -> frozenset[int]:
+        return self._run.hosts.further
+
+    def may_have(self, step: int) -> bool:
+        return step in self._run.hosts.further and step not in self._run
+
+    def fetch(self, step: int, overwrite: bool) -> bool:
+        return step in self._run.hosts.further and self.take(step)
+
     # ---- saving
 
     def due(self, step: int) -> bool:
@@ -111,7 +118,7 @@ class LocalTier:
         self._reach(step)
         if self._previous is None:
             self._previous = step - 1
-        return self._trigger.due(step, self._previous)
+        return passes(self._options.every, step, self._previous)
 
     def restored(self, step: int) -> None:
         """Note that the run resumes from a step, or perhaps one process only looks at it."""
@@ -158,6 +165,7 @@ class LocalTier:
         """Let the run read a step that the hosts have, if it is whole; all processes call it."""
         self._run.see_hosts(further=self._run.hosts.further - {step})
         found = self._hosts.take(step)
+        self._run.see_hosts(unused=self._hosts.unused)
         if found is not None:
             self._read(found)
         return found is not None
@@ -175,9 +183,11 @@ class LocalTier:
         (*_, folder) = (folder for folder, kept in self._kept.items() if kept == step)
         return self._hosts.root / str(self._hosts.program.run) / OWN / folder
 
-    def drop(self, step: int) -> None:
+    def drop(self, step: int, damage: str) -> None:
         """Read a local step, which is damaged, no more."""
-        self._run.see_hosts(read={one: found for one, found in self._run.hosts.read.items() if one != step})
+        self._hosts.unused[step] = damage
+        read = {one: found for one, found in self._run.hosts.read.items() if one != step}
+        self._run.see_hosts(read=read, unused=self._hosts.unused)
 
     def directory_saves(self, step: int) -> tuple[LocalHistory, LocalHistory]:
         """Return the history to note before the commit of a save in the directory that begins, and that after it.
@@ -218,7 +228,7 @@ class LocalTier:
 
     def _forget_found(self) -> None:
         """Read no local step of an earlier start any more."""
-        self._run.see_hosts(read={}, further=frozenset(), left=frozenset())
+        self._run.see_hosts(read={}, further=frozenset(), left=frozenset(), unused={})
 
     def begin(self, step: int) -> Rendezvous | None:
         """Count a save that is due, before anything can fail, so that all processes count alike."""

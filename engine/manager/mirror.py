@@ -19,9 +19,11 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step, copy_witness
 from ..clock import Clock, bytes_per_second, seconds
+from ..distributed import ProcessGroup
 from ..errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -37,16 +39,18 @@ from ..steps import store_metadata, stored_metadata
 from ..storage import Helper, Location
 from .copying import follow
 from .decisions import Moment, decide
-from .directory import RunDirectory
+from .directory import RunDirectory, StepState
 from .events import RunEvents
 from .options import CheckpointManagerOptions, Mirror, mirror_of, save_triggers
 from .ownership import NO_LOCAL_STEPS, RunIdentity, stored_options
+from .places import StepPlace
 
 _logger = logging.getLogger("holdfast")
 
 FIRST_PAUSE = 1.0  # seconds until the first new attempt after an error; each later pause is twice as long
 _LONGEST_PAUSE = 300.0
 DELETION_WAIT = 30.0  # seconds that a deletion waits for the mirror
+_FETCH = 86400.0  # seconds that the other processes wait while process 0 fetches a step
 _NICE = 10
 _LOOK = 0.2  # seconds between two looks whether a copy still fits
 _MARGIN = 1.2  # factor by which a copy may take longer than the measured rate says
@@ -117,10 +121,13 @@ class _Superseded(Exception):  # noqa: N818 - no error: another step is copied
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
     """Return the options of the directory of the mirror, given those of the run."""
     own = {name: getattr(mirror, name) for name in ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval")}
-    kept = {**own, "keep_steps": ()} if any(value is not None for value in own.values()) else {}
+    kept: dict[str, Any] = {"keep": run.policies()[1]}
+    if any(value is not None for value in own.values()):
+        kept = {**own, "keep_steps": (), "keep": None}
     return replace(
         run,
         mirror=None,
+        save=None,
         save_on_best=False,
         save_interval_steps=mirror.save_interval_steps,
         save_interval_secs=mirror.save_interval_secs,
@@ -128,14 +135,17 @@ def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> Checkpoint
     )
 
 
-class RunMirror:
-    """The mirror of one run, as process 0 of its program sees it."""
+class RunMirror(StepPlace):
+    """The mirror of one run, which process 0 of its program reads and writes."""
+
+    writes_directory = True
 
     def __init__(
         self,
         location: Location,
-        run: RunDirectory,
         options: CheckpointManagerOptions,
+        run: RunDirectory,
+        processes: ProcessGroup,
         clock: Clock,
         events: RunEvents,
     ) -> None:
@@ -150,6 +160,7 @@ class RunMirror:
         self._triggers = save_triggers(self._options)
         self._clock = clock
         self._events = events
+        self._processes = processes
         limit = mirror.max_bandwidth
         self._bandwidth = None if limit is None else bytes_per_second(limit, name="max_bandwidth")
         self._far: RunDirectory | None = None
@@ -159,7 +170,6 @@ class RunMirror:
         self._looking = Lock(reentrant=True)
         self._thread: Helper | None = None
         self.process = os.getpid()
-        self.fetches = False  # whether the mirror only fetches, as the run is not ready to be copied yet
         self._ending = threading.Event()  # set when nothing more may be committed
         self._wake = threading.Condition()  # guards the attributes below
         self._saving = False  # whether the run is saving on a disk
@@ -179,12 +189,16 @@ class RunMirror:
 
     def newer_steps(self) -> list[int]:
         """Return the steps newer than all of the run, the newest first; a run without any must read the mirror."""
+        newer: list[int] = self._processes.decide("the newest step of the mirror", self._newer_steps)
+        return newer
+
+    def _newer_steps(self) -> list[int]:
         here = self._run.steps_and_damaged()
         newest = max(self._run.steps(), default=-1)
         newer = [step for step in reversed(self.steps(required=not here)) if step > newest]
         newest = max([newest, *newer])
-        damaged = [] if self._far is None else filter(self._far.is_damaged, self._far.steps_and_damaged())
-        for step in damaged:
+        damaged = [] if self._far is None else set(self._far.steps_and_damaged()).difference(self._far.steps())
+        for step in sorted(damaged):
             if step > newest:
                 _logger.warning("%s: step %d of the mirror is damaged, and not used", self.location, step)
         return newer
@@ -192,9 +206,9 @@ class RunMirror:
     def steps(self, *, required: bool = False) -> list[int]:
         """Return the steps in the mirror, in ascending order; nothing, with a warning, where it cannot be read."""
         try:
-            far, doomed = self._look(), self._run.doomed
+            far, tombstones = self._look(), self._run.tombstones
             self._check_same_run(far)
-            return [step for step in far.steps() if step not in doomed]
+            return [step for step in far.steps() if not tombstones.cover(step, far.known_record(step))]
         except StorageError as error:
             if required:
                 error.add_note(
@@ -206,15 +220,27 @@ class RunMirror:
             self._warn(error, "its steps are not considered")
             return []
 
+    def may_have(self, step: int) -> bool:
+        return True
+
     def fetch(self, step: int, overwrite: bool) -> bool:
+        found: bool = self._processes.decide(
+            f"fetch step {step}", self._copy_here, step, overwrite, work_timeout=_FETCH
+        )
+        if found and not self._processes.is_primary:
+            self._run.reload()
+        return found
+
+    def _copy_here(self, step: int, overwrite: bool) -> bool:
         """Copy a step into the directory of the run, which this run owns; return whether it is there now."""
         run = self._run
         try:
             far = self._look()
-            if step in run.doomed or step not in far:  # in this order: a step is doomed until it is deleted
+            tombstones = run.tombstones  # read first: a step has one until it is deleted
+            record = far.record(step) if step in far else None
+            if record is None or tombstones.cover(step, record):
                 return False
-            record = far.record(step)
-            overwrite = overwrite or run.is_damaged(step)
+            overwrite = overwrite or run.state(step) is StepState.DAMAGED
             run.make_room(step, replaces=overwrite)
             _logger.info("%s: fetching step %d from the mirror %s", run.location, step, self.location)
             began = time.monotonic()
@@ -246,10 +272,10 @@ class RunMirror:
     # ---- from the run to the mirror
 
     def start(self) -> None:
-        """Begin to copy; done once."""
+        """Begin to copy on process 0; done once."""
         self.notify()
         with self._wake:
-            if self._thread is None and not self.fetches and not self._ending.is_set():
+            if self._processes.is_primary and self._thread is None and not self._ending.is_set():
                 self._thread = Helper(self._work, "holdfast-mirror", daemon=True)
                 self._thread.start()
                 _open.add(self)
@@ -273,23 +299,25 @@ class RunMirror:
             self._saving = False
             self._changed()
 
-    def delete(self) -> None:
+    def forget(self) -> None:
         """Delete the steps that the run has deleted explicitly: otherwise a later run would fetch them."""
+        if not self._processes.is_primary:
+            return
         self.notify()
         with self._wake:
-            self._wake.wait_for(lambda: not self._run.doomed or self._error is not None, DELETION_WAIT)
-        if self._run.doomed:
+            self._wake.wait_for(lambda: not self._run.tombstones or self._error is not None, DELETION_WAIT)
+        if self._run.tombstones:
             self._warn_left(self._error or "it has not answered yet")
 
     def _warn_left(self, why: object) -> None:
-        if not self._run.doomed:
+        if not self._run.tombstones:
             _logger.warning("%s: pins are not copied to this mirror now (%s); the next run does it", self.location, why)
             return
         _logger.warning(
             "%s: %s of %s were deleted, and are still in this mirror (%s). The next run in that directory deletes them "
             "here before it resumes; a run in an empty directory would resume from them",
             self.location,
-            self._run.doomed,
+            self._run.tombstones,
             self._run.location,
             why,
         )
@@ -306,7 +334,7 @@ class RunMirror:
                 if of not in (None, self._run.location.url):  # the directory of this run may be a copy
                     raise OptionError(f"it is the mirror of the run in {of}")
                 far = self._acquire()
-                self._delete_doomed(far)
+                self._delete_covered(far)
                 self._follow(far)
         except (StorageError, OwnershipError, OptionError) as error:
             self._warn_left(error)
@@ -450,23 +478,25 @@ class RunMirror:
     def _round(self, final: bool) -> None:
         """Bring the mirror up to date."""
         far = self._acquire()
-        self._delete_doomed(far)
+        self._delete_covered(far)
         self._follow(far)
         while (found := self._next(far, final or self._final)) is not None:
             before = max((step for step in far.steps() if step < found[0]), default=None)
             self._copy(far, *found)
             self._refresh(before)
+            self._delete_covered(far)  # before a step that was deleted meanwhile, and saved again, is copied
             self._follow(far)
         if final or self._final:
             self._refresh_newest()
 
-    def _delete_doomed(self, far: RunDirectory) -> None:
+    def _delete_covered(self, far: RunDirectory) -> None:
         """Delete the steps that the run has deleted explicitly and not saved again, the latest first."""
-        doomed = self._run.settled_doomed()
-        for step in reversed(far.steps_and_damaged()):
-            if step in doomed and not (step in far and self._is_here(step, far.record(step))):
+        tombstones = self._run.settled_tombstones()
+        for step in reversed(far.steps_and_damaged()) if tombstones else ():
+            record = far.record(step) if step in far else None
+            if tombstones.cover(step, record) and (record is None or not self._is_here(step, record)):
                 far.delete(step)
-        self._run.absolve(doomed)
+        self._run.clear_tombstones(tombstones)
         self._changed()
 
     def _next(self, far: RunDirectory, final: bool) -> tuple[int, CheckpointRecord] | None:
@@ -482,7 +512,7 @@ class RunMirror:
         return newest if decide(self._triggers, moment) else None
 
     def _copy(self, far: RunDirectory, step: int, record: CheckpointRecord) -> None:
-        far.sweep_spared(besides=step)
+        far.sweep_partial(besides=step)
         began = time.monotonic()
         copying = _Copying(step, record, self._bandwidth)
         with self._wake:
@@ -512,7 +542,7 @@ class RunMirror:
             )
             return
         except BaseException:
-            far.spare(step)
+            far.keep_partial(step)
             raise
         finally:
             self._copying = None
@@ -524,7 +554,7 @@ class RunMirror:
         self._events.write("mirrored", step=step, mirror=str(self.location), bytes=sent, seconds=took)
         _logger.info("%s: copied step %d to the mirror", far.step_location(step), step)
         far.collect()
-        far.sweep_spared()
+        far.sweep_partial()
 
     def _follow(self, far: RunDirectory) -> None:
         """Give the copies the metrics and pins that the steps of the run have by now."""
@@ -556,10 +586,8 @@ class RunMirror:
                 self._far.reload()
             return self._far
 
-    @property
-    def identity(self) -> RunIdentity:
-        """The identity of the run in its directory."""
-        return RunIdentity(run=self._adopted, mirror=self.location.url)
+    def identify(self, identity: RunIdentity) -> RunIdentity:
+        return replace(identity, run=self._adopted, mirror=self.location.url)
 
     def _check_same_run(self, far: RunDirectory) -> None:
         """Raise OptionError if the mirror belongs to another run.
@@ -607,7 +635,7 @@ class RunMirror:
             newest = self._newest()
             belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
             try:
-                far.acquire(self._run.stored_metadata(), belongs, spare=None if newest is None else newest[1])
+                far.acquire(self._run.stored_metadata(), belongs, partial=None if newest is None else newest[1])
                 self._acquired = True
             finally:
                 self._changes = self._acquired

@@ -184,6 +184,16 @@ def _fits(template: LeafTemplate, saved: Saved) -> bool:
     return cast or _same_dtype(template.dtype, saved.dtype)
 
 
+def castable(template: LeafTemplate, saved: Saved | None) -> LeafTemplate:
+    """Return a template that casts a saved leaf of another dtype, if both are integers, floats or complex numbers."""
+    if saved is None or saved.dtype is None or template.dtype is None or template.kind == "key":
+        return template
+    number = number_kind(saved.dtype)
+    alike = number in {"int", "float", "complex"} and number == number_kind(template.dtype)
+    casts = alike and template.variant is saved.variant is None and not _same_dtype(template.dtype, saved.dtype)
+    return replace(template, cast=True) if casts else template
+
+
 def _castable(one: str | None, other: str | None) -> bool:
     """Whether numbers of one kind can be cast to another on request; imaginary parts are never dropped."""
     return one is not None and other is not None and (one != "complex" or other == "complex")

@@ -73,6 +73,10 @@ class LiveComponent(Part):
                 named.add((f"{'/'.join(path)} (component)",), other)
         return {**own, **named.added}
 
+    def ends(self, value: Any) -> bool:
+        """Whether an object is saved as a component: one below, or the component itself if an object refers to it."""
+        return isinstance(value, Part) or is_component(value) or any(value is child.value for child in self.children)
+
     def walk(self) -> Iterator[LiveComponent]:
         """Generate this component and all below it, those above first."""
         yield self

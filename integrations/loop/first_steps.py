@@ -19,7 +19,7 @@ from ...engine.errors import StateError, shortened
 from ...engine.generators import is_generator
 from ...engine.loaders import LoaderPosition, drawing_sampler
 from ...engine.pytree import Sampler, Samples, Ways, flatten, is_plain, is_torch_tensor, loaded, unwrapped_name
-from ...engine.witness import is_time
+from ...engine.witness import Seen, is_time
 from .extras import GLOBAL_GENERATORS, changes_in_place
 from .objects import is_versioned, live_objects
 from .states import STATE, located
@@ -28,6 +28,7 @@ logger = logging.getLogger("holdfast")
 
 _ALL = 1 << 30  # leaves
 _TRAINED, _COUNTS, _SAMPLED = 4, 8, 128  # leaves whose values are compared
+_COUNTERS = ("step", "count")  # fields in which a TrainState and optax count updates
 _FAR = 100  # reports between two saves, after which a state that is trained has changed
 # Attributes of torch's iterators that are private: the batches taken, the sampler, whether the iterator is used again.
 _TAKEN, _SAMPLER, _PERSISTENT = "_num_yielded", "_index_sampler", "_persistent_workers"
@@ -45,6 +46,10 @@ _LEFT_OUT = (
     "the steps after %d are %d and %d, with equally many updates before each: each resume would leave one out. Begin "
     "at the step that restore_or_initialize has returned, and write step += 1 before checkpoint.on_step(step, ...)"
 )
+_INDEX = (
+    "step %d was not saved by this callback, and its state has counted %d updates (%s): if step N is the index of an "
+    "update, as in many programs for Orbax, begin with step_offset=1. Otherwise, update %d is done twice"
+)
 _NO_PLACE = (
     "step %d is saved after batch %d of %d of a DataLoader that shuffles, without its place: a resume begins another "
     "epoch. Write loader = hf.resumable(loader), loop over it, and pass data=loader to restore_or_initialize and "
@@ -57,6 +62,19 @@ _FORGOTTEN = (
 _UNUSED = (
     "the state at step %d is still that of step %d, and %d parameters outside of it are trained: make the model and "
     "its optimizer before restore_or_initialize, and train what it returns"
+)
+_ONLY_DICTS = (
+    "The state has state dicts, which only load_state_dict puts back: call it with what restore_or_initialize has "
+    'returned, or pass the objects to both: {"model": model, "optimizer": optimizer}'
+)
+_NO_SCHEDULER = (
+    "The %s of the optimizer is not saved: pass it to restore_or_initialize and on_step as an extra, as in "
+    "scheduler=scheduler"
+)
+_OTHERWISE = (
+    "Either the loop changes the state after on_step: call it last, after scheduler.step() and averages of weights. Or "
+    "the steps depend on something that was not handed over: pass it to restore_or_initialize and on_step as an extra, "
+    "as in scheduler=scheduler, or make it part of the state"
 )
 
 
@@ -158,6 +176,31 @@ class FirstSteps:
             if draws and before.get(id(one), 0) < taken < len(one) and not getattr(one, _PERSISTENT, False):
                 logger.warning(_NO_PLACE, step, taken, len(one))
                 return
+
+
+def cause_in_state(seen: Seen | None) -> str:
+    """Return why a state that was restored as it was saved differs some steps later, by what the program shows."""
+    torch: Any = loaded("torch")
+    if seen is None or STATE not in seen.root or torch is None:  # A trainer saves all schedulers.
+        return _OTHERWISE
+    if any(located(seen.root, _mark)):
+        return _ONLY_DICTS
+    shown = {id(one) for _, one in live_objects({**seen.root, **seen.objects})}
+    schedulers = _live(torch.optim.lr_scheduler.LRScheduler)
+    left = [one for one in schedulers if id(one) not in shown and id(one.optimizer) in shown]
+    return _NO_SCHEDULER % type(left[0]).__qualname__ if left else _OTHERWISE
+
+
+def warn_of_index(step: int, tree: Any) -> None:
+    """Warn of a step that another program has saved, if the counters in its state are one ahead of its number."""
+    flat = flatten(tree)
+    counters = {
+        name: int(value)
+        for name, value in zip(flat.names, flat.values, strict=True)
+        if name.rpartition(".")[2] in _COUNTERS and _kind(value) is int
+    }
+    if {*counters.values()} == {step + 1}:
+        logger.warning(_INDEX, step, step + 1, shortened([*counters], 2), step)
 
 
 def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], root: Any) -> None:

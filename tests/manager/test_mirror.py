@@ -48,7 +48,7 @@ def arrives(run: hf.CheckpointManager, step: int | None) -> None:
 
 
 def wait_until(run: hf.CheckpointManager, holds: Callable[[hf.reports.MirrorStatus], bool]) -> None:
-    mirror = run._access.mirror
+    mirror = run._mirror
     assert mirror is not None
     with mirror._wake:  # which the thread notifies of all that it does
         assert mirror._wake.wait_for(lambda: holds(mirror.status()), 60), mirror.status()
@@ -273,7 +273,7 @@ def test_the_interval_may_be_a_time(tmp_path: Path, place: str) -> None:
             run.wait_until_finished()
             arrives(run, there)
             clock.wall += 360
-        run._access.mirror._end()  # type: ignore[union-attr]  # without the copy of the last step
+        run._mirror._end()  # type: ignore[union-attr]  # without the copy of the last step
     assert steps(place) == [1, 3]
 
 
@@ -371,7 +371,7 @@ def test_the_measured_rate_is_that_of_a_copy_that_does_not_give_way() -> None:
 def test_a_save_that_cannot_begin_leaves_the_mirror_as_it_was(tmp_path: Path, place: str) -> None:
     with manager(tmp_path / "run", place) as run, pytest.raises(hf.errors.UnsupportedLeafError):
         run.save(1, {"w": object()})
-    assert not run._access.mirror._saving  # type: ignore[union-attr]
+    assert not run._mirror._saving  # type: ignore[union-attr]
 
 
 def test_a_step_that_is_replaced_is_replaced_in_the_mirror(tmp_path: Path, place: str) -> None:
@@ -428,6 +428,42 @@ def test_what_the_mirror_could_not_delete_stays_deleted(
     shutil.rmtree(tmp_path / "run")
     with manager(tmp_path / "run", place) as run:
         assert run.latest_step() == 2
+
+
+@pytest.mark.parametrize("today", [True, False], ids=["with a digest", "by an earlier version"])
+@pytest.mark.parametrize(("method", "argument"), [("delete", 3), ("delete_after", 2)])
+def test_a_step_that_is_deleted_and_saved_again_is_another_one(
+    tmp_path: Path, place: str, method: str, argument: int, today: bool
+) -> None:
+    options = tmp_path / "run" / "options.json"
+    with manager(tmp_path / "run", place) as run:
+        for step in (2, 3):
+            run.save(step, tree(step))
+            arrives(run, step)
+    with hf.CheckpointManager(tmp_path / "run") as run:
+        getattr(run, method)(argument)
+    if not today:
+        document = decode_document(options.read_bytes(), "options", source="")
+        del document["run"]["doomed"][""]["records"]
+        options.write_bytes(encode_document("options", document))
+    deleted = options.read_bytes()
+    with hf.CheckpointManager(tmp_path / "run") as run:
+        run.save(3, tree(300))
+    assert hf.load(f"{place}/3")["step"] == 3
+    with manager(tmp_path / "run", place) as run:
+        run.record_metrics(2, {"loss": 1.0})
+        assert run.finish_mirror(60)
+    assert hf.load(f"{place}/3")["step"] == 300
+    if today:  # a backup of the file brings the tombstone back, when only the mirror has the step whole
+        options.write_bytes(deleted)
+        (tmp_path / "run" / "3" / "checkpoint.json").write_bytes(b"")
+        with manager(tmp_path / "run", place) as run:
+            run.record_metrics(2, {"loss": 1.0})
+            wait_until(run, lambda _: not stored_identity(as_location(tmp_path / "run")).tombstones)
+            assert run.restore()["step"] == 300
+    shutil.rmtree(tmp_path / "run")
+    with manager(tmp_path / "run", place) as run:
+        assert run.restore()["step"] == 300
 
 
 def test_a_listing_that_is_older_than_a_deletion_does_not_bring_the_step_back(
@@ -758,7 +794,7 @@ def test_a_preemption_does_not_begin_what_does_not_fit(
     with manager(tmp_path / "run", hf.Mirror(place, save_interval_steps=1000)) as run:
         run.save(1, tree(1))
         arrives(run, 1)
-        run._access.mirror._rate = 1.0  # type: ignore[union-attr]  # byte a second
+        run._mirror._rate = 1.0  # type: ignore[union-attr]  # byte a second
         run.save(2, tree(2))  # is not due
         run.wait_until_finished()
         assert not run.finish_mirror(30.0)
