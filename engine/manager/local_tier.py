@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..checkpoint import BackgroundSave, ItemToSave, Save, leave_save
 from ..clock import Clock, seconds
@@ -92,6 +92,7 @@ class LocalTier(StepPlace):
         self._sequence = self._hosts.sequence
         self._history = LocalHistory(0, ())
         self._continue_after(-1, ())
+        self._saving = self._history, self._history  # before and after the commit of a save in the directory
         self._noted = 0  # the number of the history that was noted last
         self._noting = Lock()  # the saves of both places note it, and change which local steps are kept
         self._run.see_hosts(further=self._hosts.further, left=self._hosts.left, unused=self._hosts.unused)
@@ -121,7 +122,7 @@ class LocalTier(StepPlace):
             self._previous = step - 1
         return self._trigger.due(step, self._previous)
 
-    def restored(self, step: int) -> None:
+    def restored(self, step: int) -> dict[str, Any]:
         """Note that the run resumes from a step, or perhaps one process only looks at it."""
         is_local = step in self._run.hosts.read
         if self._reached is None:
@@ -129,6 +130,7 @@ class LocalTier(StepPlace):
             self._continue_after(step, self._hosts.branches if is_local else ())
         else:
             self._restored = step, is_local
+        return {"local": True, "peer_bytes": self.bytes_from_peers} if is_local else {}
 
     def _reach(self, step: int, *, again: bool = False) -> None:
         """Take a step of the program, and change the history if the run has gone back, or saves a step ``again``.
@@ -190,18 +192,22 @@ class LocalTier(StepPlace):
         read = {one: found for one, found in self._run.hosts.read.items() if one != step}
         self._run.see_hosts(read=read, unused=self._hosts.unused)
 
-    def directory_saves(self, step: int) -> tuple[LocalHistory, LocalHistory]:
-        """Return the history to note before the commit of a save in the directory that begins, and that after it.
+    def save_begins(self, step: int) -> None:
+        """Find the history to note before the commit of a save in the directory that begins, and the one after it.
 
-        Where the step is saved once more, the local step counts until the commit; then that of the directory does.
+        If the step is saved once more, the local step counts until the commit; then the one of the directory does.
         """
         self._run.see_hosts(read={one: found for one, found in self._run.hosts.read.items() if one < step})
         before, last = self._history, self._reached
         self._reach(step, again=True)
-        return before if step == last else self._history, self._history
+        self._saving = before if step == last else self._history, self._history
 
-    def directory_saved(self, step: int, history: LocalHistory) -> None:
+    def committing(self) -> None:
+        self.note(self._saving[0])
+
+    def committed(self, step: int) -> None:
         """Let local steps not count that a save in the directory has replaced, after its commit."""
+        history = self._saving[1]
         if self._processes.is_primary:
             try:
                 self.note(history)

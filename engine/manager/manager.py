@@ -129,7 +129,7 @@ class CheckpointManager(ExplainsNames):
                 self._run.learned = trigger
         decisions = SaveDecisions(triggers, self._clock, self.processes, self.latest_step())
         self._abandoned = AbandonedSteps(self.directory, warns=self.processes.is_primary)
-        self._restorer = StepRestorer(self._run, self._items, decisions, self._abandoned, self._local)
+        self._restorer = StepRestorer(self._run, self._items, decisions, self._abandoned)
         self._saves = Saves(self._run, self._items, decisions, self._abandoned, self._local)
 
     # ---- the mirror

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from .ownership import RunIdentity
 
@@ -35,11 +36,24 @@ class StepPlace:
         """Let the run read a step; return whether it can be read now. ``overwrite`` replaces a damaged one."""
         return False
 
-    def save_begins(self) -> None:
+    def restored(self, step: int) -> dict[str, Any]:
+        """Note that a step was restored; return facts for the event if this place had it."""
+        return {}
+
+    def drop(self, step: int, damage: str) -> None:
+        """Read a step of this place, which is damaged, no more."""
+
+    def save_begins(self, step: int) -> None:
         """Give way to a save in the directory."""
 
+    def committing(self) -> None:
+        """Note, on process 0, that the directory is about to have the step."""
+
+    def committed(self, step: int) -> None:
+        """Note that the directory has the step."""
+
     def save_ended(self) -> None:
-        """Go on after a save in the directory."""
+        """Go on after a save in the directory, whether it has failed or not."""
 
     def notify(self) -> None:
         """Follow a change: a step was committed, or its metrics or its pin have changed."""
