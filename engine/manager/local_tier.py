@@ -22,7 +22,6 @@ from ..errors import OwnershipError, PeerFailedError, StorageError
 from ..forks import Lock
 from ..format import RECORD, CheckpointRecord
 from ..storage import Buffer, Location, parallel_map
-from .decisions import EverySteps
 from .directory import RunDirectory
 from .events import RunEvents, described
 from .items import PendingSave
@@ -30,6 +29,7 @@ from .local_steps import COPIES, OWN, LocalHosts, WholeStep, files_in, is_on_lin
 from .options import CheckpointManagerOptions, Local, LocalStatus
 from .ownership import LocalBranch
 from .places import StepPlace
+from .policies import passes
 
 _logger = logging.getLogger("holdfast")
 
@@ -72,7 +72,6 @@ class LocalTier(StepPlace):
         self._processes = processes
         self._clock = clock
         self._events = events
-        self._trigger = EverySteps(self._options.every)
         self.reason = f"every {self._options.every} steps"
         self._previous: int | None = None  # the step after which the next local save is due
         self._reached: int | None = None  # the last step of the program that this has seen
@@ -120,7 +119,7 @@ class LocalTier(StepPlace):
         self._reach(step)
         if self._previous is None:
             self._previous = step - 1
-        return self._trigger.due(step, self._previous)
+        return passes(self._options.every, step, self._previous)
 
     def restored(self, step: int) -> dict[str, Any]:
         """Note that the run resumes from a step, or perhaps one process only looks at it."""
