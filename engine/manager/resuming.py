@@ -116,8 +116,8 @@ class StepRestorer:
         if found is None:
             return None
         step, values = found
-        local = {newer: why for newer, why in self.run.steps.hosts.unused.items() if newer > step}
-        passed = dict(sorted({**local, **{damaged: one.what for damaged, one in skipped}}.items(), reverse=True))
+        unused = {newer: why for place in self.run.places for newer, why in place.unused.items() if newer > step}
+        passed = dict(sorted({**unused, **{damaged: one.what for damaged, one in skipped}}.items(), reverse=True))
         if skipped:
             headline = f"{self.run.steps.location}: going back to step {step}, the newest whole checkpoint. Newer ones:"
             _logger.warning("%s", itemized(headline, [f"step {newer}: {why}" for newer, why in passed.items()]))
@@ -210,10 +210,11 @@ class StepRestorer:
     def _stands_in_alone(self, step: int, error: DamagedCheckpointError) -> bool:
         """Return whether the step of the hosts stands in for a damaged one; of several processes, not all may ask."""
         local = self.run.options.local
-        if local is None or step not in self.run.steps.hosts.further:
+        places = [place for place in self.run.places if not place.writes_directory and step in place.steps()]
+        if local is None or not places:
             return False
         if self.run.processes.alone:
-            found = any(place.fetch(step, False) for place in self.run.places if not place.writes_directory)
+            found = any(place.fetch(step, False) for place in places)
             if found:
                 self._stands_in(step, str(error), unreadable=error.unreadable)
             return found
@@ -227,7 +228,7 @@ class StepRestorer:
 
     def _stands_in(self, step: int, damage: str, *, unreadable: bool) -> None:
         """Warn that a step of the directory was damaged, and is read from elsewhere."""
-        is_local = step in self.run.steps.hosts.read
+        is_local = step in self.run.steps.held_elsewhere()
         where = "the local places of the hosts" if is_local else "the mirror"
         directory = self.run.steps.location
         _logger.warning("%s: step %d was damaged, and is that of %s now: %s", directory, step, where, damage)
@@ -236,7 +237,7 @@ class StepRestorer:
 
     def _passed_over(self, step: int, damage: _Damage) -> bool:
         """Read a local step no more, if this is one, with a warning."""
-        if step not in self.run.steps.hosts.read:
+        if step not in self.run.steps.held_elsewhere():
             return False
         _logger.warning(
             "%s: the local step %d is damaged and passed over, on process %d: %s",
