@@ -286,7 +286,7 @@ class RunMirror(StepPlace):
             self._due = True
             self._changed()
 
-    def save_begins(self) -> None:
+    def save_begins(self, step: int) -> None:
         """Give way, as the run saves."""
         if self._run.location.is_local:
             with self._wake:
