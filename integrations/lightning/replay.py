@@ -38,6 +38,7 @@ from typing import Any, Literal
 from ...engine.errors import shortened
 from ...engine.generators import as_tree, capture, restore
 from ..hugging_face import check_stream
+from ..loop import announce
 from . import loader_states as loaders
 from .averages import ModuleSwitches, capture_averages, restore_averages
 from .private_api import (
@@ -342,6 +343,10 @@ class EpochReplay:
         else:
             self._stop_if_asked(saved)
             self._follow()
+        hook: Any = type(self._trainer.lightning_module).on_train_epoch_start
+        if saved.tree["point"] != "epoch" and not hook.__module__.startswith(("lightning.", "pytorch_lightning.")):
+            text = "the run continues within epoch %d: %s is called again when the next epoch begins"
+            announce(text, self._trainer.current_epoch, hook.__qualname__, shown=self._trainer.is_global_zero)
         self._restore_random(saved, saved.tree["random"])
         self._restored()
 
