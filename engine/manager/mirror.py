@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step, copy_witness
 from ..clock import Clock, bytes_per_second, seconds
@@ -120,10 +121,13 @@ class _Superseded(Exception):  # noqa: N818 - no error: another step is copied
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
     """Return the options of the directory of the mirror, given those of the run."""
     own = {name: getattr(mirror, name) for name in ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval")}
-    kept = {**own, "keep_steps": ()} if any(value is not None for value in own.values()) else {}
+    kept: dict[str, Any] = {"keep": run.policies()[1]}
+    if any(value is not None for value in own.values()):
+        kept = {**own, "keep_steps": (), "keep": None}
     return replace(
         run,
         mirror=None,
+        save=None,
         save_on_best=False,
         save_interval_steps=mirror.save_interval_steps,
         save_interval_secs=mirror.save_interval_secs,
@@ -282,7 +286,7 @@ class RunMirror(StepPlace):
             self._due = True
             self._changed()
 
-    def save_begins(self) -> None:
+    def save_begins(self, step: int) -> None:
         """Give way, as the run saves."""
         if self._run.location.is_local:
             with self._wake:
@@ -509,6 +513,7 @@ class RunMirror(StepPlace):
 
     def _copy(self, far: RunDirectory, step: int, record: CheckpointRecord) -> None:
         far.sweep_partial(besides=step)
+        far.make_room(step, replaces=True)
         began = time.monotonic()
         copying = _Copying(step, record, self._bandwidth)
         with self._wake:

@@ -33,7 +33,7 @@ from ...engine.pytree import (
     is_torch_tensor,
     loaded,
     pack_numbers,
-    packed_again,
+    unpack_numbers,
 )
 from ..graph import Untracked
 from .permissions import Permissions
@@ -418,7 +418,7 @@ def _decoded_array(value: Any) -> Any:
 def _sequence(value: Any) -> Any:
     sequence, elements, *rest = as_list(value, 5)
     details = {"kind": NUMBERS, "sequence": as_text(sequence), "elements": as_text(elements)}
-    return packed_again(details, _numpy(rest, limit=None), "of the constructor spec").unpack()
+    return unpack_numbers(details, _numpy(rest, limit=None), "of the constructor spec")
 
 
 def _key(value: Any) -> Any:

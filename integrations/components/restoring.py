@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...engine.arrays import SavedLeaf
 from ...engine.errors import OptionError, TreeMismatchError, shortened
 from ...engine.pytree import PathFilter, Patterns
 from ...engine.sources import Misfits
@@ -16,7 +17,6 @@ from .live import LiveComponent, paths_of, refreshed
 from .names import find, format_component_path
 from .reading import SavedComponent, all_components
 from .states import (
-    Keep,
     OwnReport,
     forget_moments,
     has_own,
@@ -27,6 +27,8 @@ from .states import (
 )
 
 _logger = logging.getLogger("holdfast")
+# Returns whether the value at a path of a component stays as it is in the program.
+Keep = Callable[[Path, SavedLeaf | None], bool]
 _KEPT = (
     "; nothing was changed. A path is that of the component and that of the value in it, such as "
     "'learner/optimizer/**'; a component that has a set_state of its own takes all of its state"
@@ -148,9 +150,15 @@ class _Restore:
 
     def _prepared(self, one: LiveComponent, state: Any) -> Callable[[], OwnReport]:
         """Return a function that sets a state that was opened for a component."""
-        if not isinstance(state, StoredGraph):
-            return lambda: _set_own_state(one, state)
-        return prepare_state(one, state, self._within(one.path), fitting=self.fitting, modes=self.modes)
+        if isinstance(state, StoredGraph):
+            kept = self._kept(one.path, state)
+            return prepare_state(one, state, ignore=kept, fitting=self.fitting, modes=self.modes)
+
+        def apply() -> OwnReport:
+            one.value.set_state(state)
+            return OwnReport()
+
+        return apply
 
     def run(self) -> RestoreReport:
         """Restore every component, and then those that exist only since another was restored."""
@@ -190,19 +198,22 @@ class _Restore:
             self._before.append((one, before[one.path]))
         self._done[one.path] = change()
 
-    def _within(self, above: Path) -> Keep | None:
-        """Return the same for paths within a component."""
-        keep = self.keep
+    def _kept(self, above: Path, stored: StoredGraph) -> list[Path]:
+        """Return the paths of the values of a component that stay as they are in the program."""
+        keep, values = self.keep, [(stored.graph.path(number), node.value) for number, node in stored.graph.values()]
         if isinstance(keep, PathFilter):
-            return lambda path, _: not keep.chooses((*above, *path))
-        return None if keep is None else lambda path, leaf: keep((*above, *path), leaf)
+            return [path for path, _ in values if not keep.chooses((*above, *path))]
+        return [path for path, name in values if keep is not None and keep(path, stored.leaves.get(name or ""))]
 
     def _undo(self) -> None:
         for one, state in reversed(self._before):
             if isinstance(state, dict) and not state:
                 continue
             try:
-                self._prepared(one, state if has_own(one.value, "set_state") else stored_state(state))()
+                if has_own(one.value, "set_state"):
+                    one.value.set_state(state)
+                else:
+                    prepare_state(one, stored_state(state))()
             except Exception:  # The caller sees the error that led here.
                 _logger.warning("%s: its state could not be undone", format_component_path(one.path), exc_info=True)
 
@@ -256,11 +267,6 @@ def _is_used(one: SavedComponent, used: Collection[Path]) -> bool:
 def _opened(origin: SavedComponent, one: LiveComponent) -> Any:
     """Return the state for the component's own ``set_state``, or open it to be read."""
     return origin.state(one.value) if has_own(one.value, "set_state") else origin.graph()
-
-
-def _set_own_state(one: LiveComponent, state: Any) -> OwnReport:
-    one.value.set_state(state)
-    return OwnReport()
 
 
 def locate(live: LiveComponent, component: str) -> LiveComponent:

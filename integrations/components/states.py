@@ -57,9 +57,6 @@ _logger = logging.getLogger("holdfast")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Returns whether the value at a path of a component stays as it is in the program.
-Keep = Callable[[Path, SavedLeaf | None], bool]
-
 # Key of a state for the document of its objects, as text, where the names of the values do not imply them.
 GRAPH = "__graph__"
 
@@ -293,18 +290,19 @@ def divided(one: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, Any
 def prepare_state(
     component: LiveComponent,
     stored: StoredGraph,
-    keep: Keep | None = None,
     *,
+    ignore: Iterable[Path] = (),
     fitting: bool = False,
     modes: bool = False,
 ) -> Callable[[], OwnReport]:
     """Read the state of a component that has no ``set_state``; return a function that changes the component.
 
-    With ``fitting``, only values that fit are read. With ``modes``, modules get the modes that they had, too.
+    Values at the paths of ``ignore`` stay as they are. With ``fitting``, only values that fit are read. With ``modes``,
+    modules get the modes that they had, too.
     """
     source = stored.checkpoint
     graph = own_graph(component)
-    restoration = Restoration(stored, component, ignore=kept_paths(stored, keep), final=True, ends=component.ends)
+    restoration = Restoration(stored, component, ignore=ignore, final=True, ends=component.ends)
     restoration.progress.partial = True  # The report lists the values that are left over.
     misfits = Misfits()
     try:
@@ -358,14 +356,6 @@ def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str
     return lines
 
 
-def kept_paths(stored: StoredGraph, keep: Keep | None) -> list[Path]:
-    """Return the paths of the values that stay as they are in the program."""
-    if keep is None:
-        return []
-    paths = [(stored.graph.path(number), node.value) for number, node in stored.graph.values()]
-    return [path for path, value in paths if keep(path, stored.leaves.get(value or ""))]
-
-
 def _called(component: LiveComponent) -> str:
     name = type(component.value).__qualname__
     return f"component {format_component_path(component.path)} ({name})" if component.path else name
@@ -380,23 +370,14 @@ def stored_state(state: Any, source: Location = _GIVEN) -> StoredGraph:
         raise TreeMismatchError(f"{source}: expected a dictionary as state, found {type(state).__name__}")
     values = {key: value for key, value in state.items() if key != GRAPH}
     document = None if state.get(GRAPH) is None else read_document(state[GRAPH], source)
-    packed = pack_tree(values)
-    flat = flatten(values if _names_elements(document, packed) else packed)
+    flat = flatten(pack_tree(values))
+    packed = [name for name, value in zip(flat.names, flat.values, strict=True) if isinstance(value, PackedNumbers)]
+    if any(json.dumps(f"{name}.0") in str(state.get(GRAPH)) for name in packed):
+        flat = flatten(values)  # Documents of earlier versions name every element.
     found = dict(zip(flat.names, describe(flat.names, flat.values), strict=True))
     leaves = [SavedLeaf(name, Saved.of(leaf)) for name, leaf in found.items()]
     arrays = {name: leaf for name, leaf in found.items() if isinstance(leaf, ArrayLeaf)}
     return StoredGraph(MemoryTree(source, TreeDocument(flat.structure), leaves, arrays, document), source)
-
-
-def _names_elements(document: Any, packed: Any) -> bool:
-    """Whether a document names elements of sequences as values of their own, as those of earlier versions do."""
-    if document is None:
-        return False
-    flat = flatten(packed)
-    whole = {name for name, value in zip(flat.names, flat.values, strict=True) if isinstance(value, PackedNumbers)}
-    nodes = document.get("nodes") if isinstance(document, dict) else None
-    values = [node.get("value") if isinstance(node, dict) else None for node in nodes or ()]
-    return any(isinstance(value, str) and value.rpartition(".")[0] in whole for value in values)
 
 
 def read_document(text: Any, source: Location) -> Any:
