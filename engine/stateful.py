@@ -321,6 +321,9 @@ def restore_loader(
     warn_of_lost_draws(loader, decoded)
     given, length = 0 if decoded.get(_FINISHED) else _yielded(decoded), _length(loader)
     ended = given == length != 0
+    # A sampler with a state sets its generator itself, perhaps to draw its order again.
+    if has_states := any(map(_methods, samplers_of(loader))):
+        generators = {name: one for name, one in generators.items() if "sampler." not in name}
     known = generators_of(loader)
     if unknown := generators.keys() - known.keys():  # as earlier versions have found them in a loader
         _logger.warning(
@@ -329,9 +332,6 @@ def restore_loader(
             type(loader).__qualname__,
             shortened(sorted(unknown)),
         )
-    # A sampler with a state sets its generator itself, perhaps to draw its order again.
-    if has_states := any(map(_methods, samplers_of(loader))):
-        generators = {name: one for name, one in generators.items() if "sampler." not in name}
 
     def begun() -> None:
         if ended and has_states:  # The sampler comes to its end as well: otherwise, it would begin the new epoch there.
