@@ -39,8 +39,8 @@ from .flattening import is_leaf as is_leaf
 from .flattening import key_segments as key_segments
 from .flattening import pack_numbers as pack_numbers
 from .flattening import pack_tree as pack_tree
-from .flattening import packed_again as packed_again
 from .flattening import unflatten as unflatten
+from .flattening import unpack_numbers as unpack_numbers
 from .host_leaves import decode_value as decode_value
 from .host_leaves import encode_value as encode_value
 from .host_leaves import is_python_value as is_python_value

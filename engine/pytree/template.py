@@ -236,8 +236,6 @@ class LeafRequest:
 
 def with_request(name: str, request: LeafRequest, saved: Saved, template: LeafTemplate | None) -> LeafTemplate:
     asked = _kind(name, request)
-    if asked == NUMBERS:
-        return LeafTemplate(name, NUMBERS, None, None, None, origin="request")
     if asked in _VALUES:
         leaf = template.leaf if template is not None and template.kind == asked else None
         return LeafTemplate(name, asked, None, None, leaf, cast=True, origin="request")
@@ -250,7 +248,7 @@ def with_request(name: str, request: LeafRequest, saved: Saved, template: LeafTe
 
 def _kind(name: str, request: LeafRequest) -> str | None:
     kind, sharding = request.kind, request.sharding
-    if kind is not None and kind != NUMBERS and kind not in _VALUES | _ARRAYS:
+    if kind is not None and kind not in _VALUES | _ARRAYS:
         known = ", ".join(sorted(_VALUES | _ARRAYS))
         raise OptionError(f"{format_path(name)}: kind={kind!r} is not known; expected one of {known}")
     if kind in {"jax", "torch"}:

@@ -57,9 +57,6 @@ _logger = logging.getLogger("holdfast")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Returns whether the value at a path of a component stays as it is in the program.
-Keep = Callable[[Path, SavedLeaf | None], bool]
-
 # Key of a state for the document of its objects, as text, where the names of the values do not imply them.
 GRAPH = "__graph__"
 
@@ -290,34 +287,26 @@ def divided(one: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, Any
     return flat, below
 
 
-def set_own_state(component: LiveComponent, state: Any, keep: Keep | None = None, **options: bool) -> OwnReport:
-    """Give its state to a component, by its own ``set_state`` if it has one; the options are for all others."""
-    if not has_own(component.value, "set_state"):
-        return set_default_state(component, state, keep, **options)
-    component.value.set_state(state)
-    return OwnReport()
-
-
-def set_default_state(
+def prepare_state(
     component: LiveComponent,
     stored: StoredGraph,
-    keep: Keep | None = None,
     *,
+    ignore: Iterable[Path] = (),
     fitting: bool = False,
     modes: bool = False,
-) -> OwnReport:
-    """Give its state to a component that has no ``set_state`` of its own, with ``fitting`` the values that fit.
+) -> Callable[[], OwnReport]:
+    """Read the state of a component that has no ``set_state``; return a function that changes the component.
 
-    With ``modes``, modules get the modes that they had, too.
+    Values at the paths of ``ignore`` stay as they are. With ``fitting``, only values that fit are read. With ``modes``,
+    modules get the modes that they had, too.
     """
     source = stored.checkpoint
     graph = own_graph(component)
-    own = {format_node_path(node.path) for node in graph.leaves()}
-    restoration = Restoration(stored, component, ignore=kept_paths(stored, keep), final=True)
+    restoration = Restoration(stored, component, ignore=ignore, final=True, ends=component.ends)
     restoration.progress.partial = True  # The report lists the values that are left over.
     misfits = Misfits()
     try:
-        restoration.prepare(misfits if fitting else None).apply()
+        prepared = restoration.prepare(misfits if fitting else None)
     except TreeMismatchError as error:
         if not error.differences:
             raise
@@ -327,22 +316,27 @@ def set_default_state(
             f"Change the program, or {other}:",
             error.differences,
         ) from error
-    report = restoration.report()
-    unused = report.pending + report.unused
-    # Earlier versions left out what optimizers keep for parameters of some components.
-    without = [number for number, node in enumerate(stored.graph.nodes) if node.groups and not any(node.groups)]
-    lost = [format_node_path((*stored.graph.path(number), OPTIMIZER_SLOTS)) for number in without]
-    if unused and own and not lost and not fitting and not set(report.restored) & own:
-        raise TreeMismatchError(
-            f"{source}: nothing in it matches {_called(component)}, and nothing was changed. "
-            f"It has {shortened(map(repr, unused))}; the component has {shortened(map(repr, sorted(own)))}"
-        )
-    kept = misfits.kept
-    missing = [path for path in report.missing if path in own and path not in kept]
-    unused = tuple(path for path in unused if path not in kept)
-    fresh = [node.value for node in graph.leaves() if format_node_path(node.path) in kept]
-    changed = tuple(restoration.restore_modes()) if modes else ()
-    return OwnReport((*lost, *missing), unused, kept, tuple(filter(is_torch_tensor, fresh)), changed)
+
+    def apply() -> OwnReport:
+        prepared()
+        report = restoration.report()
+        unused = report.pending + report.unused
+        # Earlier versions left out what optimizers keep for parameters of some components.
+        without = [number for number, node in enumerate(stored.graph.nodes) if node.groups and not any(node.groups)]
+        lost = [format_node_path((*stored.graph.path(number), OPTIMIZER_SLOTS)) for number in without]
+        if unused and report.missing and not (report.restored or lost or fitting):
+            raise TreeMismatchError(
+                f"{source}: nothing in it matches {_called(component)}, and nothing was changed. It has "
+                f"{shortened(map(repr, unused))}; the component has {shortened(map(repr, sorted(report.missing)))}"
+            )
+        kept = misfits.kept
+        missing = [path for path in report.missing if path not in kept]
+        unused = tuple(path for path in unused if path not in kept)
+        fresh = [node.value for node in graph.leaves() if format_node_path(node.path) in kept]
+        changed = tuple(restoration.restore_modes()) if modes else ()
+        return OwnReport((*lost, *missing), unused, kept, tuple(filter(is_torch_tensor, fresh)), changed)
+
+    return apply
 
 
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:
@@ -362,14 +356,6 @@ def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str
     return lines
 
 
-def kept_paths(stored: StoredGraph, keep: Keep | None) -> list[Path]:
-    """Return the paths of the values that stay as they are in the program."""
-    if keep is None:
-        return []
-    paths = [(stored.graph.path(number), node.value) for number, node in stored.graph.values()]
-    return [path for path, value in paths if keep(path, stored.leaves.get(value or ""))]
-
-
 def _called(component: LiveComponent) -> str:
     name = type(component.value).__qualname__
     return f"component {format_component_path(component.path)} ({name})" if component.path else name
@@ -378,35 +364,23 @@ def _called(component: LiveComponent) -> str:
 # ---- a state in memory, opened as a checkpoint is
 
 
-def stored_state(component: LiveComponent, state: Any, source: Location = _GIVEN) -> StoredGraph:
-    """Open a state for a component that has no ``set_state`` of its own."""
+def stored_state(state: Any, source: Location = _GIVEN) -> StoredGraph:
+    """Open a state in memory for a component that has no ``set_state`` of its own."""
     if not isinstance(state, Mapping):
-        raise TreeMismatchError(f"{_called(component)}: expected a dictionary as state, found {type(state).__name__}")
+        raise TreeMismatchError(f"{source}: expected a dictionary as state, found {type(state).__name__}")
     values = {key: value for key, value in state.items() if key != GRAPH}
-    document = _document(state, source)
-    packed = pack_tree(values)
-    flat = flatten(values if _names_elements(document, packed) else packed)
+    document = None if state.get(GRAPH) is None else read_document(state[GRAPH], source)
+    flat = flatten(pack_tree(values))
+    packed = [name for name, value in zip(flat.names, flat.values, strict=True) if isinstance(value, PackedNumbers)]
+    if any(json.dumps(f"{name}.0") in str(state.get(GRAPH)) for name in packed):
+        flat = flatten(values)  # Documents of earlier versions name every element.
     found = dict(zip(flat.names, describe(flat.names, flat.values), strict=True))
     leaves = [SavedLeaf(name, Saved.of(leaf)) for name, leaf in found.items()]
     arrays = {name: leaf for name, leaf in found.items() if isinstance(leaf, ArrayLeaf)}
     return StoredGraph(MemoryTree(source, TreeDocument(flat.structure), leaves, arrays, document), source)
 
 
-def _names_elements(document: Any, packed: Any) -> bool:
-    """Whether a document names elements of sequences as values of their own, as those of earlier versions do."""
-    if document is None:
-        return False
-    flat = flatten(packed)
-    whole = {name for name, value in zip(flat.names, flat.values, strict=True) if isinstance(value, PackedNumbers)}
-    nodes = document.get("nodes") if isinstance(document, dict) else None
-    values = [node.get("value") if isinstance(node, dict) else None for node in nodes or ()]
-    return any(isinstance(value, str) and value.rpartition(".")[0] in whole for value in values)
-
-
-def _document(state: Mapping[str, Any], source: Location) -> Any:
-    text = state.get(GRAPH)
-    if text is None:
-        return None
+def read_document(text: Any, source: Location) -> Any:
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:

@@ -49,6 +49,7 @@ from .extras import (
     missing_extras,
     warn_of_unrestored,
 )
+from .first_steps import warn_of_index
 from .initial import InitialState
 from .objects import adapter_for
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
@@ -326,6 +327,7 @@ class CheckpointCallback:
         self._generators = GlobalGenerators() if options.global_generators else None
         self._names: frozenset[str] = frozenset()
         self._closed = False
+        self._has_peeked = False
         self._should_stop = False
         self._restored: int | None = None
         self._went_on_from: int | None = None
@@ -439,6 +441,7 @@ class CheckpointCallback:
             CheckpointNotFoundError: ``resume`` names a step that is not there, or ``"must"``, and there is none.
             NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
         """
+        self._has_peeked = True
         if self._options.resume == "must":
             check_resume("must", self._all_steps(), self._manager.directory)
         return peek(self._manager, self._options.resume)
@@ -659,9 +662,11 @@ class CheckpointCallback:
             logger.info("init_from=%s is ignored, as the run resumes", place)
         self.extras = {name: restored.extras[name] for name in extras}
         self._restored = restored.step
+        state = initial.completed(adapter, restored.state)
         if offset is None:
             offset = int((self._manager.custom_metadata(restored.step) or {}).get("step_offset", 0))
-        state = initial.completed(adapter, restored.state)
+            if not (restored.is_own or offset):
+                warn_of_index(restored.step, adapter.to_tree(state))
         self._begin_steps(self._new_saver(adapter, offset, fresh), state, extras, restored.step)
         shown = Report(restored.step, state, extras=self._with_generators(self.extras)).seen({})
         self._witness.resume(restored.step, shown, why_not_comparable(self._options, adapter.misfits))
@@ -727,7 +732,7 @@ class CheckpointCallback:
         self._saver = saver
         for loader in loaders_of(extras).values():
             loader.begin_run(self._announce)
-        saver.watch(state, extras, last)
+        saver.watch(state, extras, last, grows=self._has_peeked or self._options.partial is not None)
         missing = [] if self._generators is None else self._generators.begin()
         if missing:
             logger.warning(

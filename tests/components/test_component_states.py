@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import logging
 import os
 import subprocess
@@ -208,6 +209,23 @@ def test_a_restore_packs_no_list_of_the_program(tmp_path: Path, monkeypatch: pyt
     running.restore_from_path(path)
     assert running.part == value
     assert list(map(type, running.part)) == list(map(type, value))
+
+
+def test_a_state_whose_document_names_the_elements_of_a_list() -> None:
+    """Earlier versions described each number of a list."""
+    array = np.ones(2)
+    tree, running = holding(None), holding(None)
+    tree.part, running.part = {"one": array, "same": array, "history": [0.5] * 40}, {"history": []}
+    state = tree.get_state()
+    document = json.loads(state["__graph__"])
+    nodes = document["nodes"]
+    (node,) = [node for node in nodes if node.get("value") == "part.history"]
+    elements = [{"value": f"part.history.{index}"} for index in range(40)]
+    node.pop("value")
+    node.update(type="list", edges={str(index): len(nodes) + index for index in range(40)})
+    nodes += elements
+    running.set_state({**state, "__graph__": json.dumps(document)})
+    assert running.part["history"] == [0.5] * 40
 
 
 # ---- a class of a program that is run
