@@ -168,8 +168,8 @@ def _pruning_options(run: ChangedRun, rules: dict[str, Any], only: bool) -> Chec
     if "best_fn" not in rules:
         if run.function is not None:
             raise OptionError(
-                f"{run.location}: the run ranks its checkpoints by a function of its program, {run.function}, so the "
-                "best are not known here, and nothing was deleted; give --best-fn METRIC and --best-mode, or --only"
+                f"{run.location}: the run ranks its checkpoints by a function of its program, {run.function}, so what "
+                "it keeps is not known here, and nothing was deleted; give --best-fn METRIC and --best-mode, or --only"
             )
     elif rules["best_fn"] != run.options.best_fn and "best_mode" not in rules:
         raise OptionError(f"--best-fn {rules['best_fn']} needs --best-mode max or min; nothing was deleted")

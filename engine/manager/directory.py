@@ -8,7 +8,7 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import attrgetter
@@ -80,10 +80,11 @@ from .options import CheckpointManagerOptions, options_document, retention_rules
 from .ownership import (
     NO_LOCAL_STEPS,
     OPTIONS,
-    Doomed,
     LocalBranch,
     Ownership,
     RunIdentity,
+    Tombstone,
+    Tombstones,
     new_run,
     store_identity,
     stored_identity,
@@ -195,6 +196,7 @@ class HostSteps:
     further: frozenset[int] = frozenset()  # further whole ones, which are read if they are needed
     left: frozenset[int] = frozenset()  # whole ones that do not count
     saved: frozenset[int] = frozenset()  # those that this run has saved, for its next start
+    unused: Mapping[int, str] = field(default_factory=dict)  # damaged ones, or perhaps of this run, and the reason
 
 
 class RunDirectory:
@@ -214,6 +216,7 @@ class RunDirectory:
     ) -> None:
         self.location = location
         self.ownership = Ownership(location, clock, drain)
+        self._clock = clock
         self.last_saved: int | None = None  # the step that this run saved last
         self.hosts = HostSteps()
         self._options = options
@@ -230,7 +233,7 @@ class RunDirectory:
         self._index: dict[int, IndexedStep] = {}
         self._infos: tuple[StepInfo, ...] | None = None  # the committed steps in ascending order; None after a change
         self._identity: RunIdentity | None = None  # None until this writer owns the directory
-        self._dooms = False  # whether a mirror may have the steps that are deleted here
+        self._keeps_tombstones = False  # whether a mirror may have the steps that are deleted here
         names = self.reload()
         if not (options.read_only or self._index or self._is_unclaimed(names)):
             self.reload()
@@ -336,13 +339,9 @@ class RunDirectory:
         if (found := self._infos) is not None:  # Each step asks, and nearly always nothing has changed.
             return found
         with self._lock:
-            return self._ordered()
-
-    def _ordered(self) -> tuple[StepInfo, ...]:
-        if self._infos is None:
             infos = (known.info for known in self._index.values() if known.info is not None)
             self._infos = tuple(sorted(infos, key=attrgetter("step")))
-        return self._infos
+            return self._infos
 
     def known_record(self, step: int) -> CheckpointRecord | None:
         """Return the commit record of a step as it was last read; None if it is not there, or damaged."""
@@ -360,10 +359,9 @@ class RunDirectory:
 
     def left_behind(self) -> set[int]:
         """Return the steps that the run has left for an earlier one; they do not count as its newest."""
-        with self._lock:
-            records = {info.step: self._index[info.step].record for info in self._ordered()}
+        records = {step: record for step in self.steps() if (record := self.known_record(step)) is not None}
         left = left_behind(records.values())
-        return {step for step, record in records.items() if record is not None and was_left(step, record, left)}
+        return {step for step, record in records.items() if was_left(step, record, left)}
 
     def steps_after(self, step: int) -> list[int]:
         """Return the committed steps after one, in ascending order."""
@@ -508,7 +506,7 @@ class RunDirectory:
             local=belongs.local or stored.local,
         )
         # A directory of holdfast 0.1 does not say whether it had a mirror.
-        self._dooms = identity.mirror is not None or (stored.run is None and bool(self.steps()))
+        self._keeps_tombstones = identity.mirror is not None or (stored.run is None and bool(self.steps()))
         self._store(identity)
         known = [StepEntry(step, self.step_location(step)) for step in self.steps_and_damaged()]
         strays = sorted(entry.step for entry in stray_folders(self.location, self._series, known))
@@ -527,32 +525,42 @@ class RunDirectory:
         self._identity = identity
 
     @property
-    def doomed(self) -> Doomed:
+    def tombstones(self) -> Tombstones:
         """The steps that were deleted here explicitly, and that the mirror may still have."""
-        return self.identity.doomed.get(self._series, Doomed())
+        return self.identity.tombstones.get(self._series, Tombstones())
 
-    def settled_doomed(self) -> Doomed:
+    def settled_tombstones(self) -> Tombstones:
         """Return the same, once a deletion that is under way has ended."""
         with self._changing:
-            return self.doomed
+            return self.tombstones
 
-    def absolve(self, done: Doomed) -> None:
+    def clear_tombstones(self, done: Tombstones) -> None:
         """Note that the mirror has no such steps any more."""
         with self._changing:
             if done and self._identity is not None:
                 self.ownership.check()
-                self._store(self._identity.with_doomed(self._series, self.doomed.minus(done)))
+                left = Tombstones(self.tombstones - done)
+                self._store(self._identity.with_tombstones(self._series, left))
 
-    def _doom(self, steps: Collection[int], after: int | None = None) -> None:
-        """Note, before a deletion, that the mirror must delete the steps, and that local steps do not count any more.
+    def _add_tombstone(self, step: int, *, later: bool = False) -> None:
+        """Note, before a deletion, that the mirror must delete the step, and that local steps do not count any more.
 
         Otherwise the next run would take them from there.
         """
         identity = self._identity
-        if not self._writes or identity is None or not (self._dooms or identity.local):
+        if not self._writes or identity is None or not (self._keeps_tombstones or identity.local):
             return
-        if self._dooms:
-            identity = identity.with_doomed(self._series, self.doomed.plus(steps, after))
+        if self._keeps_tombstones:
+            record = self.known_record(step)
+            if later:
+                now = max([self._clock.now(), *(info.time for info in self.infos())])
+                tombstone = Tombstone(step, True, float(now))
+            elif record is not None:
+                tombstone = Tombstone(step, False, float(record.time), record.fingerprint)
+            else:
+                tombstone = Tombstone(step)
+            added = Tombstones(self.tombstones | {tombstone})
+            identity = identity.with_tombstones(self._series, added)
         self.ownership.check()
         self._store(identity.with_branches(self._series, NO_LOCAL_STEPS) if identity.local else identity)
 
@@ -644,13 +652,13 @@ class RunDirectory:
             if self.state(step) in (None, StepState.COMMITTED):
                 self.stored_record(step)
             if mirror:
-                self._doom([step])
+                self._add_tombstone(step)
             self._delete(step)
 
     def delete_after(self, step: int) -> list[int]:
         """Delete the steps after one, whole or damaged, the latest first; return them in ascending order."""
         with self._changing:
-            self._doom((), after=step)
+            self._add_tombstone(step, later=True)
             later = [one for one in self.steps_and_damaged() if one > step]
             for one in reversed(later):
                 self._delete(one)
@@ -726,11 +734,9 @@ class RunDirectory:
 
     def _given_up(self) -> dict[int, CheckpointRecord]:
         """Return the steps that no rule keeps, with the records by which that was decided."""
-        with self._lock:
-            infos, index = self._ordered(), self._index.copy()
-        kept = kept_steps(infos, self._rules) | {step for step, _ in self._protected()}
-        given_up = {info.step: index[info.step].record for info in infos if info.step not in kept}
-        return {step: record for step, record in given_up.items() if record is not None}
+        records = {step: self.known_record(step) for step in self.steps()}  # before the metrics: these may be newer
+        kept = kept_steps(self.infos(), self._rules) | {step for step, _ in self._protected()}
+        return {step: record for step, record in records.items() if step not in kept and record is not None}
 
     def _delete_given_up(self, doomed: Mapping[int, CheckpointRecord]) -> None:
         if doomed:

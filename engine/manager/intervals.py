@@ -20,8 +20,9 @@ from typing import Any, ClassVar
 
 from ..clock import Duration, format_duration, seconds
 from ..errors import OptionError
-from .decisions import EverySeconds, Moment, median
+from .decisions import Moment, median
 from .events import RunEvents, number_in_event
+from .policies import Every
 
 _logger = logging.getLogger("holdfast")
 
@@ -266,7 +267,7 @@ class LearnedInterval:
     reads_metrics: ClassVar[bool] = False
     experience: Experience = field(default_factory=Experience, compare=False, repr=False)
     # The current trigger. Events arrive on the thread that saves, and replace it as a whole.
-    _now: EverySeconds = field(init=False, compare=False, repr=False)
+    _now: Every = field(init=False, compare=False, repr=False)
     _told: float | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -274,7 +275,7 @@ class LearnedInterval:
 
     @property
     def interval_secs(self) -> float:
-        return self._now.seconds
+        return self._now.interval_secs or 0.0
 
     def reason(self, moment: Moment) -> str | None:
         if self._now.reason(moment) is None:
@@ -290,7 +291,7 @@ class LearnedInterval:
         """Learn from events of the run, in their order."""
         for event in events:
             self.experience.add(event)
-        self._now = EverySeconds(self.experience.best(self.least, self.greatest))
+        self._now = Every(secs=self.experience.best(self.least, self.greatest))
 
     def report(self, events: RunEvents, directory: object) -> None:
         """Report the interval in the log and in the events if it has changed since the last report."""

@@ -23,14 +23,14 @@ from ..arrays import FileCheck
 from ..checkpoint import file_checks
 from ..clock import format_size
 from ..distributed import ProcessGroup, Rendezvous, machine_identity, primary_host
-from ..errors import HoldfastError, ObjectNotFoundError, OptionError, StorageError
+from ..errors import HoldfastError, ObjectNotFoundError, OptionError, StorageError, itemized, shortened
 from ..format import PARTIAL, RECORD, CheckpointRecord, FileRecord
 from ..steps import RECORD_LIMIT
 from ..storage import CORES, TEMPORARY_PREFIX, DataReader, Location, ScatteredFiles, as_location, parallel_map
 from .directory import RunDirectory
 from .events import described
 from .options import Local
-from .ownership import LocalBranch, RunIdentity
+from .ownership import OPTIONS, LocalBranch, RunIdentity
 from .peers import Peer, PeerServer, RemoteReader, check_private, own_address
 
 _logger = logging.getLogger("holdfast")
@@ -102,22 +102,30 @@ def files_of(record: CheckpointRecord) -> Iterator[tuple[str, FileRecord]]:
         yield from item.paths.items()
 
 
+def gather(folder: str, held: Sequence[Mapping[str, HeldStep]]) -> WholeStep | str:
+    """Return the step in a folder of the hosts, or why it is not whole; "" if its save has not ended."""
+    here = [(host, steps[folder]) for host, steps in enumerate(held) if folder in steps]
+    records = [step.record for _, step in here if step.record is not None and step.record.step is not None]
+    if not records:
+        is_unfinished = any(PARTIAL in step.files for _, step in here) or not any(step.files for _, step in here)
+        return "" if is_unfinished else f"its {RECORD} is missing or damaged on all hosts"
+    if any(record.identity != records[0].identity for record in records):
+        return f"the hosts have the {RECORD} of different saves"
+    holders = {
+        path: [(host, step.files[path][0]) for host, step in here if step.files.get(path, ("", -1))[1] == known.size]
+        for path, known in files_of(records[0])
+    }
+    if missing := [path for path, hosts in holders.items() if not hosts]:
+        return f"missing or damaged on all hosts: {shortened(missing, 3)}"
+    holders[RECORD] = [(host, step.files[RECORD][0]) for host, step in here if step.record is not None]
+    return WholeStep(folder, records[0], holders)
+
+
 def whole_steps(held: Sequence[Mapping[str, HeldStep]]) -> list[WholeStep]:
     """Return the steps of which every file is on some host, given the folders of each; the newest first."""
-    found = []
-    for folder in sorted(set().union(*held)):
-        here = [(host, steps[folder]) for host, steps in enumerate(held) if folder in steps]
-        records = [one.record for _, one in here if one.record is not None and one.record.step is not None]
-        if not records:
-            continue
-        holders = {
-            path: [(host, one.files[path][0]) for host, one in here if one.files.get(path, ("", -1))[1] == known.size]
-            for path, known in files_of(records[0])
-        }
-        if all(holders.values()) and all(record.identity == records[0].identity for record in records):
-            holders[RECORD] = [(host, one.files[RECORD][0]) for host, one in here if one.record is not None]
-            found.append(WholeStep(folder, records[0], holders))
-    return sorted(found, key=lambda one: (one.step, one.folder), reverse=True)
+    gathered = [gather(folder, held) for folder in set().union(*held)]
+    whole = [step for step in gathered if isinstance(step, WholeStep)]
+    return sorted(whole, key=lambda step: (step.step, step.folder), reverse=True)
 
 
 def is_on_line(folder: str, step: int, branches: Sequence[LocalBranch]) -> bool:
@@ -146,6 +154,7 @@ class _Program:
 
     hosts: Sequence[_Host]
     run: str | None  # the folder of the run whose local steps count; None while the directory of the run is new
+    place: str  # the end of the name of that folder, which stands for the path of the directory
     token: str
     attempt: str  # text that no other start of the program has
 
@@ -164,6 +173,8 @@ class LocalHosts:
         self._server: PeerServer | None = None
         self.branches: tuple[LocalBranch, ...] = ()  # the history of which local steps counted at the start
         self._agreed_steps: list[dict[str, HeldStep]] = []  # of process 0
+        self._elsewhere: dict[int, str] = {}  # on process 0, steps that are not known to be of this run, and why
+        self.unused: dict[int, str] = {}  # steps that are not whole, or not known to be of this run, and why
         self.program: _Program
         try:
             self._open()
@@ -178,7 +189,7 @@ class LocalHosts:
         me = {"name": name, "domain": local.failure_domain or name, "url": self.root.url}
         found = self._processes.agree("hosts of local steps", me, self._meet)
         self.program = _Program(
-            [_Host(**one) for one in found["hosts"]], found["run"], found["token"], found["attempt"]
+            [_Host(**one) for one in found["hosts"]], found["run"], found["place"], found["token"], found["attempt"]
         )
         hosts = self.program.hosts
         self.host = next(number for number, host in enumerate(hosts) if host.name == name)
@@ -192,6 +203,7 @@ class LocalHosts:
                 self.root,
             )
         held: dict[str, HeldStep] = {}
+        elsewhere: dict[int, str] = {}
         problem = None
         try:
             self._check_places(self.program.run)
@@ -200,12 +212,13 @@ class LocalHosts:
                 self._server = PeerServer(os.fspath(self.root), self.program.token, address, timeout=self._patience)
             if self.leads:
                 held = self._held()
-                self._tell_of_other_places(held)
+                elsewhere = self._steps_elsewhere(held)
         except HoldfastError as error:  # all processes raise it
             problem = f"{name}: {error}"
         mine = {
             "address": None if self._server is None else self._server.address,
             "held": {folder: one.to_json() for folder, one in held.items()},
+            "elsewhere": list(elsewhere.items()),
             "problem": problem,
         }
         answer = self._processes.agree("local steps", mine, self._first_choice)
@@ -219,7 +232,11 @@ class LocalHosts:
                 )
         # The whole steps that count, and those that do not.
         self.further, self.left = frozenset(answer["steps"]), frozenset(answer["left"])
-        self.newest = self._find(answer["whole"], None)
+        self.newest = self._find(answer, None)
+        newest = max(self._newest_in_directory(), -1 if self.newest is None else self.newest.step)
+        newer = [f"step {step}: {why}" for step, why in sorted(self.unused.items()) if step > newest]
+        if newer and self._processes.is_primary:
+            _logger.warning("%s", itemized(f"{self.root}: newer local steps of this run are not used:", newer))
 
     def _meet(self, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the hosts of the program, and the run whose local steps count; on process 0."""
@@ -231,22 +248,24 @@ class LocalHosts:
                     f"processes {host['leader']} and {index} are on one host, {host['name']}, and have different local "
                     f"folders: {host['url']} and {process['url']}; give them the same, or an identity each (host=)"
                 )
-        identity = self._run.identity
         self.branches = self._run.branches
         return {
             "hosts": list(hosts.values()),
-            "run": self._folder_name(identity),
+            "run": self._folder_name(self._run.identity),
+            "place": self._place_name(),
             "token": os.urandom(32).hex(),
             "attempt": os.urandom(4).hex(),
         }
 
     def _folder_name(self, identity: RunIdentity) -> str | None:
         """Return the name of the folder of the run; None while the directory of the run is new."""
+        return f"{identity.run}.{self._place_name()}" if identity.run and _TOKEN.fullmatch(identity.run) else None
+
+    def _place_name(self) -> str:
         # A copy of a directory has the identity of the original, but another place, and is a run of its own. So are the
         # steps with another prefix.
         first = self._run.step_location(0).url
-        place = hashlib.blake2b(first.encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
-        return f"{identity.run}.{place}" if identity.run and _TOKEN.fullmatch(identity.run) else None
+        return hashlib.blake2b(first.encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
 
     # ---- which step is whole
 
@@ -258,35 +277,54 @@ class LocalHosts:
 
     def _held(self) -> dict[str, HeldStep]:
         """Return what this host has of the steps of the run, by folder."""
-        if self.program.run is None:
-            return {}
         found: dict[str, HeldStep] = {}
+        if self.program.run is None:
+            return found
         for where in (COPIES, OWN):
-            for place in folders_in(self.root / self.program.run / where):
+            folder = self.root / self.program.run / where
+            try:
+                folder.check_not_link()
+                entries = folder.entries()
+            except StorageError as error:
+                _logger.warning("local steps are not used: %s", error)
+                continue
+            for entry in entries:
+                place = folder / entry.name
                 before = found.get(place.name, HeldStep({}))
-                files = {path: (where, size) for path, size in files_in(place)}
+                if entry.is_directory and not place.is_link():
+                    files = {path: (where, size) for path, size in files_in(place)}
+                    if (place / PARTIAL).is_there():
+                        files[PARTIAL] = (where, 0)
+                else:  # what lies in the place of a step, and has no files
+                    files = {entry.name: (where, 0)}
                 record = (record_of(place) if RECORD in files else None) or before.record
                 found[place.name] = HeldStep({**before.files, **files}, record)
         return found
 
-    def _tell_of_other_places(self, held: Mapping[str, HeldStep]) -> None:
-        """Warn of local steps that this run would have under the path that its directory had before."""
-        if held or self.program.run is None:
-            return
-        begin = self.program.run.partition(".")[0] + "."
-        others = [entry.name for entry in self.root.entries() if entry.name.startswith(begin)]
-        others = [
-            name for name in others if folders_in(self.root / name / OWN) or folders_in(self.root / name / COPIES)
-        ]
-        if others:
-            _logger.warning(
-                "%s: the local steps in %s do not count: they are those of the same run in a directory at another path "
-                "than %s, or with another step_prefix. If this directory was moved, start the run with the earlier "
-                "path, such as by a link; if it is a copy, this is meant",
-                self.root,
-                ", ".join(others),
-                self._run.location,
-            )
+    def _steps_elsewhere(self, held: Mapping[str, HeldStep]) -> dict[int, str]:
+        """Return the local steps that this run may have saved under another identity or path, and why they are left."""
+        found = {}
+        for entry in self.root.entries():
+            run, _, place = entry.name.partition(".")
+            if entry.name == self.program.run:
+                continue
+            if place == self.program.place:
+                why = (
+                    f"{self._run.location / OPTIONS} does not name its run: the file was damaged or removed, or it is "
+                    "a step of another run, which was saved in this directory before"
+                )
+            elif not held and run == str(self.program.run).partition(".")[0]:
+                why = (
+                    "it is of the same run in a directory at another path, or with another step_prefix. If this "
+                    "directory was moved, start the run with the earlier path, such as by a link; if it is a copy, "
+                    "this is meant"
+                )
+            else:
+                continue
+            for folder in (*folders_in(self.root / entry.name / COPIES), *folders_in(self.root / entry.name / OWN)):
+                if (folder / RECORD).is_there():
+                    found[step_of(folder.name)] = f"{folder} is left: {why}"
+        return found
 
     def _first_choice(self, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the address of each host and the newest whole step; on process 0."""
@@ -296,31 +334,47 @@ class LocalHosts:
         self._agreed_steps = [
             {folder: HeldStep.from_json(one, folder) for folder, one in leader["held"].items()} for leader in leaders
         ]
+        self._elsewhere = {step: why for leader in leaders for step, why in leader["elsewhere"]}
         numbers = [sequence_of(folder) for steps in self._agreed_steps for folder in steps]
         counting = [whole.step for whole in self._counting()]
         return {
             "addresses": [leader["address"] for leader in leaders],
             "sequence": max(numbers, default=0),
             "branches": self.branches,
-            "whole": self._choose(None),
+            **self._choose(None),
             "steps": counting,
             "left": [whole.step for whole in whole_steps(self._agreed_steps) if whole.step not in counting],
         }
 
-    def _counting(self) -> list[WholeStep]:
-        """Return the whole steps of the history that leads to the newest step, the newest first; on process 0."""
-        whole = whole_steps(self._agreed_steps)
+    def _counts(self, folder: str, step: int) -> bool:
+        """Return whether the history that leads to the newest step goes through a local step; on process 0."""
         if self.branches:
-            return [one for one in whole if is_on_line(one.folder, one.step, self.branches)]
-        return [one for one in whole if one.step > self._newest_in_directory()]  # the directory was made anew
+            return is_on_line(folder, step, self.branches)
+        return step > self._newest_in_directory()  # no history was noted: the directory is new
 
-    def _choose(self, step: int | None) -> dict[str, Any] | None:
-        """Return a step that counts, or without its number the newest if it is newer than all of the directory."""
-        for one in self._counting():
+    def _counting(self) -> list[WholeStep]:
+        """Return the whole steps that count, the newest first; on process 0."""
+        return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
+
+    def _choose(self, step: int | None) -> dict[str, Any]:
+        """Return a step that counts, or without its number the newest if it is newer than all of the directory.
+
+        Return also those that would count and are not used, each with the reason.
+        """
+        counting, unused = self._counting(), self._elsewhere.copy()
+        for folder in set().union(*self._agreed_steps):
+            why = gather(folder, self._agreed_steps)
+            if isinstance(why, str) and why and self._counts(folder, step_of(folder)):
+                unused[step_of(folder)] = why
+        for whole in counting:
+            unused.pop(whole.step, None)
+        answer: dict[str, Any] = {"whole": None, "unused": list(unused.items())}
+        for whole in counting:
             # Of equal ones, that of the directory may have been replaced.
-            if one.step > self._newest_in_directory() if step is None else one.step == step:
-                return {"folder": one.folder, "record": one.record.to_document(), "holders": one.holders}
-        return None
+            if whole.step > self._newest_in_directory() if step is None else whole.step == step:
+                document = whole.record.to_document()
+                return {**answer, "whole": {"folder": whole.folder, "record": document, "holders": whole.holders}}
+        return answer
 
     def _again(self, step: int | None, folder: str, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Choose again, without what the hosts have found damaged in a folder; on process 0."""
@@ -332,15 +386,15 @@ class LocalHosts:
                 held = steps[folder]
                 kept = {path: where for path, where in held.files.items() if path not in damaged}
                 steps[folder] = replace(held, files=kept)
-        return {"damaged": any_damage, "whole": self._choose(step) if any_damage else None}
+        return {"damaged": any_damage, **self._choose(step)}
 
     def take(self, step: int) -> WholeStep | None:
         """Return one of the ``further`` steps, if it is whole; all processes call it."""
         return self._find(self._processes.agree("local step", None, lambda _: self._choose(step)), step)
 
-    def _find(self, whole: Mapping[str, Any] | None, number: int | None) -> WholeStep | None:
-        """Verify a step, each file where it lies, and return it; choose again if it is damaged."""
-        while whole is not None:
+    def _find(self, answer: Mapping[str, Any], number: int | None) -> WholeStep | None:
+        """Verify a step that was chosen, each file where it lies, and return it; choose again if it is damaged."""
+        while (whole := answer["whole"]) is not None:
             record = CheckpointRecord.from_document(whole["record"], source=whole["folder"])
             holders = {path: [(host, where) for host, where in one] for path, one in whole["holders"].items()}
             step = WholeStep(whole["folder"], record, holders)
@@ -350,11 +404,12 @@ class LocalHosts:
                 again = partial(self._again, number, step.folder)
                 answer = self._processes.agree("verified local steps", {"damaged": mine}, again)
                 if answer["damaged"]:
-                    whole, verified = answer["whole"], False
+                    verified = False
                     break
             if verified:
-                return step
-        return None
+                break
+        self.unused = dict(answer["unused"])
+        return None if whole is None else step
 
     def _newest_in_directory(self) -> int:
         return max(self._run.steps(), default=-1)
@@ -493,6 +548,10 @@ def files_in(folder: Location, begin: str = "") -> Iterator[tuple[str, int]]:
 def sequence_of(folder: str) -> int:
     number = folder.partition(".")[0]
     return int(number) if number.isdecimal() and len(number) < 19 else 0
+
+
+def step_of(folder: str) -> int:
+    return sequence_of(folder.partition(".")[2])
 
 
 def _first(texts: Sequence[bytes]) -> bytes:

@@ -22,7 +22,6 @@ from ..errors import OwnershipError, PeerFailedError, StorageError
 from ..forks import Lock
 from ..format import RECORD, CheckpointRecord
 from ..storage import Buffer, Location, parallel_map
-from .decisions import EverySteps
 from .directory import RunDirectory
 from .events import RunEvents, described
 from .items import PendingSave
@@ -30,6 +29,7 @@ from .local_steps import COPIES, OWN, LocalHosts, WholeStep, files_in, is_on_lin
 from .options import CheckpointManagerOptions, Local, LocalStatus
 from .ownership import LocalBranch
 from .places import StepPlace
+from .policies import passes
 
 _logger = logging.getLogger("holdfast")
 
@@ -72,7 +72,6 @@ class LocalTier(StepPlace):
         self._processes = processes
         self._clock = clock
         self._events = events
-        self._trigger = EverySteps(self._options.every)
         self.reason = f"every {self._options.every} steps"
         self._previous: int | None = None  # the step after which the next local save is due
         self._reached: int | None = None  # the last step of the program that this has seen
@@ -94,7 +93,7 @@ class LocalTier(StepPlace):
         self._continue_after(-1, ())
         self._noted = 0  # the number of the history that was noted last
         self._noting = Lock()  # the saves of both places note it, and change which local steps are kept
-        self._run.see_hosts(further=self._hosts.further, left=self._hosts.left)
+        self._run.see_hosts(further=self._hosts.further, left=self._hosts.left, unused=self._hosts.unused)
         if self._hosts.newest is not None:
             self._read(self._hosts.newest)
 
@@ -119,7 +118,7 @@ class LocalTier(StepPlace):
         self._reach(step)
         if self._previous is None:
             self._previous = step - 1
-        return self._trigger.due(step, self._previous)
+        return passes(self._options.every, step, self._previous)
 
     def restored(self, step: int) -> None:
         """Note that the run resumes from a step, or perhaps one process only looks at it."""
@@ -166,6 +165,7 @@ class LocalTier(StepPlace):
         """Let the run read a step that the hosts have, if it is whole; all processes call it."""
         self._run.see_hosts(further=self._run.hosts.further - {step})
         found = self._hosts.take(step)
+        self._run.see_hosts(unused=self._hosts.unused)
         if found is not None:
             self._read(found)
         return found is not None
@@ -183,9 +183,11 @@ class LocalTier(StepPlace):
         (*_, folder) = (folder for folder, kept in self._kept.items() if kept == step)
         return self._hosts.root / str(self._hosts.program.run) / OWN / folder
 
-    def drop(self, step: int) -> None:
+    def drop(self, step: int, damage: str) -> None:
         """Read a local step, which is damaged, no more."""
-        self._run.see_hosts(read={one: found for one, found in self._run.hosts.read.items() if one != step})
+        self._hosts.unused[step] = damage
+        read = {one: found for one, found in self._run.hosts.read.items() if one != step}
+        self._run.see_hosts(read=read, unused=self._hosts.unused)
 
     def directory_saves(self, step: int) -> tuple[LocalHistory, LocalHistory]:
         """Return the history to note before the commit of a save in the directory that begins, and that after it.
@@ -226,7 +228,7 @@ class LocalTier(StepPlace):
 
     def _forget_found(self) -> None:
         """Read no local step of an earlier start any more."""
-        self._run.see_hosts(read={}, further=frozenset(), left=frozenset())
+        self._run.see_hosts(read={}, further=frozenset(), left=frozenset(), unused={})
 
     def begin(self, step: int) -> Rendezvous | None:
         """Count a save that is due, before anything can fail, so that all processes count alike."""

@@ -25,7 +25,7 @@ from .metrics import as_given, plain_metrics
 from .mirror import MirrorStatus, RunMirror
 from .options import CheckpointManagerOptions, LocalStatus, mirror_of, save_triggers, shown_call
 from .ownership import stored_options
-from .resuming import Peek, Restored, Resume
+from .resuming import Peek, Restored, StepRestorer
 from .retention import best, newest_with
 from .run import Run
 from .saving import Saves
@@ -129,7 +129,7 @@ class CheckpointManager(ExplainsNames):
                 self._run.learned = trigger
         decisions = SaveDecisions(triggers, self._clock, self.processes, self.latest_step())
         self._abandoned = AbandonedSteps(self.directory, warns=self.processes.is_primary)
-        self._resume = Resume(self._run, self._items, decisions, self._abandoned, self._local)
+        self._restorer = StepRestorer(self._run, self._items, decisions, self._abandoned, self._local)
         self._saves = Saves(self._run, self._items, decisions, self._abandoned, self._local)
 
     # ---- the mirror
@@ -254,7 +254,7 @@ class CheckpointManager(ExplainsNames):
         found = self.latest_step() if step is None else step
         if found is None:
             raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint")
-        return self._resume.structure(found)
+        return self._restorer.structure(found)
 
     def reload(self) -> None:
         """Read the directory again, to see what another process has done; waits for a save that is under way."""
@@ -316,7 +316,7 @@ class CheckpointManager(ExplainsNames):
                 raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint to restore")
             return restored.items
         step = valid_step(step)
-        return self._resume.restore_step(step, items, restore_kwargs or {})
+        return self._restorer.restore_step(step, items, restore_kwargs or {})
 
     def restore_latest(self, items: Any = None, *, restore_kwargs: Mapping[str, Any] | None = None) -> Restored | None:
         """Read the newest step that is whole.
@@ -337,7 +337,7 @@ class CheckpointManager(ExplainsNames):
         """
         self._background.join()
         self._run.compare_options()
-        return self._resume.restore_latest(items, restore_kwargs or {})
+        return self._restorer.restore_latest(items, restore_kwargs or {})
 
     def peek(self, items: Collection[str] = (), *, step: int | None = None) -> Peek | None:
         """Return what a restore would read, for programs that must be built for the step that they resume from.
@@ -358,7 +358,7 @@ class CheckpointManager(ExplainsNames):
         """
         self._background.join()
         self._run.compare_options()
-        taken = self._resume.peek(items, None if step is None else valid_step(step))
+        taken = self._restorer.peek(items, None if step is None else valid_step(step))
         if taken is None:
             return None
         number, extras = taken
@@ -647,7 +647,7 @@ def note_resume(manager: CheckpointManager, step: int) -> list[int]:
     ``restore`` of a manager notes it automatically, and leaves the warning to the next save, as the caller may only
     inspect the step. A training loop calls this where it takes the state of the step from elsewhere.
     """
-    later = manager._resume.resumes_from(valid_step(step))
+    later = manager._restorer.resumes_from(valid_step(step))
     manager._abandoned.warn(later)
     return later
 

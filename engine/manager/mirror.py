@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step, copy_witness
 from ..clock import Clock, bytes_per_second, seconds
@@ -120,10 +121,13 @@ class _Superseded(Exception):  # noqa: N818 - no error: another step is copied
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
     """Return the options of the directory of the mirror, given those of the run."""
     own = {name: getattr(mirror, name) for name in ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval")}
-    kept = {**own, "keep_steps": ()} if any(value is not None for value in own.values()) else {}
+    kept: dict[str, Any] = {"keep": run.policies()[1]}
+    if any(value is not None for value in own.values()):
+        kept = {**own, "keep_steps": (), "keep": None}
     return replace(
         run,
         mirror=None,
+        save=None,
         save_on_best=False,
         save_interval_steps=mirror.save_interval_steps,
         save_interval_secs=mirror.save_interval_secs,
@@ -202,9 +206,9 @@ class RunMirror(StepPlace):
     def steps(self, *, required: bool = False) -> list[int]:
         """Return the steps in the mirror, in ascending order; nothing, with a warning, where it cannot be read."""
         try:
-            far, doomed = self._look(), self._run.doomed
+            far, tombstones = self._look(), self._run.tombstones
             self._check_same_run(far)
-            return [step for step in far.steps() if step not in doomed]
+            return [step for step in far.steps() if not tombstones.cover(step, far.known_record(step))]
         except StorageError as error:
             if required:
                 error.add_note(
@@ -232,9 +236,10 @@ class RunMirror(StepPlace):
         run = self._run
         try:
             far = self._look()
-            if step in run.doomed or step not in far:  # in this order: a step is doomed until it is deleted
+            tombstones = run.tombstones  # read first: a step has one until it is deleted
+            record = far.record(step) if step in far else None
+            if record is None or tombstones.cover(step, record):
                 return False
-            record = far.record(step)
             overwrite = overwrite or run.state(step) is StepState.DAMAGED
             run.make_room(step, replaces=overwrite)
             _logger.info("%s: fetching step %d from the mirror %s", run.location, step, self.location)
@@ -300,19 +305,19 @@ class RunMirror(StepPlace):
             return
         self.notify()
         with self._wake:
-            self._wake.wait_for(lambda: not self._run.doomed or self._error is not None, DELETION_WAIT)
-        if self._run.doomed:
+            self._wake.wait_for(lambda: not self._run.tombstones or self._error is not None, DELETION_WAIT)
+        if self._run.tombstones:
             self._warn_left(self._error or "it has not answered yet")
 
     def _warn_left(self, why: object) -> None:
-        if not self._run.doomed:
+        if not self._run.tombstones:
             _logger.warning("%s: pins are not copied to this mirror now (%s); the next run does it", self.location, why)
             return
         _logger.warning(
             "%s: %s of %s were deleted, and are still in this mirror (%s). The next run in that directory deletes them "
             "here before it resumes; a run in an empty directory would resume from them",
             self.location,
-            self._run.doomed,
+            self._run.tombstones,
             self._run.location,
             why,
         )
@@ -329,7 +334,7 @@ class RunMirror(StepPlace):
                 if of not in (None, self._run.location.url):  # the directory of this run may be a copy
                     raise OptionError(f"it is the mirror of the run in {of}")
                 far = self._acquire()
-                self._delete_doomed(far)
+                self._delete_covered(far)
                 self._follow(far)
         except (StorageError, OwnershipError, OptionError) as error:
             self._warn_left(error)
@@ -473,23 +478,25 @@ class RunMirror(StepPlace):
     def _round(self, final: bool) -> None:
         """Bring the mirror up to date."""
         far = self._acquire()
-        self._delete_doomed(far)
+        self._delete_covered(far)
         self._follow(far)
         while (found := self._next(far, final or self._final)) is not None:
             before = max((step for step in far.steps() if step < found[0]), default=None)
             self._copy(far, *found)
             self._refresh(before)
+            self._delete_covered(far)  # before a step that was deleted meanwhile, and saved again, is copied
             self._follow(far)
         if final or self._final:
             self._refresh_newest()
 
-    def _delete_doomed(self, far: RunDirectory) -> None:
+    def _delete_covered(self, far: RunDirectory) -> None:
         """Delete the steps that the run has deleted explicitly and not saved again, the latest first."""
-        doomed = self._run.settled_doomed()
-        for step in reversed(far.steps_and_damaged()):
-            if step in doomed and not (step in far and self._is_here(step, far.record(step))):
+        tombstones = self._run.settled_tombstones()
+        for step in reversed(far.steps_and_damaged()) if tombstones else ():
+            record = far.record(step) if step in far else None
+            if tombstones.cover(step, record) and (record is None or not self._is_here(step, record)):
                 far.delete(step)
-        self._run.absolve(doomed)
+        self._run.clear_tombstones(tombstones)
         self._changed()
 
     def _next(self, far: RunDirectory, final: bool) -> tuple[int, CheckpointRecord] | None:

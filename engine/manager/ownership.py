@@ -16,7 +16,7 @@ import os
 import shlex
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from ..errors import (
     StorageUnavailableError,
     shortened_steps,
 )
-from ..format import OWNER, decode_document, encode_document
+from ..format import OWNER, CheckpointRecord, decode_document, encode_document
 from ..storage import FileLock, Location, os_errors
 from .options import CheckpointManagerOptions, options_document, options_from_document
 
@@ -211,29 +211,41 @@ _owners: weakref.WeakValueDictionary[str | Location, Ownership] = weakref.WeakVa
 OPTIONS = "options.json"  # name of the file that holds the retention options of the last run, and its identity
 
 
-@dataclass(frozen=True, slots=True)
-class Doomed:
-    """Steps that were deleted in the directory explicitly, and that the mirror may still have."""
+class Tombstone(NamedTuple):
+    """A step, or all later ones, that the run has deleted explicitly, and that the mirror may still have.
 
-    steps: frozenset[int] = frozenset()
-    after: int | None = None  # all later steps, too
+    A step that was saved again since is another record, and not covered.
+    """
 
-    def __contains__(self, step: int) -> bool:
-        return step in self.steps or (self.after is not None and step > self.after)
+    step: int
+    later: bool = False  # whether it stands for the steps after this one
+    time: float | None = None  # it covers what was saved until then, in seconds since the epoch; None covers any record
+    fingerprint: str | None = None  # of the step's record at that time
 
-    def __bool__(self) -> bool:
-        return bool(self.steps) or self.after is not None
+    def covers(self, step: int, record: CheckpointRecord | None) -> bool:
+        if step <= self.step if self.later else step != self.step:
+            return False
+        if record is None or self.time is None or record.time < self.time:
+            return True
+        return record.time == self.time and self.fingerprint in (None, record.fingerprint)
+
+
+class Tombstones(frozenset[Tombstone]):
+    """The tombstones of one series of steps."""
+
+    def cover(self, step: int, record: CheckpointRecord | None) -> bool:
+        """Return whether a step was deleted, given the record that the mirror has; None if that is damaged."""
+        return any(tombstone.covers(step, record) for tombstone in self)
 
     def __str__(self) -> str:
-        listed = [f"step {shortened_steps(sorted(self.steps))}"] if self.steps else []
-        return " and ".join(listed + ([] if self.after is None else [f"all steps after {self.after}"]))
+        steps, after = self.numbers()
+        listed = [f"step {shortened_steps(steps)}"] if steps else []
+        return " and ".join(listed + ([] if after is None else [f"all steps after {after}"]))
 
-    def plus(self, steps: Collection[int], after: int | None) -> Doomed:
-        limits = [one for one in (self.after, after) if one is not None]
-        return Doomed(self.steps.union(steps), min(limits, default=None))
-
-    def minus(self, done: Doomed) -> Doomed:
-        return Doomed(self.steps - done.steps, None if self.after == done.after else self.after)
+    def numbers(self) -> tuple[list[int], int | None]:
+        """Return the single steps, and the one after which all were deleted."""
+        steps = sorted({tombstone.step for tombstone in self if not tombstone.later})
+        return steps, min((tombstone.step for tombstone in self if tombstone.later), default=None)
 
 
 class LocalBranch(NamedTuple):
@@ -254,15 +266,14 @@ class RunIdentity:
     run: str | None = None  # a token; None where the directory is new, or was written by holdfast 0.1
     directory: str | None = None  # in a mirror: the URL of the run's directory
     mirror: str | None = None  # in the run's directory: the URL of its mirror
-    doomed: Mapping[str, Doomed] = field(default_factory=dict)  # by the series of the steps
+    tombstones: Mapping[str, Tombstones] = field(default_factory=dict)  # by the series of the steps
     local: str | None = None  # in the run's directory: where its hosts keep local steps
     # By the series, the last parts of the history that leads to the newest step, where the run has local steps; others
     # do not count.
     branches: Mapping[str, tuple[LocalBranch, ...]] = field(default_factory=dict)
 
-    def with_doomed(self, series: str, doomed: Doomed) -> RunIdentity:
-        others = {name: found for name, found in self.doomed.items() if name != series}
-        return replace(self, doomed={**others, series: doomed} if doomed else others)
+    def with_tombstones(self, series: str, tombstones: Tombstones) -> RunIdentity:
+        return replace(self, tombstones={**self.tombstones, series: tombstones})
 
     def with_branches(self, series: str, branches: tuple[LocalBranch, ...]) -> RunIdentity:
         return replace(self, branches={**self.branches, series: branches})
@@ -279,10 +290,11 @@ def stored_options(location: Location) -> CheckpointManagerOptions | None:
 
 
 def stored_rules(location: Location) -> tuple[CheckpointManagerOptions | None, str | None]:
-    """Return the same, and the name of the function by which the run ranked its steps, if it used one."""
+    """Return the same, and the name of the function or policy of the program by which the run chose its steps."""
     try:
         document = _read(location)["options"]
-        options, function = options_from_document(document), document.get("best_function")
+        options = options_from_document(document)
+        function = document.get("best_function") or document.get("keep_function")
     except (HoldfastError, KeyError, AttributeError):
         return None, None
     return options, function if isinstance(function, str) else None
@@ -299,13 +311,13 @@ def stored_identity(location: Location) -> RunIdentity:
     names = ("run", "directory", "mirror", "local")
     known = {name: value for name in names if isinstance(value := found.get(name), str)}
     doomed = found.get("doomed")
-    listed = {name: _doomed(one) for name, one in doomed.items()} if isinstance(doomed, dict) else {}
+    tombstones = {name: _tombstones(listed) for name, listed in doomed.items()} if isinstance(doomed, dict) else {}
     histories = found.get("branches")
     branches = {
         name: tuple(map(_branch, listed if isinstance(listed, list) else [None]))
         for name, listed in (histories.items() if isinstance(histories, dict) else ())
     }
-    return RunIdentity(**known, doomed={name: one for name, one in listed.items() if one}, branches=branches)
+    return RunIdentity(**known, tombstones=tombstones, branches=branches)
 
 
 def store_identity(location: Location, options: Mapping[str, Any], identity: RunIdentity) -> None:
@@ -316,9 +328,7 @@ def store_identity(location: Location, options: Mapping[str, Any], identity: Run
         "mirror": identity.mirror,
         "local": identity.local,
         "branches": {name: [list(one) for one in listed] for name, listed in sorted(identity.branches.items())},
-        "doomed": {
-            name: {"steps": sorted(one.steps), "after": one.after} for name, one in sorted(identity.doomed.items())
-        },
+        "doomed": {name: _encoded(found) for name, found in sorted(identity.tombstones.items()) if found},
     }
     known = {name: value for name, value in document.items() if value}
     (location / OPTIONS).write_bytes(encode_document("options", {"options": dict(options), "run": known}))
@@ -343,11 +353,23 @@ def _branch(found: Any) -> LocalBranch:
     return NO_LOCAL_STEPS[0]
 
 
-def _doomed(found: Any) -> Doomed:
-    if not isinstance(found, dict):
-        return Doomed()
-    steps, after = found.get("steps"), found.get("after")
-    return Doomed(
-        frozenset(step for step in steps if isinstance(step, int)) if isinstance(steps, list) else frozenset(),
-        after if isinstance(after, int) else None,
-    )
+def _encoded(tombstones: Tombstones) -> dict[str, Any]:
+    steps, after = tombstones.numbers()  # earlier versions read these
+    return {"steps": steps, "after": after, "records": [list(tombstone) for tombstone in sorted(tombstones, key=repr)]}
+
+
+def _tombstones(found: Any) -> Tombstones:
+    match found:
+        case {"records": [*records]}:
+            return Tombstones(Tombstone(*fields) for fields in records if _is_tombstone(fields))
+        case {"steps": [*steps], "after": after}:  # of an earlier version
+            later = [Tombstone(after, later=True)] if isinstance(after, int) else []
+            return Tombstones([*(Tombstone(step) for step in steps if isinstance(step, int)), *later])
+    return Tombstones()
+
+
+def _is_tombstone(found: Any) -> bool:
+    match found:
+        case [int(), bool(), None | float(), None | str()]:
+            return True
+    return False

@@ -36,7 +36,7 @@ class Restored:
     Attributes:
         step: Its step.
         items: The restored item, or a dictionary of items if the manager has several.
-        skipped: Newer steps that are damaged, each with what is wrong.
+        skipped: Newer steps that are damaged or not used, also local ones of the hosts, each with the reason.
     """
 
     step: int
@@ -73,32 +73,22 @@ class _Damage(NamedTuple):
     process: int = 0
 
 
-class Resume:
+@dataclass(frozen=True, slots=True)
+class StepRestorer:
     """Reads steps back, and tells the parts of a manager from which step the run resumes."""
 
-    def __init__(
-        self,
-        run: Run,
-        items: ItemSet,
-        decisions: SaveDecisions,
-        abandoned: AbandonedSteps,
-        local: LocalTier | None,
-    ) -> None:
-        self._run = run
-        self._steps = run.steps
-        self._directory = run.steps.location
-        self._processes = run.processes
-        self._local = local
-        self._items = items
-        self._decisions = decisions
-        self._abandoned = abandoned
+    run: Run
+    items: ItemSet
+    decisions: SaveDecisions
+    abandoned: AbandonedSteps
+    local: LocalTier | None
 
     def restore_step(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
         """Read one step."""
         began = time.perf_counter()
         self._fetch_missing(step)
         # A program may restore a step on one process, so reads are shared only where its options ask for that.
-        always = self._run.options.load_and_broadcast is True
+        always = self.run.options.load_and_broadcast is True
         with self._shared_reads() if always else contextlib.nullcontext() as shared:
             try:
                 found = self._read(step, items, kwargs, shared)
@@ -107,7 +97,7 @@ class Resume:
                     shared.fail(error)
                 if not isinstance(error, DamagedCheckpointError):
                     raise
-                self._items.damage_found()
+                self.items.damage_found()
                 if not self._stands_in_alone(step, error):
                     raise
                 found = self._read(step, items, kwargs, None)
@@ -122,7 +112,7 @@ class Resume:
         if found is None and skipped:
             raise NoWholeCheckpointError(
                 itemized(
-                    f"{self._directory}: every checkpoint is damaged. Look with `holdfast verify`; "
+                    f"{self.run.steps.location}: every checkpoint is damaged. Look with `holdfast verify`; "
                     "to start over, use another directory",
                     [f"step {step}: {one.what}" for step, one in skipped],
                 )
@@ -130,12 +120,15 @@ class Resume:
         if found is None:
             return None
         step, values = found
+        local = {newer: why for newer, why in self.run.steps.hosts.unused.items() if newer > step}
+        passed = dict(sorted({**local, **{damaged: one.what for damaged, one in skipped}}.items(), reverse=True))
         if skipped:
-            _logger.warning("%s: going back to step %d, the newest whole checkpoint", self._directory, step)
+            headline = f"{self.run.steps.location}: going back to step {step}, the newest whole checkpoint. Newer ones:"
+            _logger.warning("%s", itemized(headline, [f"step {newer}: {why}" for newer, why in passed.items()]))
         for damaged, one in skipped:
-            self._steps.mark_damaged(damaged, one.what, unreadable=one.unreadable)
-        self.resumes_from(step, skipped={damaged: one.what for damaged, one in skipped}, began=began)
-        return Restored(step, values, tuple((damaged, one.what) for damaged, one in skipped))
+            self.run.steps.mark_damaged(damaged, one.what, unreadable=one.unreadable)
+        self.resumes_from(step, skipped=passed, began=began)
+        return Restored(step, values, tuple(passed.items()))
 
     def peek(self, items: Collection[str], step: int | None) -> tuple[int, Any] | None:
         """Return the step that a restore would take, and these items of it."""
@@ -145,48 +138,49 @@ class Resume:
         found, damaged = self._newest_whole(step, read if items else lambda _: ({}, None))
         if found is None and damaged:
             lines = [f"step {number}: {one.what}" for number, one in damaged]
-            raise NoWholeCheckpointError(itemized(f"{self._directory}: nothing can be read:", lines))
+            raise NoWholeCheckpointError(itemized(f"{self.run.steps.location}: nothing can be read:", lines))
         return found
 
     def _newest_whole(
         self, named: int | None, read: Callable[[int], tuple[Any, _Damage | None]], *, warns: bool = False
     ) -> tuple[tuple[int, Any] | None, list[tuple[int, _Damage]]]:
         """Read the newest step that is whole for all processes, or the named one; return also those passed over."""
+        directory = self.run.steps.location
         skipped: list[tuple[int, _Damage]] = []
         missing: set[int] = set()
         steps = self._newest_first(named)
         while steps:
             step, is_here = steps.pop(0)
-            if not is_here and not self._run.fetch(step):
+            if not is_here and not self.run.fetch(step):
                 continue
             found, damage = read(step)
             if damage is not None and self._passed_over(step, damage):
                 skipped.clear()
                 steps = self._newest_first(named)
                 continue
-            if damage is not None and not damage.deleted and is_here and self._run.fetch(step, overwrite=True):
+            if damage is not None and not damage.deleted and is_here and self.run.fetch(step, overwrite=True):
                 self._stands_in(step, damage.what, unreadable=damage.unreadable)
                 found, damage = read(step)
-                if damage is not None and self._local is not None:
-                    self._local.drop(step)
+                if damage is not None and self.local is not None:
+                    self.local.drop(step, damage.what)
             if damage is None:
                 return (step, found), skipped
             if damage.deleted:  # the run that writes here deleted it, and has newer steps
                 if step in missing:
                     if named is not None:
-                        self._steps.stored_record(step)  # raises the error that tells which steps are there
+                        self.run.steps.stored_record(step)  # raises the error that tells which steps are there
                     raise CheckpointNotFoundError(
-                        f"{self._directory}: process 0 sees step {step}, and process {damage.process} does not, also "
-                        "when it looks again; all processes must see the same directory: is it a disk that they "
+                        f"{directory}: process 0 sees step {step}, and process {damage.process} does not, also when it "
+                        "looks again; all processes must see the same directory: is it a disk that they "
                         "share, mounted at the same path?"
                     )
                 missing.add(step)
                 skipped.clear()
-                self._steps.reload()
+                self.run.steps.reload()
                 steps = self._newest_first(named)
                 continue
             if warns:  # at once, as the next step may end all with an error
-                _logger.warning("%s: step %d is damaged and passed over: %s", self._directory, step, damage.what)
+                _logger.warning("%s: step %d is damaged and passed over: %s", directory, step, damage.what)
             skipped.append((step, damage))
         return None, skipped
 
@@ -194,39 +188,39 @@ class Resume:
         self, step: int, *, skipped: Mapping[int, str] | None = None, began: float | None = None
     ) -> list[int]:
         """Note that the run resumes from a step; return the later ones."""
-        if began is not None or step != self._abandoned.resumed_from:
-            self._run.events.write(
+        if began is not None or step != self.abandoned.resumed_from:
+            self.run.events.write(
                 "restored",
                 step=step,
                 seconds=None if began is None else round(time.perf_counter() - began, 6),
                 skipped=[{"step": n, "damage": what} for n, what in (skipped or {}).items()],
                 **self._from_hosts(step),
             )
-        if self._local is not None:
-            self._local.restored(step)
-        self._run.observer.reached("restored", step)
-        self._decisions.restored(step)
-        later = self._steps.steps_after(step)
-        self._abandoned.restored(step, later)
+        if self.local is not None:
+            self.local.restored(step)
+        self.run.observer.reached("restored", step)
+        self.decisions.restored(step)
+        later = self.run.steps.steps_after(step)
+        self.abandoned.restored(step, later)
         return later
 
     def _from_hosts(self, step: int) -> dict[str, Any]:
         """Return, for an event, that a step was read from the hosts and not from the directory."""
-        if self._local is None or step not in self._steps.hosts.read:
+        if self.local is None or step not in self.run.steps.hosts.read:
             return {}
-        _logger.info("%s: step %d comes from the local places of the hosts", self._directory, step)
-        return {"local": True, "peer_bytes": self._local.bytes_from_peers}
+        _logger.info("%s: step %d comes from the local places of the hosts", self.run.steps.location, step)
+        return {"local": True, "peer_bytes": self.local.bytes_from_peers}
 
     def _stands_in_alone(self, step: int, error: DamagedCheckpointError) -> bool:
         """Return whether the step of the hosts stands in for a damaged one; of several processes, not all may ask."""
-        local = self._run.options.local
-        if local is None or step not in self._steps.hosts.further:
+        local = self.run.options.local
+        if local is None or step not in self.run.steps.hosts.further:
             return False
-        if self._processes.alone:
-            if found := self._local is not None and self._local.take(step):
+        if self.run.processes.alone:
+            if found := self.local is not None and self.local.take(step):
                 self._stands_in(step, str(error), unreadable=error.unreadable)
             return found
-        place = self._steps.step_location(step)
+        place = self.run.steps.step_location(step)
         error.add_note(
             f"The hosts have step {step} in {local.url}, too. A restore without a number, such as resume='auto', takes "
             f"it from there unless a newer step is whole. To name the step, rename {place} to {place.name}.damaged, "
@@ -236,41 +230,42 @@ class Resume:
 
     def _stands_in(self, step: int, damage: str, *, unreadable: bool) -> None:
         """Warn that a step of the directory was damaged, and is read from elsewhere."""
-        is_local = step in self._steps.hosts.read
+        is_local = step in self.run.steps.hosts.read
         where = "the local places of the hosts" if is_local else "the mirror"
-        _logger.warning("%s: step %d was damaged, and is that of %s now: %s", self._directory, step, where, damage)
+        directory = self.run.steps.location
+        _logger.warning("%s: step %d was damaged, and is that of %s now: %s", directory, step, where, damage)
         if is_local:
-            self._steps.mark_damaged(step, damage, unreadable=unreadable)
+            self.run.steps.mark_damaged(step, damage, unreadable=unreadable)
 
     def _passed_over(self, step: int, damage: _Damage) -> bool:
         """Read a local step no more, if this is one, with a warning."""
-        if self._local is None or step not in self._steps.hosts.read:
+        if self.local is None or step not in self.run.steps.hosts.read:
             return False
         _logger.warning(
             "%s: the local step %d is damaged and passed over, on process %d: %s",
-            self._directory,
+            self.run.steps.location,
             step,
             damage.process,
             damage.what,
         )
-        self._local.drop(step)
+        self.local.drop(step, damage.what)
         return True
 
     def _fetch_missing(self, step: int) -> None:
         """Fetch a step that may be in another place only; then all processes call this."""
-        if any(place.may_have(step) for place in self._run.places):
-            self._run.fetch_missing(step)
+        if any(place.may_have(step) for place in self.run.places):
+            self.run.fetch_missing(step)
 
     @contextlib.contextmanager
     def _shared_reads(self) -> Iterator[SharedReads | None]:
         """Begin reads that all processes make together; None where each reads on its own."""
-        option = self._run.options.load_and_broadcast
-        transport = self._processes.transport() if option is not False else None
-        rendezvous = None if transport is None else self._processes.rendezvous("restore: shared reads")
+        option = self.run.options.load_and_broadcast
+        transport = self.run.processes.transport() if option is not False else None
+        rendezvous = None if transport is None else self.run.processes.rendezvous("restore: shared reads")
         if transport is None or rendezvous is None:
             yield None
             return
-        reads = SharedReads(rendezvous, transport, self._processes.timeout, always=option is True)
+        reads = SharedReads(rendezvous, transport, self.run.processes.timeout, always=option is True)
         with contextlib.closing(reads) as shared:
             yield shared
 
@@ -278,31 +273,31 @@ class Resume:
         """Return the steps, and whether each is there without a fetch, or the named one alone."""
         if named is not None:
             return [(named, True)]
-        steps: list[tuple[int, bool]] = self._processes.decide("steps", self._run.steps_everywhere)
+        steps: list[tuple[int, bool]] = self.run.processes.decide("steps", self.run.steps_everywhere)
         return steps[::-1]
 
     def structure(self, step: int, attempt: int = 1) -> Any:
         """Return a description of every leaf of a step."""
-        stored = self._steps.open_step(step)
+        stored = self.run.steps.open_step(step)
         try:
-            return self._items.structure(stored)
+            return self.items.structure(stored)
         except DamagedCheckpointError:
-            if not self._steps.may_read_again(step, stored, attempt):
+            if not self.run.steps.may_read_again(step, stored, attempt):
                 raise
         return self.structure(step, attempt + 1)
 
     def _read(
         self, step: int, items: Any, kwargs: Mapping[str, Any], shared: SharedReads | None, attempt: int = 1
     ) -> Any:
-        stored = self._steps.open_step(step)
-        for item in self._items.left_out(stored, items):
-            before = newest_with(item, self._steps.infos(), step)
+        stored = self.run.steps.open_step(step)
+        for item in self.items.left_out(stored, items):
+            before = newest_with(item, self.run.steps.infos(), step)
             where = "nor was a step before it" if before is None else f"step {before} has it, of an earlier moment"
-            _logger.warning("%s: step %d was saved without %s; %s", self._directory, step, item, where)
+            _logger.warning("%s: step %d was saved without %s; %s", self.run.steps.location, step, item, where)
         try:
-            found = self._items.restore(stored, items, kwargs, shared)
+            found = self.items.restore(stored, items, kwargs, shared)
         except DamagedCheckpointError:
-            if not self._steps.may_read_again(step, stored, attempt):
+            if not self.run.steps.may_read_again(step, stored, attempt):
                 raise
             if shared is not None:  # perhaps not all processes read it again
                 shared.leave()
@@ -324,16 +319,16 @@ class Resume:
                     shared.fail(error)
                 if isinstance(error, DamagedCheckpointError):
                     damage = _Damage(str(error), unreadable=error.unreadable)
-                elif isinstance(error, CheckpointNotFoundError) and step not in self._steps.steps_and_damaged():
+                elif isinstance(error, CheckpointNotFoundError) and step not in self.run.steps.steps_and_damaged():
                     damage = _Damage("it was deleted meanwhile", deleted=True)
                 else:
-                    self._processes.fail("restored", error)
+                    self.run.processes.fail("restored", error)
                     raise
-            first = self._processes.first("restored", damage)
+            first = self.run.processes.first("restored", damage)
         if broken is not None and first is None:
             raise broken
         if first is None:
             return found, None
-        self._items.damage_found()
+        self.items.damage_found()
         process, what = first
         return found, _Damage(*what)._replace(process=process)

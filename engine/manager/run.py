@@ -19,6 +19,7 @@ from .intervals import LearnedInterval
 from .options import CheckpointManagerOptions, mirror_of
 from .ownership import RunIdentity
 from .places import StepPlace
+from .policies import Every
 
 _logger = logging.getLogger("holdfast")
 
@@ -122,6 +123,10 @@ class Run:
                 "save_interval_steps": options.save_interval_steps,
                 "save_interval_secs": str(options.save_interval_secs),
                 "save_on_best": options.save_on_best,
+                "save": [
+                    str(policy) if isinstance(policy, Every) else type(policy).__qualname__
+                    for policy in options.policies()[0]
+                ],
                 "item_intervals": dict(options.item_intervals),
                 "load_and_broadcast": options.load_and_broadcast,
                 "step_prefix": options.step_prefix,

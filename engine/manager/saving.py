@@ -14,12 +14,13 @@ from ..errors import SaveFailedError
 from ..format import CheckpointRecord, ItemRecord
 from ..steps import LEFT_BEHIND
 from ..storage import Location
-from .decisions import AbandonedSteps, Decision, EverySteps, SaveDecisions
+from .decisions import AbandonedSteps, Decision, SaveDecisions
 from .directory import StepState
 from .events import described, few
 from .items import ItemSet, PendingSave
 from .metrics import MetricWatch, named, plain_containers
 from .ownership import NO_LOCAL_STEPS
+from .policies import passes
 from .retention import StepInfo, newest_with
 from .run import Run
 
@@ -89,7 +90,7 @@ class Saves:
         """Return whether a save at a step has an item."""
         interval = self._options.item_intervals.get(item)
         previous = newest_with(item, self._steps.infos(), step)
-        return interval is None or previous is None or EverySteps(interval).due(step, previous)
+        return interval is None or previous is None or passes(interval, step, previous)
 
     def _items_left_out(self, step: int) -> list[str]:
         """Return the items that a save at a step leaves out; process 0 knows."""

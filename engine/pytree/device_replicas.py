@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .jax_leaves import is_key, is_tracer
-from .leaves import loaded
+from .leaves import is_jax_array, loaded
 
 _EVEN = 0x3C6EF372  # It makes the weights of the words of a checksum odd, so that no single change is lost.
 
@@ -29,10 +29,13 @@ def differing_replicas(names: Sequence[str], values: Sequence[Any]) -> Iterator[
     if jax is None:
         return
     sums: list[tuple[str, Any]] = []
+    on_one_device = jax.sharding.SingleDeviceSharding
     with jax.transfer_guard("allow"):
         for name, value in zip(names, values, strict=True):
-            is_array = isinstance(value, jax.Array) and not is_tracer(value) and not value.is_deleted()
-            if not is_array or len(value.sharding.device_set) == 1:
+            sharding = getattr(value, "sharding", None)
+            if sharding is None or type(sharding) is on_one_device or not is_jax_array(value) or is_tracer(value):
+                continue
+            if value.is_deleted() or len(sharding.device_set) == 1:
                 continue
             groups: dict[tuple[Any, ...], list[Any]] = {}
             for shard in (jax.random.key_data(value) if is_key(value) else value).addressable_shards:

@@ -31,7 +31,7 @@ from .states import (
     divided,
     inherited,
     overrides,
-    set_default_state,
+    prepare_state,
     stored_state,
     takes,
 )
@@ -349,7 +349,7 @@ def _give(one: LiveComponent, state: Any) -> None:
     own, below = divided(one, state)
     _give_all(below)
     if own:
-        report = set_default_state(one, stored_state(one, own))
+        report = prepare_state(one, stored_state(own))()
         now = live_tree(one.value, one.path, one.name, one.above)
         _give_all(divided(now, own)[1])
         names = {child.name for child in now.children}

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any, Protocol
 
-from ...engine.arrays import TreeReader, load_tree, read_checked, tree_metadata
+from ...engine.arrays import PartialTree, TreeReader, leaf_values, load_tree, read_checked, tree_metadata
 from ...engine.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
 from ...engine.format import COMPONENT, COMPONENTS, DOCUMENT_LIMIT, CheckpointRecord, ItemRecord
 from ...engine.pytree import (
-    NUMBERS,
     LeafRequest,
     TreeDef,
     collection_paused,
     expand,
-    flatten,
     instance_of,
     is_leaf,
-    is_torch_tensor,
     loaded_object,
     name_of_class,
 )
@@ -29,11 +26,12 @@ from ...engine.storage import Location, Place, as_location
 from ..formats.rllib import BUILDERS, CONSTRUCTOR, RLlibDirectory, looks_like_rllib
 from ..formats.torch.files import without_objects
 from ..formats.torch.pickles import Name, unpickle
-from ..graph import Path
+from ..graph import Path, StoredGraph
 from .constructor_spec import encode_spec
 from .layout import Description, below, part_records, parts_of, whole_around
 from .names import STATE, format_component_path, name_of
 from .permissions import allowed_objects
+from .states import GRAPH, read_document, stored_state
 
 _logger = logging.getLogger("holdfast")
 
@@ -57,12 +55,15 @@ class SavedComponent(Protocol):
         """The components below it by their paths from it."""
         ...
 
-    def state(self, component: Any = None, *, packed: bool = False) -> Any:
+    def state(self, component: Any = None) -> Any:
         """Read its own state, without those of the components below; raise DamagedCheckpointError.
 
         Named tuples and dataclasses in it are dictionaries, unless a component of the program shows their classes.
-        Long sequences of numbers may stay packed where that is requested.
         """
+        ...
+
+    def graph(self) -> StoredGraph:
+        """Open its own state as a graph."""
         ...
 
 
@@ -91,25 +92,35 @@ class NativeComponent:
             found[path] = NativeComponent(self._root, self._items, (*self.path, *path))
         return found
 
-    def state(self, component: Any = None, *, packed: bool = False) -> Any:
+    def state(self, component: Any = None) -> Any:
         # Arrays are of the libraries that they were saved from.
         with collection_paused():
-            reader = TreeReader(self._folder, self._item.files)
-            kinds = _FRAMEWORKS | {NUMBERS: NUMBERS} if packed else _FRAMEWORKS
-            requests = {
-                leaf.name: LeafRequest(kind=kinds[leaf.saved.kind])
-                for leaf in reader.leaves
-                if leaf.saved.kind in kinds
-            }
-            tree, structure = load_tree(reader, requests=requests), reader.tree.structure
-            if packed:
-                needed = {leaf.name for leaf in reader.leaves if leaf.saved.details.get("requires_grad") is True}
-                _set_gradients_needed(tree, needed)
-            return tree if component is None else with_records(tree, structure, component, str(self.location))
+            reader = self._reader()
+            kinds = [(leaf.name, _FRAMEWORKS.get(leaf.saved.kind)) for leaf in reader.leaves]
+            requests = {name: LeafRequest(kind=kind) for name, kind in kinds if kind is not None}
+            tree = load_tree(reader, requests=requests)
+            return tree if component is None else with_records(tree, reader.tree.structure, component, self.location)
+
+    def graph(self) -> StoredGraph:
+        return StoredGraph(_OwnTree(self._reader()), self.location)
+
+    def _reader(self) -> TreeReader:
+        return TreeReader(self._folder, self._item.files)
 
     def structure(self) -> Any:
         """Return its own state with a description of every leaf in its place; no data is read."""
-        return tree_metadata(TreeReader(self._folder, self._item.files))
+        return tree_metadata(self._reader())
+
+
+class _OwnTree(PartialTree):
+    """The values of a component, whose graph is described by a text among them."""
+
+    def __init__(self, reader: TreeReader) -> None:
+        super().__init__(reader, {leaf.name: leaf for leaf in reader.leaves if leaf.name != GRAPH}, reader.tree)
+        self._texts = leaf_values(reader, [leaf for leaf in reader.leaves if leaf.name == GRAPH])
+
+    def graph_document(self) -> Any:
+        return read_document(self._texts[0], self.location) if self._texts else None
 
 
 class RLlibComponent(RLlibDirectory):
@@ -127,8 +138,11 @@ class RLlibComponent(RLlibDirectory):
             metadata=self.metadata,
         )
 
-    def state(self, component: Any = None, *, packed: bool = False) -> Any:
-        return self.own_state(none=not packed)  # a packed state is stored as a tree, in which None is no key
+    def state(self, component: Any = None) -> Any:
+        return self.own_state(none=True)
+
+    def graph(self) -> StoredGraph:
+        return stored_state(self.own_state(none=False), self.location)  # None is no key of a tree
 
     def _constructor(self) -> tuple[str, dict[str, Any] | None, str]:
         """Return the name of the class, the constructor spec, and why there is none."""
@@ -149,14 +163,6 @@ class RLlibComponent(RLlibDirectory):
             return name, None, f"the arguments in {place} are not plain data"
         spec, _ = encode_spec(tuple(args), kwargs, lambda _: None, lambda _: None)
         return name, spec, ""
-
-
-def _set_gradients_needed(tree: Any, names: Collection[str]) -> None:
-    """Mark the tensors that needed gradients at the save."""
-    flat = flatten(tree)
-    for name, value in zip(flat.names, flat.values, strict=True):
-        if name in names and is_torch_tensor(value):
-            value.requires_grad_()
 
 
 def open_component(path: Place) -> SavedComponent:
@@ -280,7 +286,7 @@ def full_state(component: SavedComponent, own: Callable[[Any], Any] = lambda one
 _KINDS = ("namedtuple", "dataclass", "node")  # Dataclasses that are registered with jax are nodes.
 
 
-def with_records(tree: Any, structure: TreeDef | None, component: Any, where: str) -> Any:
+def with_records(tree: Any, structure: TreeDef | None, component: Any, where: Location) -> Any:
     """Return a loaded tree with named tuples and dataclasses in the place of the dictionaries of their fields."""
     lost: set[str] = set()
 

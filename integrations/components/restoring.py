@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...engine.errors import OptionError, TreeMismatchError, shortened
-from ...engine.pytree import PathFilter, Patterns, flatten
+from ...engine.pytree import PathFilter, Patterns
 from ...engine.sources import Misfits
 from ..graph import Path, RestoreReport, StoredGraph
 from .live import LiveComponent, paths_of, refreshed
@@ -22,7 +22,7 @@ from .states import (
     has_own,
     is_remote,
     own_states,
-    set_own_state,
+    prepare_state,
     stored_state,
 )
 
@@ -85,12 +85,13 @@ class _Restore:
             headline = "does not have all components of the program (strict=True); nothing was changed:"
             raise TreeMismatchError(f"{self.saved.location} {headline}", missing)
         live = paths_of(self.target.root)
-        self._states = {path: _read_state(origin, live[path]) for path, origin in self._origins.items()}
+        opened = {path: _opened(origin, live[path]) for path, origin in self._origins.items()}
         if self.strict and (left_out := self._left_out()):
             headline = "has values that cannot be restored (strict=True); nothing was changed:"
             raise TreeMismatchError(f"{self.saved.location} {headline}", left_out)
         if isinstance(self.keep, PathFilter):
-            self.keep.check(self._saved_paths(), _KEPT)
+            self.keep.check(self._saved_paths(opened), _KEPT)
+        self._states = {path: self._prepared(live[path], state) for path, state in opened.items()}
         self._done: dict[Path, OwnReport] = {}
         self._before: list[tuple[LiveComponent, Any]] = []
         self._asked: dict[Path, Any] = {}  # states of remote components before the restore, requested at once
@@ -136,16 +137,20 @@ class _Restore:
             return None
         return descend(self.saved, goal[len(start) :])
 
-    def _saved_paths(self) -> Iterator[Path]:
+    def _saved_paths(self, opened: Mapping[Path, Any]) -> Iterator[Path]:
         """Generate the paths of the saved values that patterns choose, also of components that are yet to be made."""
-        for path, state in self._states.items():
+        matched = {origin.path for origin in self._origins.values()}
+        others = [saved for saved in all_components(self.saved) if saved.path not in matched]
+        below = {(*self.target.path, *saved.path[len(self.saved.path) :]): saved.graph() for saved in others}
+        for path, state in (*opened.items(), *below.items()):
             for number, _ in state.graph.values() if isinstance(state, StoredGraph) else ():
                 yield (*path, *state.graph.path(number))
-        matched = {origin.path for origin in self._origins.values()}
-        for saved in all_components(self.saved):
-            if saved.path not in matched:
-                path = (*self.target.path, *saved.path[len(self.saved.path) :])
-                yield from ((*path, *name.split(".")) for name in flatten(saved.state(packed=True)).names)
+
+    def _prepared(self, one: LiveComponent, state: Any) -> Callable[[], OwnReport]:
+        """Return a function that sets a state that was opened for a component."""
+        if not isinstance(state, StoredGraph):
+            return lambda: _set_own_state(one, state)
+        return prepare_state(one, state, self._within(one.path), fitting=self.fitting, modes=self.modes)
 
     def run(self) -> RestoreReport:
         """Restore every component, and then those that exist only since another was restored."""
@@ -159,7 +164,7 @@ class _Restore:
             while new := self._new_origins():
                 live = paths_of(self.target.root)
                 for path, origin in new.items():
-                    self._set(live[path], _read_state(origin, live[path]), last=False)
+                    self._set(live[path], self._prepared(live[path], _opened(origin, live[path])), last=False)
             self._forget_moments()
         except BaseException:
             self._undo()
@@ -179,12 +184,11 @@ class _Restore:
         self._origins.update(new)
         return new
 
-    def _set(self, one: LiveComponent, state: Any, *, last: bool) -> None:
+    def _set(self, one: LiveComponent, change: Callable[[], OwnReport], *, last: bool) -> None:
         if not last and not self.fresh:
             before = self._asked if one.path in self._asked else own_states([one], snapshot=True, partial=True)
             self._before.append((one, before[one.path]))
-        kept = self._within(one.path)
-        self._done[one.path] = set_own_state(one, state, kept, fitting=self.fitting, modes=self.modes)
+        self._done[one.path] = change()
 
     def _within(self, above: Path) -> Keep | None:
         """Return the same for paths within a component."""
@@ -198,7 +202,7 @@ class _Restore:
             if isinstance(state, dict) and not state:
                 continue
             try:
-                set_own_state(one, state if has_own(one.value, "set_state") else stored_state(one, state))
+                self._prepared(one, state if has_own(one.value, "set_state") else stored_state(state))()
             except Exception:  # The caller sees the error that led here.
                 _logger.warning("%s: its state could not be undone", format_component_path(one.path), exc_info=True)
 
@@ -249,10 +253,14 @@ def _is_used(one: SavedComponent, used: Collection[Path]) -> bool:
     return one.path in used or (any(path[: len(one.path)] == one.path for path in used) and one.state() == {})
 
 
-def _read_state(origin: SavedComponent, one: LiveComponent) -> Any:
-    if has_own(one.value, "set_state"):
-        return origin.state(one.value)
-    return stored_state(one, origin.state(packed=True), origin.location)
+def _opened(origin: SavedComponent, one: LiveComponent) -> Any:
+    """Return the state for the component's own ``set_state``, or open it to be read."""
+    return origin.state(one.value) if has_own(one.value, "set_state") else origin.graph()
+
+
+def _set_own_state(one: LiveComponent, state: Any) -> OwnReport:
+    one.value.set_state(state)
+    return OwnReport()
 
 
 def locate(live: LiveComponent, component: str) -> LiveComponent:

@@ -290,34 +290,25 @@ def divided(one: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, Any
     return flat, below
 
 
-def set_own_state(component: LiveComponent, state: Any, keep: Keep | None = None, **options: bool) -> OwnReport:
-    """Give its state to a component, by its own ``set_state`` if it has one; the options are for all others."""
-    if not has_own(component.value, "set_state"):
-        return set_default_state(component, state, keep, **options)
-    component.value.set_state(state)
-    return OwnReport()
-
-
-def set_default_state(
+def prepare_state(
     component: LiveComponent,
     stored: StoredGraph,
     keep: Keep | None = None,
     *,
     fitting: bool = False,
     modes: bool = False,
-) -> OwnReport:
-    """Give its state to a component that has no ``set_state`` of its own, with ``fitting`` the values that fit.
+) -> Callable[[], OwnReport]:
+    """Read the state of a component that has no ``set_state``; return a function that changes the component.
 
-    With ``modes``, modules get the modes that they had, too.
+    With ``fitting``, only values that fit are read. With ``modes``, modules get the modes that they had, too.
     """
     source = stored.checkpoint
     graph = own_graph(component)
-    own = {format_node_path(node.path) for node in graph.leaves()}
-    restoration = Restoration(stored, component, ignore=kept_paths(stored, keep), final=True)
+    restoration = Restoration(stored, component, ignore=kept_paths(stored, keep), final=True, ends=component.ends)
     restoration.progress.partial = True  # The report lists the values that are left over.
     misfits = Misfits()
     try:
-        restoration.prepare(misfits if fitting else None).apply()
+        prepared = restoration.prepare(misfits if fitting else None)
     except TreeMismatchError as error:
         if not error.differences:
             raise
@@ -327,22 +318,27 @@ def set_default_state(
             f"Change the program, or {other}:",
             error.differences,
         ) from error
-    report = restoration.report()
-    unused = report.pending + report.unused
-    # Earlier versions left out what optimizers keep for parameters of some components.
-    without = [number for number, node in enumerate(stored.graph.nodes) if node.groups and not any(node.groups)]
-    lost = [format_node_path((*stored.graph.path(number), OPTIMIZER_SLOTS)) for number in without]
-    if unused and own and not lost and not fitting and not set(report.restored) & own:
-        raise TreeMismatchError(
-            f"{source}: nothing in it matches {_called(component)}, and nothing was changed. "
-            f"It has {shortened(map(repr, unused))}; the component has {shortened(map(repr, sorted(own)))}"
-        )
-    kept = misfits.kept
-    missing = [path for path in report.missing if path in own and path not in kept]
-    unused = tuple(path for path in unused if path not in kept)
-    fresh = [node.value for node in graph.leaves() if format_node_path(node.path) in kept]
-    changed = tuple(restoration.restore_modes()) if modes else ()
-    return OwnReport((*lost, *missing), unused, kept, tuple(filter(is_torch_tensor, fresh)), changed)
+
+    def apply() -> OwnReport:
+        prepared()
+        report = restoration.report()
+        unused = report.pending + report.unused
+        # Earlier versions left out what optimizers keep for parameters of some components.
+        without = [number for number, node in enumerate(stored.graph.nodes) if node.groups and not any(node.groups)]
+        lost = [format_node_path((*stored.graph.path(number), OPTIMIZER_SLOTS)) for number in without]
+        if unused and report.missing and not (report.restored or lost or fitting):
+            raise TreeMismatchError(
+                f"{source}: nothing in it matches {_called(component)}, and nothing was changed. It has "
+                f"{shortened(map(repr, unused))}; the component has {shortened(map(repr, sorted(report.missing)))}"
+            )
+        kept = misfits.kept
+        missing = [path for path in report.missing if path not in kept]
+        unused = tuple(path for path in unused if path not in kept)
+        fresh = [node.value for node in graph.leaves() if format_node_path(node.path) in kept]
+        changed = tuple(restoration.restore_modes()) if modes else ()
+        return OwnReport((*lost, *missing), unused, kept, tuple(filter(is_torch_tensor, fresh)), changed)
+
+    return apply
 
 
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:
@@ -378,12 +374,12 @@ def _called(component: LiveComponent) -> str:
 # ---- a state in memory, opened as a checkpoint is
 
 
-def stored_state(component: LiveComponent, state: Any, source: Location = _GIVEN) -> StoredGraph:
-    """Open a state for a component that has no ``set_state`` of its own."""
+def stored_state(state: Any, source: Location = _GIVEN) -> StoredGraph:
+    """Open a state in memory for a component that has no ``set_state`` of its own."""
     if not isinstance(state, Mapping):
-        raise TreeMismatchError(f"{_called(component)}: expected a dictionary as state, found {type(state).__name__}")
+        raise TreeMismatchError(f"{source}: expected a dictionary as state, found {type(state).__name__}")
     values = {key: value for key, value in state.items() if key != GRAPH}
-    document = _document(state, source)
+    document = None if state.get(GRAPH) is None else read_document(state[GRAPH], source)
     packed = pack_tree(values)
     flat = flatten(values if _names_elements(document, packed) else packed)
     found = dict(zip(flat.names, describe(flat.names, flat.values), strict=True))
@@ -403,10 +399,7 @@ def _names_elements(document: Any, packed: Any) -> bool:
     return any(isinstance(value, str) and value.rpartition(".")[0] in whole for value in values)
 
 
-def _document(state: Mapping[str, Any], source: Location) -> Any:
-    text = state.get(GRAPH)
-    if text is None:
-        return None
+def read_document(text: Any, source: Location) -> Any:
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:

@@ -206,7 +206,7 @@ class CheckpointManager:
                 self._init()
             check(self._checkpoint)
             return None
-        self.status = restored.items.apply()
+        self.status = restored.items()
         return self._path(restored.step)
 
     def peek(self) -> Peek | None:

@@ -12,7 +12,17 @@ import torch
 
 from ...engine.clock import Clock, Duration
 from ...engine.errors import HoldfastError, OptionError
-from ...engine.manager import BestFn, BestMode, Local, Mirror, described, explains_its_options, takes_texts_of
+from ...engine.manager import (
+    BestFn,
+    BestMode,
+    KeepPolicy,
+    Local,
+    Mirror,
+    SavePolicy,
+    described,
+    explains_its_options,
+    takes_texts_of,
+)
 from ...engine.sources import Misfits, Weights, load_weights
 from ...engine.storage import Place
 from ..loop import (
@@ -93,10 +103,10 @@ class CheckpointCallback(ResumingCallback):
     Args:
         dirpath: Where the checkpoints go: a path or a URL.
         save_interval_steps, save_interval_secs, save_on_best, best_fn, best_mode, max_to_keep, keep_latest,
-        keep_period, keep_time_interval, keep_steps, mirror, local, reuse_unchanged, save_at_end, resume, init_from,
-        partial, compression, signals, grace_secs, replicated, witness, on_inexact, witness_steps_after_signal, clock,
-        metadata, hyperparameters, reshard, keep_checkpoints_without_metrics, item_intervals, step_prefix,
-        save_timeout_secs, barrier_timeout_secs, load_and_broadcast:
+        keep_period, keep_time_interval, keep_steps, mirror, local, reuse_unchanged, save, keep, save_at_end, resume,
+        init_from, partial, compression, signals, grace_secs, replicated, witness, on_inexact,
+        witness_steps_after_signal, clock, metadata, hyperparameters, reshard, keep_checkpoints_without_metrics,
+        item_intervals, step_prefix, save_timeout_secs, barrier_timeout_secs, load_and_broadcast:
         every_n_epochs: Save at the end of every epoch whose number is a multiple of this.
         save_on_exception: When training ends with an exception, save the state of the last point between two batches.
             Keeps a copy of the whole state in host memory, renewed after every update; in one process only.
@@ -132,6 +142,8 @@ class CheckpointCallback(ResumingCallback):
         mirror: Place | Mirror | None = None,
         local: Local | None = None,
         reuse_unchanged: bool = True,
+        save: SavePolicy | Sequence[SavePolicy] | None = None,
+        keep: KeepPolicy | Sequence[KeepPolicy] | None = None,
         save_at_end: bool = True,
         resume: Resume = "auto",
         init_from: Place | None = None,

@@ -28,6 +28,7 @@ logger = logging.getLogger("holdfast")
 
 _ALL = 1 << 30  # leaves
 _TRAINED, _COUNTS, _SAMPLED = 4, 8, 128  # leaves whose values are compared
+_COUNTERS = ("step", "count")  # fields in which a TrainState and optax count updates
 _FAR = 100  # reports between two saves, after which a state that is trained has changed
 # Attributes of torch's iterators that are private: the batches taken, the sampler, whether the iterator is used again.
 _TAKEN, _SAMPLER, _PERSISTENT = "_num_yielded", "_index_sampler", "_persistent_workers"
@@ -44,6 +45,10 @@ _REPEATED = (
 _LEFT_OUT = (
     "the steps after %d are %d and %d, with equally many updates before each: each resume would leave one out. Begin "
     "at the step that restore_or_initialize has returned, and write step += 1 before checkpoint.on_step(step, ...)"
+)
+_INDEX = (
+    "step %d was not saved by this callback, and its state has counted %d updates (%s): if step N is the index of an "
+    "update, as in many programs for Orbax, begin with step_offset=1. Otherwise, update %d is done twice"
 )
 _NO_PLACE = (
     "step %d is saved after batch %d of %d of a DataLoader that shuffles, without its place: a resume begins another "
@@ -184,6 +189,18 @@ def cause_in_state(seen: Seen | None) -> str:
     schedulers = _live(torch.optim.lr_scheduler.LRScheduler)
     left = [one for one in schedulers if id(one) not in shown and id(one.optimizer) in shown]
     return _NO_SCHEDULER % type(left[0]).__qualname__ if left else _OTHERWISE
+
+
+def warn_of_index(step: int, tree: Any) -> None:
+    """Warn of a step that another program has saved, if the counters in its state are one ahead of its number."""
+    flat = flatten(tree)
+    counters = {
+        name: int(value)
+        for name, value in zip(flat.names, flat.values, strict=True)
+        if name.rpartition(".")[2] in _COUNTERS and _kind(value) is int
+    }
+    if {*counters.values()} == {step + 1}:
+        logger.warning(_INDEX, step, step + 1, shortened([*counters], 2), step)
 
 
 def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], root: Any) -> None:

@@ -65,6 +65,7 @@ class Resumed:
     step: int
     state: Any
     extras: dict[str, Any]
+    is_own: bool  # whether a callback has saved it, as far as this is known
 
 
 def all_steps(directory: Location, prefix: str | None = None) -> list[int]:
@@ -197,7 +198,7 @@ def restore(
     if chosen is not None:
         note_resume(manager, chosen)  # This warns of the later steps.
     warn_of_misfits(adapter.misfits, f"step {step}", STATE)
-    return Resumed(step, state, values)
+    return Resumed(step, state, values, "extras" in restored.items or not has_extras)
 
 
 def peek(manager: CheckpointManager, resume: Resume) -> Peek | None:

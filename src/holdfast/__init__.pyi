@@ -38,9 +38,12 @@ from .engine.listing import list_checkpoints as list_checkpoints
 from .engine.loaders import skip_to as skip_to
 from .engine.manager import CheckpointManager as CheckpointManager
 from .engine.manager import CheckpointManagerOptions as CheckpointManagerOptions
+from .engine.manager import Every as Every
+from .engine.manager import KeepPolicy as KeepPolicy
 from .engine.manager import Local as Local
 from .engine.manager import Mirror as Mirror
 from .engine.manager import Peek as Peek
+from .engine.manager import SavePolicy as SavePolicy
 from .engine.manager import copy_checkpoint as copy_checkpoint
 from .engine.manager import event_scalars as event_scalars
 from .engine.manager import record_metrics as record_metrics

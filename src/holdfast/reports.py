@@ -24,7 +24,9 @@ from .engine.manager import (
     Decision,
     LocalStatus,
     MirrorStatus,
+    Moment,
     Restored,
+    StepInfo,
 )
 from .engine.pytree import (
     LeafMetadata,
@@ -51,11 +53,13 @@ __all__ = [
     "LeafSummary",
     "LocalStatus",
     "MirrorStatus",
+    "Moment",
     "OpenCheckpoint",
     "Problem",
     "Progress",
     "Proof",
     "Restored",
     "SaveReport",
+    "StepInfo",
     "VerifyReport",
 ]

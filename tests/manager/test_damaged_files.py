@@ -1,25 +1,29 @@
 """A damaged or strange file harms what it belongs to, and nothing else.
 
-Each file that a run and its mirror have, or that a crash of the file system leaves, is damaged in each way, and each
-action is tried on a copy of the same run. The outcome is one word of ``WORDS``; what is right is wrong in no case, and
-an action is refused only if nothing right is left for it.
+Each file that a run, its mirror and its hosts have, or that a crash of the file system leaves, is damaged in each way,
+and each action is tried on a copy of the same run. The outcome is right, older and told, or refused and told, and wrong
+in no case; an action is refused only if nothing right is left for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
 import random
 import shutil
 import socket
+import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from tests.processes.threads import together
 
 import holdfast as hf
 from holdfast.cli.main import main
@@ -38,17 +42,49 @@ def opened(folder: Path, **facts: Any) -> hf.CheckpointManager:
     return hf.CheckpointManager(folder / "run", options=options, metadata=facts or None)
 
 
+def on_hosts(folder: Path, count: int, work: Callable[[hf.CheckpointManager], Any]) -> list[Any]:
+    """Runs a program that has a process on each of its hosts, and is killed at the end."""
+
+    def process(coordinator: Any) -> Any:
+        name = f"host{coordinator.process_index}"
+        local = hf.Local(folder / name, every=NEWEST, copies=count - 1, host=name)
+        options = hf.CheckpointManagerOptions(local=local, barrier_timeout_secs=30)
+        manager = hf.CheckpointManager(folder / "run", options=options, coordinator=coordinator)
+        with contextlib.suppress(KeyboardInterrupt), manager:
+            found = work(manager)
+            manager.wait_until_finished()
+            raise KeyboardInterrupt
+        return found
+
+    results = together(count, process, timeout=60)
+    for error in results:
+        if isinstance(error, BaseException):
+            raise error
+    return results
+
+
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of three steps and its mirror."""
-    folder = tmp_path_factory.mktemp("original")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs of three steps: one with a mirror, and two that have the last step on their hosts only."""
+
+    def work(manager: hf.CheckpointManager) -> None:
+        for step in range(1, NEWEST):
+            manager.save(step, tree(step))
+        manager.save_locally(NEWEST, tree(NEWEST))
+
+    folders = {name: tmp_path_factory.mktemp("original") for name in ("mirror", "1", "2")}
+    at = folders["mirror"] / "at"
     for step in range(1, NEWEST + 1):
-        with opened(folder, lr=0.1) as run:
+        with opened(at, lr=0.1) as run:
             run.save(step, tree(step), metrics={"loss": 1.0})
             run.wait_until_finished()
             assert run.finish_mirror(60)
-    hf.record_metrics(folder / "run", 2, {"score": 1.0})
-    return folder
+    hf.record_metrics(at / "run", 2, {"score": 1.0})
+    for count in (1, 2):
+        on_hosts(folders[str(count)] / "at", count, work)
+    for folder in folders.values():
+        (folder / "at").rename(folder / "original")
+    return folders
 
 
 # ---- damages
@@ -103,17 +139,31 @@ def dangling_link(path: Path) -> None:
     path.symlink_to("/nowhere/at/all")
 
 
+def device(path: Path) -> None:
+    away(path)
+    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))  # that of /dev/null
+
+
+@functools.cache
+def makes_devices() -> bool:
+    """Returns whether this user makes devices."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError):
+        device(Path(folder, "x"))
+        return True
+    return False
+
+
 CONTENT = (flipped, cut, empty, away)
-STRANGE = (directory, pipe, bound_socket, dangling_link)
+STRANGE = (directory, pipe, bound_socket, device, dangling_link)
 DATA = f"{NEWEST}/state/d/*.0.0"
 
 FILES: dict[str, tuple[Callable[[Path], None], ...]] = {
     "owner.json": (*CONTENT, *STRANGE),
     "options.json": (*CONTENT, *STRANGE),
     "events.jsonl": (empty, away, *STRANGE),
-    "metadata": (empty, away, pipe, bound_socket),
+    "metadata": (empty, away, pipe, bound_socket, device),
     "metadata/data.json": (*CONTENT, *STRANGE),
-    "metrics": (empty, away, pipe, bound_socket),
+    "metrics": (empty, away, pipe, bound_socket, device),
     ".holdfast-0123": (empty, *STRANGE),
     f"{NEWEST}/checkpoint.json": (*CONTENT, *STRANGE, of_another_step),
     f"{NEWEST}/state/tree.json": (*CONTENT, *STRANGE),
@@ -125,16 +175,53 @@ FILES: dict[str, tuple[Callable[[Path], None], ...]] = {
     f"{NEWEST + 1}/checkpoint.deleted": (empty, *STRANGE),
 }
 
+LOCAL = f"*.{NEWEST}.*"
+LOCAL_FILES: dict[str, tuple[Callable[[Path], None], ...]] = {
+    f"{LOCAL}/checkpoint.json": (*CONTENT, *STRANGE),
+    f"{LOCAL}/state/tree.json": (*CONTENT, *STRANGE),
+    f"{LOCAL}/state/d/index": (*CONTENT, *STRANGE),
+    f"{LOCAL}/state/d/*.0.*": (*CONTENT, *STRANGE),
+    f"{LOCAL}/state": (empty, away, *STRANGE),
+    LOCAL: (empty, *STRANGE),
+    "": (empty, pipe, bound_socket, device, dangling_link),
+}
+HOSTS = {  # the run, and the folders whose files are damaged
+    "host": ("1", "host0/*/own"),
+    "one of two hosts": ("2", "host0/*/own"),
+    "both hosts": ("2", "host*/*/*"),
+}
+
 
 # ---- actions; each returns the step that it has used
 
 
+def restored(run: hf.CheckpointManager) -> int:
+    found = run.restore_latest(LIKE)
+    assert found is not None
+    assert np.array_equal(found.items["w"], tree(found.step)["w"])
+    return int(found.step)
+
+
 def resume(folder: Path) -> int:
+    if count := len([*folder.glob("host*")]):
+        (used,) = set(on_hosts(folder, count, restored))
+        return int(used)
     with opened(folder) as run:
-        found = run.restore_latest(LIKE)
-        assert found is not None
-        assert np.array_equal(found.items["w"], tree(found.step)["w"])
-        return int(found.step)
+        return restored(run)
+
+
+def save_locally(folder: Path) -> int:
+    """Resumes, and saves a step in the directory and one on the hosts."""
+
+    def work(manager: hf.CheckpointManager) -> int:
+        used = restored(manager)
+        assert manager.save(NEWEST + 1, tree(NEWEST + 1))
+        manager.save_locally(2 * NEWEST, tree(2 * NEWEST))
+        return used
+
+    (used,) = set(on_hosts(folder, len([*folder.glob("host*")]), work))
+    assert resume(folder) == 2 * NEWEST
+    return int(used)
 
 
 def save(folder: Path) -> int:
@@ -179,6 +266,7 @@ def command(*arguments: str) -> Callable[[Path], int]:
 
 ACTIONS: dict[str, Callable[[Path], int]] = {
     "resume": resume,
+    "save_locally": save_locally,
     "save": save,
     "mirror": mirror,
     "fetch": fetch,
@@ -212,6 +300,10 @@ class Case(NamedTuple):
     def expected(self) -> str:
         """The only outcome that is allowed."""
         is_strange = self.damage in STRANGE
+        if self.place == "the run of a host":
+            return REFUSED if self.damage is directory else OLDER
+        if self.place in HOSTS:
+            return RIGHT if self.place == "one of two hosts" else OLDER
         if self.place == "run" and self.action in CHANGES:
             if is_strange and self.file == "owner.json":
                 return REFUSED  # no save could succeed: told before the first step
@@ -244,12 +336,17 @@ class Warnings(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def outcome(case: Case, original: Path, folder: Path, told: Callable[[], str]) -> str:
+def outcome(case: Case, originals: dict[str, Path], told: Callable[[], str]) -> str:
+    run, within = {"the run of a host": ("1", "run"), **HOSTS}.get(case.place, ("mirror", case.place))
+    folder = originals[run] / "at"  # local steps belong to the path of the run
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(original, folder)
-    path = folder / case.place / case.file
-    path.parent.mkdir(exist_ok=True)
-    case.damage(next(path.parent.glob(path.name)) if "*" in path.name else path)
+    shutil.copytree(originals[run] / "original", folder)
+    path = f"{within}/{case.file}".rstrip("/")
+    found = [*folder.glob(path)] if "*" in path else [folder / path]
+    assert found
+    for damaged in found:
+        damaged.parent.mkdir(exist_ok=True)
+        case.damage(damaged)
     warnings, logger = Warnings(), logging.getLogger("holdfast")
     logger.addHandler(warnings)
     logger.setLevel(logging.WARNING)
@@ -264,7 +361,7 @@ def outcome(case: Case, original: Path, folder: Path, told: Callable[[], str]) -
         logger.removeHandler(warnings)
     if used == NEWEST:
         return RIGHT
-    is_named = any(f"step {NEWEST}" in text for text in warnings.texts)
+    is_named = any(f"step {NEWEST}" in text or "host0" in text for text in warnings.texts)
     return OLDER if is_named else f"step {used}, and said {warnings.texts}"
 
 
@@ -273,17 +370,26 @@ CASES = [
     for place, (file, damages) in itertools.product(("run", "mirror"), FILES.items())
     for damage in damages
     for action in ACTIONS
+    if action != "save_locally"
     if place == "run" or action in ("resume", "save", "mirror", "fetch")  # the other actions do not read the mirror
     if (place, file) not in (("mirror", "metrics"), ("mirror", "events.jsonl"))  # it has none
     # Without its record, a step of the mirror does not exist: it may be a copy that has not ended.
     if (place, file) != ("mirror", f"{NEWEST}/checkpoint.json") or damage not in (away, dangling_link)
+] + [
+    Case(place, file, damage, action)
+    for place, file, damages in [
+        ("the run of a host", "options.json", (*CONTENT, *STRANGE)),
+        *((place, file, damages) for place, (file, damages) in itertools.product(HOSTS, LOCAL_FILES.items())),
+    ]
+    for damage in damages
+    for action in ("resume", "save_locally")
+    if action == "resume" or file  # without this folder, local saves fail, which does not end training
 ]
 
 
 def test_what_each_damage_does_to_each_action(
     every: bool,
-    original: Path,
-    tmp_path: Path,
+    originals: dict[str, Path],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     def told() -> str:
@@ -293,8 +399,10 @@ def test_what_each_damage_does_to_each_action(
     cases = CASES if every else random.Random(7).sample(CASES, len(CASES) // 10)
     wrong = {}
     for case in cases:
+        if case.damage is device and not makes_devices():
+            continue
         try:
-            found = outcome(case, original, tmp_path / "copy", told)
+            found = outcome(case, originals, told)
         except Exception as error:  # a foreign error is an outcome, too
             found = f"wrong: {error!r}"
         if found != case.expected:

@@ -356,7 +356,7 @@ def test_a_directory_that_was_moved_is_told(tmp_path: Path, caplog: pytest.LogCa
     moved = Hosts(tmp_path, 2)
     moved.store_name = "moved"
     assert moved.resume() == (10, 0)
-    assert "do not count: they are those of the same run in a directory at another path" in caplog.text
+    assert "is left: it is of the same run in a directory at another path" in caplog.text
     (tmp_path / "store").symlink_to(tmp_path / "moved")
     assert hosts.resume()[0] == 14
 

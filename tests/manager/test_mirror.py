@@ -430,6 +430,42 @@ def test_what_the_mirror_could_not_delete_stays_deleted(
         assert run.latest_step() == 2
 
 
+@pytest.mark.parametrize("today", [True, False], ids=["with a digest", "by an earlier version"])
+@pytest.mark.parametrize(("method", "argument"), [("delete", 3), ("delete_after", 2)])
+def test_a_step_that_is_deleted_and_saved_again_is_another_one(
+    tmp_path: Path, place: str, method: str, argument: int, today: bool
+) -> None:
+    options = tmp_path / "run" / "options.json"
+    with manager(tmp_path / "run", place) as run:
+        for step in (2, 3):
+            run.save(step, tree(step))
+            arrives(run, step)
+    with hf.CheckpointManager(tmp_path / "run") as run:
+        getattr(run, method)(argument)
+    if not today:
+        document = decode_document(options.read_bytes(), "options", source="")
+        del document["run"]["doomed"][""]["records"]
+        options.write_bytes(encode_document("options", document))
+    deleted = options.read_bytes()
+    with hf.CheckpointManager(tmp_path / "run") as run:
+        run.save(3, tree(300))
+    assert hf.load(f"{place}/3")["step"] == 3
+    with manager(tmp_path / "run", place) as run:
+        run.record_metrics(2, {"loss": 1.0})
+        assert run.finish_mirror(60)
+    assert hf.load(f"{place}/3")["step"] == 300
+    if today:  # a backup of the file brings the tombstone back, when only the mirror has the step whole
+        options.write_bytes(deleted)
+        (tmp_path / "run" / "3" / "checkpoint.json").write_bytes(b"")
+        with manager(tmp_path / "run", place) as run:
+            run.record_metrics(2, {"loss": 1.0})
+            wait_until(run, lambda _: not stored_identity(as_location(tmp_path / "run")).tombstones)
+            assert run.restore()["step"] == 300
+    shutil.rmtree(tmp_path / "run")
+    with manager(tmp_path / "run", place) as run:
+        assert run.restore()["step"] == 300
+
+
 def test_a_listing_that_is_older_than_a_deletion_does_not_bring_the_step_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -380,6 +380,25 @@ def test_the_offset_of_steps_is_kept_with_the_run(kind: str, tmp_path: Path, tol
     ]
 
 
+@pytest.mark.parametrize("kind", ["numpy", "flax"])
+@pytest.mark.parametrize(("more", "options"), [(1, {}), (1, {"step_offset": 1}), (1, {"step_offset": 0}), (0, {})])
+def test_the_counters_of_another_programs_step_are_compared_at_the_resume(
+    kind: str, more: int, options: Any, tmp_path: Path, told: Any
+) -> None:
+    """A program for Orbax saves step N, from 0, with N + 1 updates in it, and its author adopts the callback."""
+    loop = Loop(kind)
+    with hf.CheckpointManager(str(tmp_path)) as manager:
+        for step in range(3):
+            if step or more:
+                loop.update()
+            manager.save(step, loop.state)
+    start = counted(tmp_path, kind, lambda _: iter(()), **options)
+    assert start == 2 + options.get("step_offset", 0)
+    names = {"numpy": "count", "flax": "step, opt_state.0.count"}
+    warning = f"its state has counted 3 updates ({names[kind]}): if step N is the index of an update"
+    assert sum(warning in text and "begin with step_offset=1" in text for text in told()) == (more and not options)
+
+
 @pytest.mark.parametrize("value", [2, -1, True])
 def test_other_offsets_are_refused(value: Any, tmp_path: Path) -> None:
     with pytest.raises(hf.errors.OptionError, match="step_offset"):
