@@ -34,6 +34,7 @@ from .errors import (
     HoldfastError,
     ObjectNotFoundError,
     StorageError,
+    StoragePermissionError,
 )
 from .format import (
     DELETED,
@@ -263,7 +264,7 @@ def stored_metadata(location: Location) -> Mapping[str, Any] | None:
         with unreadable_as_damage(place):
             content = place.read_bytes(limit=_LIMIT)
         found = decode_document(content, "json", source=str(place)).get("data")
-    except (DamagedCheckpointError, FormatVersionError) as error:
+    except (DamagedCheckpointError, FormatVersionError, StoragePermissionError) as error:
         _logger.warning("the facts about the run are not used: %s; remove the file if the run needs none", error)
     except ObjectNotFoundError:
         pass

@@ -61,9 +61,11 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
         return
     marker = location / DELETED
     if marker.is_link() or marker.is_directory():  # a crash of the file system may leave it so; neither can be locked
-        marker.remove_tree()
+        with contextlib.suppress(StoragePermissionError):
+            marker.remove_tree()
     with contextlib.suppress(ObjectNotFoundError):
-        (location / RECORD).rename(DELETED)
+        # A directory of another user stays, and marks the deletion, too.
+        (location / RECORD).remove() if marker.is_directory() else (location / RECORD).rename(DELETED)
     lock = SaveLock(location / DELETED)
     try:  # a save that begins meanwhile finds it locked
         if not lock.take_over():  # another process has removed the rest, and a save may have begun since
@@ -71,7 +73,7 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
     except StorageConflictError:  # another process has found the marker, and removes the rest
         return
     except StorageError as error:  # only a regular file can be locked
-        if not (is_strange(error) or isinstance(error, StoragePermissionError)):
+        if not is_strange(error):
             raise
     try:
         location.remove_tree(last=DELETED)

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from operator import attrgetter
 from typing import Any
@@ -89,6 +89,7 @@ from .ownership import (
     store_identity,
     stored_identity,
 )
+from .places import StepPlace
 from .retention import KeepAll, KeepBest, StepInfo, info_of, kept_steps, reasons
 
 _logger = logging.getLogger("holdfast")
@@ -187,18 +188,6 @@ def _indexed(step: int, record: CheckpointRecord, location: Location | None = No
     return IndexedStep(StepState.COMMITTED, record, info=info_of(step, record), location=location)
 
 
-@dataclass(frozen=True, slots=True)
-class HostSteps:
-    """The local steps that the hosts of a run have, in their memory or on their disks."""
-
-    # Those that are read from there, with their place and commit record; only a new run has any.
-    read: Mapping[int, tuple[Location, CheckpointRecord]] = field(default_factory=dict)
-    further: frozenset[int] = frozenset()  # further whole ones, which are read if they are needed
-    left: frozenset[int] = frozenset()  # whole ones that do not count
-    saved: frozenset[int] = frozenset()  # those that this run has saved, for its next start
-    unused: Mapping[int, str] = field(default_factory=dict)  # damaged ones, or perhaps of this run, and the reason
-
-
 class RunDirectory:
     """The steps of one series, read once and then kept up to date with the changes of this writer.
 
@@ -213,12 +202,13 @@ class RunDirectory:
         drain: Callable[[], None],
         *,
         writes: bool = True,
+        places: Sequence[StepPlace] = (),
     ) -> None:
         self.location = location
+        self._places = places  # where further steps are
         self.ownership = Ownership(location, clock, drain)
         self._clock = clock
         self.last_saved: int | None = None  # the step that this run saved last
-        self.hosts = HostSteps()
         self._options = options
         self._rules = retention_rules(options)
         self._reads_metrics = options.best_fn is not None or options.keep_checkpoints_without_metrics
@@ -226,6 +216,7 @@ class RunDirectory:
         self._writes = writes
         self._warned = False  # whether the warning was given that no checkpoint has the metric of best_fn
         self._held: set[int] = set()  # steps that are being copied elsewhere
+        self._unswept: set[Location] = set()  # folders with files of another user
         self._partial: set[int] = set()  # steps with an interrupted copy that the next attempt may complete
         self._changing = Lock()  # serializes changes of records and deletions of steps
         self._late = LateMetrics(location)
@@ -308,11 +299,6 @@ class RunDirectory:
         else:
             self._index.pop(step, None)
 
-    def see_hosts(self, **changes: Any) -> None:
-        """Change which local steps of the hosts are seen: attributes of :class:`HostSteps`."""
-        with self._lock:
-            self.hosts = replace(self.hosts, **changes)
-
     def mark_damaged(self, step: int, damage: str, *, unreadable: bool) -> None:
         """Note that the data of a step is damaged: the step is not listed any more, and may be replaced."""
         error = DamagedCheckpointError(damage, unreadable=unreadable)
@@ -381,9 +367,9 @@ class RunDirectory:
         return self.state(step) is StepState.COMMITTED
 
     def open_step(self, step: int) -> StoredItems:
-        """Return the items of a step, of the hosts or of the directory."""
-        if (local := self.hosts.read.get(step)) is not None:
-            return OwnItems(*local)
+        """Return the items of a step, of another place or of the directory."""
+        if (held := self.held_elsewhere().get(step)) is not None:
+            return OwnItems(*held)
         record, known = self.record(step), self._index.get(step)
         if known is not None and known.location is not None:
             return OtherItems(open_at(known.location))
@@ -391,7 +377,7 @@ class RunDirectory:
 
     def may_read_again(self, step: int, stored: StoredItems, attempts: int) -> bool:
         """Return whether to read a damaged step once more, as another process has replaced it, or a network may err."""
-        if not isinstance(stored, OwnItems) or step in self.hosts.read:
+        if not isinstance(stored, OwnItems) or step in self.held_elsewhere():
             return False
         found = self._look(step)
         if found is None or (found.record is not None and found.record.identity != stored.record.identity):
@@ -414,9 +400,9 @@ class RunDirectory:
         return self.stored_record(step)
 
     def listed_record(self, step: int) -> CheckpointRecord:
-        """Return the commit record of a step, or its summary; of a local step, if the directory has none."""
-        local = None if step in self else self.hosts.read.get(step)
-        return self.stored_record(step) if local is None else local[1]
+        """Return the commit record of a step, or its summary; of another place, if the directory has none."""
+        held = None if step in self else self.held_elsewhere().get(step)
+        return self.stored_record(step) if held is None else held[1]
 
     def stored_record(self, step: int) -> CheckpointRecord:
         """Return the commit record of a step of the directory, or its summary; looks again where it was not there.
@@ -439,23 +425,12 @@ class RunDirectory:
         raise CheckpointNotFoundError(f"{self.location}: no checkpoint of step {step}; {there}{self.elsewhere(step)}")
 
     def elsewhere(self, step: object) -> str:
-        """Return, for the end of a sentence, where a step is that is in the local places only, and not read; or ""."""
-        if self._options.local is None:
-            return ""
-        if step in self.hosts.saved:
-            return (
-                f"; the hosts have step {step} in {self._options.local.url}, where only a new start of the program "
-                "reads it, since this one has saved local steps"
-            )
-        if step not in self.hosts.left:
-            return ""
-        newest = max([*self.hosts.read, *self.steps()], default=None)
-        way = "" if newest is None else f"; without a number, the run resumes from step {newest}"
-        return (
-            f"; the hosts have step {step} in {self._options.local.url}, but it does not count: since it was saved, "
-            "the run has continued from an earlier step or without local steps, or steps of it were deleted"
-            f"{way}"
-        )
+        """Return, for the end of a sentence, where a step is that is not in the directory, and not read; or ""."""
+        return "".join(place.elsewhere(step) for place in self._places)
+
+    def held_elsewhere(self) -> dict[int, tuple[Location, CheckpointRecord]]:
+        """Return the steps that are read from other places, with their folders and commit records."""
+        return {step: held for place in self._places for step, held in place.held.items()}
 
     # -- changes by the writer
 
@@ -608,6 +583,8 @@ class RunDirectory:
                 found = lock.take_over()
             except (StorageConflictError, StoragePermissionError) as error:  # perhaps a save without a manager is alive
                 _logger.warning("%s: not swept: %s", location, error)
+                if isinstance(error, StoragePermissionError):
+                    self._unswept.add(location)
                 return
             if not sweep(location, lock=lock if found else None) and location.is_local:
                 # An earlier run may have made the folder and been killed before it locked it. Both times are those of
@@ -620,7 +597,7 @@ class RunDirectory:
                 raise
             moved = ""
             # No save that is alive has a marker that is no regular file, and a marker that was taken over is of none.
-            if location.is_local and (is_strange(error) or isinstance(error, StoragePermissionError)):
+            if location.is_local and is_strange(error):
                 with contextlib.suppress(StorageError):
                     moved = "" if has_record(location) else f", but moved to {self._set_aside(location)}"
             _logger.warning("%s: not swept%s: %s", location, moved, error)
@@ -673,10 +650,14 @@ class RunDirectory:
                     location.remove_tree()
                 else:
                     delete_checkpoint(location, self.known_record(step))
-            except StorageError:
-                if not (location / RECORD).is_there():  # the step is deleted, and the next sweep removes its files
+            except StorageError as error:
+                is_there = (location / RECORD).is_there()
+                if not is_there:  # the step is deleted, and the next sweep removes its files
                     self.add(step, None)
-                raise
+                if is_there or not is_strange(error):
+                    raise
+                _logger.warning("%s: this step is deleted, and some of its files stay: %s", location, error)
+                self._unswept.add(location)
             self._late.remove(location.name)
         self.add(step, None)
 
@@ -691,7 +672,7 @@ class RunDirectory:
         error = None if known is None else known.error
         # No record can be written where a directory, a pipe or a link lies.
         is_blocked = place.is_local and isinstance(error, DamagedCheckpointError) and not (place / RECORD).is_file()
-        if not (is_blocked or is_unreadable(error)):
+        if not (is_blocked or is_unreadable(error) or place in self._unswept):
             if replaces and step in self.steps_and_damaged() and place.is_link():
                 self._delete(step)
             return
@@ -705,6 +686,7 @@ class RunDirectory:
                     f"saved again, and that failed: {refusal}. Repair the file system or remove the folder by hand, or "
                     "let the run continue in another directory"
                 ) from refusal
+            self._unswept.discard(place)
             _logger.warning("%s: cannot be read, and is saved again: what was there is now %s", place, moved)
         self.add(step, None)
 

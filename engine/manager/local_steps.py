@@ -291,12 +291,14 @@ class LocalHosts:
             for entry in entries:
                 place = folder / entry.name
                 before = found.get(place.name, HeldStep({}))
-                if entry.is_directory and not place.is_link():
-                    files = {path: (where, size) for path, size in files_in(place)}
-                    if (place / PARTIAL).is_there():
-                        files[PARTIAL] = (where, 0)
-                else:  # what lies in the place of a step, and has no files
-                    files = {entry.name: (where, 0)}
+                files = {entry.name: (where, 0)}  # for what lies in the place of a step, and has no files
+                try:
+                    if entry.is_directory and not place.is_link():
+                        files = {path: (where, size) for path, size in files_in(place)}
+                        if (place / PARTIAL).is_there():
+                            files[PARTIAL] = (where, 0)
+                except StorageError as error:
+                    _logger.warning("this local step is not used: %s", error)
                 record = (record_of(place) if RECORD in files else None) or before.record
                 found[place.name] = HeldStep({**before.files, **files}, record)
         return found
@@ -431,7 +433,16 @@ class LocalHosts:
             for host, where in step.holders[path]
             if host == self.host and (check.known.crc32c is not None) == digested
         ]
-        met = parallel_map(lambda one: checks[one[0]].is_met(self._place(step.folder, one[1]) / one[0]), here, CORES)
+
+        def is_met(held: tuple[str, str]) -> bool:
+            path, where = held
+            try:
+                return checks[path].is_met(self._place(step.folder, where) / path)
+            except StorageError as error:
+                _logger.warning("a file of the local step %d cannot be read: %s", step.step, error)
+                return False
+
+        met = parallel_map(is_met, here, CORES)
         damaged = [path for (path, _), good in zip(here, met, strict=True) if not good]
         if damaged:
             _logger.warning(

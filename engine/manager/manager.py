@@ -129,7 +129,7 @@ class CheckpointManager(ExplainsNames):
                 self._run.learned = trigger
         decisions = SaveDecisions(triggers, self._clock, self.processes, self.latest_step())
         self._abandoned = AbandonedSteps(self.directory, warns=self.processes.is_primary)
-        self._restorer = StepRestorer(self._run, self._items, decisions, self._abandoned, self._local)
+        self._restorer = StepRestorer(self._run, self._items, decisions, self._abandoned)
         self._saves = Saves(self._run, self._items, decisions, self._abandoned, self._local)
 
     # ---- the mirror
@@ -182,8 +182,8 @@ class CheckpointManager(ExplainsNames):
         """
         if item is not None:
             return newest_with(item, self._steps.infos())
-        left = self._steps.left_behind()
-        return max([*self._steps.hosts.read, *(step for step in self._steps.steps() if step not in left)], default=None)
+        here = set(self._steps.steps()) - self._steps.left_behind()
+        return max(here.union(self._steps.held_elsewhere()), default=None)
 
     def item_due(self, item: str, step: int) -> bool:
         """Return whether a save at a step has an item, so that a loop need not collect a large one unnecessarily.
@@ -662,8 +662,8 @@ def on_commit(manager: CheckpointManager, listener: Callable[[Location, Checkpoi
 
 def whole_step(manager: CheckpointManager, step: int) -> tuple[Location, CheckpointRecord] | None:
     """Return the place and the record of a step, of a local one on this host; None if it is not there, or damaged."""
-    if (local := manager._local) is not None and step in manager._steps.hosts.read:
-        return local.place_of(step), manager._steps.hosts.read[step][1]
+    if (local := manager._local) is not None and step in local.held:
+        return local.place_of(step), local.held[step][1]
     if step not in manager._steps:
         return None
     return manager._steps.step_location(step), manager._steps.record(step)

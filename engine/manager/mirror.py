@@ -286,7 +286,7 @@ class RunMirror(StepPlace):
             self._due = True
             self._changed()
 
-    def save_begins(self) -> None:
+    def save_begins(self, step: int) -> None:
         """Give way, as the run saves."""
         if self._run.location.is_local:
             with self._wake:
@@ -513,6 +513,7 @@ class RunMirror(StepPlace):
 
     def _copy(self, far: RunDirectory, step: int, record: CheckpointRecord) -> None:
         far.sweep_partial(besides=step)
+        far.make_room(step, replaces=True)
         began = time.monotonic()
         copying = _Copying(step, record, self._bandwidth)
         with self._wake:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any
 
+from ..format import CheckpointRecord
+from ..storage import Location
 from .ownership import RunIdentity
 
 
@@ -11,6 +15,9 @@ class StepPlace:
     """A place of steps besides the directory; all processes of a program call the same methods."""
 
     writes_directory = False  # whether a fetch copies a step into the directory, which the run must own then
+    # The steps that are read from here, with their folder and commit record.
+    held: Mapping[int, tuple[Location, CheckpointRecord]] = MappingProxyType({})
+    unused: Mapping[int, str] = MappingProxyType({})  # steps that are damaged, or perhaps of this run, and the reason
 
     def identify(self, identity: RunIdentity) -> RunIdentity:
         """Return the identity of the run with what this place knows of it."""
@@ -35,11 +42,28 @@ class StepPlace:
         """Let the run read a step; return whether it can be read now. ``overwrite`` replaces a damaged one."""
         return False
 
-    def save_begins(self) -> None:
+    def elsewhere(self, step: object) -> str:
+        """Return, for the end of a sentence, where this place has a step that it does not let the run read; or ""."""
+        return ""
+
+    def restored(self, step: int) -> dict[str, Any]:
+        """Note that a step was restored; return facts for the event if this place had it."""
+        return {}
+
+    def drop(self, step: int, damage: str) -> None:
+        """Read a step of this place, which is damaged, no more."""
+
+    def save_begins(self, step: int) -> None:
         """Give way to a save in the directory."""
 
+    def committing(self) -> None:
+        """Note, on process 0, that the directory is about to have the step."""
+
+    def committed(self, step: int) -> None:
+        """Note that the directory has the step."""
+
     def save_ended(self) -> None:
-        """Go on after a save in the directory."""
+        """Go on after a save in the directory, whether it has failed or not."""
 
     def notify(self) -> None:
         """Follow a change: a step was committed, or its metrics or its pin have changed."""

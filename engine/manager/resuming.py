@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..arrays import SharedReads
 from ..errors import (
@@ -22,9 +22,6 @@ from .decisions import AbandonedSteps, SaveDecisions
 from .items import ItemSet
 from .retention import newest_with
 from .run import Run
-
-if TYPE_CHECKING:
-    from .local_tier import LocalTier
 
 _logger = logging.getLogger("holdfast")
 
@@ -81,7 +78,6 @@ class StepRestorer:
     items: ItemSet
     decisions: SaveDecisions
     abandoned: AbandonedSteps
-    local: LocalTier | None
 
     def restore_step(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
         """Read one step."""
@@ -120,8 +116,8 @@ class StepRestorer:
         if found is None:
             return None
         step, values = found
-        local = {newer: why for newer, why in self.run.steps.hosts.unused.items() if newer > step}
-        passed = dict(sorted({**local, **{damaged: one.what for damaged, one in skipped}}.items(), reverse=True))
+        unused = {newer: why for place in self.run.places for newer, why in place.unused.items() if newer > step}
+        passed = dict(sorted({**unused, **{damaged: one.what for damaged, one in skipped}}.items(), reverse=True))
         if skipped:
             headline = f"{self.run.steps.location}: going back to step {step}, the newest whole checkpoint. Newer ones:"
             _logger.warning("%s", itemized(headline, [f"step {newer}: {why}" for newer, why in passed.items()]))
@@ -161,8 +157,8 @@ class StepRestorer:
             if damage is not None and not damage.deleted and is_here and self.run.fetch(step, overwrite=True):
                 self._stands_in(step, damage.what, unreadable=damage.unreadable)
                 found, damage = read(step)
-                if damage is not None and self.local is not None:
-                    self.local.drop(step, damage.what)
+                if damage is not None:
+                    self._drop(step, damage.what)
             if damage is None:
                 return (step, found), skipped
             if damage.deleted:  # the run that writes here deleted it, and has newer steps
@@ -188,36 +184,38 @@ class StepRestorer:
         self, step: int, *, skipped: Mapping[int, str] | None = None, began: float | None = None
     ) -> list[int]:
         """Note that the run resumes from a step; return the later ones."""
+        facts: dict[str, Any] = {}
+        for place in self.run.places:
+            facts.update(place.restored(step))
         if began is not None or step != self.abandoned.resumed_from:
+            if facts:
+                _logger.info("%s: step %d comes from the local places of the hosts", self.run.steps.location, step)
             self.run.events.write(
                 "restored",
                 step=step,
                 seconds=None if began is None else round(time.perf_counter() - began, 6),
                 skipped=[{"step": n, "damage": what} for n, what in (skipped or {}).items()],
-                **self._from_hosts(step),
+                **facts,
             )
-        if self.local is not None:
-            self.local.restored(step)
         self.run.observer.reached("restored", step)
         self.decisions.restored(step)
         later = self.run.steps.steps_after(step)
         self.abandoned.restored(step, later)
         return later
 
-    def _from_hosts(self, step: int) -> dict[str, Any]:
-        """Return, for an event, that a step was read from the hosts and not from the directory."""
-        if self.local is None or step not in self.run.steps.hosts.read:
-            return {}
-        _logger.info("%s: step %d comes from the local places of the hosts", self.run.steps.location, step)
-        return {"local": True, "peer_bytes": self.local.bytes_from_peers}
+    def _drop(self, step: int, damage: str) -> None:
+        for place in self.run.places:
+            place.drop(step, damage)
 
     def _stands_in_alone(self, step: int, error: DamagedCheckpointError) -> bool:
         """Return whether the step of the hosts stands in for a damaged one; of several processes, not all may ask."""
         local = self.run.options.local
-        if local is None or step not in self.run.steps.hosts.further:
+        places = [place for place in self.run.places if not place.writes_directory and step in place.steps()]
+        if local is None or not places:
             return False
         if self.run.processes.alone:
-            if found := self.local is not None and self.local.take(step):
+            found = any(place.fetch(step, False) for place in places)
+            if found:
                 self._stands_in(step, str(error), unreadable=error.unreadable)
             return found
         place = self.run.steps.step_location(step)
@@ -230,7 +228,7 @@ class StepRestorer:
 
     def _stands_in(self, step: int, damage: str, *, unreadable: bool) -> None:
         """Warn that a step of the directory was damaged, and is read from elsewhere."""
-        is_local = step in self.run.steps.hosts.read
+        is_local = step in self.run.steps.held_elsewhere()
         where = "the local places of the hosts" if is_local else "the mirror"
         directory = self.run.steps.location
         _logger.warning("%s: step %d was damaged, and is that of %s now: %s", directory, step, where, damage)
@@ -239,7 +237,7 @@ class StepRestorer:
 
     def _passed_over(self, step: int, damage: _Damage) -> bool:
         """Read a local step no more, if this is one, with a warning."""
-        if self.local is None or step not in self.run.steps.hosts.read:
+        if step not in self.run.steps.held_elsewhere():
             return False
         _logger.warning(
             "%s: the local step %d is damaged and passed over, on process %d: %s",
@@ -248,7 +246,7 @@ class StepRestorer:
             damage.process,
             damage.what,
         )
-        self.local.drop(step, damage.what)
+        self._drop(step, damage.what)
         return True
 
     def _fetch_missing(self, step: int) -> None:

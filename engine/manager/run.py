@@ -42,10 +42,12 @@ class Run:
         self.observer = observer
         self.background = BackgroundSave(seconds(options.save_timeout_secs))
         self.events = RunEvents(directory, clock, processes.index, observer)
-        self.steps = RunDirectory(directory, options, clock, self._drain, writes=processes.is_primary)
+        self.places: list[StepPlace] = []  # besides the directory, the nearest first
+        self.steps = RunDirectory(
+            directory, options, clock, self._drain, writes=processes.is_primary, places=self.places
+        )
         if not options.read_only:
             self.steps.ownership.check_usable()
-        self.places: list[StepPlace] = []  # besides the directory, the nearest first
         self.changing = Lock(reentrant=True)  # of the thread that begins a save, or takes ownership
         self.learned: LearnedInterval | None = None  # on process 0, the trigger that learns the interval between saves
         self._metadata = check_json("metadata", metadata)
@@ -169,14 +171,14 @@ class Run:
 
     def fetch_missing(self, step: int) -> bool:
         """Fetch a step that process 0 does not see in the directory; return whether it can be read now."""
-        if step in self.steps.hosts.read:
+        if step in self.steps.held_elsewhere():
             return True
         here: bool = self.processes.decide(f"look for step {step}", self.steps.__contains__, step)
         return here or self.fetch(step)
 
     def steps_everywhere(self) -> list[tuple[int, bool]]:
         """Return the steps, the newest last, damaged ones among them, and whether each is there without a fetch."""
-        here = {*self.steps.steps_and_damaged(), *self.steps.hosts.read}
+        here = {*self.steps.steps_and_damaged(), *self.steps.held_elsewhere()}
         there = {step for place in self.places for step in place.steps()}
         left = self.steps.left_behind()
         return [(step, step in here) for step in sorted(here | there, key=lambda step: (step not in left, step))]

@@ -25,7 +25,7 @@ from .retention import StepInfo, newest_with
 from .run import Run
 
 if TYPE_CHECKING:
-    from .local_tier import LocalHistory, LocalTier
+    from .local_tier import LocalTier
 
 _logger = logging.getLogger("holdfast")
 
@@ -148,22 +148,20 @@ class Saves:
             left_out = [] if force else self._items_left_out(step)
             rendezvous = self._processes.rendezvous("save")
             try:
-                # Nothing that fails on one process comes before this, so that all have the same local steps to read.
-                local = self._local
-                history = None if local is None else local.directory_saves(step)
-                self._steps.ownership.check(at_once=True)
-                self._steps.make_room(step, replaces=replaces)
-                pending = PendingSave(step, reason or decision.reason, metrics, custom_metadata)
-                # A callback, which gives the reason, has called decide() before.
-                if reason is None or not isinstance(self._options.best_fn, str):
-                    self.note_metrics(step, pending.metrics)
-                values = self._items.to_save(items, kwargs, left_out)
-            except BaseException as error:
-                leave_save(rendezvous, error)
-                raise
-            for place in self._run.places:
-                place.save_begins()
-            try:
+                try:
+                    # What fails on one process only comes after this, so that all have the same local steps to read.
+                    for place in self._run.places:
+                        place.save_begins(step)
+                    self._steps.ownership.check(at_once=True)
+                    self._steps.make_room(step, replaces=replaces)
+                    pending = PendingSave(step, reason or decision.reason, metrics, custom_metadata)
+                    # A callback, which gives the reason, has called decide() before.
+                    if reason is None or not isinstance(self._options.best_fn, str):
+                        self.note_metrics(step, pending.metrics)
+                    values = self._items.to_save(items, kwargs, left_out)
+                except BaseException as error:
+                    leave_save(rendezvous, error)
+                    raise
                 save = Save(
                     self._steps.step_location(step),
                     values,
@@ -190,13 +188,11 @@ class Saves:
                 self._decisions.save_begins(step)
                 self._pending = pending
                 if not save.in_background:
-                    self._complete(pending, save, history)
+                    self._complete(pending, save)
                 earlier = self._background.take_error()
                 if save.in_background:
                     what = f"step {step} of {self._steps.location}"
-                    self._background.start(
-                        functools.partial(self._complete, pending, save, history), what=what, step=step
-                    )
+                    self._background.start(functools.partial(self._complete, pending, save), what=what, step=step)
             except BaseException as error:  # an interrupt, or the system has no more threads
                 if save.give_up(error):
                     self._ended(pending, failed=True)
@@ -247,13 +243,7 @@ class Saves:
         if local is not None and local.due(step):
             leave_save(local.begin(step), error)
 
-    def _complete(
-        self,
-        pending: PendingSave,
-        save: Save,
-        history: tuple[LocalHistory, LocalHistory] | None,  # of the local steps: before the commit, and after it
-        awaited: threading.Event | None = None,
-    ) -> None:
+    def _complete(self, pending: PendingSave, save: Save, awaited: threading.Event | None = None) -> None:
         """Write and commit a save, then delete what no rule keeps."""
         step = pending.step
         try:
@@ -262,7 +252,7 @@ class Saves:
                     return
                 self._items.save_begins(step, self._steps)
                 items = save.write(awaited)
-                record, report = save.commit(None if items is None else self._record(pending, items, history))
+                record, report = save.commit(None if items is None else self._record(pending, items))
         except BaseException as error:
             self._ended(pending, failed=True)
             self._observer.reached("save_failed", step)
@@ -271,8 +261,8 @@ class Saves:
         slowed = self._decisions.slowed(report.total_seconds - report.blocked_seconds)
         self._steps.add(step, record)
         self._steps.last_saved = step
-        if self._local is not None and history is not None:
-            self._local.directory_saved(step, history[1])
+        for place in self._run.places:
+            place.committed(step)
         self._abandoned.saved(step)
         self._ended(pending, failed=False)
         _logger.info("%s", report)
@@ -301,18 +291,13 @@ class Saves:
                 step,
             ) from error
 
-    def _record(
-        self,
-        pending: PendingSave,
-        items: Mapping[str, ItemRecord],
-        history: tuple[LocalHistory, LocalHistory] | None,
-    ) -> CheckpointRecord:
+    def _record(self, pending: PendingSave, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
         """Make the commit record right before the commit, after a last check of the ownership."""
         self._steps.ownership.check()
-        if self._local is not None and history is not None:
-            self._local.note(history[0])
-        else:
+        if self._local is None:
             self._steps.note_branches(NO_LOCAL_STEPS)
+        for place in self._run.places:
+            place.committing()
         self._observer.reached("commit", pending.step)
         return pending.record(items, self._run.clock.now())
 

@@ -188,8 +188,8 @@ def is_unreadable(error: object) -> bool:
 
 
 def is_strange(error: StorageError) -> bool:
-    """Whether an error means that something else than a regular file lies in the place of a file of ours."""
-    return error.errno in _STRANGE
+    """Whether an error means that something that is not ours lies here: no regular file, or that of another user."""
+    return error.errno in _STRANGE or isinstance(error, StoragePermissionError)
 
 
 @contextlib.contextmanager

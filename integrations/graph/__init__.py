@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from .checkpoint import Checkpoint, snapshot
-from .frameworks import OPTIMIZER_SLOTS, is_module, is_optimizer, keras_kind, nnx_children
+from .frameworks import (
+    OPTIMIZER_SLOTS,
+    accumulated,
+    is_module,
+    is_optimizer,
+    keras_kind,
+    nnx_children,
+    set_accumulated,
+)
 from .manager import CheckpointManager
 from .outside import derived_classes, is_actor_class, is_kin, unwrapped
 from .reader import CheckpointReader, GraphView, checkpoints_iterator, latest_checkpoint, load_checkpoint

@@ -182,7 +182,9 @@ class ModuleState(PartState):
         state = self.thing.state_dict()
         bare = dict(zip(state, joined_names(list(state)), strict=True))
         found = {bare[name]: state[name] for name in self._beyond(state)}
-        return pack_tree(encode_state(found | _accumulated(self.thing)))
+        if current_coordinator().process_count == 1 and (own := accumulated(self.thing)):  # Several have a sum each.
+            found[_ACCUMULATED] = own
+        return pack_tree(encode_state(found))
 
     def set(self, value: Any) -> None:
         torch: Any = loaded("torch")
@@ -191,7 +193,7 @@ class ModuleState(PartState):
         for name in self._beyond(state):
             del state[name]
         decoded = decode_state(value)
-        accumulated = decoded.pop(_ACCUMULATED, None)  # Earlier versions did not save it.
+        saved = decoded.pop(_ACCUMULATED, None)  # Earlier versions did not save it.
         known = set(wrapped.values())
         found = {
             name if name in known else wrapped.get(unwrapped_name(name), name): one for name, one in decoded.items()
@@ -206,8 +208,8 @@ class ModuleState(PartState):
             for one, before in exact:
                 one.copy_(before)
         # One of several processes continues the sum, which they add up; the others begin anew.
-        if accumulated is not None and current_coordinator().process_index == 0:
-            _accumulate(self.thing, accumulated)
+        if saved is not None and current_coordinator().process_index == 0:
+            set_accumulated(self.thing, saved)
 
     def _beyond(self, state: Mapping[str, Any]) -> list[str]:
         known = {_memory(one) for one in self.thing.parameters()}
@@ -222,24 +224,20 @@ class ModuleState(PartState):
 _ACCUMULATED = "holdfast.accumulated"  # what a metric of torchmetrics has accumulated, beside its state_dict()
 
 
-def _accumulated(metric: Any) -> dict[str, Any]:
-    """Return what a metric of torchmetrics has accumulated since its reset, which its ``state_dict()`` leaves out.
-
-    Several processes have a sum each, of which a state of all of them can hold none.
-    """
+def accumulated(metric: Any) -> dict[str, Any]:
+    """Return what a metric of torchmetrics has accumulated since its reset, which its ``state_dict()`` leaves out."""
     torchmetrics: Any = loaded("torchmetrics")
-    is_metric = torchmetrics is not None and isinstance(metric, torchmetrics.Metric)
-    if not is_metric or current_coordinator().process_count > 1:
+    if torchmetrics is None or not isinstance(metric, torchmetrics.Metric):
         return {}
     states = {name: getattr(metric, name) for name in metric._defaults}
-    return {_ACCUMULATED: {"updates": int(metric._update_count), "states": states}}
+    return {"updates": int(metric._update_count), "states": states}
 
 
-def _accumulate(metric: Any, accumulated: Mapping[str, Any]) -> None:
-    for name, value in accumulated["states"].items():
+def set_accumulated(metric: Any, saved: Mapping[str, Any]) -> None:
+    for name, value in saved["states"].items():
         moved = [item.to(metric.device) for item in value] if isinstance(value, list) else value.to(metric.device)
         setattr(metric, name, moved)
-    metric._update_count, metric._computed = accumulated["updates"], None
+    metric._update_count, metric._computed = saved["updates"], None
 
 
 def is_buffer(module: Any, name: str) -> bool:

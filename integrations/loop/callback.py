@@ -327,6 +327,7 @@ class CheckpointCallback:
         self._generators = GlobalGenerators() if options.global_generators else None
         self._names: frozenset[str] = frozenset()
         self._closed = False
+        self._has_peeked = False
         self._should_stop = False
         self._restored: int | None = None
         self._went_on_from: int | None = None
@@ -440,6 +441,7 @@ class CheckpointCallback:
             CheckpointNotFoundError: ``resume`` names a step that is not there, or ``"must"``, and there is none.
             NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
         """
+        self._has_peeked = True
         if self._options.resume == "must":
             check_resume("must", self._all_steps(), self._manager.directory)
         return peek(self._manager, self._options.resume)
@@ -730,7 +732,7 @@ class CheckpointCallback:
         self._saver = saver
         for loader in loaders_of(extras).values():
             loader.begin_run(self._announce)
-        saver.watch(state, extras, last)
+        saver.watch(state, extras, last, grows=self._has_peeked or self._options.partial is not None)
         missing = [] if self._generators is None else self._generators.begin()
         if missing:
             logger.warning(

@@ -59,6 +59,10 @@ _FORGOTTEN = (
     "step %d is saved without the %s of %s, which has a state: a resume would begin with a fresh one. Pass "
     '{"model": model, "optimizer": optimizer} to restore_or_initialize and on_step'
 )
+_GROWN = (
+    "step %d is saved with parts that restore_or_initialize was not given: %s. A resume would be refused. Make them "
+    "before restore_or_initialize, such as best = copy.deepcopy(model); or as checkpoint.peek() tells the step"
+)
 _UNUSED = (
     "the state at step %d is still that of step %d, and %d parameters outside of it are trained: make the model and "
     "its optimizer before restore_or_initialize, and train what it returns"
@@ -93,8 +97,13 @@ class FirstSteps:
         self._looks: list[_Look] = []  # at what came back and at the first reports, until these are compared
         self._saved: tuple[_Look, Ways, int, Mapping[str, Any]] | None = None  # the first save
 
-    def begin(self, state: Any, step: int | None, extras: Mapping[str, Any]) -> None:
-        """Look at what came back: ``step`` is that of the last update, None without ``restore_or_initialize``."""
+    def begin(self, state: Any, step: int | None, extras: Mapping[str, Any], *, grows: bool) -> None:
+        """Look at what came back: ``step`` is that of the last update, None without ``restore_or_initialize``.
+
+        A state ``grows`` if the program takes care of that, by ``peek`` or a partial restore.
+        """
+        self._paths = weakref.WeakKeyDictionary[Any, str]()
+        self._parts = None if step is None or grows else _shapes_of(state, self._paths)
         self._read = [(weakref.ref(one), getattr(one, _TAKEN, 0)) for one in _readers(extras, state)]
         if step is not None:
             self._marks = {path: _mark(one) for path, one in located(state, _mark)}
@@ -125,6 +134,7 @@ class FirstSteps:
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
             self._check_place(step, state)
+            self._check_parts(step, state)
         root = {STATE: state, **{name: one for name, one in extras.items() if isinstance(one, dict)}}
         ways = Ways(root if is_live else None, _ALL) if self._saved is None else self._saved[1]
         leaves = ways.follow(root)
@@ -168,6 +178,17 @@ class FirstSteps:
         rises = [(now - start, later - now) for start, now, later in values]
         return first - 1 == second > 0 and any(one == other > 0 and one % second == 0 for one, other in rises)
 
+    def _check_parts(self, step: int, state: Any) -> None:
+        before, self._parts = self._parts, None
+        if before is not None:
+            new = [
+                name
+                for name, shape in _shapes_of(state, self._paths).items()
+                if before.get(name, 0) not in (None, shape)
+            ]
+            if new:
+                logger.warning(_GROWN, step, shortened(new, 4))
+
     def _check_place(self, step: int, state: Any) -> None:
         before = {id(one): taken for ref, taken in self._read if (one := ref()) is not None}
         for one in _readers(self._extras, state):
@@ -189,6 +210,23 @@ def cause_in_state(seen: Seen | None) -> str:
     schedulers = _live(torch.optim.lr_scheduler.LRScheduler)
     left = [one for one in schedulers if id(one) not in shown and id(one.optimizer) in shown]
     return _NO_SCHEDULER % type(left[0]).__qualname__ if left else _OTHERWISE
+
+
+def _shapes_of(state: Any, paths: weakref.WeakKeyDictionary[Any, str]) -> dict[str, Any]:
+    """Return the parameters of torch's modules in a state with their shapes, and the groups of its optimizers.
+
+    ``paths`` gets the path of each object that it does not have; other containers may hold the same objects later.
+    """
+    torch: Any = loaded("torch")
+    found: dict[str, Any] = {}
+    for now, one in live_objects(state):
+        if isinstance(one, torch.nn.Module):
+            path = paths.setdefault(one, now)
+            found |= {unwrapped_name(f"{path}.{name}"): value.shape for name, value in one.named_parameters()}
+        elif isinstance(one, torch.optim.Optimizer):
+            path = paths.setdefault(one, now)
+            found |= dict.fromkeys(f"{path}.param_groups[{index}]" for index in range(len(one.param_groups)))
+    return found
 
 
 def warn_of_index(step: int, tree: Any) -> None:

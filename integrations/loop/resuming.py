@@ -54,7 +54,8 @@ _MOST_NEIGHBOURS = 20  # directories that are searched
 _CHANGED = (
     "A run resumes with the state that it had, or not at all. To continue with another model or optimizer, begin a run "
     "in another directory: init_from= takes weights. partial='initialize' restores what fits, also of the weights of "
-    "init_from, and keeps the rest as it was initialized."
+    "init_from, and keeps the rest as it was initialized. For a state that grows while it trains, checkpoint.peek() "
+    "tells the step before the state is built."
 )
 
 

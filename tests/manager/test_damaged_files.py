@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.readers  # noqa: F401 - a user without rights cannot import it
 import itertools
 import logging
 import os
@@ -17,7 +18,7 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ def on_hosts(folder: Path, count: int, work: Callable[[hf.CheckpointManager], An
 
 
 @pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def originals() -> Iterator[dict[str, Path]]:
     """Runs of three steps: one with a mirror, and two that have the last step on their hosts only."""
 
     def work(manager: hf.CheckpointManager) -> None:
@@ -72,19 +73,21 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             manager.save(step, tree(step))
         manager.save_locally(NEWEST, tree(NEWEST))
 
-    folders = {name: tmp_path_factory.mktemp("original") for name in ("mirror", "1", "2")}
-    at = folders["mirror"] / "at"
-    for step in range(1, NEWEST + 1):
-        with opened(at, lr=0.1) as run:
-            run.save(step, tree(step), metrics={"loss": 1.0})
-            run.wait_until_finished()
-            assert run.finish_mirror(60)
-    hf.record_metrics(at / "run", 2, {"score": 1.0})
-    for count in (1, 2):
-        on_hosts(folders[str(count)] / "at", count, work)
-    for folder in folders.values():
-        (folder / "at").rename(folder / "original")
-    return folders
+    with tempfile.TemporaryDirectory() as base:  # where other users come, too
+        Path(base).chmod(0o755)
+        folders = {name: Path(base, name) for name in ("mirror", "1", "2")}
+        at = folders["mirror"] / "at"
+        for step in range(1, NEWEST + 1):
+            with opened(at, lr=0.1) as run:
+                run.save(step, tree(step), metrics={"loss": 1.0})
+                run.wait_until_finished()
+                assert run.finish_mirror(60)
+        hf.record_metrics(at / "run", 2, {"score": 1.0})
+        for count in (1, 2):
+            on_hosts(folders[str(count)] / "at", count, work)
+        for folder in folders.values():
+            (folder / "at").rename(folder / "original")
+        yield folders
 
 
 # ---- damages
@@ -144,6 +147,33 @@ def device(path: Path) -> None:
     os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))  # that of /dev/null
 
 
+def of_another_user(path: Path) -> None:
+    if not path.exists():
+        path.write_bytes(b"")
+    path.chmod(0o700 if path.is_dir() else 0o600)
+    os.chown(path, 0, 0)
+
+
+def directory_of_another_user(path: Path) -> None:
+    directory(path)
+    of_another_user(path)
+
+
+@contextlib.contextmanager
+def as_a_user(folder: Path, path: Path) -> Iterator[None]:
+    """Gives a folder to a user without rights, except what another one has, and acts as that user."""
+    away = {path, *path.rglob("*")}
+    for name in {folder, *folder.rglob("*")} - away:
+        os.lchown(name, NOBODY, NOBODY)
+    os.setegid(NOBODY)
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+
+
 @functools.cache
 def makes_devices() -> bool:
     """Returns whether this user makes devices."""
@@ -153,6 +183,9 @@ def makes_devices() -> bool:
     return False
 
 
+IS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
+NOBODY = 65534
+OTHERS = (of_another_user, directory_of_another_user)
 CONTENT = (flipped, cut, empty, away)
 STRANGE = (directory, pipe, bound_socket, device, dangling_link)
 DATA = f"{NEWEST}/state/d/*.0.0"
@@ -300,6 +333,8 @@ class Case(NamedTuple):
     def expected(self) -> str:
         """The only outcome that is allowed."""
         is_strange = self.damage in STRANGE
+        if self.damage in OTHERS and self.place not in HOSTS:
+            return self.expected_of_others
         if self.place == "the run of a host":
             return REFUSED if self.damage is directory else OLDER
         if self.place in HOSTS:
@@ -323,6 +358,22 @@ class Case(NamedTuple):
             if self.place == "run" and self.action in ("verify", "cp") and is_listed:
                 return REFUSED  # the step is named as damaged; the others are copied
         return RIGHT
+
+    @property
+    def expected_of_others(self) -> str:
+        """The same for what belongs to another user, who may be asked for it: no older step stands in for it."""
+        is_refused = {
+            "owner.json": (self.place == "run" and self.action in CHANGES - {"resume"}) or self.action == "mirror",
+            "metrics": True,
+            f"{NEWEST}/checkpoint.json": self.place == "run" or self.action in ("mirror", "fetch"),
+            f"{NEWEST}/state/tree.json": self.action in ("verify", "cp", "fetch")
+            or (self.place, self.action) == ("run", "resume"),
+        }
+        is_refused[DATA] = is_refused[f"{NEWEST}/state/tree.json"]
+        is_refused["options.json"] = is_refused["owner.json"] or (self.place, self.action) == ("mirror", "fetch")
+        if self.damage is directory_of_another_user and self.file in ("owner.json", "options.json"):
+            is_refused[self.file] |= (self.place, self.action) == ("run", "resume")
+        return REFUSED if is_refused.get(self.file, False) else RIGHT
 
 
 class Warnings(logging.Handler):
@@ -352,7 +403,8 @@ def outcome(case: Case, originals: dict[str, Path], told: Callable[[], str]) -> 
     logger.setLevel(logging.WARNING)
     told()
     try:
-        used = ACTIONS[case.action](folder)
+        with as_a_user(folder, found[0]) if case.damage in OTHERS else contextlib.nullcontext():
+            used = ACTIONS[case.action](folder)
     except hf.HoldfastError as error:
         text = f"{error} {told()}"
         is_named = str(folder) in text or "run/" in text or f"step {NEWEST}" in text
@@ -368,9 +420,9 @@ def outcome(case: Case, originals: dict[str, Path], told: Callable[[], str]) -> 
 CASES = [
     Case(place, file, damage, action)
     for place, (file, damages) in itertools.product(("run", "mirror"), FILES.items())
-    for damage in damages
+    for damage in (*damages, *(OTHERS if IS_ROOT else ()))
     for action in ACTIONS
-    if action != "save_locally"
+    if action != "save_locally" and (damage not in OTHERS or action != "fetch" or place == "mirror")
     if place == "run" or action in ("resume", "save", "mirror", "fetch")  # the other actions do not read the mirror
     if (place, file) not in (("mirror", "metrics"), ("mirror", "events.jsonl"))  # it has none
     # Without its record, a step of the mirror does not exist: it may be a copy that has not ended.
@@ -381,9 +433,10 @@ CASES = [
         ("the run of a host", "options.json", (*CONTENT, *STRANGE)),
         *((place, file, damages) for place, (file, damages) in itertools.product(HOSTS, LOCAL_FILES.items())),
     ]
-    for damage in damages
+    for damage in (*damages, *(OTHERS if place in ("host", "one of two hosts") and IS_ROOT else ()))
     for action in ("resume", "save_locally")
-    if action == "resume" or file  # without this folder, local saves fail, which does not end training
+    # Without the folder of all steps, local saves fail, which does not end training.
+    if action == "resume" or (file and damage not in OTHERS)
 ]
 
 
