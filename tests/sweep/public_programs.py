@@ -3,6 +3,8 @@
 Each is named after the repository, or the kind of program, whose loop it has.
 """
 
+# mypy: disable-error-code="no-untyped-call"
+
 from __future__ import annotations
 
 import copy
@@ -25,6 +27,11 @@ from .hidden_case import Run, program
 from .hidden_programs import EPOCH, EXAMPLES, FEATURES, SIZE, descend, examples, fit, loss_of, new_state, train
 
 
+def loader_of(**options: Any) -> DataLoader[torch.Tensor]:
+    data: Any = examples()
+    return DataLoader(data, batch_size=SIZE, **options)
+
+
 @program("nanoGPT: a batch ahead, a rate by iteration, accumulation", is_exact=True)
 def _nano_gpt(run: Run) -> None:
     text = (torch.arange(200) * 7) % 13
@@ -40,7 +47,7 @@ def _nano_gpt(run: Run) -> None:
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
     x, y = get_batch()
-    state = {"model": model, "optimizer": optimizer}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
     with run.callback() as checkpoint:
         state, start = checkpoint.restore_or_initialize(state, batch=(x, y), best=1e9)
         (x, y), best = checkpoint.extras["batch"], checkpoint.extras["best"]
@@ -50,7 +57,7 @@ def _nano_gpt(run: Run) -> None:
             for _ in range(2):
                 loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()) / 2
                 x, y = get_batch()
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -77,9 +84,9 @@ class EarlyStopping:
 
 @program("early stopping with the best weights, and a plateau", is_exact=True)
 def _early_stopping(run: Run) -> None:
-    state = {**new_state(), "stopper": EarlyStopping(), "history": {"loss": []}}
+    state: dict[str, Any] = {**new_state(), "stopper": EarlyStopping(), "history": {"loss": []}}
     state["plateau"] = torch.optim.lr_scheduler.ReduceLROnPlateau(state["optimizer"], patience=0, factor=0.5)
-    loader: Any = hf.resumable(DataLoader(examples(), batch_size=SIZE, shuffle=True))
+    loader: Any = hf.resumable(loader_of(shuffle=True))
     with run.callback() as checkpoint:
         state, step = checkpoint.restore_or_initialize(state, data=loader)
         while step < run.total:
@@ -226,7 +233,7 @@ def _cycle_gan(run: Run) -> None:
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(one, lambda n: 1 - max(0, n - 2) / 5) for one in (generators, critics)
     ]
-    state = {
+    state: dict[str, Any] = {
         "there": there,
         "back": back,
         "critic": critic,
@@ -235,7 +242,7 @@ def _cycle_gan(run: Run) -> None:
         "schedules": schedules,
         "pool": ImagePool(3),
     }
-    loader: Any = hf.resumable(DataLoader(examples(), batch_size=SIZE, shuffle=True))
+    loader: Any = hf.resumable(loader_of(shuffle=True))
     with run.callback() as checkpoint:
         state, step = checkpoint.restore_or_initialize(state, data=loader)
         while step < run.total:
@@ -260,8 +267,12 @@ def _cycle_gan(run: Run) -> None:
 @program("denoising diffusion: an average of the model, noise, accumulation", is_exact=True)
 def _diffusion(run: Run) -> None:
     model = nn.Sequential(nn.Linear(FEATURES + 1, 8), nn.SiLU(), nn.Linear(8, FEATURES))
-    state = {"model": model, "ema": copy.deepcopy(model), "optimizer": torch.optim.Adam(model.parameters(), 0.01)}
-    batches = hf.skip_to(DataLoader(examples(), batch_size=SIZE, shuffle=True))
+    state: dict[str, Any] = {
+        "model": model,
+        "ema": copy.deepcopy(model),
+        "optimizer": torch.optim.Adam(model.parameters(), 0.01),
+    }
+    batches = hf.skip_to(loader_of(shuffle=True))
 
     def update() -> torch.Tensor:
         total = torch.zeros(())
@@ -271,7 +282,7 @@ def _diffusion(run: Run) -> None:
             times, noise = torch.randint(0, 100, (len(batch), 1)) / 100, torch.randn_like(batch)
             found = model(torch.cat([batch * (1 - times) + noise * times, times], 1))
             loss = nn.functional.mse_loss(found, noise) / 2
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += loss.detach()
         state["optimizer"].step()
         for average, weight in zip(state["ema"].parameters(), model.parameters(), strict=True):
@@ -285,8 +296,13 @@ def _diffusion(run: Run) -> None:
 def _weight_averaging(run: Run) -> None:
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    state = {"model": model, "optimizer": optimizer, "average": AveragedModel(model), "swa": SWALR(optimizer, 0.01, 3)}
-    loader: Any = hf.resumable(DataLoader(examples(), batch_size=SIZE, shuffle=True))
+    state: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "average": AveragedModel(model),
+        "swa": SWALR(optimizer, 0.01, 3),
+    }
+    loader: Any = hf.resumable(loader_of(shuffle=True))
     with run.callback() as checkpoint:
         state, step = checkpoint.restore_or_initialize(state, data=loader)
         while step < run.total:
@@ -328,9 +344,9 @@ class Contrast(nn.Module):
 @program("MoCo: a queue of keys, a momentum encoder, two views", is_exact=True)
 def _moco(run: Run) -> None:
     model = Contrast()
-    state = {"model": model, "optimizer": torch.optim.SGD(model.query.parameters(), 0.05, momentum=0.9)}
+    state: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.query.parameters(), 0.05, momentum=0.9)}
     state["schedule"] = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(state["optimizer"], 3)
-    batches = hf.skip_to(DataLoader(examples(), batch_size=SIZE, shuffle=True))
+    batches = hf.skip_to(loader_of(shuffle=True))
 
     def update() -> tuple[torch.Tensor, torch.Tensor]:
         batch = next(batches)
@@ -347,7 +363,7 @@ def _mixup(run: Run) -> None:
     state = new_state()
     state["warmup"] = torch.optim.lr_scheduler.LambdaLR(state["optimizer"], lambda step: min(1, (step + 1) / 8))
     sampler = RandomSampler(range(EXAMPLES), replacement=True, num_samples=EXAMPLES)
-    batches = hf.skip_to(DataLoader(examples(), batch_size=SIZE, sampler=sampler))  # type: ignore[arg-type]
+    batches = hf.skip_to(loader_of(sampler=sampler))
 
     def update() -> tuple[torch.Tensor, torch.Tensor]:
         batch = next(batches)
@@ -400,7 +416,7 @@ def _self_play(run: Run) -> None:
 @program("examples of pytorch: REINFORCE with a running reward", is_exact=True)
 def _reinforce(run: Run) -> None:
     policy = nn.Sequential(nn.Linear(2, 6), nn.Dropout(0.3), nn.ReLU(), nn.Linear(6, 2))
-    state = {"policy": policy, "optimizer": torch.optim.Adam(policy.parameters(), 0.01), "env": Pole()}
+    state: dict[str, Any] = {"policy": policy, "optimizer": torch.optim.Adam(policy.parameters(), 0.01), "env": Pole()}
     with run.callback() as checkpoint:
         state, start = checkpoint.restore_or_initialize(state, running_reward=10)
         running = checkpoint.extras["running_reward"]
