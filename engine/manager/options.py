@@ -324,7 +324,7 @@ def _listed(policies: Any) -> tuple[Any, ...]:
 
 def _refuse_beside(name: str, policies: Sequence[object], options: CheckpointOptions, others: Iterable[str]) -> None:
     also = [other for other in others if getattr(options, other) is not None]
-    if policies and also:
+    if also and any(isinstance(policy, Every) for policy in policies):
         given = ", ".join(f"{other}={getattr(options, other)!r}" for other in also)
         raise OptionError(f"{given} and policies of {name}= say the same: add hf.Every(...) to the list of policies")
 

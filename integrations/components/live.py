@@ -73,9 +73,11 @@ class LiveComponent(Part):
                 named.add((f"{'/'.join(path)} (component)",), other)
         return {**own, **named.added}
 
-    def ends(self, value: Any) -> bool:
+    @property
+    def ends(self) -> Callable[[Any], bool]:
         """Whether an object is saved as a component: one below, or the component itself if an object refers to it."""
-        return isinstance(value, Part) or is_component(value) or any(value is child.value for child in self.children)
+        below = {id(child.value) for child in self.children}
+        return lambda value: isinstance(value, Part) or id(value) in below or is_component(value)
 
     def walk(self) -> Iterator[LiveComponent]:
         """Generate this component and all below it, those above first."""

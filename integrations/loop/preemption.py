@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from ...engine.clock import Duration, seconds
@@ -225,9 +225,7 @@ class PreemptionSignal:
         self.install()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.restore()
 
 

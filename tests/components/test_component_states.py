@@ -150,6 +150,28 @@ def test_a_state_is_taken_back_where_another_does_not_fit(place: str) -> None:
     assert running.part.held[0].observation.tolist() == [5, 5]
 
 
+def test_a_state_is_taken_back_where_another_is_refused(place: str) -> None:
+    class Layer(Checkpointable):
+        def __init__(self, value: float) -> None:
+            self.weight = torch.full((2,), float(value)).requires_grad_()
+
+    class Refusing(Stateful):
+        def __init__(self, value: float) -> None:
+            super().__init__(value)
+            self.layer = Layer(value)
+
+        def set_state(self, state: Any) -> None:
+            assert self.layer.weight.tolist() == [1, 1]
+            raise ValueError(f"{state} is refused")
+
+    path = Refusing(1).save_to_path(place)
+    running = Refusing(0)
+    with pytest.raises(ValueError, match="is refused"):
+        running.restore_from_path(path)
+    assert running.layer.weight.tolist() == [0, 0]
+    assert running.layer.weight.requires_grad
+
+
 def test_a_class_that_the_component_does_not_show(place: str, caplog: pytest.LogCaptureFixture) -> None:
     Hidden = NamedTuple("Hidden", [("a", int)])  # noqa: UP014 - in a function, where no module names it
     path = holding([Hidden(1)]).save_to_path(place)
