@@ -15,9 +15,8 @@ from ..engine.manager import CheckpointManagerOptions, CheckpointOptions, Progra
 from ..engine.storage import Place, as_location, hidden_address
 
 Resume = Literal["auto", "must", "never", "best"] | int
-_NEWEST = "; did you mean 'auto', which resumes from the newest checkpoint, and starts fresh without one?"
+_SAME_AS_AUTO = ("latest", "last", "newest", "True")
 _NEVER = "; did you mean 'never', which raises an error if there is a checkpoint?"
-_MEANT = {**dict.fromkeys(("latest", "last", "newest", "true"), _NEWEST), "false": _NEVER}
 Partial = Literal["initialize"] | None
 OnInexact = Literal["warn", "raise", "ignore"]
 Reshard = Callable[[str, Sequence[Any], int, int], Any]
@@ -66,13 +65,15 @@ class CallbackOptions(CheckpointOptions):
                 raise InvalidLocationError(f"init_from={hidden_address(str(self.init_from))!r}: {error}") from error
         words: tuple[str, ...] = get_args(get_args(Resume)[0])
         resume: Any = as_int(self.resume)
-        if type(resume) is int:
+        if str(resume) in _SAME_AS_AUTO:
+            object.__setattr__(self, "resume", "auto")
+        elif type(resume) is int:
             if resume < 0:
                 raise OptionError(f"resume={resume} must not be negative")
             object.__setattr__(self, "resume", resume)
         elif resume not in words:
             close = difflib.get_close_matches(str(resume), words, n=1)
-            hint = _MEANT.get(str(resume).lower()) or (f"; did you mean {close[0]!r}?" if close else "")
+            hint = _NEVER if resume is False else f"; did you mean {close[0]!r}?" if close else ""
             raise OptionError(f"resume={resume!r} is not one of {', '.join(map(repr, words))} or a step{hint}")
         if isinstance(self.replicated, str) or not all(isinstance(name, str) for name in self.replicated):
             raise OptionError(

@@ -197,9 +197,10 @@ class CheckpointCallback:
         reuse_unchanged:
 
     Args: what a resume does
-        resume: ``"auto"`` resumes if there is a checkpoint, ``"must"`` raises if there is none, and ``"never"`` raises
-            if there is one. A number begins from that step, ``"best"`` from the one that ``best_fn`` ranks first. Later
-            steps stay until the run saves them again; remove the option before the run is started again.
+        resume: ``"auto"`` resumes if there is a checkpoint (``"latest"``, ``"last"`` and True are the same),
+            ``"must"`` raises if there is none, and ``"never"`` raises if there is one. A number begins from that step,
+            ``"best"`` from the one that ``best_fn`` ranks first. Later steps stay until the run saves them again;
+            remove the option before the run is started again.
         init_from: Where a fresh start takes its weights from: any checkpoint that ``hf.load`` reads, of holdfast or of
             another library. Names, shapes and dtypes of all weights must agree; everything else starts fresh. A run
             that resumes ignores it.

@@ -38,7 +38,7 @@ def begun(directory: Path) -> Any:
     return checkpoint
 
 
-NEWEST, NEVER = "did you mean 'auto', which resumes from the newest", "did you mean 'never', which raises an error if"
+NEVER = "did you mean 'never', which raises an error if"
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "two states": (
         lambda path: loose.CheckpointCallback(path).restore_or_initialize("model", "optimizer"),
@@ -76,9 +76,6 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: loose.CheckpointManager(path, options={"max_to_keep": 3}),
         "hf.CheckpointManagerOptions(**{'max_to_keep': 3}), not a dict",
     ),
-    "latest": (lambda path: loose.CheckpointCallback(path, resume="latest"), NEWEST),
-    "last": (lambda path: loose.CheckpointCallback(path, resume="last"), NEWEST),
-    "resume=True": (lambda path: loose.CheckpointCallback(path, resume=True), NEWEST),
     "resume=False": (lambda path: loose.CheckpointCallback(path, resume=False), NEVER),
     "a word close by": (lambda path: loose.CheckpointCallback(path, resume="muss"), "did you mean 'must'?"),
     "True as an interval": (lambda path: loose.CheckpointCallback(path, save_interval_steps=True), "a whole number"),
@@ -133,6 +130,13 @@ def test_whole_numbers_of_numpy_are_options(tmp_path: Path) -> None:
     assert [one.step for one in hf.list_checkpoints(tmp_path)] == [2, 4]
     with loose.CheckpointCallback(tmp_path, resume=np.int64(2)) as checkpoint:
         assert checkpoint.restore_or_initialize({"w": 1})[1] == 2
+
+
+@pytest.mark.parametrize("word", ["latest", "last", True], ids=str)
+def test_other_words_for_the_newest_mean_auto(word: Any, tmp_path: Path) -> None:
+    hf.save(tmp_path / "1", {"w": 1})
+    with loose.CheckpointCallback(tmp_path, resume=word) as checkpoint:
+        assert checkpoint.restore_or_initialize({"w": 0})[1] == 1
 
 
 METRICS = [
