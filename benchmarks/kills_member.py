@@ -44,7 +44,7 @@ START_SECONDS = 60.0  # within which all processes must have started and compile
 CALLS: dict[str, tuple[type, Callable[..., Any], bool]] = {
     "taking the directory over": (hf.CheckpointManager, hf.CheckpointManager.acquire, False),
     "asking for the steps": (ProcessGroup, ProcessGroup.decide, False),
-    "restoring": (RunDirectory, RunDirectory.read_step, False),
+    "restoring": (RunDirectory, RunDirectory.open_step, False),
     "agreeing on what was restored": (ProcessGroup, ProcessGroup.first, False),
     "snapshot": (TreeWriter, TreeWriter.__init__, False),
     "writing": (Location, Location.write_data_files, False),

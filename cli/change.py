@@ -38,21 +38,24 @@ from .streams import configure_logging, say
 
 
 class ChangedRun:
-    """The steps of one run that a command changes."""
+    """The steps of one run that a command changes; ``takes_strays`` says whether folders without a record are steps."""
 
-    def __init__(self, place: str, prefix: str | None) -> None:
+    def __init__(self, place: str, prefix: str | None, *, takes_strays: bool = False) -> None:
         configure_logging("warning")
         self.location = checkpoints_at(place)
         if is_one_checkpoint(self.location):
             raise OptionError(f"{place}: this is one checkpoint; give the directory of its run, and the step")
         found = find_steps(self.location)
-        if not found.entries:
+        steps = found.entries or (stray_folders(self.location, None, ()) if takes_strays else ())
+        if not steps:
             raise CheckpointNotFoundError(f"{self.location}: no checkpoint was found{where_else(self.location)}")
-        if not found.is_native:
+        if found.entries and not found.is_native:
             raise OptionError(f"{self.location}: {found.format} wrote these checkpoints; holdfast changes only its own")
-        self.entries = _of_one_prefix(self.location, found.entries, prefix)
-        self.series = self.entries[0].series
-        self.strays = [entry.step for entry in stray_folders(self.location, self.series, self.entries)]
+        chosen = _of_one_prefix(self.location, steps, prefix)
+        self.series = chosen[0].series
+        self.entries = chosen if found.entries else []
+        strays = stray_folders(self.location, self.series, self.entries) if takes_strays else []
+        self.strays = [entry.step for entry in strays]
         identity = stored_identity(self.location)
         self.mirror, self.local = identity.mirror, identity.local
         found_options, self.function = stored_rules(self.location)
@@ -66,9 +69,9 @@ class ChangedRun:
             manager.acquire()
             yield manager
 
-    def check(self, steps: Collection[int], *, strays: bool = False) -> None:
-        """Raise CheckpointNotFoundError for steps that are not there; ``strays`` admits folders without a record."""
-        there = sorted([*(entry.step for entry in self.entries), *(self.strays if strays else ())])
+    def check(self, steps: Collection[int]) -> None:
+        """Raise CheckpointNotFoundError for steps that are not there."""
+        there = sorted([*(entry.step for entry in self.entries), *self.strays])
         missing = sorted(set(steps) - set(there))
         if missing:
             raise CheckpointNotFoundError(
@@ -165,8 +168,8 @@ def _pruning_options(run: ChangedRun, rules: dict[str, Any], only: bool) -> Chec
     if "best_fn" not in rules:
         if run.function is not None:
             raise OptionError(
-                f"{run.location}: the run ranks its checkpoints by a function of its program, {run.function}, so the "
-                "best are not known here, and nothing was deleted; give --best-fn METRIC and --best-mode, or --only"
+                f"{run.location}: the run ranks its checkpoints by a function of its program, {run.function}, so what "
+                "it keeps is not known here, and nothing was deleted; give --best-fn METRIC and --best-mode, or --only"
             )
     elif rules["best_fn"] != run.options.best_fn and "best_mode" not in rules:
         raise OptionError(f"--best-fn {rules['best_fn']} needs --best-mode max or min; nothing was deleted")
@@ -182,8 +185,8 @@ def _pruning_options(run: ChangedRun, rules: dict[str, Any], only: bool) -> Chec
 @arguments.as_json
 def rm(directory: str, steps: Sequence[int], prefix: str | None, dry_run: bool, yes: bool, as_json: bool) -> int:
     """Delete checkpoints of a run, pinned and damaged ones, too."""
-    run = ChangedRun(directory, prefix)
-    run.check(steps, strays=True)
+    run = ChangedRun(directory, prefix, takes_strays=True)
+    run.check(steps)
     return _delete(run, sorted(set(steps)), yes, dry_run, as_json=as_json)
 
 

@@ -100,7 +100,10 @@ def _step_or_best(text: str) -> int | str:
 @click.command()
 @arguments.source
 @click.argument(
-    "destination", metavar="[DST]", required=False, help="The file, or the directory for orbax; none with --in-place."
+    "destination",
+    metavar="[DST]",
+    required=False,
+    help="The file (orbax, dcp: directory); none with --in-place.",
 )
 @click.option(
     "--to",

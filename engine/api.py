@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Never, TypeVar, overload
 
 from .arrays import Layout
-from .checkpoint import Checkpointer, SaveReport
+from .checkpoint import Checkpointer, SaveReport, start_save
 from .errors import OptionError
 from .handlers import PyTreeCheckpointHandler
 from .peer_names import refuse_unknown
 from .pytree import collection_paused
-from .storage import Place, as_location
+from .storage import Helper, Place, as_location
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from .pytree import Patterns
     from .sources import CheckpointSource
 
@@ -55,24 +57,74 @@ def save(
     return report
 
 
+def save_async(
+    path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | None = None, **unknown: Never
+) -> Future[SaveReport]:
+    """Save a tree in the background: this returns as soon as the tree may change again.
+
+    The checkpoint holds the values of the moment at which this returned. Several saves may be under way, to different
+    paths; each keeps a copy of its tree in memory. A program that ends waits for them. An error that it has not taken
+    from the Future is then logged, and the exit status is not zero.
+
+    Args:
+        path: Where: a path or a URL; nothing may be there yet.
+        tree: As for :func:`save`.
+        overwrite: Replace a checkpoint that is there; a crash leaves the old one or the new one, whole.
+        layout: Sizes of chunks, segments and data files.
+
+    Returns:
+        A Future with the report of the save, which is durable then. It cannot be cancelled. Its error is a
+        ``SaveFailedError``, whose cause says what failed.
+
+    Raises:
+        UnsupportedLeafError: A leaf cannot be saved; names every such leaf. Nothing was written.
+        CheckpointExistsError: Something is there already.
+
+    >>> import tempfile, numpy as np
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     tree = {"w": np.arange(3)}
+    ...     future = save_async(f"{directory}/ckpt", tree)
+    ...     tree["w"] += 1
+    ...     path = future.result().path
+    ...     load(path)
+    {'w': array([0, 1, 2])}
+    """
+    refuse_unknown("save_async", unknown, save_async)
+    return start_save(PyTreeCheckpointHandler(layout=layout), path, tree, force=overwrite)
+
+
 @overload
 def load(
-    path: Place, *, like: None = None, select: Patterns | Mapping[str, Any] | None = None, item: str | None = None
+    path: Place | Mapping[str, Place],
+    *,
+    like: None = None,
+    select: Patterns | Mapping[str, Any] | None = None,
+    item: str | None = None,
 ) -> Any:
     """Load a checkpoint with the containers that it was saved with, as arrays of numpy; the newest step of a run."""
 
 
 @overload
-def load(path: Place, *, like: T, select: Patterns | None = None, item: str | None = None) -> T:
+def load(
+    path: Place | Mapping[str, Place],
+    *,
+    like: T,
+    select: Patterns | None = None,
+    item: str | None = None,
+    cast: bool = False,
+    subset: bool = False,
+) -> T:
     """Load a checkpoint into the containers, array libraries and shardings of a template."""
 
 
 def load(
-    path: Place,
+    path: Place | Mapping[str, Place],
     *,
     like: Any = None,
     select: Patterns | Mapping[str, Any] | None = None,
     item: str | None = None,
+    cast: bool = False,
+    subset: bool = False,
     **unknown: Never,
 ) -> Any:
     """Load a checkpoint; needs neither the devices nor the frameworks it was saved from.
@@ -83,6 +135,9 @@ def load(
             torch.distributed.checkpoint, a msgpack file of Flax, TensorFlow's (a prefix such as ``dir/ckpt-5``), the
             weights in a ``.keras`` or ``.h5`` file (with the extra ``keras``), a ``.npz`` file, a directory of RLlib.
             Or a folder of arrays that TensorStore wrote (zarr v3 in OCDBT), which gives a dictionary of them.
+            A dictionary of patterns and such paths gives one tree from several checkpoints: ``{"encoder/**":
+            "runs/a", "**": "runs/b"}``. Each leaf comes, by its own path, from the checkpoint of the first pattern
+            that matches it; containers that several checkpoints share become dictionaries.
         like: A template. Its containers, array libraries and shardings decide what is returned, and its dtypes and
             shapes are checked. Leaves may be arrays or abstract, such as ``jax.ShapeDtypeStruct``. A module of
             flax.nnx, abstract or not, gives a new module, and stands for its ``nnx.state`` and for dictionaries of it.
@@ -93,6 +148,10 @@ def load(
             indexing: ``{"embedding/**": np.s_[:1000], "step": ...}``; the first pattern that matches a leaf counts.
             Only the chunks that a selection needs are read.
         item: Which item, if the checkpoint has several; None loads the only one, or all of them into a dictionary.
+        cast: Cast leaves that have another dtype than the template: floats to floats, integers to integers, complex to
+            complex numbers. Floats are rounded; an integer or a finite float that the dtype cannot hold is an error. A
+            log line (level INFO) lists what was cast.
+        subset: The template may lack leaves of the checkpoint, which are not read then.
 
     Returns:
         The tree, or a dictionary of items.
@@ -105,17 +164,69 @@ def load(
             them. Nothing was run, and ``select=`` loads the rest.
         IndexError: ``select`` has an index that does not fit its array.
         OptionError: There are several items and ``like`` or ``select`` are given; ``select`` has indexes beside a
-            template, or an index for a value that is no array.
+            template, or an index for a value that is no array; ``cast`` or ``subset`` are given without a template; two
+            checkpoints have a path that is not a container with keys in both.
     """
     refuse_unknown("load", unknown, load)
-    from .sources import read_checkpoint  # not above: a save needs nothing that reads
+    from .sources import read_checkpoint, read_merged  # not above: a save needs nothing that reads
 
-    refuse_unknown("load", unknown, load)
-    return read_checkpoint(as_location(path), lambda checkpoint: _load(checkpoint, like, select, item))
+    if like is None and (cast or subset):
+        raise OptionError("cast=True and subset=True say how a template is filled: give one with like=")
+    allowed = {"cast": cast, "subset": subset}
+    if isinstance(path, Mapping):
+        return read_merged(path, item, lambda checkpoint: _load(checkpoint, like, select, None, allowed))
+    return read_checkpoint(as_location(path), lambda checkpoint: _load(checkpoint, like, select, item, allowed))
+
+
+def load_async(
+    path: Place | Mapping[str, Place],
+    *,
+    like: Any = None,
+    select: Patterns | Mapping[str, Any] | None = None,
+    item: str | None = None,
+    cast: bool = False,
+    subset: bool = False,
+    **unknown: Never,
+) -> Future[Any]:
+    """Load a checkpoint in the background.
+
+    Args:
+        path: A checkpoint, as for :func:`load`.
+        like: A template, as for :func:`load`; it must not change until the Future is done.
+        select: What to load, as for :func:`load`.
+        item: Which item, as for :func:`load`.
+        cast: Whether to cast leaves, as for :func:`load`.
+        subset: Whether the template may lack leaves, as for :func:`load`.
+
+    Returns:
+        A Future with what :func:`load` returns, or with the error that it raises. It cannot be cancelled, and a program
+        that ends waits for it.
+    """
+    from concurrent.futures import Future  # not above: a save needs nothing of it
+
+    refuse_unknown("load_async", unknown, load_async)
+    arguments: dict[str, Any] = {"like": like, "select": select, "item": item, "cast": cast, "subset": subset}
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            found = load(path, **arguments)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(found)
+
+    Helper(work, "holdfast-load").start()
+    return future
 
 
 def _load(
-    checkpoint: CheckpointSource, like: Any, select: Patterns | Mapping[str, Any] | None, item: str | None
+    checkpoint: CheckpointSource,
+    like: Any,
+    select: Patterns | Mapping[str, Any] | None,
+    item: str | None,
+    allowed: Mapping[str, bool],
 ) -> Any:
     checkpoint.check_item(item)
     if isinstance(select, Mapping):
@@ -129,7 +240,7 @@ def _load(
         return load_parts(checkpoint, item, select)
     wanted = [item] if item is not None else checkpoint.items_to_load()
     if len(wanted) == 1:
-        return checkpoint.load(wanted[0], like, select)
+        return checkpoint.load(wanted[0], like, select, **allowed)
     if like is not None or select is not None:
         raise OptionError(
             f"{checkpoint.location} has the items {', '.join(sorted(wanted))}: name one with item= to use like= or "

@@ -62,6 +62,7 @@ _LIBRARIES = tuple(
 _LAZY = (zip, map, filter, enumerate, reversed, itertools.chain, itertools.cycle, itertools.islice)
 _OPEN = ("torch.utils.data", "torchdata", "grain", "datasets", "flax.nnx.rnglib")  # libraries whose objects are visited
 _DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # samplers of torch
+_ITERATORS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")  # of torch's DataLoader
 _CLOSED = (type, ModuleType, FunctionType, FrameType)
 
 
@@ -94,6 +95,13 @@ def facts() -> dict[str, Fact]:
     for name in [name for name, thing in looked if id(thing) in handed and name in found]:
         if found[name].kind == "loader":
             del found[name]
+    if not any(fact.kind == "loader" for fact in found.values()):  # Perhaps a for statement alone holds one.
+        kinds = {getattr(sys.modules.get("torch.utils.data.dataloader"), name, None) for name in _ITERATORS}
+        objects = gc.get_objects()
+        running = itertools.compress(objects, map(kinds.__contains__, map(type, objects)))
+        orders = [getattr(one._index_sampler, "sampler", None) for one in running if id(one) not in handed]
+        if any(type(order).__name__ in _DRAWING for order in orders):
+            found["loader = DataLoader(...)"] = Fact("loader", "DataLoader", "", "shuffled")
     return found
 
 

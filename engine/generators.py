@@ -166,6 +166,10 @@ class GlobalGenerators:
         self._begun = capture()
         return [name for name in missing if name.partition(":")[0] in self._drawn]
 
+    def set_back(self) -> None:
+        """Set the generators to the states that they had at :meth:`begin`."""
+        restore(as_tree(self._begun))
+
 
 def same_state(one: Any, other: Any) -> bool:
     """Return whether two states of a loader are equal, or nothing tells that they differ."""

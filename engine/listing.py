@@ -64,7 +64,7 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     if not location.exists():
         raise CheckpointNotFoundError(f"{location}: there is nothing at this path")
     steps = find_steps(location)
-    if not steps.is_native:
+    if steps.entries and not steps.is_native:
         return [_foreign_summary(entry, steps.format) for entry in steps.entries]
     # The options of the last run do not tell which of several series it wrote.
     several = len({entry.series for entry in steps.entries}) > 1

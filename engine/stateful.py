@@ -13,7 +13,9 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -23,6 +25,7 @@ import numpy as np
 from .errors import DamagedCheckpointError, OptionError, StateError, shortened
 from .format import is_inside
 from .generators import (
+    GlobalGenerators,
     generator_state,
     is_generator,
     set_generator_state,
@@ -80,8 +83,9 @@ def state_of(thing: object) -> Any:
         return encode_state(generator_state(thing))
     methods = _methods(thing)
     if methods is not None:
-        state = encode_state(getattr(thing, methods[0])())
-        return _with_generators(thing, state) if is_torchdata_loader(thing) else state
+        if is_torchdata_loader(thing):
+            return _state_of_loader(thing)
+        return encode_state(getattr(thing, methods[0])())
     if _writes_files(thing):
         return _saved_files(thing)
     if not is_plain(thing):
@@ -115,8 +119,11 @@ def restore_state(thing: object, state: Any, prepare: Prepare = lambda _, state:
         return thing
     methods = _methods(thing)
     if is_torchdata_loader(thing):
-        restore_loader(thing, state, prepare)
-        return thing
+        loader: Any = thing
+        restore_loader(loader, state, prepare)
+        if not any(hasattr(part, "set_epoch") for part in (loader.dataset, loader.batch_sampler, *samplers_of(loader))):
+            loader.state_dict()  # Its iterator draws a seed, before generators are restored.
+        return loader
     if methods is not None:
         try:
             decoded = decode_state(state)
@@ -266,17 +273,46 @@ _FINISHED = "_iterator_finished"  # in the state of a loader: its next iterator 
 _KNOWN_ORDER = ("SequentialSampler", "DistributedSampler", "_InfiniteConstantSampler")  # samplers that need no state
 
 
-def _with_generators(loader: Any, state: Any) -> Any:
+class _LoaderState(dict[str, Any]):
+    """A restored state, with which a loader of torchdata begins its next iterator, when the program requests it.
+
+    Only then has the program set the epoch. The iterator draws a seed, and its sampler an order, which the run has
+    drawn before the stop: so everything is set back when the iterator asks for the last part of the state.
+    """
+
+    def __init__(self, state: Any, saved: Any, begun: Callable[[], object]) -> None:
+        super().__init__(state)
+        self.saved = saved  # the state as a checkpoint has it, until an iterator has begun
+        self.has_reported = False  # whether steps have followed the restore
+        self._begun = begun
+
+    def __getitem__(self, key: str) -> Any:
+        if key == _FINISHED:
+            self._begun()
+        return super().__getitem__(key)
+
+
+def _state_of_loader(loader: Any) -> Any:
     """Return a state with that of the loader's generators: torchdata does not count the seeds that epochs draw."""
+    if isinstance(restored := loader.next_iter_state, _LoaderState):
+        restored.has_reported = True
+        return restored.saved
     generators = generators_of(loader)
-    return {_OWN_STATE: state, _GENERATORS: {name: state_of(one) for name, one in generators.items()}}
+    own = encode_state(loader.state_dict())
+    return {_OWN_STATE: own, _GENERATORS: {name: state_of(one) for name, one in generators.items()}}
 
 
-def restore_loader(loader: Any, state: Any, prepare: Prepare = lambda _, state: state) -> str:
+def restore_loader(
+    loader: Any,
+    state: Any,
+    prepare: Prepare = lambda _, state: state,
+    global_generators: GlobalGenerators | None = None,
+) -> str:
     """Restore the position of a loader of torchdata, and return what users have to know of the next loop over it.
 
     If the loader had given all batches of its epoch, the next loop begins a new one. Whether an iterable dataset had
-    ended is unknown until the program requests its next batch: if it had, the next loop yields nothing.
+    ended is unknown until the program requests its next batch: if it had, the next loop yields nothing. If the next
+    loop begins before the next step, ``global_generators`` are set back when it has begun.
     """
     own, generators = state, {}
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions had no generators
@@ -285,12 +321,8 @@ def restore_loader(loader: Any, state: Any, prepare: Prepare = lambda _, state: 
     warn_of_lost_draws(loader, decoded)
     given, length = 0 if decoded.get(_FINISHED) else _yielded(decoded), _length(loader)
     ended = given == length != 0
-    loader.load_state_dict(prepare(loader, {**decoded, _FINISHED: True} if ended else decoded))
-    loader.state_dict()  # The loader draws a seed for its iterator, before the generators are restored.
-    if ended and type(loader.sampler).__name__ == "StatefulDistributedSampler":
-        loader.sampler.load_state_dict({"yielded": 0})  # Otherwise the new epoch would begin where the old one ended.
     # A sampler with a state sets its generator itself, perhaps to draw its order again.
-    if any(map(_methods, samplers_of(loader))):
+    if has_states := any(map(_methods, samplers_of(loader))):
         generators = {name: one for name, one in generators.items() if "sampler." not in name}
     known = generators_of(loader)
     if unknown := generators.keys() - known.keys():  # as earlier versions have found them in a loader
@@ -300,9 +332,17 @@ def restore_loader(loader: Any, state: Any, prepare: Prepare = lambda _, state: 
             type(loader).__qualname__,
             shortened(sorted(unknown)),
         )
-    for name, generator in known.items():
-        if name in generators:
-            restore_state(generator, generators[name])
+
+    def begun() -> None:
+        if ended and has_states:  # The sampler comes to its end as well: otherwise, it would begin the new epoch there.
+            deque(islice(iter(loader.sampler), loader.batch_size or 1), 0)
+        for name in known.keys() & generators.keys():
+            restore_state(known[name], generators[name])
+        if global_generators is not None and not restored.has_reported:
+            global_generators.set_back()
+
+    restored = _LoaderState(prepare(loader, {**decoded, _FINISHED: True} if ended else decoded), state, begun)
+    loader.load_state_dict(restored)
     if ended:
         return "had come to the end of an epoch: the next loop over it begins a new one"
     if given and length is None:

@@ -38,6 +38,7 @@ from .errors import (
 )
 from .format import (
     DELETED,
+    OWNER,
     PARTIAL,
     RECORD,
     STEP_FOLDER,
@@ -363,9 +364,10 @@ def stray_folders(directory: Location, series: str | None, known: Iterable[StepE
 
     A copy that was interrupted leaves such folders, and so does a user. ``known`` are the steps that have records.
     """
-    if not directory.is_local:  # In a store, the late requests of a save that has ended may leave files.
-        return []
     records = {entry.location.name for entry in known}
+    # In a store, the late requests of a save that has ended may leave files. Without a run, the folders are no steps.
+    if not directory.is_local or not (records or (directory / OWNER).is_there()):
+        return []
     folders = [folder for folder in step_folders(directory, series) if folder.location.name not in records]
     return [folder for folder in folders if _is_stray({entry.name for entry in folder.location.entries()})]
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 from ..engine.clock import Clock, Duration, seconds
 from ..engine.errors import InvalidLocationError, OptionError
 from ..engine.handlers import PyTreeCheckpointHandler
-from ..engine.manager import CheckpointManagerOptions, CheckpointOptions, as_int, has_triggers, limits
+from ..engine.manager import CheckpointManagerOptions, CheckpointOptions, ProgramPolicies, as_int, has_triggers, limits
 from ..engine.storage import Place, as_location, hidden_address
 
 Resume = Literal["auto", "must", "never", "best"] | int
@@ -102,7 +102,7 @@ class CallbackOptions(CheckpointOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProgramOptions(CallbackOptions):
+class ProgramOptions(CallbackOptions, ProgramPolicies):
     """Options that only a program can give a callback: the other options of a manager, and the rules of a resume."""
 
     clock: Clock | None = None

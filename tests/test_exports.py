@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
-import importlib
+import importlib.util
 import inspect
 import re
 import subprocess
@@ -44,7 +44,7 @@ MODULES = [name for name in hf.__all__ if inspect.ismodule(getattr(hf, name))]
 
 
 def test_the_names_of_the_package_are_few() -> None:
-    assert len(hf.__all__) <= 51
+    assert len(hf.__all__) <= 56
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -127,6 +127,10 @@ def test_editors_show_public_names_only() -> None:
 def test_a_name_of_orbax_is_explained(name: str, meant: str) -> None:
     with pytest.raises(AttributeError, match=rf"has no attribute '{name}': .*{re.escape(meant)}"):
         getattr(hf, name)
+    for statement in (f"from holdfast import {name}", f"import holdfast.{name}", f"from holdfast.{name} import x"):
+        with pytest.raises(ModuleNotFoundError, match=rf"'holdfast.{name}': .*{re.escape(meant)}"):
+            exec(statement)
+    assert importlib.util.find_spec("holdfast.nothing") is None
 
 
 def test_arguments_of_orbax_are_explained(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {  # of modules and folders: ea
         ("graph",),
         ("components",),
         ("loop",),
-        ("flax", "lightning", "ray"),
+        ("flax", "keras", "lightning", "ray"),
     ),
 }
 LAYER = {house: {name: n for n, names in enumerate(layers) for name in names} for house, layers in LAYERS.items()}

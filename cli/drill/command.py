@@ -333,7 +333,8 @@ class _Drill:
             report.findings.append(Finding.new_directory(_label(strange[0]), sorted(map(_label, known))))
             report.stops = True
             return
-        if trace.ignored and interruption is not None:
+        has_said = any(finding.cause == "ignores_signal" for finding in report.findings)
+        if trace.ignored and interruption is not None and not has_said:
             report.findings.append(Finding.ignores_signal(interruption.signal.name, interruption.step))
         if trace.too_late and interruption is not None:
             report.notes.append(

@@ -28,6 +28,7 @@ _KINDS = {  # The first part of a leaf's path that is one of these words decides
     "parameters": "params parameters weights weight kernel bias state_dict model embedding",
     "counter": "step steps count iteration",
 }
+_STATE_OF_OPTIMIZER = re.compile(r"(.*)[/.](?:slots|state[/.]\d+)[/.]")
 _WORDS = {word: kind for kind, words in _KINDS.items() for word in words.split()}
 
 
@@ -195,8 +196,9 @@ class Causes:
             Finding(
                 "unknown",
                 "no generator, iterator or number that the drill can see differs from the undisturbed run",
-                "look for what the drill cannot see: state in C++ or other processes, files that the program reads "
-                "on, the time, and the environment",
+                "look for a shuffled DataLoader that was not handed over (hf.resumable), state dicts that were not "
+                "loaded, changes after on_step; and for what the drill cannot see: state in C++ or other processes, "
+                "files that the program reads on, the time, and the environment",
             )
         ]
 
@@ -240,6 +242,9 @@ class Causes:
         reference, run = self._reference.facts, self._run.facts
         one, other = (trace.facts for trace in self._pair)
         limit = max(report.differences[0].step, min(run, default=0))
+        # Optimizers whose state is in the checkpoints differ as a consequence.
+        parts = [_STATE_OF_OPTIMIZER.match(leaf.name) for one in report.differences for leaf in one.leaves]
+        saved = {part[1] for part in parts if part is not None}
         found: list[Finding] = []
         for step in self._run.steps:
             if step > limit or step not in reference:
@@ -250,6 +255,8 @@ class Causes:
             by_kind = {kind: [one for one in here if one[1].kind == kind] for kind in _CAUSES}
             in_lightning = not {"lightning", "pytorch_lightning"}.isdisjoint(self._reference.libraries)
             by_kind["value"] = _likeliest(by_kind["value"])
+            if len(saved) >= len(by_kind["optimizer"]):
+                by_kind["optimizer"] = []
             loaders = [(name, fact, fact) for name, fact in reference[step].items() if fact.kind == "loader"]
             if (
                 loaders

@@ -64,7 +64,7 @@ class Rehearsal(Observer):
     def options(self, options: T) -> T:
         """Return the options with which everything is kept, in the directory alone."""
         assert isinstance(options, CheckpointManagerOptions)
-        return replace(options, mirror=None, local=None, max_to_keep=None, keep_latest=None)
+        return replace(options, mirror=None, local=None, max_to_keep=None, keep_latest=None, keep=())
 
     def joins(self, process: int, count: int) -> None:
         self._process, self._alone = process, count == 1

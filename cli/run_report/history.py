@@ -65,6 +65,7 @@ class Attempt:
     restored: int | None = None
     restore_seconds: float | None = None
     proof: str | None = None  # how its first steps compare with those of before the stop: one of `PROOFS`
+    compared: int = 0  # the last step that was compared with one of before the stop
     differs: str = ""  # the layers that differ
     saves: list[Save] = field(default_factory=list)
     last: float = 0.0  # the time of the last event
@@ -216,6 +217,7 @@ def _take(history: History, attempt: Attempt, event: Mapping[str, Any], when: fl
 
 def _take_proof(history: History, attempt: Attempt, event: Mapping[str, Any], when: float) -> None:
     attempt.proof, layers = proof_text(event), event.get("layers")
+    attempt.compared = _count(event.get("step")) or 0
     if attempt.proof == "inexact":
         attempt.differs = ", ".join(map(str, layers)) if isinstance(layers, list) else ""
         title = f"The resume from step {_count(event.get('saved_step'))} is not exact"
@@ -276,7 +278,7 @@ def _end_all(history: History) -> None:
         history.hides_steps |= attempt.how == "lost" and after is not None
         if after is None or after.restored is None or attempt.last_step is None:
             continue
-        lost = attempt.last_step - after.restored
+        lost = max(attempt.last_step, after.compared) - after.restored
         if lost > 0:
             saved = [save.time for save in attempt.saves if save.step == after.restored]
             since = saved[-1] if saved else attempt.began

@@ -145,9 +145,12 @@ def _figures(run: RunFacts, now: float) -> Markup:
         found.append(("Waited for saves", duration(history.blocked), share))
         if len(history.attempts) > 1:
             least = "at least " if history.hides_steps else ""
-            lost = f"{least}{duration(history.redone_seconds)} lost" if history.redone_steps else "nothing known of"
-            text = lost if least or history.redone_steps else "nothing lost"
-            found.append(("Trained again", f"{least}{count(history.redone_steps, 'step', 'steps')}", text))
+            lost = f"{least}{duration(history.redone_seconds)} lost" if history.redone_seconds else ""
+            text = lost or ("a killed start hides its last steps" if least else "nothing lost")
+            steps = (
+                count(history.redone_steps, "step", "steps") if history.redone_steps or not least else "unknown steps"
+            )
+            found.append(("Trained again", f"{least if history.redone_steps else ''}{steps}", text))
         if proofs := [attempt.proof or "" for attempt in history.attempts if attempt.restored is not None]:
             kinds = [(proofs.count(proof), PROOFS.get(proof, "not compared")) for proof in (*PROOFS, "")]
             text = ", ".join(f"{number} {what}" for number, what in kinds if number)

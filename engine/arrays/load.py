@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import OptionError, TreeMismatchError
+from ..errors import OptionError, TreeMismatchError, itemized
 from ..pytree import (
     Box,
     Flattened,
@@ -23,6 +24,7 @@ from ..pytree import (
     Patterns,
     TreeDef,
     as_saved,
+    castable,
     choose,
     compare,
     compare_metadata,
@@ -47,6 +49,8 @@ from .database import naming
 from .shared_reads import SharedReads
 from .source import SavedLeaf, TreeSource
 
+_logger = logging.getLogger("holdfast")
+
 
 def load_tree(
     source: TreeSource,
@@ -56,13 +60,16 @@ def load_tree(
     requests: Mapping[str, LeafRequest] | None = None,
     began: Mapping[str, LeafType] | None = None,
     shared: SharedReads | None = None,
+    cast: bool = False,
+    subset: bool = False,
 ) -> Any:
     """Read a tree.
 
     Each process reads, of an array that is sharded over devices, the parts that its own devices hold. With ``shared``,
     all processes call this together, and read once what several of them need. With ``began``,
     the types of the fresh state that the run began with, the template is the fresh state of the resumed run: the leaves
-    are restored as they were saved, those of lists and dictionaries that have grown included.
+    are restored as they were saved, those of lists and dictionaries that have grown included. ``cast`` and ``subset``
+    are those of :func:`~holdfast.load`.
     """
     requests = requests or {}
     unknown = sorted(requests.keys() - {leaf.name for leaf in source.leaves}) if requests else []
@@ -72,22 +79,29 @@ def load_tree(
             "checkpoint does not have; request its own leaves only"
         )
     chosen = _chosen(source.leaves, select)
+    template = like if like is None or isinstance(like, Flattened) else flatten(like)
+    if template is not None:
+        names = [leaf.name for leaf, wanted in zip(source.leaves, chosen, strict=True) if wanted]
+        names = _saved_names(template.names, names, subset=subset)
+        if subset:
+            asked = set(names)
+            chosen = [one and leaf.name in asked for leaf, one in zip(source.leaves, chosen, strict=True)]
     if source.unreadable:  # reading them raises an error with the reason, instead of one about the template
         source.read_leaves(
             [leaf for leaf, one in zip(source.leaves, chosen, strict=True) if one and leaf.name in source.unreadable]
         )
-    if like is None:
+    if template is None:
         leaves, tree = source.leaves, source.tree
         if select is not None:
             leaves = [leaf for leaf, wanted in zip(leaves, chosen, strict=True) if wanted]
             tree = tree.select(chosen)
         return tree.build(_values(source, leaves, _requested(source, leaves, requests), shared))
-    template = like if isinstance(like, Flattened) else flatten(like)
-    names = [leaf.name for leaf, wanted in zip(source.leaves, chosen, strict=True) if wanted]
-    targets = describe_template(_saved_names(template.names, names), template.values)
+    targets = describe_template(names, template.values)
     structure, differs = template.structure, dict[str, str]()
     if began is not None:
         structure, targets, differs = _resumed(source, structure, targets, chosen, began)
+    if cast:
+        targets = _cast(source, targets)
     leaves, targets = _matching(source, targets, chosen, requests, differs)
     return unflatten(structure, _values(source, leaves, targets, shared))
 
@@ -143,12 +157,27 @@ def _resumed(
     return structure, list(made.values()), differs
 
 
-def _saved_names(names: list[str], saved: list[str]) -> list[str]:
+def _cast(source: TreeSource, targets: Sequence[LeafTemplate]) -> list[LeafTemplate]:
+    """Let templates cast leaves whose numbers are of the same kind, and log which these are."""
+    saved = {leaf.name: leaf.saved for leaf in source.leaves}
+    found = [castable(target, saved.get(target.name)) for target in targets]
+    lines = [
+        f"{format_path(target.name)} from {saved[target.name].dtype} to {target.dtype}"
+        for target in found
+        if target.cast
+    ]
+    if lines:
+        _logger.info("%s", itemized(f"{source.location}: cast as cast=True asks:", lines))
+    return found
+
+
+def _saved_names(names: list[str], saved: list[str], *, subset: bool) -> list[str]:
     """Return the saved names of a template's leaves, which may differ by dots in keys and by wrappers of modules."""
     if set(names) == set(saved):
         return names
     joined, wanted = dict(zip(joined_names(saved), saved, strict=True)), joined_names(names)
-    if len(joined) == len(saved) == len(names) and set(wanted) == joined.keys():
+    alike = joined.keys() >= {*wanted} if subset else joined.keys() == {*wanted}
+    if alike and len(joined) == len(saved) and len(set(wanted)) == len(names):
         return [joined[name] for name in wanted]
     return names
 
@@ -304,7 +333,8 @@ def _matching(
     if differences:
         raise TreeMismatchError(
             f"{source.location}: template and checkpoint differ in {len(differences)} of "
-            f"{len(asked | saved.keys())} leaves; make them agree, or load a part of the checkpoint with select=",
+            f"{len(asked | saved.keys())} leaves; make them agree, or load a part of the checkpoint with select= or "
+            "subset=True",
             differences,
         )
     return [saved[target.name] for target in targets], list(targets)

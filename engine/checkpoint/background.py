@@ -11,7 +11,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..distributed import missed_a_process
 from ..errors import SaveFailedError, StateError, describe_error
@@ -41,23 +42,36 @@ class BackgroundSave:
         """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, work: Callable[[threading.Event], object], *, what: str, step: int | None = None) -> None:
-        """Run work on a thread of its own; it gets an event that is set when the program begins to wait for it."""
+    def start(
+        self,
+        work: Callable[[threading.Event], Any],
+        *,
+        what: str,
+        step: int | None = None,
+        ended: Callable[[Any, SaveFailedError | None], object] | None = None,
+    ) -> None:
+        """Run work on a thread of its own; it gets an event that is set when the program begins to wait for it.
+
+        ``ended`` is called on that thread with the result of the work, or with its error.
+        """
 
         def run() -> None:
             # The loop continues first: a thread that works may keep the interpreter from it for milliseconds.
             started.acquire(timeout=_HEAD_START)
+            result = failure = None
             try:
-                work(awaited)
+                result = work(awaited)
             except BaseException as error:  # the caller's thread raises it later
-                if isinstance(error, SaveFailedError):
-                    self._error = error
-                else:
-                    self._error = SaveFailedError(f"{what} was not saved: {describe_error(error)}", step)
-                    self._error.__cause__ = error
+                failure = error if isinstance(error, SaveFailedError) else None
+                if failure is None:
+                    failure = SaveFailedError(f"{what} was not saved: {describe_error(error)}", step)
+                    failure.__cause__ = error
+                self._error = failure
                 _unraised.add(self)
             finally:
                 _running.discard(self)
+            if ended is not None:
+                ended(result, failure)
 
         awaited = threading.Event()
         started = threading.Lock()  # own: a process that the loop forks now needs no lock that the thread holds
@@ -75,6 +89,10 @@ class BackgroundSave:
                     _running.discard(self)
                 raise
         started.release()
+
+    def hurry(self) -> None:
+        """Let the save that is under way know that the program waits for it."""
+        self._awaited.set()
 
     def join(self) -> None:
         """Wait until no save is under way; an error of it is kept."""
@@ -122,6 +140,13 @@ _unraised: set[BackgroundSave] = set()  # saves with an error; a program may dro
 
 _running: set[BackgroundSave] = set()
 
+_last_words: list[Callable[[], None]] = []
+
+
+def at_exit(speak: Callable[[], None]) -> None:
+    """Call a function as the interpreter exits, when all saves have ended or are given up."""
+    _last_words.append(speak)
+
 
 def _wait_at_exit() -> None:
     """Run when the main thread has ended: the interpreter itself would wait for ever for a save that hangs."""
@@ -132,13 +157,15 @@ def _wait_at_exit() -> None:
         except SaveFailedError as error:
             hanging.append(error)
     if hanging:
+        _report_at_exit(hanging)
+
+
+def _report_at_exit(hanging: Sequence[SaveFailedError] = ()) -> None:
+    """Run when the interpreter exits, after all saves have ended or are given up."""
+    for speak in _last_words:
+        speak()
+    if hanging or _unraised:
         _end(hanging)
-
-
-def _report_at_exit() -> None:
-    """Run when the interpreter exits, after all saves have ended."""
-    if _unraised:
-        _end([])
 
 
 def _is_on_stderr() -> bool:
@@ -149,7 +176,7 @@ def _is_on_stderr() -> bool:
     return any(getattr(handler, "stream", None) is sys.stderr for handler in handlers)
 
 
-def _end(errors: list[SaveFailedError]) -> None:
+def _end(errors: Sequence[SaveFailedError]) -> None:
     """Report the saves that were lost, and end the process with a non-zero status."""
     for error in [*errors, *(error for save in list(_unraised) if (error := save.take_error()) is not None)]:
         _logger.critical("%s", error)

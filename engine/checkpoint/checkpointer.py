@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Never, Self
+from typing import TYPE_CHECKING, Any, Never, Self
 
 from ..clock import Clock, Duration, SystemClock, seconds
 from ..distributed import Coordinator, ProcessGroup
@@ -24,6 +23,9 @@ from ..storage import Place, as_location
 from .background import BackgroundSave
 from .save import ItemToSave, Save, SaveReport
 from .stored import OtherItems, OwnItems, StoredItems
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 
 class Checkpointer:
@@ -205,13 +207,16 @@ class AsyncCheckpointer(Checkpointer):
         self._save.join()
         save = self._begin(path, item, force, kwargs)
         earlier = self._save.take_error()
+        self._start(save, path)
+        if earlier is not None:
+            raise earlier
+
+    def _start(self, save: Save, path: Place, **ended: Any) -> None:
         try:
-            self._save.start(functools.partial(self._complete, save), what=str(as_location(path)))
+            self._save.start(functools.partial(self._complete, save), what=str(as_location(path)), **ended)
         except BaseException as error:  # an interrupt, or the system has no more threads
             save.give_up(error)
             raise
-        if earlier is not None:
-            raise earlier
 
     def restore(self, path: Place, item: Any = None, **kwargs: Any) -> Any:
         """Read an object back, after waiting for the save that is under way."""
@@ -233,10 +238,18 @@ class AsyncCheckpointer(Checkpointer):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def start_save(handler: AsyncCheckpointHandler, path: Place, item: Any, *, force: bool) -> Future[SaveReport]:
+    """Take a snapshot of an object and save it in the background, beside other saves; errors are in the Future."""
+    from .futures import SaveFuture  # not above: concurrent.futures takes longer to import than all that a save needs
+
+    checkpointer = AsyncCheckpointer(handler)
+    future = SaveFuture(checkpointer._save)
+    checkpointer._start(checkpointer._begin(path, item, force, {}), path, ended=future.end)
+    return future
 
 
 class PyTreeCheckpointer(Checkpointer):

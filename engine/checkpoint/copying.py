@@ -29,7 +29,8 @@ from ..errors import CheckpointExistsError, DamagedCheckpointError, HoldfastErro
 from ..forks import Lock
 from ..format import ARCHIVE, TREES, WITNESS_LIMIT, WITNESSES, CheckpointRecord, ItemRecord, own_shares
 from ..storage import PAGE, DataReader, Location, Segment, max_concurrency, parallel_map
-from .commit import CommitParts, PendingCheckpoint
+from .folders import CommitParts
+from .save import pending_checkpoint
 
 PIECE_BYTES = 4 << 20  # bytes read, checked and passed on at a time
 _LEAST_PIECE = 64 << 10
@@ -184,7 +185,7 @@ def copied_step(
     after any other error, the next attempt uses what was copied. The files of the witness follow the commit.
     """
     parts = _CopiedFolders(destination, record)
-    pending = PendingCheckpoint(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)
+    pending = pending_checkpoint(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)
     progress = progress or CopyProgress()
     progress.total, progress.done, progress.arrived, progress.sent = record.nbytes, 0, 0, 0
     if copied is None or not (destination.is_remote and destination.can_share()):

@@ -36,7 +36,8 @@ from ..handlers import (
     write_archive,
 )
 from ..storage import REQUESTS, Location, parallel_map
-from .commit import PendingCheckpoint
+from .commit import LocalCommit, PendingCheckpoint
+from .folders import CommitParts
 
 _logger = logging.getLogger("holdfast")
 
@@ -250,6 +251,33 @@ class Save:
         return True
 
 
+def pending_checkpoint(
+    location: Location,
+    items: Iterable[str],
+    *,
+    overwrite: bool,
+    owned: bool = False,
+    parts: CommitParts | None = None,
+    copies: str | None = None,
+) -> PendingCheckpoint:
+    """Return a new checkpoint, of which nothing is written yet.
+
+    Args:
+        location: Its directory.
+        items: The names of its items.
+        overwrite: Whether it may replace a checkpoint.
+        owned: Whether the caller alone may write here, and checks that right before the commit. In an object store, the
+            marker of another save then belongs to a superseded run, which will not commit.
+        parts: What the kind of checkpoint adds to the commit.
+        copies: The fingerprint of the original of a copy.
+    """
+    if not location.is_remote:
+        return LocalCommit(location, items, overwrite=overwrite, owned=owned, parts=parts, copies=copies)
+    from .store_commit import StoreCommit
+
+    return StoreCommit(location, items, overwrite=overwrite, owned=owned, parts=parts, copies=copies)
+
+
 class _BegunItem:
     """An item that its handler, not this module, has begun to write."""
 
@@ -302,7 +330,7 @@ class Primary:
     ) -> None:
         self._shared = shared
         self._small = _SMALL if shared else sys.maxsize
-        self._pending = PendingCheckpoint(location, items, overwrite=overwrite, owned=owned)
+        self._pending = pending_checkpoint(location, items, overwrite=overwrite, owned=owned)
         self._rendezvous = rendezvous
         self._timeout = timeout
         self._opened = False

@@ -18,6 +18,7 @@ class OwnItems:
 
     def __init__(self, location: Location, record: CheckpointRecord) -> None:
         self.location = location
+        self.record = record
         self._items = record.items
 
     @property

@@ -39,6 +39,7 @@ from ..pytree import (
     default_pinned_bytes,
     describe,
     describe_template,
+    differing_replicas,
     escape_key,
     flatten,
     format_path,
@@ -106,7 +107,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         self._aggregate = aggregate_handler or MsgpackHandler()
         self._staging = StagingBuffer(default_pinned_bytes() if pinned_bytes is None else pinned_bytes)
         self._known: _KnownPlan | None = None  # what is known of the last tree that was written
-        self._is_first = True  # whether no snapshot was taken yet
+        self._snapshots = 0
+        self._has_compared = False  # whether replicas that differ were named
 
     @collection_paused()
     def prepare(
@@ -145,6 +147,9 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         if kwargs:
             refuse_arguments(self, kwargs, self.prepare)
         layout, process = layout or self.layout, member or ProcessInfo()
+        self._snapshots += snapshot
+        if snapshot and self._snapshots.bit_count() == 1 and not self._has_compared and loaded("jax") is not None:
+            self._has_compared = _warn_of_replicas(flatten(item, self._registry.leaf_types))
         # The trees of a run are alike: their common properties are found once, except with SaveArgs or type handlers.
         recurs = snapshot and save_args is None and not self._registry.leaf_types
         known = self._known
@@ -161,8 +166,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         external = ExternalLeaves(self._registry, flat.names, flat.values, args, snapshot=snapshot)
         later = self._staging.pinned_bytes if snapshot and save_args is None else 0
         leaves = _described(flat, external, later)
-        if snapshot and self._is_first:
-            self._is_first = False
+        if snapshot and self._snapshots == 1:
             _warn_of_shared_memory(flat.names, leaves)
         files: dict[str, bytes] = {}
         if save_args is not None:
@@ -214,6 +218,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         entries: Mapping[str, Any] | None = None,
         source: TreeSource | None = None,
         shared: SharedReads | None = None,
+        cast: bool = False,
+        subset: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Read a tree.
@@ -244,6 +250,9 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 without a template.
             source: The tree of another library, instead of the one in the folder.
             shared: The reads of all processes of the program, from a manager: what several of them need is read once.
+            cast: Whether leaves of another dtype of the same kind are cast to that of the template, as for
+                :func:`~holdfast.load`.
+            subset: Whether leaves that the template lacks are left out, as for :func:`~holdfast.load`.
             **kwargs: Must be empty.
 
         Returns:
@@ -295,7 +304,16 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             if template is not None and entries is not None:
                 tree = load_entries(reader, template, requests=requests, began=began, shared=shared)
             else:
-                tree = load_tree(reader, like=template, select=select, requests=requests, began=began, shared=shared)
+                tree = load_tree(
+                    reader,
+                    like=template,
+                    select=select,
+                    requests=requests,
+                    began=began,
+                    shared=shared,
+                    cast=cast,
+                    subset=subset,
+                )
         return restore_external(tree, directory, files, kept, self._registry, args) if kept else tree
 
     def structure(
@@ -371,6 +389,28 @@ def _warn_of_shared_memory(names: Sequence[str], leaves: Sequence[Leaf]) -> None
             "jnp.array(..., copy=True)",
             shortened(pairs),
         )
+
+
+def _warn_of_replicas(flat: Flattened) -> bool:
+    """Warn of jax arrays whose replicas differ; return whether there are any."""
+    try:
+        differing = list(differing_replicas(flat.names, flat.values))
+    except RuntimeError:  # The devices have no memory left for a copy of the data of a key, for example.
+        _logger.info("the replicas of jax arrays are not compared", exc_info=True)
+        return False
+    if differing:
+        shown = [
+            f"{format_path(name)} ({', '.join(f'{one.platform}:{one.id}' for one in others)} "
+            f"unlike {written[0].platform}:{written[0].id})"
+            for name, written, others in differing
+        ]
+        _logger.warning(
+            "jax arrays that are declared the same on several devices hold other values on some of them: %s. A save "
+            "writes the values of one device, and a restore gives them to all. Average them with jax.lax.pmean, or "
+            "give them an axis that is sharded over the devices",
+            shortened(shown),
+        )
+    return bool(differing)
 
 
 def _described(flat: Flattened, external: ExternalLeaves, pinned_bytes: int) -> list[Leaf]:

@@ -1,6 +1,8 @@
 from .copying import CopyReport as CopyReport
 from .copying import copy_checkpoint as copy_checkpoint
 from .decisions import Decision as Decision
+from .decisions import Moment as Moment
+from .decisions import SavePolicy as SavePolicy
 from .decisions import decide as decide
 from .directory import record_metrics as record_metrics
 from .events import EVENTS as EVENTS
@@ -42,6 +44,7 @@ from .options import CheckpointOptions as CheckpointOptions
 from .options import Local as Local
 from .options import LocalStatus as LocalStatus
 from .options import Mirror as Mirror
+from .options import ProgramPolicies as ProgramPolicies
 from .options import as_int as as_int
 from .options import explains_its_options as explains_its_options
 from .options import has_triggers as has_triggers
@@ -54,10 +57,11 @@ from .options import takes_texts_of as takes_texts_of
 from .ownership import stored_identity as stored_identity
 from .ownership import stored_options as stored_options
 from .ownership import stored_rules as stored_rules
+from .policies import Every as Every
 from .resuming import Peek as Peek
 from .resuming import Restored as Restored
 from .retention import KeepAll as KeepAll
-from .retention import Rule as Rule
+from .retention import KeepPolicy as KeepPolicy
 from .retention import StepInfo as StepInfo
 from .retention import best as best
 from .retention import infos_of as infos_of

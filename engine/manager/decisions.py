@@ -9,20 +9,21 @@ only at the steps that a :class:`SyncSchedule` names.
 
 from __future__ import annotations
 
+import abc
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from ..clock import Clock, format_duration
+from ..clock import Clock
 from ..errors import shortened_steps
 from ..observer import Observer
 from .metrics import Metric, Mode, better, format_metric, metric_name, metric_value
 
 if TYPE_CHECKING:
     from ..distributed import ProcessGroup
-    from .directory import RunDirectory
+    from ..storage import Location
     from .retention import StepInfo
 
 _logger = logging.getLogger("holdfast")
@@ -56,75 +57,58 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """One moment of a training loop, as the triggers see it."""
+    """One moment of a training loop, as a :class:`SavePolicy` sees it.
 
-    step: int  # the number of optimizer updates done
-    # The step of the last save or restore, or the one before the run began; None if there is none.
+    Attributes:
+        step: The number of optimizer updates done.
+        previous: The step of the last save or restore, or the one before the run began; None if there is none.
+        now: The monotonic clock, in seconds.
+        last: The monotonic clock at the last save or at the start of the run; None ignores time.
+        metrics: The metrics of this step, or None.
+        earlier: The committed steps, with the metrics stored with them.
+        saved: Whether a checkpoint of this step exists already.
+    """
+
+    step: int
     previous: int | None = None
-    now: float = 0.0  # the monotonic clock, in seconds
-    # The monotonic clock at the last save or at the start of the run; None ignores time.
+    now: float = 0.0
     last: float | None = None
-    metrics: Mapping[str, Any] | None = None  # the metrics of this step, or None
-    earlier: Sequence[StepInfo] = ()  # the committed steps, with the metrics stored with them
-    saved: bool = False  # whether a checkpoint of this step exists already
+    metrics: Mapping[str, Any] | None = None
+    earlier: Sequence[StepInfo] = ()
+    saved: bool = False
 
 
-class Trigger(Protocol):
-    """Decides whether a save is due.
+@runtime_checkable
+class SavePolicy(Protocol):
+    """Says when to save, for ``save=``; derive from it, or have its three members.
 
-    Processes agree on a trigger that does not depend on the step alone, because their clocks and metrics may differ.
+    Several policies add up: a step is saved if any of them gives a reason. Where a program has several processes, they
+    agree on a policy that reads time or metrics, which may differ from process to process: process 0 asks it.
+
+    >>> class AtPowersOfTwo(SavePolicy):
+    ...     def reason(self, moment):
+    ...         return "a power of two" if moment.step.bit_count() == 1 else None
+    >>> [step for step in range(10) if AtPowersOfTwo().reason(Moment(step=step))]
+    [1, 2, 4, 8]
     """
 
     @property
     def interval_secs(self) -> float | None:
-        """The seconds between two saves that this trigger asks for now; None if it does not depend on time."""
-        ...
+        """The seconds between two saves that this policy asks for now; None if it does not depend on time."""
+        return None
 
     @property
     def reads_metrics(self) -> bool:
         """Whether it depends on metrics."""
-        ...
+        return False
 
+    @abc.abstractmethod
     def reason(self, moment: Moment) -> str | None:
-        """Return why a save is due at this moment, such as ``"every 15m"``, or None if this trigger asks for none."""
-        ...
+        """Return why a save is due, such as ``"every 15m"``, or None if this policy asks for none.
 
-
-@dataclass(frozen=True)
-class EverySteps:
-    """Saves each time the step passes a multiple of ``n``; if a counter skips one, it saves right after it."""
-
-    n: int
-    interval_secs: ClassVar[None] = None
-    reads_metrics: ClassVar[bool] = False
-
-    def due(self, step: int, previous: int | None) -> bool:
-        """Whether a multiple of ``n`` lies after the previous step, up to this one."""
-        if previous is None:
-            return step % self.n == 0
-        return step // self.n != previous // self.n
-
-    def reason(self, moment: Moment) -> str | None:
-        if not self.due(moment.step, moment.previous):
-            return None
-        return "every step" if self.n == 1 else f"every {self.n} steps"
-
-
-@dataclass(frozen=True)
-class EverySeconds:
-    """Saves when some seconds have passed since the last save, or the clock was set back."""
-
-    seconds: float
-    reads_metrics: ClassVar[bool] = False
-
-    @property
-    def interval_secs(self) -> float:
-        return self.seconds
-
-    def reason(self, moment: Moment) -> str | None:
-        if moment.last is None or 0 <= moment.now - moment.last < self.seconds:
-            return None
-        return f"every {format_duration(self.seconds)}"
+        Args:
+            moment: The moment of the loop, after a step.
+        """
 
 
 @dataclass(frozen=True)
@@ -159,7 +143,7 @@ class Wanted:
         return self.observer.wants(moment.step)
 
 
-def decide(triggers: Sequence[Trigger], moment: Moment) -> Decision:
+def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
     """Return whether any trigger is due, with every reason for it; a step is not saved twice."""
     if moment.saved:
         return Decision(False, f"step {moment.step} is saved already")
@@ -178,7 +162,7 @@ class SyncSchedule:
     agree at the step after a save has begun, and then less and less often, until process 0 knows how the save ended.
     """
 
-    def __init__(self, triggers: Sequence[Trigger]) -> None:
+    def __init__(self, triggers: Sequence[SavePolicy]) -> None:
         # The triggers that depend on the step alone.
         self.certain = tuple(one for one in triggers if one.interval_secs is None and not one.reads_metrics)
         self._counts_steps = any(not isinstance(one, Wanted) for one in self.certain)
@@ -277,7 +261,7 @@ class SaveDecisions:
     """
 
     def __init__(
-        self, triggers: Sequence[Trigger], clock: Clock, processes: ProcessGroup, previous: int | None
+        self, triggers: Sequence[SavePolicy], clock: Clock, processes: ProcessGroup, previous: int | None
     ) -> None:
         self._triggers = triggers
         self._clock = clock
@@ -367,35 +351,32 @@ class SaveDecisions:
         return [decision.save, decision.reason, self._schedule.next_step(step, now, since), failed]
 
 
-class Rollback:
+class AbandonedSteps:
     """The later steps of a run that has resumed from an earlier one, until it has replaced or passed them.
 
     Only the memory of this run holds them: another run cannot tell which steps belong together, hence the warning.
     """
 
-    def __init__(self, run: RunDirectory, *, warns: bool) -> None:
-        self._run = run
+    def __init__(self, directory: Location, *, warns: bool) -> None:
+        self._directory = directory
         self._warns = warns
         self._origin: int | None = None  # the earlier step that the run resumed from, until the warning is given
         self._left: frozenset[int] = frozenset()
         self._began = False  # whether the run has restored or saved a step
         self.resumed_from: int | None = None  # the step of the last restore, if nothing was saved since
 
-    def restored(self, step: int) -> list[int]:
-        """Note that a step was restored, from which the run may resume; return the later steps."""
-        later = self._run.steps_after(step)
+    def restored(self, step: int, later: Sequence[int]) -> None:
+        """Note that the run may resume from a restored step, which has later ones."""
         self.resumed_from = step
         self._origin, self._left, self._began = step, frozenset(later), True
-        return later
 
     def replaces(self, step: int) -> bool:
         """Whether an existing step belongs to the branch that was left, and is to be saved again."""
         return step in self._left
 
-    def saving(self, step: int, *, leaves: bool = False) -> None:
+    def saving(self, step: int, later: Sequence[int], *, leaves: bool = False) -> None:
         """Note that a step is about to be saved; warn, once, if there are later ones, unless it leaves them behind."""
         self.resumed_from = None
-        later = self._run.steps_after(step)
         if leaves:
             self._left &= {step}
         elif not self._began and later:
@@ -428,7 +409,7 @@ class Rollback:
             _logger.warning(
                 "%s: %s. Until then they count as the newest, for retention and for the next resume. Delete them with "
                 "delete_after(%s) before the run continues, or use another directory to keep both",
-                self._run.location,
+                self._directory,
                 what,
                 origin,
             )

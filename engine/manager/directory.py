@@ -8,10 +8,11 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from operator import attrgetter
+from typing import Any
 
 from ..checkpoint import (
     OtherItems,
@@ -46,10 +47,10 @@ from ..steps import (
     METADATA,
     LateMetrics,
     StepEntry,
+    attempts_at,
     has_record,
     left_behind,
     list_steps,
-    read_again,
     read_entry,
     read_record,
     series_and_step,
@@ -88,11 +89,10 @@ from .ownership import (
     store_identity,
     stored_identity,
 )
+from .places import StepPlace
 from .retention import KeepAll, KeepBest, StepInfo, info_of, kept_steps, reasons
 
 _logger = logging.getLogger("holdfast")
-
-T = TypeVar("T")
 
 _INDEX = "steps.log"  # an index of records that earlier versions kept in local directories
 _SHOWN = "Orbax"  # the library whose managers have steps like ours; files of others may lie beside a run of ours
@@ -165,16 +165,27 @@ def record_metrics(
 # ---- the steps of one series
 
 
-@dataclass(frozen=True, slots=True)
-class HostSteps:
-    """The local steps that the hosts of a run have, in their memory or on their disks."""
+class StepState(Enum):
+    """What the folder of a step holds."""
 
-    # Those that are read from there, with their place and commit record; only a new run has any.
-    read: Mapping[int, tuple[Location, CheckpointRecord]] = field(default_factory=dict)
-    further: frozenset[int] = frozenset()  # further whole ones, which are read if they are needed
-    left: frozenset[int] = frozenset()  # whole ones that do not count
-    saved: frozenset[int] = frozenset()  # those that this run has saved, for its next start
-    unused: Mapping[int, str] = field(default_factory=dict)  # damaged ones, or perhaps of this run, and the reason
+    COMMITTED = "committed"  # a checkpoint
+    DAMAGED = "damaged"  # a checkpoint whose commit record or data is damaged
+    STRAY = "stray"  # files without a commit record
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedStep:
+    """What is known of one step of the directory."""
+
+    state: StepState
+    record: CheckpointRecord | None = None  # None if it cannot be read
+    error: DamagedCheckpointError | FormatVersionError | None = None  # why the step is damaged
+    info: StepInfo | None = None  # the step as retention rules see it, if it is committed
+    location: Location | None = None  # its folder, if another library wrote it
+
+
+def _indexed(step: int, record: CheckpointRecord, location: Location | None = None) -> IndexedStep:
+    return IndexedStep(StepState.COMMITTED, record, info=info_of(step, record), location=location)
 
 
 class RunDirectory:
@@ -191,13 +202,13 @@ class RunDirectory:
         drain: Callable[[], None],
         *,
         writes: bool = True,
+        places: Sequence[StepPlace] = (),
     ) -> None:
         self.location = location
+        self._places = places  # where further steps are
         self.ownership = Ownership(location, clock, drain)
         self._clock = clock
         self.last_saved: int | None = None  # the step that this run saved last
-        self.hosts = HostSteps()
-        self.strays: frozenset[int] = frozenset()  # steps whose folder is there, and is no checkpoint
         self._options = options
         self._rules = retention_rules(options)
         self._reads_metrics = options.best_fn is not None or options.keep_checkpoints_without_metrics
@@ -206,32 +217,31 @@ class RunDirectory:
         self._warned = False  # whether the warning was given that no checkpoint has the metric of best_fn
         self._held: set[int] = set()  # steps that are being copied elsewhere
         self._unswept: set[Location] = set()  # folders with files of another user
-        self._spared: list[Location] = []  # folders of interrupted copies that the next attempt may complete
+        self._partial: set[int] = set()  # steps with an interrupted copy that the next attempt may complete
         self._changing = Lock()  # serializes changes of records and deletions of steps
         self._late = LateMetrics(location)
         self._lock = Lock()  # guards the attributes below
-        self._records: dict[int, CheckpointRecord] = {}
-        self._others: dict[int, Location] = {}  # steps of another library
+        self._index: dict[int, IndexedStep] = {}
+        self._infos: tuple[StepInfo, ...] | None = None  # the committed steps in ascending order; None after a change
         self._identity: RunIdentity | None = None  # None until this writer owns the directory
         self._keeps_tombstones = False  # whether a mirror may have the steps that are deleted here
-        self._errors: dict[int, DamagedCheckpointError | FormatVersionError] = {}
-        self._condemned: dict[int, tuple[CheckpointRecord, DamagedCheckpointError]] = {}
-        self._known: dict[int, StepInfo] = {}  # the steps as retention rules see them
-        self._infos: tuple[StepInfo, ...] | None = None  # the same in ascending order; None after a change
         names = self.reload()
-        if not (options.read_only or self._records or self._errors or self._is_unclaimed(names)):
+        if not (options.read_only or self._index or self._is_unclaimed(names)):
             self.reload()
 
     # -- reading the directory
 
     def step_location(self, step: int) -> Location:
         """Return the folder of a step, whether it exists or not."""
-        return self._others.get(step) or self.location / f"{self._series}{step}"
+        known = self._index.get(step)
+        return (known and known.location) or self.location / f"{self._series}{step}"
 
     def stored_metadata(self) -> Mapping[str, Any] | None:
         """Return the facts about the run that are stored beside the steps."""
         found = stored_metadata(self.location)
-        return found if found is not None or not self._others else find_steps(self.location).metadata()
+        with self._lock:
+            is_foreign = any(known.location is not None for known in self._index.values())
+        return find_steps(self.location).metadata() if found is None and is_foreign else found
 
     def _list_others(self, names: frozenset[str]) -> list[StepEntry]:
         """Return the steps of Orbax, for a manager that only reads and finds no others."""
@@ -253,61 +263,57 @@ class RunDirectory:
         content = self.location.entries() if content is None else content
         entries = list_steps(self.location, self._series, content, late=self._late)
         others = [] if entries else self._list_others(frozenset(entry.name for entry in content))
-        entries = entries or others
-        records = {entry.step: entry.record for entry in entries if entry.record is not None}
-        errors = {entry.step: entry.error for entry in entries if entry.error is not None}
+        index: dict[int, IndexedStep] = {}
+        for entry in entries or others:
+            location = entry.location if others else None
+            if entry.record is not None:
+                index[entry.step] = _indexed(entry.step, entry.record, location)
+            elif entry.error is not None:
+                index[entry.step] = IndexedStep(StepState.DAMAGED, error=entry.error, location=location)
         with self._lock:
-            if forget:
-                self._condemned.clear()
-            for step, (condemned, error) in self._condemned.items():
-                if step in records and records[step].identity == condemned.identity:
-                    del records[step]
-                    errors[step] = error
-            self._known, self._infos = {step: info_of(step, record) for step, record in records.items()}, None
-            self._records, self._errors = records, errors
-            self._others = {entry.step: entry.location for entry in others}
+            for step, known in self._index.items():
+                found = index.get(step)
+                if found is None and known.state is StepState.STRAY:
+                    index[step] = known
+                elif found and found.record and known.error and known.record and not forget:  # its data was damaged
+                    index[step] = known if found.record.identity == known.record.identity else found
+            self._index, self._infos = index, None
         return frozenset(entry.name for entry in content)
 
     def add(self, step: int, record: CheckpointRecord | None) -> None:
         """Note that a step was committed, or its record replaced; None means that it was deleted."""
         with self._lock:
-            if record is None:
-                self._forget(step)
-            else:
-                self._put(step, with_late(record, self._late.of(f"{self._series}{step}")))
+            late = self._late.of(f"{self._series}{step}")
+            self._put(step, None if record is None else _indexed(step, with_late(record, late)))
 
-    def see_hosts(self, **changes: Any) -> None:
-        """Change which local steps of the hosts are seen: attributes of :class:`HostSteps`."""
+    def add_strays(self, steps: Iterable[int]) -> None:
+        """Note the steps whose folders are no checkpoints."""
         with self._lock:
-            self.hosts = replace(self.hosts, **changes)
+            for step in steps:
+                self._put(step, IndexedStep(StepState.STRAY))
 
-    def condemn(self, step: int, damage: str, *, unreadable: bool) -> None:
-        """Note that the data of a step is damaged: the step is not listed any more, and may be replaced."""
-        with self._lock:
-            record = self._records.get(step)
-            self._forget(step)
-            error = self._errors[step] = DamagedCheckpointError(damage, unreadable=unreadable)
-            if record is not None:
-                self._condemned[step] = record, error
-
-    def _put(self, step: int, record: CheckpointRecord) -> None:
-        self._forget(step)
-        self._records[step] = record
-        self._known[step] = info_of(step, record)
-
-    def _forget(self, step: int) -> None:
+    def _put(self, step: int, known: IndexedStep | None) -> None:
         self._infos = None
-        for known in (self._records, self._known, self._errors, self._condemned):
-            known.pop(step, None)
+        if known is not None:
+            self._index[step] = known
+        else:
+            self._index.pop(step, None)
+
+    def mark_damaged(self, step: int, damage: str, *, unreadable: bool) -> None:
+        """Note that the data of a step is damaged: the step is not listed any more, and may be replaced."""
+        error = DamagedCheckpointError(damage, unreadable=unreadable)
+        with self._lock:
+            known = self._index.get(step, IndexedStep(StepState.DAMAGED))
+            self._put(step, replace(known, state=StepState.DAMAGED, error=error, info=None))
 
     def add_late_metrics(self) -> None:
         """Add the metrics that other programs have recorded since the directory was read."""
-        for folder in self._late.refresh(lambda folder: self._step_of(folder) in self._records):
+        for folder in self._late.refresh(lambda folder: self._step_of(folder) in self):
             step, added = self._step_of(folder), self._late.of(folder)
             with self._lock:
-                record = self._records.get(step)
+                record = self.known_record(step)
                 if record is not None and added and (found := with_late(record, added)) != record:
-                    self._put(step, found)
+                    self._put(step, _indexed(step, found))
 
     def _step_of(self, folder: str) -> int:
         """Return the step with a folder of a name; -1 if it is not that of a step of this series."""
@@ -319,16 +325,14 @@ class RunDirectory:
         if (found := self._infos) is not None:  # Each step asks, and nearly always nothing has changed.
             return found
         with self._lock:
-            return self._ordered()
-
-    def _ordered(self) -> tuple[StepInfo, ...]:
-        if self._infos is None:
-            self._infos = tuple(self._known[step] for step in sorted(self._known))
-        return self._infos
+            infos = (known.info for known in self._index.values() if known.info is not None)
+            self._infos = tuple(sorted(infos, key=attrgetter("step")))
+            return self._infos
 
     def known_record(self, step: int) -> CheckpointRecord | None:
         """Return the commit record of a step as it was last read; None if it is not there, or damaged."""
-        return self._records.get(step)
+        known = self._index.get(step)
+        return known.record if known is not None and known.state is StepState.COMMITTED else None
 
     def has_item(self, item: str, step: int) -> bool:
         """Return whether a step is there, and has an item."""
@@ -341,46 +345,45 @@ class RunDirectory:
 
     def left_behind(self) -> set[int]:
         """Return the steps that the run has left for an earlier one; they do not count as its newest."""
-        with self._lock:
-            left = left_behind(self._records.values())
-            return {step for step, record in self._records.items() if was_left(step, record, left)}
+        records = {step: record for step in self.steps() if (record := self.known_record(step)) is not None}
+        left = left_behind(records.values())
+        return {step for step, record in records.items() if was_left(step, record, left)}
 
     def steps_after(self, step: int) -> list[int]:
-        """Return the committed steps after one, in ascending order; most often none, also in a large directory."""
-        later = itertools.takewhile(lambda info: info.step > step, reversed(self.infos()))
-        return [info.step for info in later][::-1]
+        """Return the committed steps after one, in ascending order."""
+        return [info.step for info in self.infos() if info.step > step]
 
     def steps_and_damaged(self) -> list[int]:
         """Return the committed steps and the damaged ones, in ascending order."""
         with self._lock:
-            return sorted({*self._records, *self._errors})
+            return sorted(step for step, known in self._index.items() if known.state is not StepState.STRAY)
 
-    def is_damaged(self, step: int) -> bool:
-        """Whether a step is there, and is known to be damaged."""
-        return step in self._errors
+    def state(self, step: Any) -> StepState | None:
+        """Return what the folder of a step holds, as far as it is known; None if there is no such folder."""
+        known = self._index.get(step)
+        return None if known is None else known.state
 
     def __contains__(self, step: object) -> bool:
-        return step in self._records
+        return self.state(step) is StepState.COMMITTED
 
-    def read_step(self, step: int, read: Callable[[StoredItems], T]) -> T:
-        """Read the items of a step; read them again if another process replaces it meanwhile."""
-        if (local := self.hosts.read.get(step)) is not None:
-            return read(OwnItems(*local))
-        if step in self._others:
-            self.record(step)  # raises the error of a damaged step
-            return read(OtherItems(open_at(self.step_location(step))))
+    def open_step(self, step: int) -> StoredItems:
+        """Return the items of a step, of another place or of the directory."""
+        if (held := self.held_elsewhere().get(step)) is not None:
+            return OwnItems(*held)
+        record, known = self.record(step), self._index.get(step)
+        if known is not None and known.location is not None:
+            return OtherItems(open_at(known.location))
+        return OwnItems(self.step_location(step), record)
 
-        def has_changed(record: CheckpointRecord) -> bool:
-            found = self._look(step)
-            if found is not None and (found.record is None or found.record.identity == record.identity):
-                return False
-            self.add(step, None if found is None else found.record)  # then record() raises that it is not there
+    def may_read_again(self, step: int, stored: StoredItems, attempts: int) -> bool:
+        """Return whether to read a damaged step once more, as another process has replaced it, or a network may err."""
+        if not isinstance(stored, OwnItems) or step in self.held_elsewhere():
+            return False
+        found = self._look(step)
+        if found is None or (found.record is not None and found.record.identity != stored.record.identity):
+            self.add(step, None if found is None else found.record)  # then open_step() raises that it is not there
             return True
-
-        def read_items(record: CheckpointRecord) -> T:
-            return read(OwnItems(self.step_location(step), record))
-
-        return read_again(self.location, partial(self.record, step), read_items, has_changed)
+        return attempts < attempts_at(self.location)
 
     def _look(self, step: int) -> StepEntry | None:
         return read_entry(StepEntry(step, self.step_location(step), self._series))
@@ -397,49 +400,37 @@ class RunDirectory:
         return self.stored_record(step)
 
     def listed_record(self, step: int) -> CheckpointRecord:
-        """Return the commit record of a step, or its summary; of a local step, if the directory has none."""
-        local = None if step in self._records else self.hosts.read.get(step)
-        return self.stored_record(step) if local is None else local[1]
+        """Return the commit record of a step, or its summary; of another place, if the directory has none."""
+        held = None if step in self else self.held_elsewhere().get(step)
+        return self.stored_record(step) if held is None else held[1]
 
     def stored_record(self, step: int) -> CheckpointRecord:
         """Return the commit record of a step of the directory, or its summary; looks again where it was not there.
 
         Another program may have saved since. A process that has saved the step with others knows the summary only.
         """
-        if step not in self._records and step not in self._errors:
+        if self.state(step) in (None, StepState.STRAY):
             found = self._look(step)
             if found is not None and found.error is not None:
                 raise found.error
             if found is not None and found.record is not None:
                 self.add(step, found.record)
-        with self._lock:
-            record, error = self._records.get(step), self._errors.get(step)
-        if record is not None:
-            return record
-        if error is not None:
-            raise copy.copy(error)
+        known = self._index.get(step)
+        if known is not None and known.error is not None:
+            raise copy.copy(known.error)
+        if known is not None and known.record is not None:
+            return known.record
         steps = self.steps()
-        known = f"there are {shortened_steps(steps)}" if steps else "there is none at all"
-        raise CheckpointNotFoundError(f"{self.location}: no checkpoint of step {step}; {known}{self.elsewhere(step)}")
+        there = f"there are {shortened_steps(steps)}" if steps else "there is none at all"
+        raise CheckpointNotFoundError(f"{self.location}: no checkpoint of step {step}; {there}{self.elsewhere(step)}")
 
     def elsewhere(self, step: object) -> str:
-        """Return, for the end of a sentence, where a step is that is in the local places only, and not read; or ""."""
-        if self._options.local is None:
-            return ""
-        if step in self.hosts.saved:
-            return (
-                f"; the hosts have step {step} in {self._options.local.url}, where only a new start of the program "
-                "reads it, since this one has saved local steps"
-            )
-        if step not in self.hosts.left:
-            return ""
-        newest = max([*self.hosts.read, *self.steps()], default=None)
-        way = "" if newest is None else f"; without a number, the run resumes from step {newest}"
-        return (
-            f"; the hosts have step {step} in {self._options.local.url}, but it does not count: since it was saved, "
-            "the run has continued from an earlier step or without local steps, or steps of it were deleted"
-            f"{way}"
-        )
+        """Return, for the end of a sentence, where a step is that is not in the directory, and not read; or ""."""
+        return "".join(place.elsewhere(step) for place in self._places)
+
+    def held_elsewhere(self) -> dict[int, tuple[Location, CheckpointRecord]]:
+        """Return the steps that are read from other places, with their folders and commit records."""
+        return {step: held for place in self._places for step, held in place.held.items()}
 
     # -- changes by the writer
 
@@ -453,12 +444,12 @@ class RunDirectory:
         metadata: Mapping[str, Any] | None,
         belongs: RunIdentity | None,
         *,
-        spare: CheckpointRecord | None = None,
+        partial: CheckpointRecord | None = None,
     ) -> list[int]:
         """Take ownership, remove the remains of interrupted runs, and store the metadata and options of the run.
 
-        The next attempt completes an interrupted copy of ``spare``. ``belongs`` has the run of a mirror, or the mirror
-        of a run, which this directory does not know itself. Return the steps whose folders are no checkpoints.
+        The next attempt completes an interrupted copy of ``partial``. ``belongs`` has the run of a mirror, or the
+        mirror of a run, which this directory does not know itself. Return the steps whose folders are no checkpoints.
         """
         self.ownership.take()
         listing = self.location.snapshot()
@@ -467,16 +458,18 @@ class RunDirectory:
         if any(entry.name == _INDEX and not entry.is_directory for entry in content):
             (self.location / _INDEX).remove()
         folders = [folder.location for folder in step_folders(self.location, self._series, content)]
-        if spare is not None and spare.step is not None:
-            place = self.step_location(spare.step)
-            self._spared = [place] if place in folders and copy_left(place) == spare.fingerprint else []
-        swept = [folder for folder in folders if folder not in self._spared]
-        parallel_map(lambda folder: self._sweep(folder, listing / folder.name), swept, max_concurrency(self.location))
+        self._partial = set()
+        if partial is not None and partial.step is not None:
+            place = self.step_location(partial.step)
+            if place in folders and copy_left(place) == partial.fingerprint:
+                folders.remove(place)
+                self._partial = {partial.step}
+        parallel_map(lambda folder: self._sweep(folder, listing / folder.name), folders, max_concurrency(self.location))
         if not self.location.is_local:
             self._late.remove_stray(listing)
         self.reload(content)
-        for step, record in self._records.items() if self.location.is_remote else ():
-            place = self.step_location(step)
+        for step in self.steps() if self.location.is_remote else ():
+            place, record = self.step_location(step), self.stored_record(step)
             sweep_stray(place, {entry.name for entry in (listing / place.name).entries()}, record)
         store_metadata(self.location, metadata)
         stored, belongs = stored_identity(self.location), belongs or RunIdentity()
@@ -488,10 +481,11 @@ class RunDirectory:
             local=belongs.local or stored.local,
         )
         # A directory of holdfast 0.1 does not say whether it had a mirror.
-        self._keeps_tombstones = identity.mirror is not None or (stored.run is None and bool(self._records))
+        self._keeps_tombstones = identity.mirror is not None or (stored.run is None and bool(self.steps()))
         self._store(identity)
-        known = [StepEntry(step, self.step_location(step)) for step in {*self._records, *self._errors}]
+        known = [StepEntry(step, self.step_location(step)) for step in self.steps_and_damaged()]
         strays = sorted(entry.step for entry in stray_folders(self.location, self._series, known))
+        self.add_strays(strays)
         if strays:
             text = (
                 "%s: the folder of step %s holds files and no %s, such as after an interrupted copy: it is left alone, "
@@ -532,9 +526,9 @@ class RunDirectory:
         if not self._writes or identity is None or not (self._keeps_tombstones or identity.local):
             return
         if self._keeps_tombstones:
-            record = self._records.get(step)
+            record = self.known_record(step)
             if later:
-                now = max([self._clock.now(), *(record.time for record in self._records.values())])
+                now = max([self._clock.now(), *(info.time for info in self.infos())])
                 tombstone = Tombstone(step, True, float(now))
             elif record is not None:
                 tombstone = Tombstone(step, False, float(record.time), record.fingerprint)
@@ -558,16 +552,15 @@ class RunDirectory:
                 self.ownership.check()
                 self._store(identity.with_branches(self._series, branches))
 
-    def spare(self, step: int) -> None:
+    def keep_partial(self, step: int) -> None:
         """Leave an interrupted copy of a step for the next attempt."""
-        self._spared = list(dict.fromkeys([*self._spared, self.step_location(step)]))
+        self._partial.add(step)
 
-    def sweep_spared(self, *, besides: int | None = None) -> None:
+    def sweep_partial(self, *, besides: int | None = None) -> None:
         """Remove the interrupted copies except that of one step; those that were continued are complete."""
-        kept = [] if besides is None else [place for place in self._spared if place == self.step_location(besides)]
-        swept = [place for place in self._spared if place not in kept]
-        parallel_map(self._sweep, swept, max_concurrency(self.location))
-        self._spared = kept
+        swept = self._partial - {besides}
+        parallel_map(self._sweep, [self.step_location(step) for step in swept], max_concurrency(self.location))
+        self._partial -= swept
 
     @contextlib.contextmanager
     def holding(self, step: int) -> Iterator[None]:
@@ -633,7 +626,7 @@ class RunDirectory:
     def delete(self, step: int, mirror: bool = False) -> None:
         """Delete a step, whole or damaged, and note it for the mirror if that must delete it, too."""
         with self._changing:
-            if not (self.is_damaged(step) or step in self.strays):
+            if self.state(step) in (None, StepState.COMMITTED):
                 self.stored_record(step)
             if mirror:
                 self._add_tombstone(step)
@@ -653,10 +646,10 @@ class RunDirectory:
             self.ownership.check()
             location = self.step_location(step)
             try:
-                if step in self.strays:
+                if self.state(step) is StepState.STRAY:
                     location.remove_tree()
                 else:
-                    delete_checkpoint(location, self._records.get(step))
+                    delete_checkpoint(location, self.known_record(step))
             except StorageError as error:
                 is_there = (location / RECORD).is_there()
                 if not is_there:  # the step is deleted, and the next sweep removes its files
@@ -666,7 +659,6 @@ class RunDirectory:
                 _logger.warning("%s: this step is deleted, and some of its files stay: %s", location, error)
                 self._unswept.add(location)
             self._late.remove(location.name)
-        self.strays -= {step}
         self.add(step, None)
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:
@@ -676,11 +668,12 @@ class RunDirectory:
 
         The folder may become readable again, and the target of a link belongs to something else.
         """
-        error, place = self._errors.get(step), self.step_location(step)
+        known, place = self._index.get(step), self.step_location(step)
+        error = None if known is None else known.error
         # No record can be written where a directory, a pipe or a link lies.
         is_blocked = place.is_local and isinstance(error, DamagedCheckpointError) and not (place / RECORD).is_file()
         if not (is_blocked or is_unreadable(error) or place in self._unswept):
-            if replaces and step in {*self._records, *self._errors} and place.is_link():
+            if replaces and step in self.steps_and_damaged() and place.is_link():
                 self._delete(step)
             return
         if self._writes:
@@ -723,10 +716,9 @@ class RunDirectory:
 
     def _given_up(self) -> dict[int, CheckpointRecord]:
         """Return the steps that no rule keeps, with the records by which that was decided."""
-        with self._lock:
-            infos, records = self._ordered(), self._records.copy()
-        given_up = records.keys() - kept_steps(infos, self._rules) - {step for step, _ in self._protected()}
-        return {step: records[step] for step in sorted(given_up)}
+        records = {step: self.known_record(step) for step in self.steps()}  # before the metrics: these may be newer
+        kept = kept_steps(self.infos(), self._rules) | {step for step, _ in self._protected()}
+        return {step: record for step, record in records.items() if step not in kept and record is not None}
 
     def _delete_given_up(self, doomed: Mapping[int, CheckpointRecord]) -> None:
         if doomed:
@@ -735,7 +727,7 @@ class RunDirectory:
             try:
                 with self._changing:
                     # If it was pinned, given metrics or deleted in the meantime, the next call decides again.
-                    if self._records.get(step) is record:
+                    if self.known_record(step) is record:
                         self._delete(step)
             except (StorageError, OwnershipError) as error:
                 _logger.warning("%s: step %d could not be deleted: %s", self.location, step, error)

@@ -10,6 +10,7 @@ long as a save costs less than a seventh of the time between two failures.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections import deque
@@ -19,8 +20,11 @@ from typing import Any, ClassVar
 
 from ..clock import Duration, format_duration, seconds
 from ..errors import OptionError
-from .decisions import EverySeconds, Moment, median
-from .events import number_in_event
+from .decisions import Moment, median
+from .events import RunEvents, number_in_event
+from .policies import Every
+
+_logger = logging.getLogger("holdfast")
 
 DAY = 86400.0
 _SPREAD = math.log(10)  # the standard deviation of the logarithm of the rate of failures, before anything is known
@@ -263,7 +267,7 @@ class LearnedInterval:
     reads_metrics: ClassVar[bool] = False
     experience: Experience = field(default_factory=Experience, compare=False, repr=False)
     # The current trigger. Events arrive on the thread that saves, and replace it as a whole.
-    _now: EverySeconds = field(init=False, compare=False, repr=False)
+    _now: Every = field(init=False, compare=False, repr=False)
     _told: float | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -271,24 +275,29 @@ class LearnedInterval:
 
     @property
     def interval_secs(self) -> float:
-        return self._now.seconds
+        return self._now.interval_secs or 0.0
 
     def reason(self, moment: Moment) -> str | None:
         if self._now.reason(moment) is None:
             return None
         return f"every {_short(self.interval_secs)}, learned"
 
+    def follow(self, events: RunEvents) -> None:
+        """Learn from the earlier events of the run, and from each one that comes."""
+        self.learn(events.earlier())
+        events.add_listener(lambda event: self.learn([event]))
+
     def learn(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Learn from events of the run, in their order."""
         for event in events:
             self.experience.add(event)
-        self._now = EverySeconds(self.experience.best(self.least, self.greatest))
+        self._now = Every(secs=self.experience.best(self.least, self.greatest))
 
-    def news(self) -> dict[str, Any] | None:
-        """Return the facts of the event ``interval`` if the interval has changed since its last report."""
+    def report(self, events: RunEvents, directory: object) -> None:
+        """Report the interval in the log and in the events if it has changed since the last report."""
         known, now = self.experience, self.interval_secs
         if known.cost is None or (self._told is not None and abs(now / self._told - 1) < _NOTABLE):
-            return None
+            return
         self._told = now
         failures = "1 failure" if known.failures == 1 else f"{known.failures} failures"
         why = (
@@ -298,15 +307,17 @@ class LearnedInterval:
         unbounded = known.best()
         if abs(unbounded / now - 1) >= _NOTABLE:
             why += f"; {_short(unbounded)} would lose least, without the bounds"
-        return {
-            "seconds": round(now, 3),
-            "least": self.least,
-            "greatest": self.greatest,
-            "cost_seconds": round(known.cost, 6),
-            "failures": known.failures,
-            "between_failures_seconds": round(known.between_failures, 3),
-            "why": why,
-        }
+        _logger.info("%s: saves every %s from now on: %s", directory, format_duration(round(now, 1)), why)
+        events.write(
+            "interval",
+            seconds=round(now, 3),
+            least=self.least,
+            greatest=self.greatest,
+            cost_seconds=round(known.cost, 6),
+            failures=known.failures,
+            between_failures_seconds=round(known.between_failures, 3),
+            why=why,
+        )
 
 
 def _short(duration: float) -> str:

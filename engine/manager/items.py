@@ -1,4 +1,4 @@
-"""The items of a manager: what is saved and restored under which name, by which checkpointer."""
+"""The items of a manager, what is saved and restored under which name by which checkpointer, and the step to save."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import Any
 from ..arrays import Layout, SharedReads, WrittenSteps
 from ..checkpoint import AsyncCheckpointer, Checkpointer, ItemToSave, StoredItems
 from ..errors import CheckpointNotFoundError, OptionError
-from ..format import ITEM
+from ..forks import Lock
+from ..format import ITEM, CheckpointRecord, ItemRecord
 from ..handlers import (
     CheckpointHandler,
     PreparedCheckpointHandler,
     PyTreeCheckpointHandler,
     has_structure,
 )
-from .directory import RunDirectory
+from .directory import RunDirectory, check_json
+from .metrics import plain_metrics
 from .retention import newest_with
 
 
@@ -185,3 +187,39 @@ class ItemSet:
                 f"{', '.join(sorted(known))}"
             )
         return names
+
+
+class PendingSave:
+    """The step that is being saved, and its metrics: more may come until the commit record is made."""
+
+    def __init__(self, step: int, reason: str, metrics: Any, custom_metadata: Mapping[str, Any] | None) -> None:
+        self.step = step
+        self._reason = reason
+        self._facts = check_json("custom_metadata", custom_metadata)
+        self.metrics = None if metrics is None else plain_metrics(metrics)
+        self._lock = Lock()
+        self._open = True
+
+    def add(self, metrics: Mapping[str, Any]) -> bool:
+        """Add metrics; return False if the commit record was made before."""
+        with self._lock:
+            if self._open:
+                self.metrics = {**(self.metrics or {}), **metrics}
+            return self._open
+
+    def close(self) -> dict[str, Any] | None:
+        """Return all metrics, and take no more."""
+        with self._lock:
+            self._open = False
+            return self.metrics
+
+    def record(self, items: Mapping[str, ItemRecord], time: float) -> CheckpointRecord:
+        """Return the commit record of the step, with all metrics."""
+        return CheckpointRecord(
+            items=items,
+            time=time,
+            step=self.step,
+            reason=self._reason,
+            metrics=self.close(),
+            custom_metadata=self._facts,
+        )

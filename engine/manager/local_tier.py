@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from ..checkpoint import BackgroundSave, ItemToSave, Save, leave_save
 from ..clock import Clock, seconds
@@ -22,15 +22,14 @@ from ..errors import OwnershipError, PeerFailedError, StorageError
 from ..forks import Lock
 from ..format import RECORD, CheckpointRecord
 from ..storage import Buffer, Location, parallel_map
-from .decisions import EverySteps
 from .directory import RunDirectory
 from .events import RunEvents, described
+from .items import PendingSave
 from .local_steps import COPIES, OWN, LocalHosts, WholeStep, files_in, is_on_line, sequence_of
 from .options import CheckpointManagerOptions, Local, LocalStatus
 from .ownership import LocalBranch
-
-if TYPE_CHECKING:
-    from .saving import PendingSave
+from .places import StepPlace
+from .policies import passes
 
 _logger = logging.getLogger("holdfast")
 
@@ -51,7 +50,7 @@ class LocalHistory(NamedTuple):
     branches: tuple[LocalBranch, ...]
 
 
-class LocalTier:
+class LocalTier(StepPlace):
     """The local steps of one run, as one of its processes sees them; all processes call the same methods.
 
     The thread of the program decides the history: it changes at a restore before the first step, and where the step of
@@ -73,7 +72,6 @@ class LocalTier:
         self._processes = processes
         self._clock = clock
         self._events = events
-        self._trigger = EverySteps(self._options.every)
         self.reason = f"every {self._options.every} steps"
         self._previous: int | None = None  # the step after which the next local save is due
         self._reached: int | None = None  # the last step of the program that this has seen
@@ -93,9 +91,14 @@ class LocalTier:
         self._sequence = self._hosts.sequence
         self._history = LocalHistory(0, ())
         self._continue_after(-1, ())
+        self._saving = self._history, self._history  # before and after the commit of a save in the directory
         self._noted = 0  # the number of the history that was noted last
         self._noting = Lock()  # the saves of both places note it, and change which local steps are kept
-        self._run.see_hosts(further=self._hosts.further, left=self._hosts.left, unused=self._hosts.unused)
+        self.held = {}
+        self._further = self._hosts.further  # further whole ones, which are read if they are needed
+        self._left = self._hosts.left  # whole ones that do not count
+        self._saved: frozenset[int] = frozenset()  # those that this run has saved, for its next start
+        self.unused = self._hosts.unused
         if self._hosts.newest is not None:
             self._read(self._hosts.newest)
 
@@ -104,6 +107,23 @@ class LocalTier:
         """Bytes that this process has read from other hosts."""
         return sum(peer.bytes_read for peer in self._hosts.peers.values())
 
+    def steps(self) -> frozenset[int]:
+        return self._further
+
+    def may_have(self, step: int) -> bool:
+        return step in self._further and step not in self._run
+
+    def fetch(self, step: int, overwrite: bool) -> bool:
+        """Let the run read a step that the hosts have, if it is whole."""
+        if step not in self._further:
+            return False
+        self._further -= {step}
+        found = self._hosts.take(step)
+        self.unused = self._hosts.unused
+        if found is not None:
+            self._read(found)
+        return found is not None
+
     # ---- saving
 
     def due(self, step: int) -> bool:
@@ -111,16 +131,17 @@ class LocalTier:
         self._reach(step)
         if self._previous is None:
             self._previous = step - 1
-        return self._trigger.due(step, self._previous)
+        return passes(self._options.every, step, self._previous)
 
-    def restored(self, step: int) -> None:
+    def restored(self, step: int) -> dict[str, Any]:
         """Note that the run resumes from a step, or perhaps one process only looks at it."""
-        is_local = step in self._run.hosts.read
+        is_local = step in self.held
         if self._reached is None:
             self._previous = step
             self._continue_after(step, self._hosts.branches if is_local else ())
         else:
             self._restored = step, is_local
+        return {"local": True, "peer_bytes": self.bytes_from_peers} if is_local else {}
 
     def _reach(self, step: int, *, again: bool = False) -> None:
         """Take a step of the program, and change the history if the run has gone back, or saves a step ``again``.
@@ -154,22 +175,12 @@ class LocalTier:
         self._history = LocalHistory(self._history.number + 1, branches)
         self._newest = step
 
-    def take(self, step: int) -> bool:
-        """Let the run read a step that the hosts have, if it is whole; all processes call it."""
-        self._run.see_hosts(further=self._run.hosts.further - {step})
-        found = self._hosts.take(step)
-        self._run.see_hosts(unused=self._hosts.unused)
-        if found is not None:
-            self._read(found)
-        return found is not None
-
     def _read(self, found: WholeStep) -> None:
         """Let the run read a step from the hosts, and keep it."""
         kept = {**self._kept, found.folder: found.step}
         self._kept = dict(sorted(kept.items(), key=lambda one: one[1]))
-        seen = self._run.hosts
-        read = {**seen.read, found.step: self._hosts.opened(found)}
-        self._run.see_hosts(read=read, further=seen.further - {found.step})
+        self.held = {**self.held, found.step: self._hosts.opened(found)}
+        self._further -= {found.step}
 
     def place_of(self, step: int) -> Location:
         """Return the folder with what this host has written of a step that it keeps, or may write beside it."""
@@ -179,21 +190,38 @@ class LocalTier:
     def drop(self, step: int, damage: str) -> None:
         """Read a local step, which is damaged, no more."""
         self._hosts.unused[step] = damage
-        read = {one: found for one, found in self._run.hosts.read.items() if one != step}
-        self._run.see_hosts(read=read, unused=self._hosts.unused)
+        self.unused = self._hosts.unused
+        self.held = {held: found for held, found in self.held.items() if held != step}
 
-    def directory_saves(self, step: int) -> tuple[LocalHistory, LocalHistory]:
-        """Return the history to note before the commit of a save in the directory that begins, and that after it.
+    def elsewhere(self, step: object) -> str:
+        where = f"; the hosts have step {step} in {self._options.url}"
+        if step in self._saved:
+            return f"{where}, where only a new start of the program reads it, since this one has saved local steps"
+        if step not in self._left:
+            return ""
+        newest = max([*self.held, *self._run.steps()], default=None)
+        way = "" if newest is None else f"; without a number, the run resumes from step {newest}"
+        return (
+            f"{where}, but it does not count: since it was saved, the run has continued from an earlier step or "
+            f"without local steps, or steps of it were deleted{way}"
+        )
 
-        Where the step is saved once more, the local step counts until the commit; then that of the directory does.
+    def save_begins(self, step: int) -> None:
+        """Find the history to note before the commit of a save in the directory that begins, and the one after it.
+
+        If the step is saved once more, the local step counts until the commit; then the one of the directory does.
         """
-        self._run.see_hosts(read={one: found for one, found in self._run.hosts.read.items() if one < step})
+        self.held = {held: found for held, found in self.held.items() if held < step}
         before, last = self._history, self._reached
         self._reach(step, again=True)
-        return before if step == last else self._history, self._history
+        self._saving = before if step == last else self._history, self._history
 
-    def directory_saved(self, step: int, history: LocalHistory) -> None:
+    def committing(self) -> None:
+        self.note(self._saving[0])
+
+    def committed(self, step: int) -> None:
         """Let local steps not count that a save in the directory has replaced, after its commit."""
+        history = self._saving[1]
         if self._processes.is_primary:
             try:
                 self.note(history)
@@ -216,12 +244,12 @@ class LocalTier:
         self._forget_found()
 
     def _keep(self, kept: dict[str, int]) -> None:
-        self._kept = kept
-        self._run.see_hosts(saved=frozenset(kept.values()))
+        self._kept, self._saved = kept, frozenset(kept.values())
 
     def _forget_found(self) -> None:
         """Read no local step of an earlier start any more."""
-        self._run.see_hosts(read={}, further=frozenset(), left=frozenset(), unused={})
+        self.held, self.unused = {}, {}
+        self._further = self._left = frozenset()
 
     def begin(self, step: int) -> Rendezvous | None:
         """Count a save that is due, before anything can fail, so that all processes count alike."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from ..checkpoint import Checkpointer
 from ..clock import Clock, SystemClock, seconds
@@ -17,18 +17,21 @@ from ..format import CheckpointRecord
 from ..observer import Observer, process_observer
 from ..peer_names import ExplainsNames, explains_arguments
 from ..storage import Location, Place, as_location
-from .access import RunAccess
-from .decisions import Decision, Rollback, SaveDecisions, Wanted
+from .decisions import AbandonedSteps, Decision, SaveDecisions, Wanted
 from .directory import record_metrics as add_metrics
 from .intervals import LearnedInterval
 from .items import ItemSet
 from .metrics import as_given, plain_metrics
-from .mirror import MirrorStatus
+from .mirror import MirrorStatus, RunMirror
 from .options import CheckpointManagerOptions, LocalStatus, mirror_of, save_triggers, shown_call
 from .ownership import stored_options
-from .resuming import Peek, Restored, Resume
+from .resuming import Peek, Restored, StepRestorer
 from .retention import best, newest_with
+from .run import Run
 from .saving import Saves
+
+if TYPE_CHECKING:
+    from .local_tier import LocalTier
 
 T = TypeVar("T")
 
@@ -104,21 +107,30 @@ class CheckpointManager(ExplainsNames):
         self._clock = clock or SystemClock()
         barrier = seconds(self.options.barrier_timeout_secs, name="barrier_timeout_secs")
         self.processes = ProcessGroup(self.directory.url, coordinator, barrier)
-        self._access = RunAccess(self.directory, self.options, self._clock, self.processes, self.observer, metadata)
-        self._run, self._background, self.events = self._access.run, self._access.background, self._access.events
-        if mirrored is not None and not self.options.read_only:
-            self._access.open_mirror(mirrored)
+        self._run = Run(self.directory, self.options, self._clock, self.processes, self.observer, metadata)
+        self._steps, self._background, self.events = self._run.steps, self._run.background, self._run.events
+        self._mirror: RunMirror | None = None  # None without one, and for a manager that only reads
+        self._local: LocalTier | None = None  # the local steps of the hosts; None as above
+        parts = self._steps, self.processes, self._clock, self.events
+        if mirrored is not None and writes:
+            self._mirror = RunMirror(mirrored, self.options, *parts)
+            self._run.add_place(self._mirror)
         if self.options.local is not None and writes:
-            self._access.open_local()
+            from .local_tier import LocalTier  # needs sockets, which take longer to import than a small save
+
+            self._run.compare_options()
+            self._local = LocalTier(self.options, *parts)
+            self._run.add_place(self._local)
         self.observer.joins(self.processes.index, self.processes.count)
         triggers = (*save_triggers(self.options), Wanted(self.observer))
         for trigger in triggers:
-            if isinstance(trigger, LearnedInterval):
-                self._access.learn_interval(trigger)
+            if isinstance(trigger, LearnedInterval) and self.processes.is_primary and writes:
+                trigger.follow(self.events)
+                self._run.learned = trigger
         decisions = SaveDecisions(triggers, self._clock, self.processes, self.latest_step())
-        self._rollback = Rollback(self._run, warns=self.processes.is_primary)
-        self._resume = Resume(self._access, self._items, decisions, self._rollback)
-        self._saves = Saves(self._access, self._items, decisions, self._rollback)
+        self._abandoned = AbandonedSteps(self.directory, warns=self.processes.is_primary)
+        self._restorer = StepRestorer(self._run, self._items, decisions, self._abandoned)
+        self._saves = Saves(self._run, self._items, decisions, self._abandoned, self._local)
 
     # ---- the mirror
 
@@ -133,12 +145,11 @@ class CheckpointManager(ExplainsNames):
         Returns:
             Whether the step can be restored now.
         """
-        return self._access.fetch_missing(valid_step(step))
+        return self._run.fetch_missing(valid_step(step))
 
     def mirror_status(self) -> MirrorStatus | None:
         """Return what the mirror has and what it is doing; None without a mirror, and on processes other than 0."""
-        mirror = self._access.own_mirror
-        return None if mirror is None else mirror.status()
+        return self._mirror.status() if self._mirror is not None and self.processes.is_primary else None
 
     def finish_mirror(self, timeout_secs: float | None = None) -> bool:
         """Copy the newest step to the mirror, due or not, and end the mirror; :meth:`close` does it otherwise.
@@ -152,8 +163,8 @@ class CheckpointManager(ExplainsNames):
         Returns:
             Whether the mirror has the newest step; True without a mirror.
         """
-        mirror = self._access.own_mirror
-        if mirror is None:
+        mirror = self._mirror
+        if mirror is None or not self.processes.is_primary:
             return True
         return mirror.finish(mirror.limit) if timeout_secs is None else mirror.finish(timeout_secs, must_fit=True)
 
@@ -161,7 +172,7 @@ class CheckpointManager(ExplainsNames):
 
     def all_steps(self) -> list[int]:
         """Return the committed steps in ascending order."""
-        return self._run.steps()
+        return self._steps.steps()
 
     def latest_step(self, item: str | None = None) -> int | None:
         """Return the newest committed step, or None; at the start of a run, it may be one that only the hosts have.
@@ -170,9 +181,9 @@ class CheckpointManager(ExplainsNames):
             item: An item that the step must have; not every step has those of ``item_intervals``.
         """
         if item is not None:
-            return newest_with(item, self._run.infos())
-        left = self._run.left_behind()
-        return max([*self._run.hosts.read, *(step for step in self._run.steps() if step not in left)], default=None)
+            return newest_with(item, self._steps.infos())
+        here = set(self._steps.steps()) - self._steps.left_behind()
+        return max(here.union(self._steps.held_elsewhere()), default=None)
 
     def item_due(self, item: str, step: int) -> bool:
         """Return whether a save at a step has an item, so that a loop need not collect a large one unnecessarily.
@@ -187,8 +198,8 @@ class CheckpointManager(ExplainsNames):
         """Return the step that ``best_fn`` ranks first, or None if none has its metric; without it, the newest step."""
         if self.options.best_fn is None:
             return self.latest_step()
-        self._run.add_late_metrics()
-        return best(self._run.infos(), self.options.best_fn, self.options.ranking_mode)
+        self._steps.add_late_metrics()
+        return best(self._steps.infos(), self.options.best_fn, self.options.ranking_mode)
 
     def why_kept(self, step: int) -> tuple[str, ...]:
         """Return every reason for which a committed step is kept; empty if it is about to be deleted.
@@ -199,8 +210,8 @@ class CheckpointManager(ExplainsNames):
         Raises:
             CheckpointNotFoundError: There is no such step.
         """
-        self._run.stored_record(step)
-        return self._run.why_kept(step)
+        self._steps.stored_record(step)
+        return self._steps.why_kept(step)
 
     def metrics(self, step: int) -> Any:
         """Return the metrics stored with a step, a dictionary if they were given as one; None without any.
@@ -211,9 +222,9 @@ class CheckpointManager(ExplainsNames):
         Raises:
             CheckpointNotFoundError: There is no such step.
         """
-        self._run.listed_record(step)
-        self._run.add_late_metrics()
-        found = self._run.listed_record(step).metrics
+        self._steps.listed_record(step)
+        self._steps.add_late_metrics()
+        found = self._steps.listed_record(step).metrics
         return None if found is None else as_given(found)
 
     def custom_metadata(self, step: int) -> Mapping[str, Any] | None:
@@ -225,11 +236,11 @@ class CheckpointManager(ExplainsNames):
         Raises:
             CheckpointNotFoundError: There is no such step.
         """
-        return self._run.listed_record(step).custom_metadata
+        return self._steps.listed_record(step).custom_metadata
 
     def metadata(self) -> Mapping[str, Any] | None:
         """Return the facts about the run that are stored beside the checkpoints, or None."""
-        return self._access.metadata()
+        return self._run.metadata()
 
     def structure(self, step: int | None = None) -> Any:
         """Return the tree of a step with a description of every leaf, without reading its data.
@@ -243,12 +254,12 @@ class CheckpointManager(ExplainsNames):
         found = self.latest_step() if step is None else step
         if found is None:
             raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint")
-        return self._run.read_step(found, self._items.structure)
+        return self._restorer.structure(found)
 
     def reload(self) -> None:
         """Read the directory again, to see what another process has done; waits for a save that is under way."""
         self._background.join()
-        self._run.reload(forget=True)
+        self._steps.reload(forget=True)
 
     def __repr__(self) -> str:
         return shown_call(self, self.directory, self.options)
@@ -305,7 +316,7 @@ class CheckpointManager(ExplainsNames):
                 raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint to restore")
             return restored.items
         step = valid_step(step)
-        return self._resume.restore_step(step, items, restore_kwargs or {})
+        return self._restorer.restore_step(step, items, restore_kwargs or {})
 
     def restore_latest(self, items: Any = None, *, restore_kwargs: Mapping[str, Any] | None = None) -> Restored | None:
         """Read the newest step that is whole.
@@ -325,8 +336,8 @@ class CheckpointManager(ExplainsNames):
             TreeMismatchError: A template and the saved item differ.
         """
         self._background.join()
-        self._access.compare_options()
-        return self._resume.restore_latest(items, restore_kwargs or {})
+        self._run.compare_options()
+        return self._restorer.restore_latest(items, restore_kwargs or {})
 
     def peek(self, items: Collection[str] = (), *, step: int | None = None) -> Peek | None:
         """Return what a restore would read, for programs that must be built for the step that they resume from.
@@ -346,8 +357,8 @@ class CheckpointManager(ExplainsNames):
             NoWholeCheckpointError: There are checkpoints, and all of them are damaged.
         """
         self._background.join()
-        self._access.compare_options()
-        taken = self._resume.peek(items, None if step is None else valid_step(step))
+        self._run.compare_options()
+        taken = self._restorer.peek(items, None if step is None else valid_step(step))
         if taken is None:
             return None
         number, extras = taken
@@ -355,14 +366,14 @@ class CheckpointManager(ExplainsNames):
             step=number,
             extras=extras,
             metrics=self.metrics(number),
-            metadata=self._run.stored_metadata(),
+            metadata=self._steps.stored_metadata(),
             custom_metadata=self.custom_metadata(number),
         )
 
     @property
     def resumed_from(self) -> int | None:
         """The step of the last restore, from which the run resumes; None if nothing was restored."""
-        return self._rollback.resumed_from
+        return self._abandoned.resumed_from
 
     # ---- saving
 
@@ -419,7 +430,7 @@ class CheckpointManager(ExplainsNames):
             OptionError: The items are not those of the manager, or JSON cannot hold ``custom_metadata``.
             OwnershipError: Another run writes to this directory.
         """
-        self._access.check_writable()
+        self._run.check_writable()
         step, kwargs = valid_step(step), save_kwargs or {}
         try:
             saved = self._saves.save(step, items, metrics, custom_metadata, force, kwargs, reason)
@@ -439,7 +450,7 @@ class CheckpointManager(ExplainsNames):
         Args:
             step: The number of optimizer updates done.
         """
-        return self._access.local is not None and self._access.local.due(step)
+        return self._local is not None and self._local.due(step)
 
     def save_locally(
         self,
@@ -469,12 +480,12 @@ class CheckpointManager(ExplainsNames):
             BarrierTimeoutError: The local save before this one failed because another process did not answer.
             PeerFailedError: It failed because the store that connects the processes did not answer.
         """
-        self._access.check_writable()
+        self._run.check_writable()
         return self._saves.save_locally(valid_step(step), items, metrics, custom_metadata, save_kwargs or {})
 
     def local_status(self) -> LocalStatus | None:
         """Return what this run has in the local places of its hosts; None without the option ``local``."""
-        return None if self._access.local is None else self._access.local.status()
+        return None if self._local is None else self._local.status()
 
     def record_metrics(self, step: int, metrics: Any) -> None:
         """Store metrics with a step that was saved or is being saved; new values replace old ones.
@@ -491,16 +502,16 @@ class CheckpointManager(ExplainsNames):
         if self.options.read_only:
             add_metrics(self.directory, step, metrics, step_prefix=self.options.step_prefix, clock=self._clock)
             return
-        self._access.check_writable()
+        self._run.check_writable()
         self._saves.record_metrics(step, plain_metrics(metrics))
 
     def pin(self, step: int) -> None:
         """Keep a step until it is unpinned, also if no rule keeps it."""
-        self._access.change(f"pin {step}", partial(self._run.change, step, pinned=True))
+        self._run.change(f"pin {step}", partial(self._steps.change, step, pinned=True))
 
     def unpin(self, step: int) -> None:
         """Leave a step to the rules again."""
-        self._access.change(f"unpin {step}", partial(self._run.change, step, pinned=False))
+        self._run.change(f"unpin {step}", partial(self._steps.change, step, pinned=False))
 
     def delete(self, step: int, *, mirror: bool = True) -> None:
         """Delete a step.
@@ -513,14 +524,15 @@ class CheckpointManager(ExplainsNames):
         Raises:
             CheckpointNotFoundError: There is no such step.
         """
-        self._access.check_writable()
+        self._run.check_writable()
         self._saves.join_save_of(step)
-        self._access.wait_for_saves()
-        self._access.change(f"delete {step}", self._run.delete, step, mirror)
+        if self._local is not None:
+            self._background.join()  # saves note the history of the local steps
+            self._local.wait()
+        self._run.change(f"delete {step}", self._steps.delete, step, mirror)
         self._saves.deleted()
         if mirror:
-            self._access.forget_local()
-            self._access.delete_in_mirror()
+            self._forget_deleted()
 
     def delete_after(self, step: int) -> list[int]:
         """Delete all steps later than one, pinned and damaged ones, too, to return to a step for good.
@@ -538,20 +550,24 @@ class CheckpointManager(ExplainsNames):
         Returns:
             The steps that were deleted, in ascending order.
         """
-        self._access.check_writable()
+        self._run.check_writable()
         step = valid_step(step)
         self._background.join()
-        self._access.wait_for_saves()
+        if self._local is not None:
+            self._local.wait()
         self.acquire()
         self.processes.barrier(f"before delete after {step}")  # others may still be restoring one of these steps
-        deleted: list[int] = self.processes.decide(f"delete after {step}", self._run.delete_after, step)
+        deleted: list[int] = self.processes.decide(f"delete after {step}", self._steps.delete_after, step)
         if not self.processes.is_primary:
             for one in deleted:
-                self._run.add(one, None)
+                self._steps.add(one, None)
         self._saves.deleted()
-        self._access.forget_local()
-        self._access.delete_in_mirror()
+        self._forget_deleted()
         return deleted
+
+    def _forget_deleted(self) -> None:
+        for place in self._run.places:
+            place.forget()
 
     # ---- ownership, and the end
 
@@ -564,7 +580,7 @@ class CheckpointManager(ExplainsNames):
         Raises:
             OwnershipError: Another run writes to this directory.
         """
-        self._access.acquire()
+        self._run.acquire()
 
     def is_saving_in_progress(self) -> bool:
         """Return whether a save is under way in the background."""
@@ -579,8 +595,8 @@ class CheckpointManager(ExplainsNames):
             SaveFailedError: It failed.
         """
         self._background.wait()
-        if self._access.local is not None:
-            self._access.local.wait()
+        if self._local is not None:
+            self._local.wait()
 
     def check_for_errors(self) -> None:
         """Raise the SaveFailedError of a save that has failed, if it was not raised before; does not wait."""
@@ -596,14 +612,14 @@ class CheckpointManager(ExplainsNames):
 
     def _close(self, error: BaseException | None) -> None:
         """Close the manager; ``error`` is the exception with which the program leaves its ``with`` statement."""
-        if not self._access.close():
+        if not self._run.close():
             return
         try:
             try:
                 self._background.wait()
             finally:
-                if self._access.local is not None:
-                    self._access.local.close(finished=error is None)
+                if self._local is not None:
+                    self._local.close(finished=error is None)
                 self.finish_mirror()
         except BaseException as failure:
             error = error or failure
@@ -612,7 +628,7 @@ class CheckpointManager(ExplainsNames):
             try:
                 self.events.end(self.latest_step(), error)
             finally:
-                self._run.ownership.release()
+                self._steps.ownership.release()
 
     def __enter__(self) -> Self:
         return self
@@ -631,8 +647,8 @@ def note_resume(manager: CheckpointManager, step: int) -> list[int]:
     ``restore`` of a manager notes it automatically, and leaves the warning to the next save, as the caller may only
     inspect the step. A training loop calls this where it takes the state of the step from elsewhere.
     """
-    later = manager._resume.resumes_from(valid_step(step))
-    manager._rollback.warn(later)
+    later = manager._restorer.resumes_from(valid_step(step))
+    manager._abandoned.warn(later)
     return later
 
 
@@ -646,16 +662,16 @@ def on_commit(manager: CheckpointManager, listener: Callable[[Location, Checkpoi
 
 def whole_step(manager: CheckpointManager, step: int) -> tuple[Location, CheckpointRecord] | None:
     """Return the place and the record of a step, of a local one on this host; None if it is not there, or damaged."""
-    if (local := manager._access.local) is not None and step in manager._run.hosts.read:
-        return local.place_of(step), manager._run.hosts.read[step][1]
-    if step not in manager._run:
+    if (local := manager._local) is not None and step in local.held:
+        return local.place_of(step), local.held[step][1]
+    if step not in manager._steps:
         return None
-    return manager._run.step_location(step), manager._run.record(step)
+    return manager._steps.step_location(step), manager._steps.record(step)
 
 
 def elsewhere(manager: CheckpointManager, step: object) -> str:
     """Return, for the end of a sentence, where the hosts have a step that cannot be resumed from there; or ""."""
-    return manager._run.elsewhere(step)
+    return manager._steps.elsewhere(step)
 
 
 @contextlib.contextmanager
@@ -676,7 +692,12 @@ def settle_mirror(manager: CheckpointManager) -> bool:
     Nothing else is copied. What cannot be done is logged, and the next run with that mirror does it. Return whether the
     mirror has them; True where the run has no mirror.
     """
-    return manager._access.settle_mirror()
+    manager.acquire()
+    url = manager._steps.identity.mirror
+    if manager._mirror is not None or url is None or not manager.processes.is_primary:
+        return True
+    place, options = as_location(url, writes=True), replace(manager.options, mirror=url)
+    return RunMirror(place, options, manager._steps, manager.processes, manager._clock, manager.events).settle()
 
 
 def best_step_in(directory: Location) -> int:

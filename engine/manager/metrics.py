@@ -11,12 +11,9 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ..errors import OptionError, shortened
-
-if TYPE_CHECKING:
-    from .retention import StepInfo
 
 _logger = logging.getLogger("holdfast")
 
@@ -206,8 +203,8 @@ class MetricWatch:
         self._steps = 0
         self.ended = False  # whether the metric has come, or the warning was given
 
-    def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[StepInfo]) -> None:
-        """Note the metrics of a step, beside those of the saved steps.
+    def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[float | None]) -> None:
+        """Note the metrics of a step; ``saved`` has the metric of each saved step.
 
         Metrics on a device are not fetched, except by a function that ranks checkpoints.
         """
@@ -216,7 +213,7 @@ class MetricWatch:
             return
         missing, value = _missing(metrics or {}, self._metric)
         names = list(_names(metrics or {}))
-        if missing is None or any(info.value(self._metric) is not None for info in saved):
+        if missing is None or any(value is not None for value in saved):
             self.ended = True
         elif self._steps >= _PATIENCE or not _OF_EVALUATION.match(missing) or any(map(_OF_EVALUATION.match, names)):
             self.ended = True

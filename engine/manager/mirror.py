@@ -19,9 +19,11 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step, copy_witness
 from ..clock import Clock, bytes_per_second, seconds
+from ..distributed import ProcessGroup
 from ..errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -37,16 +39,18 @@ from ..steps import store_metadata, stored_metadata
 from ..storage import Helper, Location
 from .copying import follow
 from .decisions import Moment, decide
-from .directory import RunDirectory
+from .directory import RunDirectory, StepState
 from .events import RunEvents
 from .options import CheckpointManagerOptions, Mirror, mirror_of, save_triggers
 from .ownership import NO_LOCAL_STEPS, RunIdentity, stored_options
+from .places import StepPlace
 
 _logger = logging.getLogger("holdfast")
 
 FIRST_PAUSE = 1.0  # seconds until the first new attempt after an error; each later pause is twice as long
 _LONGEST_PAUSE = 300.0
 DELETION_WAIT = 30.0  # seconds that a deletion waits for the mirror
+_FETCH = 86400.0  # seconds that the other processes wait while process 0 fetches a step
 _NICE = 10
 _LOOK = 0.2  # seconds between two looks whether a copy still fits
 _MARGIN = 1.2  # factor by which a copy may take longer than the measured rate says
@@ -117,10 +121,13 @@ class _Superseded(Exception):  # noqa: N818 - no error: another step is copied
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
     """Return the options of the directory of the mirror, given those of the run."""
     own = {name: getattr(mirror, name) for name in ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval")}
-    kept = {**own, "keep_steps": ()} if any(value is not None for value in own.values()) else {}
+    kept: dict[str, Any] = {"keep": run.policies()[1]}
+    if any(value is not None for value in own.values()):
+        kept = {**own, "keep_steps": (), "keep": None}
     return replace(
         run,
         mirror=None,
+        save=None,
         save_on_best=False,
         save_interval_steps=mirror.save_interval_steps,
         save_interval_secs=mirror.save_interval_secs,
@@ -128,14 +135,17 @@ def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> Checkpoint
     )
 
 
-class RunMirror:
-    """The mirror of one run, as process 0 of its program sees it."""
+class RunMirror(StepPlace):
+    """The mirror of one run, which process 0 of its program reads and writes."""
+
+    writes_directory = True
 
     def __init__(
         self,
         location: Location,
-        run: RunDirectory,
         options: CheckpointManagerOptions,
+        run: RunDirectory,
+        processes: ProcessGroup,
         clock: Clock,
         events: RunEvents,
     ) -> None:
@@ -150,6 +160,7 @@ class RunMirror:
         self._triggers = save_triggers(self._options)
         self._clock = clock
         self._events = events
+        self._processes = processes
         limit = mirror.max_bandwidth
         self._bandwidth = None if limit is None else bytes_per_second(limit, name="max_bandwidth")
         self._far: RunDirectory | None = None
@@ -159,7 +170,6 @@ class RunMirror:
         self._looking = Lock(reentrant=True)
         self._thread: Helper | None = None
         self.process = os.getpid()
-        self.fetches = False  # whether the mirror only fetches, as the run is not ready to be copied yet
         self._ending = threading.Event()  # set when nothing more may be committed
         self._wake = threading.Condition()  # guards the attributes below
         self._saving = False  # whether the run is saving on a disk
@@ -179,12 +189,16 @@ class RunMirror:
 
     def newer_steps(self) -> list[int]:
         """Return the steps newer than all of the run, the newest first; a run without any must read the mirror."""
+        newer: list[int] = self._processes.decide("the newest step of the mirror", self._newer_steps)
+        return newer
+
+    def _newer_steps(self) -> list[int]:
         here = self._run.steps_and_damaged()
         newest = max(self._run.steps(), default=-1)
         newer = [step for step in reversed(self.steps(required=not here)) if step > newest]
         newest = max([newest, *newer])
-        damaged = [] if self._far is None else filter(self._far.is_damaged, self._far.steps_and_damaged())
-        for step in damaged:
+        damaged = [] if self._far is None else set(self._far.steps_and_damaged()).difference(self._far.steps())
+        for step in sorted(damaged):
             if step > newest:
                 _logger.warning("%s: step %d of the mirror is damaged, and not used", self.location, step)
         return newer
@@ -206,7 +220,18 @@ class RunMirror:
             self._warn(error, "its steps are not considered")
             return []
 
+    def may_have(self, step: int) -> bool:
+        return True
+
     def fetch(self, step: int, overwrite: bool) -> bool:
+        found: bool = self._processes.decide(
+            f"fetch step {step}", self._copy_here, step, overwrite, work_timeout=_FETCH
+        )
+        if found and not self._processes.is_primary:
+            self._run.reload()
+        return found
+
+    def _copy_here(self, step: int, overwrite: bool) -> bool:
         """Copy a step into the directory of the run, which this run owns; return whether it is there now."""
         run = self._run
         try:
@@ -215,7 +240,7 @@ class RunMirror:
             record = far.record(step) if step in far else None
             if record is None or tombstones.cover(step, record):
                 return False
-            overwrite = overwrite or run.is_damaged(step)
+            overwrite = overwrite or run.state(step) is StepState.DAMAGED
             run.make_room(step, replaces=overwrite)
             _logger.info("%s: fetching step %d from the mirror %s", run.location, step, self.location)
             began = time.monotonic()
@@ -247,10 +272,10 @@ class RunMirror:
     # ---- from the run to the mirror
 
     def start(self) -> None:
-        """Begin to copy; done once."""
+        """Begin to copy on process 0; done once."""
         self.notify()
         with self._wake:
-            if self._thread is None and not self.fetches and not self._ending.is_set():
+            if self._processes.is_primary and self._thread is None and not self._ending.is_set():
                 self._thread = Helper(self._work, "holdfast-mirror", daemon=True)
                 self._thread.start()
                 _open.add(self)
@@ -261,7 +286,7 @@ class RunMirror:
             self._due = True
             self._changed()
 
-    def save_begins(self) -> None:
+    def save_begins(self, step: int) -> None:
         """Give way, as the run saves."""
         if self._run.location.is_local:
             with self._wake:
@@ -274,8 +299,10 @@ class RunMirror:
             self._saving = False
             self._changed()
 
-    def delete(self) -> None:
+    def forget(self) -> None:
         """Delete the steps that the run has deleted explicitly: otherwise a later run would fetch them."""
+        if not self._processes.is_primary:
+            return
         self.notify()
         with self._wake:
             self._wake.wait_for(lambda: not self._run.tombstones or self._error is not None, DELETION_WAIT)
@@ -485,7 +512,7 @@ class RunMirror:
         return newest if decide(self._triggers, moment) else None
 
     def _copy(self, far: RunDirectory, step: int, record: CheckpointRecord) -> None:
-        far.sweep_spared(besides=step)
+        far.sweep_partial(besides=step)
         far.make_room(step, replaces=True)
         began = time.monotonic()
         copying = _Copying(step, record, self._bandwidth)
@@ -516,7 +543,7 @@ class RunMirror:
             )
             return
         except BaseException:
-            far.spare(step)
+            far.keep_partial(step)
             raise
         finally:
             self._copying = None
@@ -528,7 +555,7 @@ class RunMirror:
         self._events.write("mirrored", step=step, mirror=str(self.location), bytes=sent, seconds=took)
         _logger.info("%s: copied step %d to the mirror", far.step_location(step), step)
         far.collect()
-        far.sweep_spared()
+        far.sweep_partial()
 
     def _follow(self, far: RunDirectory) -> None:
         """Give the copies the metrics and pins that the steps of the run have by now."""
@@ -560,10 +587,8 @@ class RunMirror:
                 self._far.reload()
             return self._far
 
-    @property
-    def identity(self) -> RunIdentity:
-        """The identity of the run in its directory."""
-        return RunIdentity(run=self._adopted, mirror=self.location.url)
+    def identify(self, identity: RunIdentity) -> RunIdentity:
+        return replace(identity, run=self._adopted, mirror=self.location.url)
 
     def _check_same_run(self, far: RunDirectory) -> None:
         """Raise OptionError if the mirror belongs to another run.
@@ -611,7 +636,7 @@ class RunMirror:
             newest = self._newest()
             belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
             try:
-                far.acquire(self._run.stored_metadata(), belongs, spare=None if newest is None else newest[1])
+                far.acquire(self._run.stored_metadata(), belongs, partial=None if newest is None else newest[1])
                 self._acquired = True
             finally:
                 self._changes = self._acquired

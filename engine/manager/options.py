@@ -11,8 +11,8 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -20,20 +20,19 @@ from ..clock import Duration, Rate, bytes_per_second, seconds
 from ..errors import InvalidLocationError, OptionError, UnknownArgumentError
 from ..peer_names import explains_arguments, explains_unknown_names, instead_of
 from ..storage import Place, as_location, hidden_address
-from .decisions import EverySeconds, EverySteps, OnBest, Trigger
+from .decisions import OnBest, SavePolicy
 from .intervals import LearnedInterval, save_interval
 from .metrics import metric_name
+from .policies import Every
 from .retention import (
     KeepAll,
     KeepBest,
     KeepItem,
     KeepLatest,
-    KeepPeriod,
     KeepPinned,
+    KeepPolicy,
     KeepSteps,
-    KeepTimeInterval,
     KeepWithoutMetrics,
-    Rule,
 )
 
 _ONLY_MANAGERS = ": only CheckpointManagerOptions takes it"
@@ -280,14 +279,59 @@ class CheckpointOptions:
         """Which value of the metric is best: ``best_mode``, or the largest one of a function of the metrics."""
         return self.best_mode or "max"
 
-    def _further_rules(self) -> tuple[Rule, ...]:
+    def _further_rules(self) -> tuple[KeepPolicy, ...]:
         """Return what options of a subclass keep, for :func:`retention_rules`."""
         return ()
+
+    def policies(self) -> tuple[tuple[SavePolicy, ...], tuple[KeepPolicy, ...]]:
+        """Return the policies that a program has passed: when to save, and what to keep."""
+        return (), ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramPolicies(CheckpointOptions):
+    """Options with the policies that a program can pass."""
+
+    save: SavePolicy | Sequence[SavePolicy] | None = None
+    keep: KeepPolicy | Sequence[KeepPolicy] | None = None
+
+    def __post_init__(self) -> None:
+        saves, keeps = self.policies()
+        for name, given, kind in (("save", saves, SavePolicy), ("keep", keeps, KeepPolicy)):
+            for policy in given:
+                if not isinstance(policy, kind) or isinstance(policy, type):
+                    raise OptionError(
+                        f"{name}={policy!r} must be a hf.{kind.__name__}, such as hf.Every(steps=100, keep=5), or a "
+                        "list of them"
+                    )
+        _refuse_beside("save", saves, self, ("save_interval_steps", "save_interval_secs"))
+        _refuse_beside("keep", keeps, self, ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval"))
+        super().__post_init__()
+
+    def policies(self) -> tuple[tuple[SavePolicy, ...], tuple[KeepPolicy, ...]]:
+        saves, keeps = _listed(self.save), _listed(self.keep)
+        if self.keep is None:
+            periods = [policy for policy in saves if isinstance(policy, Every)]
+            keeps = tuple(periods) if any(policy.keep is not None for policy in periods) else ()
+        return saves, keeps
+
+
+def _listed(policies: Any) -> tuple[Any, ...]:
+    if policies is None:
+        return ()
+    return tuple(policies) if isinstance(policies, Iterable) else (policies,)
+
+
+def _refuse_beside(name: str, policies: Sequence[object], options: CheckpointOptions, others: Iterable[str]) -> None:
+    also = [other for other in others if getattr(options, other) is not None]
+    if also and any(isinstance(policy, Every) for policy in policies):
+        given = ", ".join(f"{other}={getattr(options, other)!r}" for other in also)
+        raise OptionError(f"{given} and policies of {name}= say the same: add hf.Every(...) to the list of policies")
 
 
 @explains_options
 @dataclass(frozen=True, kw_only=True)
-class CheckpointManagerOptions(CheckpointOptions):
+class CheckpointManagerOptions(ProgramPolicies):
     """When a manager saves and which checkpoints it keeps.
 
     A step is saved when any trigger asks for it: ``save_interval_steps``, ``save_interval_secs`` or ``save_on_best``.
@@ -317,6 +361,11 @@ class CheckpointManagerOptions(CheckpointOptions):
         reuse_unchanged: Do not write arrays again that have not changed: a step shares their data files, by hard links,
             with the step before the last one; S3 and Google copy them. Every step stays whole and can be copied or
             deleted.
+        save: When to save, as policies that add up: ``hf.Every(steps=100)``, a ``hf.SavePolicy`` of your own, or a list
+            of them, instead of ``save_interval_steps`` and ``save_interval_secs``.
+        keep: What to keep, as policies that add up: ``hf.Every(steps=100, keep=5)``, a ``hf.KeepPolicy`` of your own,
+            or a list of them, instead of ``max_to_keep`` and the periods of ``keep_...``. None keeps what the
+            ``hf.Every`` of ``save`` say if one of them has a number; otherwise, all that no other option limits.
         keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default the other rules decide about
             them as about all others.
         item_intervals: Of a manager with several items, those that few checkpoints have, such as a replay buffer: for
@@ -356,14 +405,9 @@ class CheckpointManagerOptions(CheckpointOptions):
         seconds(self.barrier_timeout_secs, name="barrier_timeout_secs")
         super().__post_init__()
 
-    def _further_rules(self) -> tuple[Rule, ...]:
+    def _further_rules(self) -> tuple[KeepPolicy, ...]:
         items = tuple(map(KeepItem, self.item_intervals))
         return (*items, KeepWithoutMetrics()) if self.keep_checkpoints_without_metrics else items
-
-    def _stored_interval(self) -> float | None:
-        """Return the seconds of ``keep_time_interval`` for readers of the directory."""
-        interval = self.keep_time_interval
-        return None if interval is None else seconds(interval, name="keep_time_interval")
 
 
 def mirror_of(options: CheckpointOptions) -> Mirror | None:
@@ -374,27 +418,29 @@ def mirror_of(options: CheckpointOptions) -> Mirror | None:
 
 def has_triggers(options: CheckpointOptions) -> bool:
     """Return whether any option sets when to save; otherwise the default trigger holds."""
-    return options.save_interval_steps is not None or options.save_interval_secs is not None or options.save_on_best
+    given = options.save_interval_steps, options.save_interval_secs
+    return any(value is not None for value in given) or options.save_on_best or bool(options.policies()[0])
 
 
-def save_triggers(options: CheckpointOptions) -> tuple[Trigger, ...]:
+def save_triggers(options: CheckpointOptions) -> tuple[SavePolicy, ...]:
     """Return what makes a save due."""
     if not has_triggers(options):
         return save_triggers(replace(options, **options.DEFAULT_TRIGGER))
-    found: list[Trigger] = []
+    found: list[SavePolicy] = [*options.policies()[0]]
     if options.save_interval_steps is not None:
-        found.append(EverySteps(options.save_interval_steps))
+        found.append(Every(steps=options.save_interval_steps))
     if options.save_interval_secs is not None:
         interval = save_interval(options.save_interval_secs)
-        found.append(LearnedInterval(*interval) if isinstance(interval, tuple) else EverySeconds(interval))
+        found.append(LearnedInterval(*interval) if isinstance(interval, tuple) else Every(secs=interval))
     if options.save_on_best and options.best_fn is not None:
         found.append(OnBest(options.best_fn, options.ranking_mode))
     return tuple(found)
 
 
-def retention_rules(options: CheckpointOptions) -> tuple[Rule, ...]:
-    """Return what keeps a checkpoint; without ``max_to_keep`` and ``keep_latest``, everything is kept."""
-    found: list[Rule] = []
+def retention_rules(options: CheckpointOptions) -> tuple[KeepPolicy, ...]:
+    """Return what keeps a checkpoint; without ``max_to_keep``, ``keep_latest`` and policies, everything is kept."""
+    found: list[KeepPolicy] = [*options.policies()[1]]
+    is_limited = bool(found) or options.max_to_keep is not None or options.keep_latest is not None
     if options.best_fn is not None:
         found.append(KeepBest(options.max_to_keep or 1, options.best_fn, options.ranking_mode))
     elif options.max_to_keep is not None:
@@ -402,25 +448,29 @@ def retention_rules(options: CheckpointOptions) -> tuple[Rule, ...]:
     if options.keep_latest is not None:
         found.append(KeepLatest(options.keep_latest))
     if options.keep_period is not None:
-        found.append(KeepPeriod(options.keep_period))
+        found.append(Every(steps=options.keep_period))
     if options.keep_time_interval is not None:
-        found.append(KeepTimeInterval(seconds(options.keep_time_interval, name="keep_time_interval")))
+        found.append(Every(secs=seconds(options.keep_time_interval, name="keep_time_interval")))
     if options.keep_steps:
         found.append(KeepSteps(frozenset(options.keep_steps)))
     found.append(KeepPinned())
-    if options.max_to_keep is None and options.keep_latest is None:
+    if not is_limited:
         found.append(KeepAll())
     return (*found, *options._further_rules())
 
 
 def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
     """Return the retention rules as JSON, for readers of the directory."""
-    function = options.best_fn
+    function, policies = options.best_fn, options.policies()[1]
+    own = [type(policy).__qualname__ for policy in policies if not isinstance(policy, Every)]
+    interval = options.keep_time_interval
     return {
+        "keep": [asdict(policy) for policy in policies if isinstance(policy, Every)],
+        "keep_function": ", ".join(own) or None,  # only the program has these policies
         "max_to_keep": options.max_to_keep,
         "keep_latest": options.keep_latest,
         "keep_period": options.keep_period,
-        "keep_time_interval": options._stored_interval(),
+        "keep_time_interval": None if interval is None else seconds(interval, name="keep_time_interval"),
         "keep_steps": sorted(map(int, options.keep_steps)),
         "best_fn": function if isinstance(function, str) else None,
         "best_function": metric_name(function) if callable(function) else None,  # only the program has the function
@@ -435,6 +485,7 @@ def options_from_document(document: Mapping[str, Any]) -> CheckpointManagerOptio
     known = options_document(CheckpointManagerOptions()).keys() & CheckpointManagerOptions.__dataclass_fields__.keys()
     try:
         found = {name: value for name, value in document.items() if name in known}
+        found["keep"] = [Every(**policy) for policy in found.get("keep", ())]
         return CheckpointManagerOptions(read_only=True, **{"best_mode": "max", **found})
     except (TypeError, AttributeError) as error:
         raise OptionError(f"these are not options of a checkpoint manager: {error}") from error

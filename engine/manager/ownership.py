@@ -290,10 +290,11 @@ def stored_options(location: Location) -> CheckpointManagerOptions | None:
 
 
 def stored_rules(location: Location) -> tuple[CheckpointManagerOptions | None, str | None]:
-    """Return the same, and the name of the function by which the run ranked its steps, if it used one."""
+    """Return the same, and the name of the function or policy of the program by which the run chose its steps."""
     try:
         document = _read(location)["options"]
-        options, function = options_from_document(document), document.get("best_function")
+        options = options_from_document(document)
+        function = document.get("best_function") or document.get("keep_function")
     except (HoldfastError, KeyError, AttributeError):
         return None, None
     return options, function if isinstance(function, str) else None

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from ..arrays import SharedReads
-from ..checkpoint import StoredItems
 from ..errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
@@ -20,10 +18,10 @@ from ..errors import (
     PeerFailedError,
     itemized,
 )
-from .access import RunAccess
-from .decisions import Rollback, SaveDecisions
+from .decisions import AbandonedSteps, SaveDecisions
 from .items import ItemSet
 from .retention import newest_with
+from .run import Run
 
 _logger = logging.getLogger("holdfast")
 
@@ -72,32 +70,31 @@ class _Damage(NamedTuple):
     process: int = 0
 
 
-class Resume:
+@dataclass(frozen=True, slots=True)
+class StepRestorer:
     """Reads steps back, and tells the parts of a manager from which step the run resumes."""
 
-    def __init__(self, access: RunAccess, items: ItemSet, decisions: SaveDecisions, rollback: Rollback) -> None:
-        self._access = access
-        self._run = access.run
-        self._directory = access.run.location
-        self._processes = access.processes
-        self._items = items
-        self._decisions = decisions
-        self._rollback = rollback
+    run: Run
+    items: ItemSet
+    decisions: SaveDecisions
+    abandoned: AbandonedSteps
 
     def restore_step(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
         """Read one step."""
         began = time.perf_counter()
-        if self._access.may_be_elsewhere(step):
-            self._access.fetch_missing(step)
+        self._fetch_missing(step)
         # A program may restore a step on one process, so reads are shared only where its options ask for that.
-        always = self._access.options.load_and_broadcast is True
-        with self._access.shared_reads() if always else contextlib.nullcontext() as shared:
+        always = self.run.options.load_and_broadcast is True
+        with self._shared_reads() if always else contextlib.nullcontext() as shared:
             try:
                 found = self._read(step, items, kwargs, shared)
             except BaseException as error:
                 if shared is not None:
                     shared.fail(error)
-                if not isinstance(error, DamagedCheckpointError) or not self._stands_in_alone(step, error):
+                if not isinstance(error, DamagedCheckpointError):
+                    raise
+                self.items.damage_found()
+                if not self._stands_in_alone(step, error):
                     raise
                 found = self._read(step, items, kwargs, None)
         self.resumes_from(step, began=began)
@@ -111,7 +108,7 @@ class Resume:
         if found is None and skipped:
             raise NoWholeCheckpointError(
                 itemized(
-                    f"{self._directory}: every checkpoint is damaged. Look with `holdfast verify`; "
+                    f"{self.run.steps.location}: every checkpoint is damaged. Look with `holdfast verify`; "
                     "to start over, use another directory",
                     [f"step {step}: {one.what}" for step, one in skipped],
                 )
@@ -119,66 +116,67 @@ class Resume:
         if found is None:
             return None
         step, values = found
-        local = {newer: why for newer, why in self._run.hosts.unused.items() if newer > step}
-        passed = dict(sorted({**local, **{damaged: one.what for damaged, one in skipped}}.items(), reverse=True))
+        unused = {newer: why for place in self.run.places for newer, why in place.unused.items() if newer > step}
+        passed = dict(sorted({**unused, **{damaged: one.what for damaged, one in skipped}}.items(), reverse=True))
         if skipped:
-            headline = f"{self._directory}: going back to step {step}, the newest whole checkpoint. Newer ones:"
+            headline = f"{self.run.steps.location}: going back to step {step}, the newest whole checkpoint. Newer ones:"
             _logger.warning("%s", itemized(headline, [f"step {newer}: {why}" for newer, why in passed.items()]))
         for damaged, one in skipped:
-            self._run.condemn(damaged, one.what, unreadable=one.unreadable)
+            self.run.steps.mark_damaged(damaged, one.what, unreadable=one.unreadable)
         self.resumes_from(step, skipped=passed, began=began)
         return Restored(step, values, tuple(passed.items()))
 
     def peek(self, items: Collection[str], step: int | None) -> tuple[int, Any] | None:
         """Return the step that a restore would take, and these items of it."""
-        if step is not None and self._access.may_be_elsewhere(step):
-            self._access.fetch_missing(step)
+        if step is not None:
+            self._fetch_missing(step)
         read = partial(self._read_everywhere, items=dict.fromkeys(items), kwargs={})
         found, damaged = self._newest_whole(step, read if items else lambda _: ({}, None))
         if found is None and damaged:
             lines = [f"step {number}: {one.what}" for number, one in damaged]
-            raise NoWholeCheckpointError(itemized(f"{self._directory}: nothing can be read:", lines))
+            raise NoWholeCheckpointError(itemized(f"{self.run.steps.location}: nothing can be read:", lines))
         return found
 
     def _newest_whole(
         self, named: int | None, read: Callable[[int], tuple[Any, _Damage | None]], *, warns: bool = False
     ) -> tuple[tuple[int, Any] | None, list[tuple[int, _Damage]]]:
         """Read the newest step that is whole for all processes, or the named one; return also those passed over."""
+        directory = self.run.steps.location
         skipped: list[tuple[int, _Damage]] = []
         missing: set[int] = set()
         steps = self._newest_first(named)
         while steps:
             step, is_here = steps.pop(0)
-            if not is_here and not self._access.fetch(step):
+            if not is_here and not self.run.fetch(step):
                 continue
             found, damage = read(step)
             if damage is not None and self._passed_over(step, damage):
                 skipped.clear()
                 steps = self._newest_first(named)
                 continue
-            if damage is not None and not damage.deleted and is_here and self._access.fetch(step, overwrite=True):
+            if damage is not None and not damage.deleted and is_here and self.run.fetch(step, overwrite=True):
                 self._stands_in(step, damage.what, unreadable=damage.unreadable)
                 found, damage = read(step)
-                if damage is not None and self._access.local is not None:
-                    self._access.local.drop(step, damage.what)
+                if damage is not None:
+                    self._drop(step, damage.what)
             if damage is None:
                 return (step, found), skipped
             if damage.deleted:  # the run that writes here deleted it, and has newer steps
                 if step in missing:
                     if named is not None:
-                        self._run.stored_record(step)  # raises the error that tells which steps are there
+                        self.run.steps.stored_record(step)  # raises the error that tells which steps are there
                     raise CheckpointNotFoundError(
-                        f"{self._directory}: process 0 sees step {step}, and process {damage.process} does not, also "
-                        "when it looks again; all processes must see the same directory: is it a disk that they "
+                        f"{directory}: process 0 sees step {step}, and process {damage.process} does not, also when it "
+                        "looks again; all processes must see the same directory: is it a disk that they "
                         "share, mounted at the same path?"
                     )
                 missing.add(step)
                 skipped.clear()
-                self._run.reload()
+                self.run.steps.reload()
                 steps = self._newest_first(named)
                 continue
             if warns:  # at once, as the next step may end all with an error
-                _logger.warning("%s: step %d is damaged and passed over: %s", self._directory, step, damage.what)
+                _logger.warning("%s: step %d is damaged and passed over: %s", directory, step, damage.what)
             skipped.append((step, damage))
         return None, skipped
 
@@ -186,37 +184,41 @@ class Resume:
         self, step: int, *, skipped: Mapping[int, str] | None = None, began: float | None = None
     ) -> list[int]:
         """Note that the run resumes from a step; return the later ones."""
-        if began is not None or step != self._rollback.resumed_from:
-            self._access.events.write(
+        facts: dict[str, Any] = {}
+        for place in self.run.places:
+            facts.update(place.restored(step))
+        if began is not None or step != self.abandoned.resumed_from:
+            if facts:
+                _logger.info("%s: step %d comes from the local places of the hosts", self.run.steps.location, step)
+            self.run.events.write(
                 "restored",
                 step=step,
                 seconds=None if began is None else round(time.perf_counter() - began, 6),
                 skipped=[{"step": n, "damage": what} for n, what in (skipped or {}).items()],
-                **self._from_hosts(step),
+                **facts,
             )
-        if self._access.local is not None:
-            self._access.local.restored(step)
-        self._access.observer.reached("restored", step)
-        self._decisions.restored(step)
-        return self._rollback.restored(step)
+        self.run.observer.reached("restored", step)
+        self.decisions.restored(step)
+        later = self.run.steps.steps_after(step)
+        self.abandoned.restored(step, later)
+        return later
 
-    def _from_hosts(self, step: int) -> dict[str, Any]:
-        """Return, for an event, that a step was read from the hosts and not from the directory."""
-        if self._access.local is None or step not in self._run.hosts.read:
-            return {}
-        _logger.info("%s: step %d comes from the local places of the hosts", self._directory, step)
-        return {"local": True, "peer_bytes": self._access.local.bytes_from_peers}
+    def _drop(self, step: int, damage: str) -> None:
+        for place in self.run.places:
+            place.drop(step, damage)
 
     def _stands_in_alone(self, step: int, error: DamagedCheckpointError) -> bool:
         """Return whether the step of the hosts stands in for a damaged one; of several processes, not all may ask."""
-        local = self._access.options.local
-        if local is None or step not in self._run.hosts.further:
+        local = self.run.options.local
+        places = [place for place in self.run.places if not place.writes_directory and step in place.steps()]
+        if local is None or not places:
             return False
-        if self._processes.alone:
-            if found := self._access.take(step):
+        if self.run.processes.alone:
+            found = any(place.fetch(step, False) for place in places)
+            if found:
                 self._stands_in(step, str(error), unreadable=error.unreadable)
             return found
-        place = self._run.step_location(step)
+        place = self.run.steps.step_location(step)
         error.add_note(
             f"The hosts have step {step} in {local.url}, too. A restore without a number, such as resume='auto', takes "
             f"it from there unless a newer step is whole. To name the step, rename {place} to {place.name}.damaged, "
@@ -226,51 +228,78 @@ class Resume:
 
     def _stands_in(self, step: int, damage: str, *, unreadable: bool) -> None:
         """Warn that a step of the directory was damaged, and is read from elsewhere."""
-        is_local = step in self._run.hosts.read
+        is_local = step in self.run.steps.held_elsewhere()
         where = "the local places of the hosts" if is_local else "the mirror"
-        _logger.warning("%s: step %d was damaged, and is that of %s now: %s", self._directory, step, where, damage)
+        directory = self.run.steps.location
+        _logger.warning("%s: step %d was damaged, and is that of %s now: %s", directory, step, where, damage)
         if is_local:
-            self._run.condemn(step, damage, unreadable=unreadable)
+            self.run.steps.mark_damaged(step, damage, unreadable=unreadable)
 
     def _passed_over(self, step: int, damage: _Damage) -> bool:
         """Read a local step no more, if this is one, with a warning."""
-        if self._access.local is None or step not in self._run.hosts.read:
+        if step not in self.run.steps.held_elsewhere():
             return False
         _logger.warning(
             "%s: the local step %d is damaged and passed over, on process %d: %s",
-            self._directory,
+            self.run.steps.location,
             step,
             damage.process,
             damage.what,
         )
-        self._access.local.drop(step, damage.what)
+        self._drop(step, damage.what)
         return True
+
+    def _fetch_missing(self, step: int) -> None:
+        """Fetch a step that may be in another place only; then all processes call this."""
+        if any(place.may_have(step) for place in self.run.places):
+            self.run.fetch_missing(step)
+
+    @contextlib.contextmanager
+    def _shared_reads(self) -> Iterator[SharedReads | None]:
+        """Begin reads that all processes make together; None where each reads on its own."""
+        option = self.run.options.load_and_broadcast
+        transport = self.run.processes.transport() if option is not False else None
+        rendezvous = None if transport is None else self.run.processes.rendezvous("restore: shared reads")
+        if transport is None or rendezvous is None:
+            yield None
+            return
+        reads = SharedReads(rendezvous, transport, self.run.processes.timeout, always=option is True)
+        with contextlib.closing(reads) as shared:
+            yield shared
 
     def _newest_first(self, named: int | None) -> list[tuple[int, bool]]:
         """Return the steps, and whether each is there without a fetch, or the named one alone."""
         if named is not None:
             return [(named, True)]
-        steps: list[tuple[int, bool]] = self._processes.decide("steps", self._access.steps_of_both_places)
+        steps: list[tuple[int, bool]] = self.run.processes.decide("steps", self.run.steps_everywhere)
         return steps[::-1]
 
-    def _read(self, step: int, items: Any, kwargs: Mapping[str, Any], shared: SharedReads | None) -> Any:
-        attempts = itertools.count()
-
-        def read(stored: StoredItems) -> Any:
-            # What is damaged, or was replaced meanwhile, is read again, and perhaps not by all processes.
-            if next(attempts) and shared is not None:
-                shared.leave()
-            for item in self._items.left_out(stored, items):
-                before = newest_with(item, self._run.infos(), step)
-                where = "nor was a step before it" if before is None else f"step {before} has it, of an earlier moment"
-                _logger.warning("%s: step %d was saved without %s; %s", self._directory, step, item, where)
-            return self._items.restore(stored, items, kwargs, shared)
-
+    def structure(self, step: int, attempt: int = 1) -> Any:
+        """Return a description of every leaf of a step."""
+        stored = self.run.steps.open_step(step)
         try:
-            found = self._run.read_step(step, read)
+            return self.items.structure(stored)
         except DamagedCheckpointError:
-            self._items.damage_found()
-            raise
+            if not self.run.steps.may_read_again(step, stored, attempt):
+                raise
+        return self.structure(step, attempt + 1)
+
+    def _read(
+        self, step: int, items: Any, kwargs: Mapping[str, Any], shared: SharedReads | None, attempt: int = 1
+    ) -> Any:
+        stored = self.run.steps.open_step(step)
+        for item in self.items.left_out(stored, items):
+            before = newest_with(item, self.run.steps.infos(), step)
+            where = "nor was a step before it" if before is None else f"step {before} has it, of an earlier moment"
+            _logger.warning("%s: step %d was saved without %s; %s", self.run.steps.location, step, item, where)
+        try:
+            found = self.items.restore(stored, items, kwargs, shared)
+        except DamagedCheckpointError:
+            if not self.run.steps.may_read_again(step, stored, attempt):
+                raise
+            if shared is not None:  # perhaps not all processes read it again
+                shared.leave()
+            return self._read(step, items, kwargs, None, attempt + 1)
         if shared is not None:
             shared.leave()
         return found
@@ -278,7 +307,7 @@ class Resume:
     def _read_everywhere(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, _Damage | None]:
         """Read a step on all processes; return it, and the damage that any of them has found."""
         found = damage = broken = None
-        with self._access.shared_reads() as shared:
+        with self._shared_reads() as shared:
             try:
                 found = self._read(step, items, kwargs, shared)
             except PeerFailedError as error:  # its reason follows: damage, or an error that ends all
@@ -288,16 +317,16 @@ class Resume:
                     shared.fail(error)
                 if isinstance(error, DamagedCheckpointError):
                     damage = _Damage(str(error), unreadable=error.unreadable)
-                elif isinstance(error, CheckpointNotFoundError) and step not in self._run.steps_and_damaged():
+                elif isinstance(error, CheckpointNotFoundError) and step not in self.run.steps.steps_and_damaged():
                     damage = _Damage("it was deleted meanwhile", deleted=True)
                 else:
-                    self._processes.fail("restored", error)
+                    self.run.processes.fail("restored", error)
                     raise
-            first = self._processes.first("restored", damage)
+            first = self.run.processes.first("restored", damage)
         if broken is not None and first is None:
             raise broken
         if first is None:
             return found, None
-        self._items.damage_found()
+        self.items.damage_found()
         process, what = first
         return found, _Damage(*what)._replace(process=process)

@@ -6,13 +6,13 @@ always means the highest step, never the latest time: clocks differ and jump.
 
 from __future__ import annotations
 
+import abc
 import heapq
 import math
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from ..clock import format_duration
 from .metrics import Metric, Mode, format_metric, metric_name, metric_value
 
 if TYPE_CHECKING:
@@ -26,18 +26,30 @@ NEWEST = "newest"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInfo:
-    """One committed checkpoint, as the rules see it."""
+    """One committed checkpoint, as a :class:`KeepPolicy` sees it.
 
-    step: int  # the number of optimizer updates in it
-    time: float  # when it was committed, in seconds since 1970-01-01 UTC, by the clock of the machine that wrote it
-    metrics: Mapping[str, Any] | None = None  # the metrics stored with it, or None
-    pinned: bool = False  # whether it stays even if no rule keeps it
-    items: Collection[str] = ()  # the names of its items
+    Attributes:
+        step: The number of optimizer updates in it.
+        time: When it was committed, in seconds since 1970-01-01 UTC, by the clock of the machine that wrote it.
+        metrics: The metrics stored with it, or None.
+        pinned: Whether it stays even if no policy keeps it.
+        items: The names of its items.
+    """
+
+    step: int
+    time: float
+    metrics: Mapping[str, Any] | None = None
+    pinned: bool = False
+    items: Collection[str] = ()
     # The last requested metric and its value: a function is called only once, although each save ranks all steps.
     _value: tuple[Metric, float | None] | None = field(default=None, init=False, repr=False, compare=False)
 
     def value(self, metric: Metric) -> float | None:
-        """Return one metric as a number, or None."""
+        """Return one metric as a number, or None.
+
+        Args:
+            metric: The name of the metric, or a function of the metrics.
+        """
         known = self._value
         if known is None or known[0] is not metric:
             known = metric, metric_value(self.metrics, metric)
@@ -60,19 +72,32 @@ def infos_of(entries: Iterable[StepEntry]) -> list[StepInfo]:
 # ---- rules
 
 
-class Rule(Protocol):
-    """Names steps to keep; the other rules decide about the rest."""
+@runtime_checkable
+class KeepPolicy(Protocol):
+    """Names steps to keep, for ``keep=``; the other policies decide about the rest, and the newest always stays.
 
-    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
-        """Return the steps that this rule keeps, each with the reason, given all committed steps in any order."""
-        ...
+    A step that is not kept once is deleted for good. So a policy should keep the same steps again after the others are
+    gone.
+
+    >>> class KeepEven(KeepPolicy):
+    ...     def kept(self, steps):
+    ...         return {info.step: "even" for info in steps if info.step % 2 == 0}
+    """
+
+    @abc.abstractmethod
+    def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+        """Return the steps that this policy keeps, each with the reason for users.
+
+        Args:
+            steps: All committed steps, in any order.
+        """
 
 
 @dataclass(frozen=True)
 class KeepAll:
     """Keeps everything."""
 
-    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+    def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         return {info.step: "nothing limits what is kept" for info in steps}
 
 
@@ -82,7 +107,7 @@ class KeepLatest:
 
     n: int
 
-    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+    def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         newest = sorted((info.step for info in steps), reverse=True)[: self.n]
         return {step: f"one of the newest {self.n}" if place else NEWEST for place, step in enumerate(newest)}
 
@@ -95,7 +120,7 @@ class KeepBest:
     metric: Metric
     mode: Mode = "max"
 
-    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+    def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         name = metric_name(self.metric)
         kept = {}
         for place, (step, value) in enumerate(_ranked(steps, self.metric, self.mode, self.n), start=1):
@@ -109,49 +134,12 @@ class KeepBest:
 
 
 @dataclass(frozen=True)
-class KeepPeriod:
-    """Keeps the first step at or past each multiple of a number of steps, and step 0."""
-
-    period: int
-
-    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
-        why = "every step" if self.period == 1 else f"every {self.period} steps"
-        kept: dict[int, str] = {}
-        passed = 0  # how many multiples the last kept step has passed; no step passes 0, where runs begin
-        for step in sorted(info.step for info in steps):
-            if step // self.period > passed or step == 0:
-                kept[step], passed = why, step // self.period
-        return kept
-
-
-@dataclass(frozen=True)
-class KeepTimeInterval:
-    """Keeps the lowest step, and each that was committed some seconds or more after the last kept.
-
-    A higher step with an earlier time shows that the clock was set back; it is kept, and time is measured from it.
-    """
-
-    seconds: float
-
-    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
-        why = f"every {format_duration(self.seconds)}"
-        kept: dict[int, str] = {}
-        last = math.nan  # the time of the last kept step
-        for info in sorted(steps, key=attrgetter("step")):
-            if not math.isfinite(info.time) or 0 <= info.time - last < self.seconds:
-                continue
-            kept[info.step] = f"{why} (the clock was set back)" if info.time < last else why
-            last = info.time
-        return kept
-
-
-@dataclass(frozen=True)
 class KeepItem:
     """Keeps the newest step with an item that not every step has."""
 
     item: str
 
-    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+    def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         newest = max((info.step for info in steps if self.item in info.items), default=None)
         return {} if newest is None else {newest: f"the newest with {self.item}"}
 
@@ -160,7 +148,7 @@ class KeepItem:
 class KeepPinned:
     """Keeps the pinned steps."""
 
-    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+    def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         return {info.step: "pinned" for info in steps if info.pinned}
 
 
@@ -168,7 +156,7 @@ class KeepPinned:
 class KeepWithoutMetrics:
     """Keeps the steps without any metrics."""
 
-    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+    def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         return {info.step: "no metrics" for info in steps if not info.metrics}
 
 
@@ -178,19 +166,19 @@ class KeepSteps:
 
     steps: Collection[int]
 
-    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+    def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         return {info.step: "chosen step" for info in steps if info.step in self.steps}
 
 
 # ---- all rules
 
 
-def kept_steps(steps: Sequence[StepInfo], rules: Sequence[Rule]) -> set[int]:
+def kept_steps(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> set[int]:
     """Return the steps to keep: those that any rule keeps, and the newest in any case."""
     return set().union(*_verdicts(steps, rules))
 
 
-def reasons(steps: Sequence[StepInfo], rules: Sequence[Rule]) -> dict[int, tuple[str, ...]]:
+def reasons(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> dict[int, tuple[str, ...]]:
     """Return the steps that :func:`kept_steps` returns, in ascending order, each with every reason."""
     found: dict[int, list[str]] = {}
     for verdict in _verdicts(steps, rules):
@@ -199,10 +187,10 @@ def reasons(steps: Sequence[StepInfo], rules: Sequence[Rule]) -> dict[int, tuple
     return {step: tuple(dict.fromkeys(found[step])) for step in sorted(found)}
 
 
-def _verdicts(steps: Sequence[StepInfo], rules: Sequence[Rule]) -> Iterator[dict[int, str]]:
+def _verdicts(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> Iterator[dict[int, str]]:
     if steps:
         yield {max(map(attrgetter("step"), steps)): NEWEST}
-        yield from (rule.keep(steps) for rule in rules or (KeepAll(),))
+        yield from (rule.kept(steps) for rule in rules or (KeepAll(),))
 
 
 def newest_with(item: str, steps: Sequence[StepInfo], before: float = math.inf) -> int | None:

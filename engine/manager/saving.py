@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import Save, leave_save
 from ..errors import SaveFailedError
-from ..forks import Lock
 from ..format import CheckpointRecord, ItemRecord
 from ..steps import LEFT_BEHIND
 from ..storage import Location
-from .access import RunAccess
-from .decisions import Decision, EverySteps, Rollback, SaveDecisions
-from .directory import check_json
+from .decisions import AbandonedSteps, Decision, SaveDecisions
+from .directory import StepState
 from .events import described, few
-from .items import ItemSet
-from .metrics import MetricWatch, named, plain_containers, plain_metrics
+from .items import ItemSet, PendingSave
+from .metrics import MetricWatch, named, plain_containers
 from .ownership import NO_LOCAL_STEPS
+from .policies import passes
 from .retention import StepInfo, newest_with
+from .run import Run
 
 if TYPE_CHECKING:
-    from .local_tier import LocalHistory
+    from .local_tier import LocalTier
 
 _logger = logging.getLogger("holdfast")
 
@@ -33,22 +33,31 @@ _logger = logging.getLogger("holdfast")
 class Saves:
     """Saves steps one after the other, in the caller's thread or in the background."""
 
-    def __init__(self, access: RunAccess, items: ItemSet, decisions: SaveDecisions, rollback: Rollback) -> None:
-        self._access = access
-        self._run = access.run
-        self._options = access.options
-        self._processes = access.processes
-        self._background = access.background
-        self._events = access.events
-        self._observer = access.observer
+    def __init__(
+        self,
+        run: Run,
+        items: ItemSet,
+        decisions: SaveDecisions,
+        abandoned: AbandonedSteps,
+        local: LocalTier | None,
+    ) -> None:
+        self._run = run
+        self._steps = run.steps
+        self._options = run.options
+        self._processes = run.processes
+        self._background = run.background
+        self._events = run.events
+        self._observer = run.observer
+        self._local = local
         self._items = items
         self._decisions = decisions
-        self._rollback = rollback
+        self._abandoned = abandoned
         self.committed: Callable[[Location, CheckpointRecord], None] | None = None  # called after each commit
         self._pending: PendingSave | None = None  # the save that is under way
+        self._has_told_of_repeated = False
         self._watch: MetricWatch | None = None  # None once the metric that ranks checkpoints has come
         if self._options.best_fn is not None and self._processes.is_primary:
-            self._watch = MetricWatch(self._options.best_fn, str(self._run.location))
+            self._watch = MetricWatch(self._options.best_fn, str(self._steps.location))
 
     def decide(self, step: int, metrics: Any) -> Decision:
         """Return whether a save is due, and the reason."""
@@ -57,28 +66,31 @@ class Saves:
             metrics = named(metrics)
             if self._options.save_on_best and callable(self._options.best_fn):
                 metrics = plain_containers(metrics)
-        pending = self._pending
-        in_flight = pending is not None and pending.step == step
-        saved = in_flight or (step in self._run and not self._rollback.replaces(step))
         # A function of the metrics fetches them from the device: it is called only where a trigger calls it as well.
         if self._watch is not None and (isinstance(self._options.best_fn, str) or self._options.save_on_best):
             self.note_metrics(step, metrics)
-        decision = self._decisions.decide(step, metrics, saved=saved, earlier=self._earlier())
-        if decision.save and step in self._run.strays:
-            return Decision(False, f"{self._run.step_location(step)} is no checkpoint, and is left alone")
+        decision = self._decisions.decide(step, metrics, saved=self._is_saved(step), earlier=self._earlier())
+        if decision.save and self._steps.state(step) is StepState.STRAY:
+            return Decision(False, f"{self._steps.step_location(step)} is no checkpoint, and is left alone")
         return decision
+
+    def _is_saved(self, step: int) -> bool:
+        """Return whether a step is saved, or being saved, and not one to replace."""
+        is_pending = self._pending is not None and self._pending.step == step
+        return is_pending or (step in self._steps and not self._abandoned.replaces(step))
 
     def note_metrics(self, step: int, metrics: Mapping[str, Any] | None) -> None:
         """Warn, once, of metrics without the one that ranks checkpoints."""
-        if self._watch is not None:
-            self._watch.note(step, metrics, self._run.infos())
+        best_fn = self._options.best_fn
+        if self._watch is not None and best_fn is not None:
+            self._watch.note(step, metrics, (info.value(best_fn) for info in self._steps.infos()))
             self._watch = None if self._watch.ended else self._watch
 
     def item_due(self, item: str, step: int) -> bool:
         """Return whether a save at a step has an item."""
         interval = self._options.item_intervals.get(item)
-        previous = newest_with(item, self._run.infos(), step)
-        return interval is None or previous is None or EverySteps(interval).due(step, previous)
+        previous = newest_with(item, self._steps.infos(), step)
+        return interval is None or previous is None or passes(interval, step, previous)
 
     def _items_left_out(self, step: int) -> list[str]:
         """Return the items that a save at a step leaves out; process 0 knows."""
@@ -95,8 +107,8 @@ class Saves:
         """Return the steps that a new best must beat, the one that is being saved among them."""
         pending = self._pending
         if pending is None or not self._options.save_on_best:
-            return self._run.infos()
-        return *self._run.infos(), StepInfo(step=pending.step, time=self._access.clock.now(), metrics=pending.metrics)
+            return self._steps.infos()
+        return *self._steps.infos(), StepInfo(step=pending.step, time=self._run.clock.now(), metrics=pending.metrics)
 
     # ---- one save
 
@@ -113,42 +125,45 @@ class Saves:
         """Save a step if that is due; return whether it was."""
         began = time.perf_counter()
         decision = Decision(True, "forced") if force else self.decide(step, metrics)
-        replaces = force or self._run.is_damaged(step) or self._rollback.replaces(step)
+        replaces = force or self._steps.state(step) is StepState.DAMAGED or self._abandoned.replaces(step)
         if not decision.save:
+            if not self._has_told_of_repeated and self._is_saved(step) and self._processes.is_primary:
+                self._has_told_of_repeated = True
+                text = "save(%d) returned False, and what it was given is not saved: %s. force=True replaces it"
+                _logger.warning(text, step, decision.reason)
             return False
-        self._access.acquire()
-        if step in self._run.strays and (reason is not None or not force):  # An explicit save is refused.
+        self._run.acquire()
+        is_stray = self._steps.state(step) is StepState.STRAY
+        if is_stray and (reason is not None or not force):  # An explicit save is refused.
             return False
         if force:
             self._observer.reached("step", step)  # decide() was perhaps not called for this step
         self._background.join()
-        with self._access.changing:
+        with self._run.changing:
             self._background.join()  # another thread may have saved meanwhile
-            self._access.check_writable()
+            self._run.check_writable()
             if self._background.has_missed_a_process and (lost := self._background.take_error()) is not None:
                 self._processes.fail("save", lost)  # this save would wait as long again
                 raise lost
             left_out = [] if force else self._items_left_out(step)
             rendezvous = self._processes.rendezvous("save")
             try:
-                # Nothing that fails on one process comes before this, so that all have the same local steps to read.
-                local = self._access.local
-                history = None if local is None else local.directory_saves(step)
-                self._run.ownership.check(at_once=True)
-                self._run.make_room(step, replaces=replaces)
-                pending = PendingSave(step, reason or decision.reason, metrics, custom_metadata, history)
-                # A callback, which gives the reason, has called decide() before.
-                if reason is None or not isinstance(self._options.best_fn, str):
-                    self.note_metrics(step, pending.metrics)
-                values = self._items.to_save(items, kwargs, left_out)
-            except BaseException as error:
-                leave_save(rendezvous, error)
-                raise
-            if self._access.mirror is not None:
-                self._access.mirror.save_begins()
-            try:
+                try:
+                    # What fails on one process only comes after this, so that all have the same local steps to read.
+                    for place in self._run.places:
+                        place.save_begins(step)
+                    self._steps.ownership.check(at_once=True)
+                    self._steps.make_room(step, replaces=replaces)
+                    pending = PendingSave(step, reason or decision.reason, metrics, custom_metadata)
+                    # A callback, which gives the reason, has called decide() before.
+                    if reason is None or not isinstance(self._options.best_fn, str):
+                        self.note_metrics(step, pending.metrics)
+                    values = self._items.to_save(items, kwargs, left_out)
+                except BaseException as error:
+                    leave_save(rendezvous, error)
+                    raise
                 save = Save(
-                    self._run.step_location(step),
+                    self._steps.step_location(step),
                     values,
                     overwrite=True,  # a superseded run has committed a step that is there and was not due
                     owned=True,
@@ -157,26 +172,26 @@ class Saves:
                     timeout=self._processes.timeout,
                 )
             except BaseException:
-                if self._access.mirror is not None:
-                    self._access.mirror.save_ended()
+                self._places_go_on()
                 raise
             if save.replaces and not replaces:
                 _logger.warning(
                     "%s: step %d was committed by another run since this one has looked, and is replaced",
-                    self._run.location,
+                    self._steps.location,
                     step,
                 )
             earlier: SaveFailedError | None = None
             try:
                 self._observer.reached("saving", step)  # here, so that a drill knows of a thread that has not begun
-                self._rollback.saving(step, leaves=LEFT_BEHIND in (custom_metadata or {}))
+                later = self._steps.steps_after(step)
+                self._abandoned.saving(step, later, leaves=LEFT_BEHIND in (custom_metadata or {}))
                 self._decisions.save_begins(step)
                 self._pending = pending
                 if not save.in_background:
                     self._complete(pending, save)
                 earlier = self._background.take_error()
                 if save.in_background:
-                    what = f"step {step} of {self._run.location}"
+                    what = f"step {step} of {self._steps.location}"
                     self._background.start(functools.partial(self._complete, pending, save), what=what, step=step)
             except BaseException as error:  # an interrupt, or the system has no more threads
                 if save.give_up(error):
@@ -199,13 +214,13 @@ class Saves:
     ) -> bool:
         """Save a step in the local places of the hosts, if that is due; return whether it was."""
         began = time.perf_counter()
-        local = self._access.local
+        local = self._local
         if local is None or not local.due(step):
             return False
         rendezvous = local.begin(step)
-        with self._access.changing:
+        with self._run.changing:
             try:
-                self._access.acquire()
+                self._run.acquire()
                 if not local.ready(step, rendezvous):
                     return True
                 left_out = self._items_left_out(step)
@@ -224,7 +239,7 @@ class Saves:
 
     def miss_locally(self, step: int, error: BaseException) -> None:
         """As `miss`, where a local save is due at a step."""
-        local = self._access.local
+        local = self._local
         if local is not None and local.due(step):
             leave_save(local.begin(step), error)
 
@@ -235,7 +250,7 @@ class Saves:
             with save.completing() as claimed:
                 if not claimed:  # an interrupt has ended the save before this thread began
                     return
-                self._items.save_begins(step, self._run)
+                self._items.save_begins(step, self._steps)
                 items = save.write(awaited)
                 record, report = save.commit(None if items is None else self._record(pending, items))
         except BaseException as error:
@@ -244,11 +259,11 @@ class Saves:
             self._events.write("save_failed", step=step, error=described(error))
             raise
         slowed = self._decisions.slowed(report.total_seconds - report.blocked_seconds)
-        self._run.add(step, record)
-        self._run.last_saved = step
-        if self._access.local is not None and pending.history is not None:
-            self._access.local.directory_saved(step, pending.history[1])
-        self._rollback.saved(step)
+        self._steps.add(step, record)
+        self._steps.last_saved = step
+        for place in self._run.places:
+            place.committed(step)
+        self._abandoned.saved(step)
         self._ended(pending, failed=False)
         _logger.info("%s", report)
         self._events.write(
@@ -262,54 +277,57 @@ class Saves:
             **({} if slowed is None else {"slowed_seconds": round(slowed, 6)}),
             metrics=few(record.metrics),
         )
-        self._access.tell_interval()
+        self._run.report_interval()
         if self.committed is not None:
-            self.committed(self._run.step_location(step), record)
+            self.committed(self._steps.step_location(step), record)
         self._observer.reached("committed", step)
         try:
             with self._items.steps_deleted():
-                self._run.collect()
-            self._access.notify_mirror()
+                self._steps.collect()
+            self._run.notify_places()
         except Exception as error:
             raise SaveFailedError(
-                f"step {step} of {self._run.location} is saved, but best_fn failed then: {error!r}",
+                f"step {step} of {self._steps.location} is saved, but best_fn failed then: {error!r}",
                 step,
             ) from error
 
     def _record(self, pending: PendingSave, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
         """Make the commit record right before the commit, after a last check of the ownership."""
-        self._run.ownership.check()
-        if self._access.local is not None and pending.history is not None:
-            self._access.local.note(pending.history[0])
-        else:
-            self._run.note_branches(NO_LOCAL_STEPS)
+        self._steps.ownership.check()
+        if self._local is None:
+            self._steps.note_branches(NO_LOCAL_STEPS)
+        for place in self._run.places:
+            place.committing()
         self._observer.reached("commit", pending.step)
-        return pending.record(items, self._access.clock.now())
+        return pending.record(items, self._run.clock.now())
 
     def _ended(self, pending: PendingSave, *, failed: bool) -> None:
-        if self._access.mirror is not None:
-            self._access.mirror.save_ended()
+        self._places_go_on()
         self._decisions.save_ended(failed=failed)
         self._pending = None
         pending.close()
+
+    def _places_go_on(self) -> None:
+        for place in self._run.places:
+            place.save_ended()
 
     # ---- changes of what was saved
 
     def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Store metrics with a step that was saved or is being saved."""
         self.note_metrics(step, metrics)
-        self._access.acquire()
+        self._run.acquire()
         recorded = self._processes.decide(f"metrics of step {step}", self._add_metrics, step, metrics)
         if recorded is None:
             return
         if not self._processes.is_primary:
             self._change_metrics(step, recorded)
-        changing = self._access.changing
+        changing = self._run.changing
         if changing.acquire(blocking=False):  # a save that is under way, or begins, deletes old steps at its end
             try:
                 if not self._background.running:
                     self._background.start(
-                        lambda _: self._run.collect(), what=f"{self._run.location}: deleting old steps"
+                        lambda _: self._steps.collect(), what=f"{self._steps.location}: deleting old steps"
                     )
             finally:
                 changing.release()
@@ -324,7 +342,7 @@ class Saves:
 
     def deleted(self) -> None:
         """Count the next save from the newest step that is left."""
-        self._decisions.deleted(max(self._run.steps(), default=0))
+        self._decisions.deleted(max(self._steps.steps(), default=0))
 
     def join_save_of(self, step: int) -> None:
         """Wait for the save of a step, if it is under way."""
@@ -334,51 +352,7 @@ class Saves:
 
     def _change_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.join_save_of(step)
-        self._run.add_late_metrics()
-        self._run.change(step, metrics=metrics)
+        self._steps.add_late_metrics()
+        self._steps.change(step, metrics=metrics)
         self._events.write("metrics", step=step, metrics=few(metrics))
-        self._access.notify_mirror()
-
-
-class PendingSave:
-    """The step that is being saved, and its metrics: more may come until the commit record is made."""
-
-    def __init__(
-        self,
-        step: int,
-        reason: str,
-        metrics: Any,
-        custom_metadata: Mapping[str, Any] | None,
-        history: tuple[LocalHistory, LocalHistory] | None = None,
-    ) -> None:
-        self.step = step
-        self.history = history  # of the local steps: before the commit, and after it
-        self._reason = reason
-        self._facts = check_json("custom_metadata", custom_metadata)
-        self.metrics = None if metrics is None else plain_metrics(metrics)
-        self._lock = Lock()
-        self._open = True
-
-    def add(self, metrics: Mapping[str, Any]) -> bool:
-        """Add metrics; return False if the commit record was made before."""
-        with self._lock:
-            if self._open:
-                self.metrics = {**(self.metrics or {}), **metrics}
-            return self._open
-
-    def close(self) -> dict[str, Any] | None:
-        """Return all metrics, and take no more."""
-        with self._lock:
-            self._open = False
-            return self.metrics
-
-    def record(self, items: Mapping[str, ItemRecord], time: float) -> CheckpointRecord:
-        """Return the commit record of the step, with all metrics."""
-        return CheckpointRecord(
-            items=items,
-            time=time,
-            step=self.step,
-            reason=self._reason,
-            metrics=self.close(),
-            custom_metadata=self._facts,
-        )
+        self._run.notify_places()

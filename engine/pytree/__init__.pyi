@@ -20,6 +20,7 @@ from .device_arrays import Copy as Copy
 from .device_arrays import DeviceArray as DeviceArray
 from .device_arrays import PinnedMemory as PinnedMemory
 from .device_arrays import default_pinned_bytes as default_pinned_bytes
+from .device_replicas import differing_replicas as differing_replicas
 from .document import TreeDocument as TreeDocument
 from .document import from_document as from_document
 from .document import leaves_at as leaves_at
@@ -38,8 +39,8 @@ from .flattening import is_leaf as is_leaf
 from .flattening import key_segments as key_segments
 from .flattening import pack_numbers as pack_numbers
 from .flattening import pack_tree as pack_tree
-from .flattening import packed_again as packed_again
 from .flattening import unflatten as unflatten
+from .flattening import unpack_numbers as unpack_numbers
 from .host_leaves import decode_value as decode_value
 from .host_leaves import encode_value as encode_value
 from .host_leaves import is_python_value as is_python_value
@@ -98,6 +99,7 @@ from .template import LeafRequest as LeafRequest
 from .template import LeafTemplate as LeafTemplate
 from .template import LeafType as LeafType
 from .template import as_saved as as_saved
+from .template import castable as castable
 from .template import compare as compare
 from .template import compare_metadata as compare_metadata
 from .template import describe_template as describe_template

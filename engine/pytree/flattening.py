@@ -434,8 +434,8 @@ def pack_tree(tree: Any, depth: int = 0) -> Any:
     return contents.build(values)
 
 
-def packed_again(details: Details, array: NDArray[Any], name: str) -> PackedNumbers:
-    """Return the packed sequence as it was; the details and the array are not trusted."""
+def unpack_numbers(details: Details, array: NDArray[Any], name: str) -> Any:
+    """Return a sequence that was packed; the details and the array are not trusted."""
     sequence, elements, limit = (details.get(key) for key in ("sequence", "elements", "maxlen"))
     mixed = elements == MIXED
     expected = np.dtype(np.uint8) if mixed else _DTYPES.get(str(elements), array.dtype)
@@ -448,7 +448,7 @@ def packed_again(details: Details, array: NDArray[Any], name: str) -> PackedNumb
         )
     if mixed and len(array) and (last := int(array[:, 0].max())) >= len(_MIXED_TYPES):
         raise DamagedCheckpointError(f"leaf {format_path(name)}: type {last} of an element is unknown")
-    return PackedNumbers(None, array, details)
+    return _built(details, _elements(details, array))
 
 
 def _elements(details: Details, array: NDArray[Any]) -> list[Any]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError, TreeMismatchError, difference
 from . import jax_leaves, torch_leaves
-from .flattening import collection_paused, packed_again
+from .flattening import collection_paused, unpack_numbers
 from .host_leaves import decode_bytes, decode_value, number_kind
 from .leaves import ARRAY_KINDS, NUMBER_KINDS, NUMBERS, STATIC, Box, Part, Saved, spell, whole
 from .names import format_path
@@ -250,8 +250,6 @@ def materialize(
         try:
             if template is None or template.kind == "any":
                 results[index] = _plain(leaf, array, name)
-            elif template.kind == NUMBERS and array is not None:
-                results[index] = packed_again(leaf.details, array, name)
             elif template.kind in NUMBER_KINDS:
                 results[index] = _number(template, _plain(leaf, array, name), array, name)
             elif template.dtype is None:
@@ -341,7 +339,7 @@ def _plain(leaf: Saved, array: NDArray[Any] | None, name: str) -> Any:
     if leaf.kind in {"str", "bytes"}:
         return decode_bytes(leaf.kind, array, name)
     if leaf.kind == NUMBERS:
-        return packed_again(leaf.details, array, name).unpack()
+        return unpack_numbers(leaf.details, array, name)
     raise DamagedCheckpointError(f"leaf {format_path(name)} is an array of the unknown kind {leaf.kind!r:.80}")
 
 

@@ -184,6 +184,16 @@ def _fits(template: LeafTemplate, saved: Saved) -> bool:
     return cast or _same_dtype(template.dtype, saved.dtype)
 
 
+def castable(template: LeafTemplate, saved: Saved | None) -> LeafTemplate:
+    """Return a template that casts a saved leaf of another dtype, if both are integers, floats or complex numbers."""
+    if saved is None or saved.dtype is None or template.dtype is None or template.kind == "key":
+        return template
+    number = number_kind(saved.dtype)
+    alike = number in {"int", "float", "complex"} and number == number_kind(template.dtype)
+    casts = alike and template.variant is saved.variant is None and not _same_dtype(template.dtype, saved.dtype)
+    return replace(template, cast=True) if casts else template
+
+
 def _castable(one: str | None, other: str | None) -> bool:
     """Whether numbers of one kind can be cast to another on request; imaginary parts are never dropped."""
     return one is not None and other is not None and (one != "complex" or other == "complex")
@@ -226,8 +236,6 @@ class LeafRequest:
 
 def with_request(name: str, request: LeafRequest, saved: Saved, template: LeafTemplate | None) -> LeafTemplate:
     asked = _kind(name, request)
-    if asked == NUMBERS:
-        return LeafTemplate(name, NUMBERS, None, None, None, origin="request")
     if asked in _VALUES:
         leaf = template.leaf if template is not None and template.kind == asked else None
         return LeafTemplate(name, asked, None, None, leaf, cast=True, origin="request")
@@ -240,7 +248,7 @@ def with_request(name: str, request: LeafRequest, saved: Saved, template: LeafTe
 
 def _kind(name: str, request: LeafRequest) -> str | None:
     kind, sharding = request.kind, request.sharding
-    if kind is not None and kind != NUMBERS and kind not in _VALUES | _ARRAYS:
+    if kind is not None and kind not in _VALUES | _ARRAYS:
         known = ", ".join(sorted(_VALUES | _ARRAYS))
         raise OptionError(f"{format_path(name)}: kind={kind!r} is not known; expected one of {known}")
     if kind in {"jax", "torch"}:

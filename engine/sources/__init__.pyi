@@ -20,6 +20,7 @@ from .files import read_object as read_object
 from .files import read_optional as read_optional
 from .files import replacing as replacing
 from .files import total_bytes as total_bytes
+from .merging import read_merged as read_merged
 from .native import NativeCheckpoint as NativeCheckpoint
 from .native import described_steps as described_steps
 from .native import leaf_path as leaf_path

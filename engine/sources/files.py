@@ -97,7 +97,7 @@ def check_destination(destination: Location, *, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def replacing(destination: Location) -> Iterator[Location]:
-    """Yield a name to write to: a temporary one beside the file, which becomes the file at the end."""
+    """Yield a name to write to: a temporary one beside the file or folder, which becomes it at the end."""
     destination.parent.make_directory()
     if not destination.is_local:  # a single request is atomic
         yield destination
@@ -107,7 +107,7 @@ def replacing(destination: Location) -> Iterator[Location]:
         yield partial
         partial.rename(destination.name)
     except BaseException:
-        partial.remove()
+        partial.remove_tree()
         raise
 
 

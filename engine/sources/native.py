@@ -98,7 +98,9 @@ class NativeCheckpoint(CheckpointSource):
         folder, files = self._open(item)
         return JsonCheckpointHandler().restore(folder, files=files)
 
-    def load(self, item: str, like: Any = None, select: Patterns | None = None) -> Any:
+    def load(
+        self, item: str, like: Any = None, select: Patterns | None = None, *, cast: bool = False, subset: bool = False
+    ) -> Any:
         if self.parts[item].kind != TREE:
             return super().load(item, like, select)
         from ..handlers import (
@@ -107,7 +109,7 @@ class NativeCheckpoint(CheckpointSource):
 
         kwargs: dict[str, Any] = {} if select is None else {"select": select}
         folder, files = self._open(item)
-        return PyTreeCheckpointHandler().restore(folder, like, files=files, **kwargs)
+        return PyTreeCheckpointHandler().restore(folder, like, files=files, cast=cast, subset=subset, **kwargs)
 
     def complete(self, item: str, source: TreeSource, tree: Any) -> Any:
         kept = source.external()

@@ -11,7 +11,6 @@ import os
 import pickle
 import stat
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,9 +61,7 @@ class OpenCheckpoint:
     def __enter__(self) -> Any:
         return self.tree
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @collection_paused()

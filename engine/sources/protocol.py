@@ -98,8 +98,10 @@ class CheckpointSource(Protocol):
         """Whether another process has replaced or deleted it since it was opened, as far as that can be told."""
         return False
 
-    def load(self, item: str, like: Any = None, select: Patterns | None = None) -> Any:
-        """Load an item; a template and patterns are for trees, see :func:`~holdfast.load`."""
+    def load(
+        self, item: str, like: Any = None, select: Patterns | None = None, *, cast: bool = False, subset: bool = False
+    ) -> Any:
+        """Load an item; a template, patterns and what a template allows are for trees, see :func:`~holdfast.load`."""
         kind = self.items[item]
         if kind != TREE:
             if kind in (JSON, METRICS) and (like is not None or select is not None):
@@ -115,7 +117,7 @@ class CheckpointSource(Protocol):
             template = None if like is None else flatten(with_optimizer_states(like, source))
             if template is not None:
                 source = source.for_template(template.names)
-            return load_tree(source, like=template, select=select)
+            return load_tree(source, like=template, select=select, cast=cast, subset=subset)
 
     def load_transformed(self, item: str, transformations: Any, new_tree: Any, *, default_to_original: bool) -> Any:
         """Load a tree into another structure; see :func:`~holdfast.load_transformed`."""

@@ -136,10 +136,20 @@ class SaveLock(FileLock):
         return self._place.is_local and self.obstacle is None
 
     def make(self) -> None:
-        """Make the file, empty, and lock it."""
-        # Another save may have replaced the file meanwhile, which it took for that of a dead save.
-        if not self._acquire(os.O_RDWR | os.O_CREAT | os.O_EXCL):
+        """Make the file, empty, and lock it; the memory of this process has no locks."""
+        if self._place.is_local:
+            # Another save may have replaced the file meanwhile, which it took for that of a dead save.
+            is_made = self._acquire(os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        else:
+            is_made = self._place.write_bytes_if(b"", None)
+        if not is_made:
             raise self.conflict()
+
+    def write(self, content: bytes, *, sync: bool) -> None:
+        if self.descriptor is None:
+            self._place.write_bytes(content, atomic=False, sync=sync)
+        else:
+            super().write(content, sync=sync)
 
     def take_over(self) -> bool:
         """Lock the file of a dead save, so that what it left can be removed; return whether the file exists.

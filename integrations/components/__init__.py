@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ..graph import RestoreReport as ComponentReport
 from .component import Checkpointable, Component
 from .handler import ComponentCheckpointHandler
 from .live import modules_of
 from .permissions import allow, rename
 from .reading import read_state
-from .restoring import ComponentReport
 from .states import check_saveable

@@ -15,13 +15,14 @@ from ...engine.manager import plain_metrics
 from ...engine.peer_names import refuse_unknown
 from ...engine.pytree import Patterns
 from ...engine.storage import Place, as_location
+from ..graph import RestoreReport
 from .constructing import build
 from .constructor_spec import CtorArguments
 from .live import ARGUMENTS, LiveComponent, discovered, kept_arguments, live_tree, paths_of
 from .names import Names, Selection, format_component_path
 from .permissions import Permissions
 from .reading import SavedComponent, open_component
-from .restoring import ComponentReport, descend, kept_values, locate, restore_saved
+from .restoring import descend, kept_values, locate, restore_saved
 from .saving import prepare
 from .states import (
     Fetched,
@@ -30,7 +31,7 @@ from .states import (
     divided,
     inherited,
     overrides,
-    set_default_state,
+    prepare_state,
     stored_state,
     takes,
 )
@@ -161,7 +162,7 @@ class Checkpointable:
         strict: bool = False,
         filesystem: Any = None,
         **unknown: Never,
-    ) -> ComponentReport:
+    ) -> RestoreReport:
         """Restore this component and all below it, in place: objects keep their identity.
 
         Args:
@@ -348,7 +349,7 @@ def _give(one: LiveComponent, state: Any) -> None:
     own, below = divided(one, state)
     _give_all(below)
     if own:
-        report = set_default_state(one, stored_state(one, own))
+        report = prepare_state(one, stored_state(own))()
         now = live_tree(one.value, one.path, one.name, one.above)
         _give_all(divided(now, own)[1])
         names = {child.name for child in now.children}

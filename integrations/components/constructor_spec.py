@@ -33,7 +33,7 @@ from ...engine.pytree import (
     is_torch_tensor,
     loaded,
     pack_numbers,
-    packed_again,
+    unpack_numbers,
 )
 from ..graph import Untracked
 from .permissions import Permissions
@@ -106,6 +106,10 @@ def _encode(value: Any, reference: Reference, nested: Nested, depth: int) -> Any
         raise NotData("is nested too deeply, or holds itself")
     within = functools.partial(_encode, reference=reference, nested=nested, depth=depth + 1)
     kind = type(value)
+
+    def pairs(entries: Mapping[str, Any]) -> list[Any]:
+        return [[name, within(item)] for name, item in entries.items()]
+
     if value is None or kind in (bool, int, str):
         return _plain(value)
     if kind is float:
@@ -117,23 +121,38 @@ def _encode(value: Any, reference: Reference, nested: Nested, depth: int) -> Any
     if kind in (list, tuple) and (packed := pack_numbers(value)) is not None:
         leaf = packed.describe()
         (piece,) = leaf.pieces
-        data = _array_data(np.asarray(piece.array))
-        return {_NUMBERS: [leaf.details["sequence"], leaf.details["elements"], *data]}
+        return {_NUMBERS: [leaf.details["sequence"], leaf.details["elements"], *_array_data(np.asarray(piece.array))]}
     if kind is list:
-        return [within(item) for item in value]
-    if kind is tuple:
-        return {"tuple": [within(item) for item in value]}
-    if kind in (set, frozenset):
-        return {kind.__name__: sorted((within(item) for item in value), key=repr)}
+        return list(map(within, value))
+    if kind in (tuple, set, frozenset):
+        elements = list(map(within, value))
+        return {kind.__name__: elements if kind is tuple else sorted(elements, key=repr)}
     if isinstance(value, Mapping) and (kind is dict or kind.__module__ == "collections"):
         return {"dict": [[within(key), within(item)] for key, item in value.items()]}
     if kind in (range, slice):
-        return {kind.__name__: [within(value.start), within(value.stop), within(value.step)]}
+        return {kind.__name__: list(map(within, (value.start, value.stop, value.step)))}
     if isinstance(value, PurePath):
         return {"path": str(value)}
     if isinstance(value, types.SimpleNamespace):
-        return {"namespace": [[name, within(item)] for name, item in vars(value).items()]}
-    return _encode_object(value, reference, nested, within)
+        return {"namespace": pairs(vars(value))}
+    if (name := reference(value)) is not None:
+        return {"component": name}
+    if (spec := nested(value)) is not None:
+        return {_NESTED: spec}
+    if isinstance(value, enum.Enum):
+        return {"enum": [import_path(kind), value.name]}
+    if (of_framework := _encode_of_framework(value)) is not None:
+        return of_framework
+    if isinstance(value, functools.partial):
+        return {"partial": [within(value.func), list(map(within, value.args)), pairs(value.keywords)]}
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | np.ufunc):
+        return {"name": _named(value)}
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        return {"object": [_named(kind), pairs(fields)]}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {"object": [_named(kind), pairs(dict(zip(value._fields, value, strict=True)))]}
+    raise NotData(f"is a {kind.__module__}.{kind.__qualname__}, which a constructor spec cannot hold")
 
 
 def _plain(value: Any) -> Any:
@@ -142,32 +161,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, int) and value.bit_length() > 10_000:
         raise NotData("is an integer of more than 10000 bits")
     return value
-
-
-def _encode_object(value: Any, reference: Reference, nested: Nested, within: Callable[[Any], Any]) -> Any:
-    name = reference(value)
-    if name is not None:
-        return {"component": name}
-    spec = nested(value)
-    if spec is not None:
-        return {_NESTED: spec}
-    if isinstance(value, enum.Enum):
-        return {"enum": [import_path(type(value)), value.name]}
-    of_framework = _encode_of_framework(value)
-    if of_framework is not None:
-        return of_framework
-    if isinstance(value, functools.partial):
-        keywords = [[key, within(item)] for key, item in value.keywords.items()]
-        return {"partial": [within(value.func), [within(item) for item in value.args], keywords]}
-    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | np.ufunc):
-        return {"name": _named(value)}
-    if dataclasses.is_dataclass(value):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        return {"object": [_named(type(value)), [[one, within(getattr(value, one))] for one in fields]]}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        pairs = zip(value._fields, value, strict=True)
-        return {"object": [_named(type(value)), [[one, within(item)] for one, item in pairs]]}
-    raise NotData(f"is a {type(value).__module__}.{type(value).__qualname__}, which a constructor spec cannot hold")
 
 
 def _named(thing: Any) -> str:
@@ -197,14 +190,12 @@ def _encode_of_framework(value: Any) -> dict[str, Any] | None:
             raise NotData(f"is a {type(value).__name__} of {value.dtype}{list(value.shape)}; those belong to the state")
         return {"array": ["torch", *_array(value.detach().cpu().numpy())]}
     if is_jax_array(value):
-        jax: Any = loaded("jax")
-        typed_key = is_key(value)
-        data = jax.numpy.asarray(jax.random.key_data(value)) if typed_key else value
-        if not data.is_fully_addressable or data.nbytes > _ARRAY_LIMIT:
+        if not value.is_fully_addressable or value.size * value.dtype.itemsize > _ARRAY_LIMIT:
             raise NotData(f"is an array of {value.dtype}{list(value.shape)} of jax; those belong to the state")
-        if typed_key:
-            return {"key": [str(jax.random.key_impl(value)), *_array(np.asarray(data))]}
-        return {"array": ["jax", *_array(np.asarray(data))]}
+        if is_key(value):
+            jax: Any = loaded("jax")
+            return {"key": [str(jax.random.key_impl(value)), *_array(np.asarray(jax.random.key_data(value)))]}
+        return {"array": ["jax", *_array(np.asarray(value))]}
     if type(value).__module__ == "jax._src.numpy.scalar_types" and isinstance(value.dtype, np.dtype):
         return {"jax.dtype": value.dtype.name}
     nnx = loaded("flax.nnx")
@@ -285,8 +276,8 @@ class SpecDecoder:
             "set": lambda value, depth: set(self._all(value, depth)),
             "frozenset": lambda value, depth: frozenset(self._all(value, depth)),
             "dict": self._dict,
-            "range": lambda value, depth: range(*self._all(as_list(value, 3), depth)),
-            "slice": lambda value, depth: slice(*self._all(as_list(value, 3), depth)),
+            "range": lambda value, depth: range(*self._all(value, depth, 3)),
+            "slice": lambda value, depth: slice(*self._all(value, depth, 3)),
             "path": lambda value, _: FilePath(as_text(value)),
             "namespace": lambda value, depth: types.SimpleNamespace(**self._keywords(value, depth)),
             "component": lambda value, _: self._noted(self.component(as_text(value))),
@@ -338,12 +329,11 @@ class SpecDecoder:
             self._missing.append(value.reason)
         return value
 
-    def _all(self, values: Any, depth: int) -> list[Any]:
-        return [self._decode(item, depth + 1) for item in as_list(values)]
+    def _all(self, values: Any, depth: int, count: int | None = None) -> list[Any]:
+        return [self._decode(item, depth + 1) for item in as_list(values, count)]
 
     def _dict(self, value: Any, depth: int) -> dict[Any, Any]:
-        pairs = [self._all(as_list(pair, 2), depth) for pair in as_list(value)]
-        return dict(pairs)
+        return dict(self._all(pair, depth, 2) for pair in as_list(value))
 
     def _keywords(self, value: Any, depth: int) -> dict[str, Any]:
         pairs = [as_list(pair, 2) for pair in as_list(value)]
@@ -428,7 +418,7 @@ def _decoded_array(value: Any) -> Any:
 def _sequence(value: Any) -> Any:
     sequence, elements, *rest = as_list(value, 5)
     details = {"kind": NUMBERS, "sequence": as_text(sequence), "elements": as_text(elements)}
-    return packed_again(details, _numpy(rest, limit=None), "of the constructor spec").unpack()
+    return unpack_numbers(details, _numpy(rest, limit=None), "of the constructor spec")
 
 
 def _key(value: Any) -> Any:

@@ -73,6 +73,12 @@ class LiveComponent(Part):
                 named.add((f"{'/'.join(path)} (component)",), other)
         return {**own, **named.added}
 
+    @property
+    def ends(self) -> Callable[[Any], bool]:
+        """Whether an object is saved as a component: one below, or the component itself if an object refers to it."""
+        below = {id(child.value) for child in self.children}
+        return lambda value: isinstance(value, Part) or id(value) in below or is_component(value)
+
     def walk(self) -> Iterator[LiveComponent]:
         """Generate this component and all below it, those above first."""
         yield self

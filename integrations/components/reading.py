@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from typing import Any, Protocol
 
-from ...engine.arrays import TreeReader, load_tree, read_checked, tree_metadata
+from ...engine.arrays import PartialTree, TreeReader, leaf_values, load_tree, read_checked, tree_metadata
 from ...engine.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
 from ...engine.format import COMPONENT, COMPONENTS, DOCUMENT_LIMIT, CheckpointRecord, ItemRecord
 from ...engine.pytree import (
-    NUMBERS,
     LeafRequest,
     TreeDef,
     collection_paused,
     expand,
-    flatten,
     instance_of,
     is_leaf,
-    is_torch_tensor,
+    loaded_object,
+    name_of_class,
 )
 from ...engine.steps import has_record, read_record, read_steadily
 from ...engine.storage import Location, Place, as_location
 from ..formats.rllib import BUILDERS, CONSTRUCTOR, RLlibDirectory, looks_like_rllib
 from ..formats.torch.files import without_objects
 from ..formats.torch.pickles import Name, unpickle
-from ..graph import Path
+from ..graph import Path, StoredGraph
 from .constructor_spec import encode_spec
 from .layout import Description, below, part_records, parts_of, whole_around
 from .names import STATE, format_component_path, name_of
 from .permissions import allowed_objects
+from .states import GRAPH, read_document, stored_state
 
 _logger = logging.getLogger("holdfast")
 
@@ -57,12 +55,15 @@ class SavedComponent(Protocol):
         """The components below it by their paths from it."""
         ...
 
-    def state(self, component: Any = None, *, packed: bool = False) -> Any:
+    def state(self, component: Any = None) -> Any:
         """Read its own state, without those of the components below; raise DamagedCheckpointError.
 
         Named tuples and dataclasses in it are dictionaries, unless a component of the program shows their classes.
-        Long sequences of numbers may stay packed where that is requested.
         """
+        ...
+
+    def graph(self) -> StoredGraph:
+        """Open its own state as a graph."""
         ...
 
 
@@ -91,25 +92,35 @@ class NativeComponent:
             found[path] = NativeComponent(self._root, self._items, (*self.path, *path))
         return found
 
-    def state(self, component: Any = None, *, packed: bool = False) -> Any:
+    def state(self, component: Any = None) -> Any:
         # Arrays are of the libraries that they were saved from.
         with collection_paused():
-            reader = TreeReader(self._folder, self._item.files)
-            kinds = _FRAMEWORKS | {NUMBERS: NUMBERS} if packed else _FRAMEWORKS
-            requests = {
-                leaf.name: LeafRequest(kind=kinds[leaf.saved.kind])
-                for leaf in reader.leaves
-                if leaf.saved.kind in kinds
-            }
-            tree, structure = load_tree(reader, requests=requests), reader.tree.structure
-            if packed:
-                needed = {leaf.name for leaf in reader.leaves if leaf.saved.details.get("requires_grad") is True}
-                _set_gradients_needed(tree, needed)
-            return tree if component is None else with_records(tree, structure, component, str(self.location))
+            reader = self._reader()
+            kinds = [(leaf.name, _FRAMEWORKS.get(leaf.saved.kind)) for leaf in reader.leaves]
+            requests = {name: LeafRequest(kind=kind) for name, kind in kinds if kind is not None}
+            tree = load_tree(reader, requests=requests)
+            return tree if component is None else with_records(tree, reader.tree.structure, component, self.location)
+
+    def graph(self) -> StoredGraph:
+        return StoredGraph(_OwnTree(self._reader()), self.location)
+
+    def _reader(self) -> TreeReader:
+        return TreeReader(self._folder, self._item.files)
 
     def structure(self) -> Any:
         """Return its own state with a description of every leaf in its place; no data is read."""
-        return tree_metadata(TreeReader(self._folder, self._item.files))
+        return tree_metadata(self._reader())
+
+
+class _OwnTree(PartialTree):
+    """The values of a component, whose graph is described by a text among them."""
+
+    def __init__(self, reader: TreeReader) -> None:
+        super().__init__(reader, {leaf.name: leaf for leaf in reader.leaves if leaf.name != GRAPH}, reader.tree)
+        self._texts = leaf_values(reader, [leaf for leaf in reader.leaves if leaf.name == GRAPH])
+
+    def graph_document(self) -> Any:
+        return read_document(self._texts[0], self.location) if self._texts else None
 
 
 class RLlibComponent(RLlibDirectory):
@@ -127,8 +138,11 @@ class RLlibComponent(RLlibDirectory):
             metadata=self.metadata,
         )
 
-    def state(self, component: Any = None, *, packed: bool = False) -> Any:
-        return self.own_state(none=not packed)  # a packed state is stored as a tree, in which None is no key
+    def state(self, component: Any = None) -> Any:
+        return self.own_state(none=True)
+
+    def graph(self) -> StoredGraph:
+        return stored_state(self.own_state(none=False), self.location)  # None is no key of a tree
 
     def _constructor(self) -> tuple[str, dict[str, Any] | None, str]:
         """Return the name of the class, the constructor spec, and why there is none."""
@@ -149,14 +163,6 @@ class RLlibComponent(RLlibDirectory):
             return name, None, f"the arguments in {place} are not plain data"
         spec, _ = encode_spec(tuple(args), kwargs, lambda _: None, lambda _: None)
         return name, spec, ""
-
-
-def _set_gradients_needed(tree: Any, names: Collection[str]) -> None:
-    """Mark the tensors that needed gradients at the save."""
-    flat = flatten(tree)
-    for name, value in zip(flat.names, flat.values, strict=True):
-        if name in names and is_torch_tensor(value):
-            value.requires_grad_()
 
 
 def open_component(path: Place) -> SavedComponent:
@@ -276,90 +282,63 @@ def full_state(component: SavedComponent, own: Callable[[Any], Any] = lambda one
 
 # ---- named tuples and dataclasses in a state: they are restored as objects of the program's own classes
 
-# A checkpoint names their classes, and nothing is imported or called because of that. A class must be one that the
-# component shows: in its state as it is now, in the module or the class that defines it, or allowed by the program.
+# A checkpoint names their classes, and nothing is imported or called because of that.
 _KINDS = ("namedtuple", "dataclass", "node")  # Dataclasses that are registered with jax are nodes.
-_Record = tuple[str, tuple[str, ...], bool]  # the name of its class, the names of its fields, and whether some may lack
 
 
-def with_records(tree: Any, structure: TreeDef | None, component: Any, where: str) -> Any:
+def with_records(tree: Any, structure: TreeDef | None, component: Any, where: Location) -> Any:
     """Return a loaded tree with named tuples and dataclasses in the place of the dictionaries of their fields."""
-    every = set(_records(structure))
-    if not every:
-        return tree
-    classes = {record: _find(record, _named(component)) for record in every}
-    if None in classes.values():
+    lost: set[str] = set()
+
+    @cache
+    def shown() -> dict[str, Any]:
+        kinds = allowed_objects()
         with contextlib.suppress(Exception):  # A new object may have no state to show yet.
-            shown = list(_within(component.get_state(), 0))
-            classes |= {record: kind or _find(record, shown) for record, kind in classes.items()}
+            kinds += _kinds_within(component.get_state(), 0)
+        return {name_of_class(kind): kind for kind in kinds}
+
+    def made(label: str, fields: Mapping[str, Any]) -> Any:
+        for path in _import_paths(label, type(component).__module__):
+            if (found := instance_of(loaded_object(path), fields)) is not None:
+                return found
+        return instance_of(shown().get(label), fields)
 
     def visit(node: TreeDef | None, value: Any) -> Any:
         if node is None:
             return value
         children = list(value if node.keys is None else value.values())
         values = [visit(child, one) for child, one in zip(node.children, children, strict=True)]
-        kind = classes[_record(node)] if node.kind in _KINDS else None
-        fields = {} if kind is None else dict(zip(_record(node)[1], values, strict=True))
-        return node.build(values) if kind is None else instance_of(kind, fields)
+        if node.kind in _KINDS:
+            found = made(str(node.label), dict(zip(map(str, node.keys or ()), values, strict=True)))
+            if found is not None:
+                return found
+            lost.add(str(node.label))
+        return node.build(values)
 
-    for label in sorted({label for (label, *_), kind in classes.items() if kind is None}):
-        name = type(component).__qualname__
+    tree = visit(structure, tree)
+    for label in sorted(lost):
         _logger.warning(
-            "%s: the state holds a %s, and %s shows no such class with the same fields, so that set_state gets a "
-            "dictionary of its fields; import the class in the module that defines %s, or allow it (components.allow)",
+            "%s: the state holds a %s, and the program has no such class with the same fields, so that set_state of %s "
+            "gets a dictionary of its fields; import the class before the restore, or allow it (components.allow)",
             where,
             label,
-            name,
-            name,
+            type(component).__qualname__,
         )
-    return visit(structure, tree)
+    return tree
 
 
-def _record(node: TreeDef) -> _Record:
-    return str(node.label), tuple(map(str, node.keys or ())), node.kind == "dataclass"
+def _import_paths(label: str, module: str) -> Iterator[str]:
+    """Generate the import paths that a name may stand for; a program that is run has the module ``__main__``."""
+    parts = label.split(".")
+    for size in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[size:])
+        yield f"{'.'.join(parts[:size])}:{name}"
+        yield f"{module if parts[0] == '__main__' else '__main__'}:{name}"
 
 
-def _records(node: TreeDef | None) -> Iterator[_Record]:
-    if node is not None:
-        if node.kind in _KINDS:
-            yield _record(node)
-        for child in node.children:
-            yield from _records(child)
-
-
-def _named(component: Any) -> Iterator[type]:
-    """Generate the classes that the module and the class of a component name, and those that the program allows."""
-    for kind in type(component).__mro__:
-        for names in (vars(kind), vars(sys.modules.get(kind.__module__, object))):
-            yield from filter(_is_record, list(names.values()))
-    yield from filter(_is_record, allowed_objects())
-
-
-def _within(value: Any, depth: int) -> Iterator[type]:
+def _kinds_within(value: Any, depth: int) -> Iterator[type]:
     contents = None if is_leaf(value) or depth > 20 else expand(value)
     if contents is not None:
-        if _is_record(type(value)):
-            yield type(value)
+        yield type(value)
         for child in contents.values:
-            yield from _within(child, depth + 1)
-
-
-def _is_record(thing: Any) -> bool:
-    return isinstance(thing, type) and (
-        dataclasses.is_dataclass(thing) or (issubclass(thing, tuple) and hasattr(thing, "_fields"))
-    )
-
-
-def _find(record: _Record, known: Iterable[type]) -> type | None:
-    label, fields, partial = record
-    for kind in known:
-        whole = partial or issubclass(kind, tuple) or len(dataclasses.fields(kind)) == len(fields)  # type: ignore[arg-type]
-        if _is_called(kind, label) and whole and instance_of(kind, dict.fromkeys(fields)) is not None:
-            return kind
-    return None
-
-
-def _is_called(kind: type, label: str) -> bool:
-    """Whether a class has the name that was saved; a program that is run has the module ``__main__``."""
-    module, name = kind.__module__, kind.__qualname__
-    return label in (f"{module}.{name}", f"__main__.{name}") or (module == "__main__" and label.endswith(f".{name}"))
+            yield from _kinds_within(child, depth + 1)

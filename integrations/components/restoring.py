@@ -4,78 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...engine.arrays import SavedLeaf
 from ...engine.errors import OptionError, TreeMismatchError, shortened
-from ...engine.pytree import PathFilter, Patterns, flatten
+from ...engine.pytree import PathFilter, Patterns
 from ...engine.sources import Misfits
-from ..graph import Path, StoredGraph, format_section
+from ..graph import Path, RestoreReport, StoredGraph
 from .live import LiveComponent, paths_of, refreshed
 from .names import find, format_component_path
 from .reading import SavedComponent, all_components
 from .states import (
-    Keep,
     OwnReport,
     forget_moments,
     has_own,
     is_remote,
     own_states,
-    set_own_state,
+    prepare_state,
     stored_state,
 )
 
 _logger = logging.getLogger("holdfast")
+# Returns whether the value at a path of a component stays as it is in the program.
+Keep = Callable[[Path, SavedLeaf | None], bool]
 _KEPT = (
     "; nothing was changed. A path is that of the component and that of the value in it, such as "
     "'learner/optimizer/**'; a component that has a set_state of its own takes all of its state"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComponentReport:
-    """The restored components and values, and the others. Components are named by their paths, the root by ``(root)``.
-
-    Attributes:
-        checkpoint: Where the states come from.
-        restored: Components of the program that were restored.
-        missing: Components of the program that the checkpoint does not have; they stay as they are.
-        unused: Components of the checkpoint that the program does not have.
-        missing_values: Values of restored components that the checkpoint does not have: ``learner/p0: net/bias``.
-        unused_values: Values of the checkpoint that a restored component has no place for, or that are not data.
-        separate: Pairs of components that are one object in the checkpoint, and two in the program. Both were restored,
-            but will differ as soon as training continues.
-    """
-
-    checkpoint: str
-    restored: tuple[str, ...]
-    missing: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    missing_values: tuple[str, ...] = ()
-    unused_values: tuple[str, ...] = ()
-    separate: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def complete(self) -> bool:
-        """Whether program and checkpoint match exactly."""
-        return not self.problems()
-
-    def problems(self) -> list[str]:
-        """Return a line for each kind of mismatch."""
-        return [
-            *format_section("components that the checkpoint does not have", self.missing),
-            *format_section("components that the program does not have", self.unused),
-            *format_section("values that the checkpoint does not have", self.missing_values),
-            *format_section("values that the program does not have", self.unused_values),
-            *format_section(
-                "components that are one object in the checkpoint and two in the program",
-                [f"{one} and {other}" for one, other in self.separate],
-            ),
-        ]
-
-    def __str__(self) -> str:
-        return "\n".join([f"{self.checkpoint}: {len(self.restored)} components restored", *self.problems()])
 
 
 def restore_saved(
@@ -87,7 +44,7 @@ def restore_saved(
     fresh: bool = False,
     misfits: Misfits | None = None,
     modes: bool = False,
-) -> ComponentReport:
+) -> RestoreReport:
     """Restore a live component, just made if it is ``fresh``, from one that has been opened.
 
     With ``misfits``, values that do not fit stay as they are, and it gets a line for each of them. With ``modes``,
@@ -99,9 +56,8 @@ def restore_saved(
         _logger.info("as at the save, where the program began otherwise: %s", shortened(changed))
     if misfits is not None:
         misfits.kept |= restore.different()
-        misfits.missing((*report.missing, *report.missing_values))
-        misfits.surplus((*report.unused, *report.unused_values))
-        report = dataclasses.replace(report, missing=(), unused=(), missing_values=(), unused_values=())
+        report._note(misfits)
+        report = RestoreReport(checkpoint=report.checkpoint, restored=report.restored, separate=report.separate)
     for line in report.problems():
         _logger.warning("%s: %s", saved.location, line.strip())
     return report
@@ -131,12 +87,13 @@ class _Restore:
             headline = "does not have all components of the program (strict=True); nothing was changed:"
             raise TreeMismatchError(f"{self.saved.location} {headline}", missing)
         live = paths_of(self.target.root)
-        self._states = {path: _read_state(origin, live[path]) for path, origin in self._origins.items()}
+        opened = {path: _opened(origin, live[path]) for path, origin in self._origins.items()}
         if self.strict and (left_out := self._left_out()):
             headline = "has values that cannot be restored (strict=True); nothing was changed:"
             raise TreeMismatchError(f"{self.saved.location} {headline}", left_out)
         if isinstance(self.keep, PathFilter):
-            self.keep.check(self._saved_paths(), _KEPT)
+            self.keep.check(self._saved_paths(opened), _KEPT)
+        self._states = {path: self._prepared(live[path], state) for path, state in opened.items()}
         self._done: dict[Path, OwnReport] = {}
         self._before: list[tuple[LiveComponent, Any]] = []
         self._asked: dict[Path, Any] = {}  # states of remote components before the restore, requested at once
@@ -182,18 +139,28 @@ class _Restore:
             return None
         return descend(self.saved, goal[len(start) :])
 
-    def _saved_paths(self) -> Iterator[Path]:
+    def _saved_paths(self, opened: Mapping[Path, Any]) -> Iterator[Path]:
         """Generate the paths of the saved values that patterns choose, also of components that are yet to be made."""
-        for path, state in self._states.items():
+        matched = {origin.path for origin in self._origins.values()}
+        others = [saved for saved in all_components(self.saved) if saved.path not in matched]
+        below = {(*self.target.path, *saved.path[len(self.saved.path) :]): saved.graph() for saved in others}
+        for path, state in (*opened.items(), *below.items()):
             for number, _ in state.graph.values() if isinstance(state, StoredGraph) else ():
                 yield (*path, *state.graph.path(number))
-        matched = {origin.path for origin in self._origins.values()}
-        for saved in all_components(self.saved):
-            if saved.path not in matched:
-                path = (*self.target.path, *saved.path[len(self.saved.path) :])
-                yield from ((*path, *name.split(".")) for name in flatten(saved.state(packed=True)).names)
 
-    def run(self) -> ComponentReport:
+    def _prepared(self, one: LiveComponent, state: Any) -> Callable[[], OwnReport]:
+        """Return a function that sets a state that was opened for a component."""
+        if isinstance(state, StoredGraph):
+            kept = self._kept(one.path, state)
+            return prepare_state(one, state, ignore=kept, fitting=self.fitting, modes=self.modes)
+
+        def apply() -> OwnReport:
+            one.value.set_state(state)
+            return OwnReport()
+
+        return apply
+
+    def run(self) -> RestoreReport:
         """Restore every component, and then those that exist only since another was restored."""
         try:
             live = paths_of(self.target.root)
@@ -205,7 +172,7 @@ class _Restore:
             while new := self._new_origins():
                 live = paths_of(self.target.root)
                 for path, origin in new.items():
-                    self._set(live[path], _read_state(origin, live[path]), last=False)
+                    self._set(live[path], self._prepared(live[path], _opened(origin, live[path])), last=False)
             self._forget_moments()
         except BaseException:
             self._undo()
@@ -225,26 +192,28 @@ class _Restore:
         self._origins.update(new)
         return new
 
-    def _set(self, one: LiveComponent, state: Any, *, last: bool) -> None:
+    def _set(self, one: LiveComponent, change: Callable[[], OwnReport], *, last: bool) -> None:
         if not last and not self.fresh:
             before = self._asked if one.path in self._asked else own_states([one], snapshot=True, partial=True)
             self._before.append((one, before[one.path]))
-        kept = self._within(one.path)
-        self._done[one.path] = set_own_state(one, state, kept, fitting=self.fitting, modes=self.modes)
+        self._done[one.path] = change()
 
-    def _within(self, above: Path) -> Keep | None:
-        """Return the same for paths within a component."""
-        keep = self.keep
+    def _kept(self, above: Path, stored: StoredGraph) -> list[Path]:
+        """Return the paths of the values of a component that stay as they are in the program."""
+        keep, values = self.keep, [(stored.graph.path(number), node.value) for number, node in stored.graph.values()]
         if isinstance(keep, PathFilter):
-            return lambda path, _: not keep.chooses((*above, *path))
-        return None if keep is None else lambda path, leaf: keep((*above, *path), leaf)
+            return [path for path, _ in values if not keep.chooses((*above, *path))]
+        return [path for path, name in values if keep is not None and keep(path, stored.leaves.get(name or ""))]
 
     def _undo(self) -> None:
         for one, state in reversed(self._before):
             if isinstance(state, dict) and not state:
                 continue
             try:
-                set_own_state(one, state if has_own(one.value, "set_state") else stored_state(one, state))
+                if has_own(one.value, "set_state"):
+                    one.value.set_state(state)
+                else:
+                    prepare_state(one, stored_state(state))()
             except Exception:  # The caller sees the error that led here.
                 _logger.warning("%s: its state could not be undone", format_component_path(one.path), exc_info=True)
 
@@ -267,10 +236,10 @@ class _Restore:
             different = {**one.different, **{line: line for line in forget_moments(live[path], fresh)}}
             self._done[path] = dataclasses.replace(one, different=different)
 
-    def _report(self) -> ComponentReport:
+    def _report(self) -> RestoreReport:
         used = {origin.path for origin in self._origins.values()}
         _, *below = all_components(self.saved)
-        return ComponentReport(
+        return RestoreReport(
             checkpoint=str(self.saved.location),
             restored=tuple(map(format_component_path, self._done)),
             missing=tuple(self._missing()),
@@ -295,10 +264,9 @@ def _is_used(one: SavedComponent, used: Collection[Path]) -> bool:
     return one.path in used or (any(path[: len(one.path)] == one.path for path in used) and one.state() == {})
 
 
-def _read_state(origin: SavedComponent, one: LiveComponent) -> Any:
-    if has_own(one.value, "set_state"):
-        return origin.state(one.value)
-    return stored_state(one, origin.state(packed=True), origin.location)
+def _opened(origin: SavedComponent, one: LiveComponent) -> Any:
+    """Return the state for the component's own ``set_state``, or open it to be read."""
+    return origin.state(one.value) if has_own(one.value, "set_state") else origin.graph()
 
 
 def locate(live: LiveComponent, component: str) -> LiveComponent:

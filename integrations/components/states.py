@@ -40,10 +40,8 @@ from ...engine.stateful import adapted
 from ...engine.storage import LocalBackend, Location
 from ..graph import (
     OPTIMIZER_SLOTS,
-    Leaf,
     LiveGraph,
     LiveNode,
-    Part,
     Path,
     Restoration,
     StoredGraph,
@@ -58,9 +56,6 @@ from .names import Names, format_component_path
 _logger = logging.getLogger("holdfast")
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-# Returns whether the value at a path of a component stays as it is in the program.
-Keep = Callable[[Path, SavedLeaf | None], bool]
 
 # Key of a state for the document of its objects, as text, where the names of the values do not imply them.
 GRAPH = "__graph__"
@@ -190,13 +185,14 @@ def check_saveable(root: Any) -> None:
 
 def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> dict[str, Any]:
     """Take the state of a component that has no ``get_state`` of its own."""
-    graph, skipped, others = own_graph(component)
+    graph = own_graph(component)
     if not partial:
-        _refuse_unnamed(component, others)
+        _refuse_unnamed(component, graph)
         _refuse_outside(component, graph)
-    found = capture(graph)
-    for path, reason in skipped.items():
-        _logger.warning("component %s: %s is not saved: it %s", format_component_path(component.path), path, reason)
+    found = capture(graph.without_names())
+    for path, reason in graph.skipped.items():
+        where = format_component_path(component.path)
+        _logger.warning("component %s: %s is not saved: it %s", where, format_node_path(path), reason)
     state: dict[str, Any] = dict(found.tree)
     if _needs_document(found.document, found.tree):
         if GRAPH in state:
@@ -205,13 +201,15 @@ def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = F
     return dict(copied(state)) if snapshot else state
 
 
-def _refuse_unnamed(component: LiveComponent, others: Mapping[Path, Any]) -> None:
+def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
     """Raise UnsupportedLeafError for components inside objects in which no component looks for them."""
     known = {id(one.value) for one in component.root.walk()}
     # Components among the attributes are named on purpose, or left out with a warning.
     named = [adapted(child) for _, child in discovered(component.value)]
     known |= set(map(id, named))
-    lost = [path for path, value in others.items() if is_component(value) and id(adapted(value)) not in known]
+    edges = [((*node.path, segment), child) for node in graph.own for segment, child in node.edges.items()]
+    others = [(path, child.value) for path, child in edges if child.outside and is_component(child.value)]
+    lost = [path for path, value in others if id(adapted(value)) not in known]
     if lost:
         paths = shortened([format_node_path(path) for path in lost])
         raise UnsupportedLeafError(
@@ -289,34 +287,26 @@ def divided(one: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, Any
     return flat, below
 
 
-def set_own_state(component: LiveComponent, state: Any, keep: Keep | None = None, **options: bool) -> OwnReport:
-    """Give its state to a component, by its own ``set_state`` if it has one; the options are for all others."""
-    if not has_own(component.value, "set_state"):
-        return set_default_state(component, state, keep, **options)
-    component.value.set_state(state)
-    return OwnReport()
-
-
-def set_default_state(
+def prepare_state(
     component: LiveComponent,
     stored: StoredGraph,
-    keep: Keep | None = None,
     *,
+    ignore: Iterable[Path] = (),
     fitting: bool = False,
     modes: bool = False,
-) -> OwnReport:
-    """Give its state to a component that has no ``set_state`` of its own, with ``fitting`` the values that fit.
+) -> Callable[[], OwnReport]:
+    """Read the state of a component that has no ``set_state``; return a function that changes the component.
 
-    With ``modes``, modules get the modes that they had, too.
+    Values at the paths of ``ignore`` stay as they are. With ``fitting``, only values that fit are read. With ``modes``,
+    modules get the modes that they had, too.
     """
     source = stored.checkpoint
-    graph, *_ = own_graph(component)
-    own = {format_node_path(node.path) for node in graph.leaves()}
-    restoration = Restoration(stored, component, ignore=kept_paths(stored, keep), final=True)
+    graph = own_graph(component)
+    restoration = Restoration(stored, component, ignore=ignore, final=True, ends=component.ends)
     restoration.progress.partial = True  # The report lists the values that are left over.
     misfits = Misfits()
     try:
-        restoration.prepare(misfits if fitting else None).apply()
+        prepared = restoration.prepare(misfits if fitting else None)
     except TreeMismatchError as error:
         if not error.differences:
             raise
@@ -326,22 +316,27 @@ def set_default_state(
             f"Change the program, or {other}:",
             error.differences,
         ) from error
-    report = restoration.report()
-    unused = report.pending + report.unused
-    # Earlier versions left out what optimizers keep for parameters of some components.
-    without = [number for number, node in enumerate(stored.graph.nodes) if node.groups and not any(node.groups)]
-    lost = [format_node_path((*stored.graph.path(number), OPTIMIZER_SLOTS)) for number in without]
-    if unused and own and not lost and not fitting and not set(report.restored) & own:
-        raise TreeMismatchError(
-            f"{source}: nothing in it matches {_called(component)}, and nothing was changed. "
-            f"It has {shortened(map(repr, unused))}; the component has {shortened(map(repr, sorted(own)))}"
-        )
-    kept = misfits.kept
-    missing = [path for path in report.missing if path in own and path not in kept]
-    unused = tuple(path for path in unused if path not in kept)
-    fresh = [node.value for node in graph.leaves() if format_node_path(node.path) in kept]
-    changed = tuple(restoration.restore_modes()) if modes else ()
-    return OwnReport((*lost, *missing), unused, kept, tuple(filter(is_torch_tensor, fresh)), changed)
+
+    def apply() -> OwnReport:
+        prepared()
+        report = restoration.report()
+        unused = report.pending + report.unused
+        # Earlier versions left out what optimizers keep for parameters of some components.
+        without = [number for number, node in enumerate(stored.graph.nodes) if node.groups and not any(node.groups)]
+        lost = [format_node_path((*stored.graph.path(number), OPTIMIZER_SLOTS)) for number in without]
+        if unused and report.missing and not (report.restored or lost or fitting):
+            raise TreeMismatchError(
+                f"{source}: nothing in it matches {_called(component)}, and nothing was changed. It has "
+                f"{shortened(map(repr, unused))}; the component has {shortened(map(repr, sorted(report.missing)))}"
+            )
+        kept = misfits.kept
+        missing = [path for path in report.missing if path not in kept]
+        unused = tuple(path for path in unused if path not in kept)
+        fresh = [node.value for node in graph.leaves() if format_node_path(node.path) in kept]
+        changed = tuple(restoration.restore_modes()) if modes else ()
+        return OwnReport((*lost, *missing), unused, kept, tuple(filter(is_torch_tensor, fresh)), changed)
+
+    return apply
 
 
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:
@@ -351,7 +346,7 @@ def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str
     """
     if has_own(component.value, "set_state"):
         return []
-    graph, *_ = own_graph(component)
+    graph = own_graph(component)
     known, lines = _parameters(component.root), []
     for node in graph.nodes:
         for tensor in tensors if node.optimizer is not None else ():
@@ -359,14 +354,6 @@ def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str
                 which = format_component_path(known.get(id(tensor), ()))
                 lines.append(f"{format_node_path(node.path)}: its values for {which}, which has another shape")
     return lines
-
-
-def kept_paths(stored: StoredGraph, keep: Keep | None) -> list[Path]:
-    """Return the paths of the values that stay as they are in the program."""
-    if keep is None:
-        return []
-    paths = [(stored.graph.path(number), node.value) for number, node in stored.graph.values()]
-    return [path for path, value in paths if keep(path, stored.leaves.get(value or ""))]
 
 
 def _called(component: LiveComponent) -> str:
@@ -377,35 +364,23 @@ def _called(component: LiveComponent) -> str:
 # ---- a state in memory, opened as a checkpoint is
 
 
-def stored_state(component: LiveComponent, state: Any, source: Location = _GIVEN) -> StoredGraph:
-    """Open a state for a component that has no ``set_state`` of its own."""
+def stored_state(state: Any, source: Location = _GIVEN) -> StoredGraph:
+    """Open a state in memory for a component that has no ``set_state`` of its own."""
     if not isinstance(state, Mapping):
-        raise TreeMismatchError(f"{_called(component)}: expected a dictionary as state, found {type(state).__name__}")
+        raise TreeMismatchError(f"{source}: expected a dictionary as state, found {type(state).__name__}")
     values = {key: value for key, value in state.items() if key != GRAPH}
-    document = _document(state, source)
-    packed = pack_tree(values)
-    flat = flatten(values if _names_elements(document, packed) else packed)
+    document = None if state.get(GRAPH) is None else read_document(state[GRAPH], source)
+    flat = flatten(pack_tree(values))
+    packed = [name for name, value in zip(flat.names, flat.values, strict=True) if isinstance(value, PackedNumbers)]
+    if any(json.dumps(f"{name}.0") in str(state.get(GRAPH)) for name in packed):
+        flat = flatten(values)  # Documents of earlier versions name every element.
     found = dict(zip(flat.names, describe(flat.names, flat.values), strict=True))
     leaves = [SavedLeaf(name, Saved.of(leaf)) for name, leaf in found.items()]
     arrays = {name: leaf for name, leaf in found.items() if isinstance(leaf, ArrayLeaf)}
     return StoredGraph(MemoryTree(source, TreeDocument(flat.structure), leaves, arrays, document), source)
 
 
-def _names_elements(document: Any, packed: Any) -> bool:
-    """Whether a document names elements of sequences as values of their own, as those of earlier versions do."""
-    if document is None:
-        return False
-    flat = flatten(packed)
-    whole = {name for name, value in zip(flat.names, flat.values, strict=True) if isinstance(value, PackedNumbers)}
-    nodes = document.get("nodes") if isinstance(document, dict) else None
-    values = [node.get("value") if isinstance(node, dict) else None for node in nodes or ()]
-    return any(isinstance(value, str) and value.rpartition(".")[0] in whole for value in values)
-
-
-def _document(state: Mapping[str, Any], source: Location) -> Any:
-    text = state.get(GRAPH)
-    if text is None:
-        return None
+def read_document(text: Any, source: Location) -> Any:
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
@@ -429,31 +404,21 @@ def _parameters(top: LiveComponent) -> dict[int, Path]:
     return top.parameters
 
 
-def own_graph(component: LiveComponent) -> tuple[LiveGraph, dict[str, str], dict[Path, Any]]:
-    """Return the graph of a component's own values, why some of its objects cannot be saved, and where it ends.
+def own_graph(component: LiveComponent) -> LiveGraph:
+    """Return the graph of a component's own values, which ends at other components.
 
-    It ends at other components, by the paths to them. Parameters of its optimizers that it has no name for are in it by
-    their paths from the root of the tree.
+    Parameters of its optimizers that it has no name for are in it by their paths from the root of the tree.
     """
     component.added.clear()
-    graph, skipped, own, others = _walked(component)
-    outside = [one for node in graph.nodes if id(node) in own for one in outside_parameters(node)]
-    known = _parameters(component.root) if outside else {}
-    for parameter in outside:
-        if id(parameter) in known:
-            component.add((_TREE, *map(unescape_key, known[id(parameter)])), parameter)
-    if component.added:
-        graph, skipped, own, others = _walked(component)
-    if any(node.optimizer_slots or node.groups for node in graph.nodes if id(node) in own):
-        for node in graph.nodes:  # Nodes of other components are names without values.
-            if id(node) not in own:
-                node.optimizer_slots, node.groups = [], []
-                if isinstance(node.view, Leaf):
-                    node.view = Leaf(node.view.slot, node.view.shared, ready=False)
-        return graph, skipped, others
-    for node in graph.nodes:
-        node.edges = {segment: child for segment, child in node.edges.items() if id(child) in own}
-    return LiveGraph([node for node in graph.nodes if id(node) in own], graph.skipped), skipped, others
+    graph = walk(component, ends=component.ends)
+    if outside := [one for node in graph.nodes for one in outside_parameters(node)]:
+        known = _parameters(component.root)
+        for parameter in outside:
+            if id(parameter) in known:
+                component.add((_TREE, *map(unescape_key, known[id(parameter)])), parameter)
+        if component.added:
+            graph = walk(component, ends=component.ends)
+    return graph
 
 
 def outside_parameters(node: LiveNode) -> list[Any]:
@@ -463,24 +428,3 @@ def outside_parameters(node: LiveNode) -> list[Any]:
     within = {id(parameter.value) for group in node.groups for parameter in group}
     every = [parameter for group in node.optimizer.param_groups for parameter in group["params"]]
     return [parameter for parameter in every if id(parameter) not in within]
-
-
-def _walked(component: LiveComponent) -> tuple[LiveGraph, dict[str, str], set[int], dict[Path, Any]]:
-    """Return the graph, what in it cannot be saved, which of its nodes are its own, and the components it ends at."""
-    graph = walk(component)
-    own = {id(graph.root)}
-    below = {id(child.value) for child in component.children}
-    others: dict[Path, Any] = {}
-    queue = [graph.root]
-    for node in queue:
-        for segment, child in node.edges.items():
-            # Saved as a component: one below, or the component itself where an object refers to it.
-            if isinstance(child.value, Part) or is_component(child.value) or id(child.value) in below:
-                others[*node.path, segment] = child.value
-            elif id(child) not in own:
-                own.add(id(child))
-                queue.append(child)
-        own.update(id(value) for _, _, value in node.optimizer_slots)
-    inside = [path for path in graph.skipped if any(path[:length] in others for length in range(1, len(path) + 1))]
-    skipped = {format_node_path(path): why for path, why in graph.skipped.items() if path not in inside}
-    return graph, skipped, own, others

@@ -41,8 +41,9 @@ from ...engine.sources import (
 from ...engine.steps import StepEntry, store_metadata
 from ...engine.storage import Location, Place, as_location
 
-ExportFormat = Literal["safetensors", "orbax", "torch"]
+ExportFormat = Literal["safetensors", "orbax", "torch", "dcp"]
 
+_DIRECTORIES = {"orbax": "Orbax", "dcp": "torch.distributed.checkpoint"}  # formats that are directories
 _SUFFIXES: dict[str, ExportFormat] = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".ckpt": "torch"}
 
 _logger = logging.getLogger("holdfast")
@@ -151,7 +152,7 @@ def check_suffix(name: str) -> ExportFormat:
     if (found := format_of(name)) is None:
         raise OptionError(
             f"{name}: the name does not say in which format to write: use one of {', '.join(_SUFFIXES)}, or --to orbax "
-            "for a directory; with --to, the file may have another name"
+            "or --to dcp for a directory; with --to, the file may have another name"
         )
     return found
 
@@ -175,17 +176,19 @@ def export_checkpoint(
 
     Args:
         source: A checkpoint, of holdfast or of another library, or a directory of steps.
-        destination: A file for safetensors and torch, a directory for Orbax; nothing may be there yet.
+        destination: A file for safetensors and torch, a directory for Orbax and DCP; nothing may be there yet.
         to: ``"safetensors"``: one file; names are the keys of the leaves' paths, joined by dots.
             ``"torch"``: one file for ``torch.load(path, weights_only=True)``; needs torch. ``"orbax"``: a directory
-            that orbax-checkpoint restores, with all steps unless one is given.
+            that orbax-checkpoint restores, with all steps unless one is given. ``"dcp"``: a directory that
+            torch.distributed.checkpoint loads, with or without shards; needs torch and a local disk, keeps two arrays
+            in memory at most (or 256 MiB), and is verified when this returns.
         step: Which step of a directory of steps: its number, or ``"best"``, as the run's ``best_fn`` ranks them. None
             is the newest, and for Orbax all of them.
         item: Which item, if the checkpoint has several trees; None is ``"state"`` if there is one, and all for Orbax.
         select: Patterns of leaf paths, as for :func:`~holdfast.load`; only leaves that match are written.
         root: Write only the contents of this container, such as ``"model"``, with names that begin there: those of the
             module, which ``from_pretrained`` of other libraries expects. Patterns are paths in it. Not for Orbax.
-        overwrite: Replace a file that is there.
+        overwrite: Replace a file that is there; not for directories.
         progress: Is told how many bytes the sources have, and as they are done.
         coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
             initialized; ``hf.processes.Alone()`` does it in this process alone.
@@ -204,8 +207,10 @@ def export_checkpoint(
     """
     if to not in get_args(ExportFormat):
         raise OptionError(f"to={to!r} is not one of {', '.join(map(repr, get_args(ExportFormat)))}")
-    if to == "orbax" and overwrite:
-        raise OptionError("overwrite= does not apply to Orbax: remove the destination, or choose another path")
+    if to in _DIRECTORIES and overwrite:
+        raise OptionError(
+            f"overwrite= does not apply to {_DIRECTORIES[to]}: remove the destination, or choose another path"
+        )
     if to == "orbax" and root is not None:
         raise OptionError("root= does not apply to Orbax, which restores the whole tree: leave it out")
     origin, target = as_location(source), as_location(destination, writes=True)
@@ -249,6 +254,8 @@ def _write_file(tree: TreeSource, target: Location, to: ExportFormat, overwrite:
         )
     if to == "torch":
         from .torch.files import export_torch as write
+    elif to == "dcp":
+        from .torch.dcp_export import export_dcp as write
     else:
         from .safetensors import export_safetensors as write
     nbytes = sum(leaf.nbytes for leaf in tree.leaves)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from .checkpoint import Checkpoint, snapshot
-from .frameworks import OPTIMIZER_SLOTS, is_module, is_optimizer, keras_kind, nnx_children
+from .frameworks import (
+    OPTIMIZER_SLOTS,
+    accumulated,
+    is_module,
+    is_optimizer,
+    keras_kind,
+    nnx_children,
+    set_accumulated,
+)
 from .manager import CheckpointManager
 from .outside import derived_classes, is_actor_class, is_kin, unwrapped
 from .reader import CheckpointReader, GraphView, checkpoints_iterator, latest_checkpoint, load_checkpoint
-from .restoration import PreparedRestore, Restoration, RestoreReport, RestoreStatus
+from .restoration import Restoration, RestoreReport, RestoreStatus
 from .saved import current_name
 from .slots import Path, format_node_path, format_section, parse_path, storage_name
 from .stored import GraphCheckpointHandler, StoredGraph, capture, open_graph

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ from ...engine.manager import Peek
 from ...engine.pytree import PathFilter, Patterns, collection_paused
 from ...engine.storage import Location, Place, as_location
 from .reader import locate, numbers_of, plain_values, saved_counter
-from .restoration import PreparedRestore, Restoration, RestoreStatus, check_restored, describe_no_match
+from .restoration import Restoration, RestoreStatus, check_restored, describe_no_match
 from .saved import Rename
 from .slots import Path, format_node_path
 from .stored import CapturedGraph, GraphCheckpointHandler, StoredGraph, capture, open_graph
@@ -194,7 +194,7 @@ class Checkpoint(Node):
         if path is None:
             return RestoreStatus(None, self)
         template = CheckpointTemplate(self, partial=partial, rename=rename, select=select, exclude=exclude)
-        return template.prepare(self._open(path)).apply()
+        return template.prepare(self._open(path))()
 
     def read(
         self,
@@ -210,7 +210,7 @@ class Checkpoint(Node):
         Args, result and errors are those of :meth:`restore`.
         """
         template = CheckpointTemplate(self, False, partial=partial, rename=rename, select=select, exclude=exclude)
-        return template.prepare(self._open(path)).apply()
+        return template.prepare(self._open(path))()
 
     def peek(self, path: Place) -> Peek:
         """Return what a restore would read: the step, and the numbers and texts of the program.
@@ -297,9 +297,9 @@ class CheckpointTemplate:
     select: Patterns | None = None
     exclude: Patterns | None = None
 
-    def prepare(self, stored: StoredGraph) -> PreparedCheckpoint:
-        """Read and compare the values."""
-        checkpoint = self.checkpoint
+    def prepare(self, stored: StoredGraph) -> Callable[[], RestoreStatus]:
+        """Read and compare the values; return a function that changes the objects and returns the status."""
+        checkpoint, state = self.checkpoint, self.checkpoint._holdfast
         if not (self.partial or self.select or self.exclude):
             check(checkpoint)  # objects that cannot be saved are an error now, not at the first save
         restoration = Restoration(
@@ -311,36 +311,25 @@ class CheckpointTemplate:
             if report.missing:
                 raise TreeMismatchError(f"{describe_no_match(report)}\nIf that is intended, pass partial=True")
         counts = self.counts and PathFilter(self.select, self.exclude).chooses((COUNTER,))
-        return PreparedCheckpoint(self, stored, prepared, saved_counter(stored) if counts else None)
+        counter = saved_counter(stored) if counts else None
 
+        def apply() -> RestoreStatus:
+            prepared()
+            if counter is not None:
+                state.counter = counter
+            if not self.partial:
+                restoration.warn_of_missing()
+            restoration.progress.partial = self.partial
+            wanted = set(restoration.progress.wanted.values())
+            for other in state.restorations:
+                if set(other.progress.unrestored()) <= wanted:
+                    other.retire()  # this restore has all values that the other one waits for
+            state.restorations = [*(other for other in state.restorations if not other.done), restoration]
+            for listener in state.listeners if self.counts else ():
+                listener._note_restore(stored)
+            return RestoreStatus(restoration, checkpoint)
 
-@dataclass(frozen=True)
-class PreparedCheckpoint:
-    """A restore of a checkpoint object whose values are read and compared; nothing has changed yet."""
-
-    template: CheckpointTemplate
-    stored: StoredGraph
-    prepared: PreparedRestore
-    counter: int | None  # the number of the save, if it is restored
-
-    def apply(self) -> RestoreStatus:
-        """Change the objects; return the status."""
-        checkpoint, restoration = self.template.checkpoint, self.prepared.restoration
-        state = checkpoint._holdfast
-        self.prepared.apply()
-        if self.counter is not None:
-            state.counter = self.counter
-        if not self.template.partial:
-            restoration.warn_of_missing()
-        restoration.progress.partial = self.template.partial
-        wanted = set(restoration.progress.wanted.values())
-        for other in state.restorations:
-            if set(other.progress.unrestored()) <= wanted:
-                other.retire()  # this restore has all values that the other one waits for
-        state.restorations = [*(other for other in state.restorations if not other.done), restoration]
-        for listener in state.listeners if self.template.counts else ():
-            listener._note_restore(self.stored)
-        return RestoreStatus(restoration, checkpoint)
+        return apply
 
 
 def _following(prefix: Location, counter: int) -> int:

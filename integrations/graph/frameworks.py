@@ -22,10 +22,12 @@ from ...engine.pytree import (
     is_nnx,
     is_python_value,
     is_torch_tensor,
+    joined_names,
     loaded,
     pack_tree,
+    unwrapped_name,
 )
-from .outside import STRIPPED_BY_TORCH, is_actor_class, module_prefixes
+from .outside import is_actor_class
 from .slots import BoxSlot, PartState, Path
 from .tracked import Node, Value
 
@@ -178,30 +180,36 @@ class ModuleState(PartState):
 
     def get(self) -> Any:
         state = self.thing.state_dict()
-        prefixes = list(module_prefixes(self.thing))
-        found = {_bare(name, prefixes): state[name] for name in self._beyond(state)}
-        return pack_tree(encode_state(found | _accumulated(self.thing)))
+        bare = dict(zip(state, joined_names(list(state)), strict=True))
+        found = {bare[name]: state[name] for name in self._beyond(state)}
+        if current_coordinator().process_count == 1 and (own := accumulated(self.thing)):  # Several have a sum each.
+            found[_ACCUMULATED] = own
+        return pack_tree(encode_state(found))
 
     def set(self, value: Any) -> None:
         torch: Any = loaded("torch")
         state = copy.copy(self.thing.state_dict())  # copy() keeps the metadata of torch, which is an attribute
+        wrapped = dict(zip(joined_names(list(state)), state, strict=True))
         for name in self._beyond(state):
             del state[name]
-        prefixes = list(module_prefixes(self.thing))
         decoded = decode_state(value)
-        accumulated = decoded.pop(_ACCUMULATED, None)  # Earlier versions did not save it.
-        found = {_wrapped(name, prefixes): one for name, one in decoded.items()}
+        saved = decoded.pop(_ACCUMULATED, None)  # Earlier versions did not save it.
+        known = set(wrapped.values())
+        found = {
+            name if name in known else wrapped.get(unwrapped_name(name), name): one for name, one in decoded.items()
+        }
         state.update(found)
         # The module may give parameters in another form, such as half precision; they keep the values of the graph.
-        named = ((name.replace(STRIPPED_BY_TORCH, ""), one) for name, one in self.thing.named_parameters())
-        exact = [(one, one.detach().clone()) for name, one in named if name in found]
+        names = set(map(unwrapped_name, found))
+        named = self.thing.named_parameters()
+        exact = [(one, one.detach().clone()) for name, one in named if unwrapped_name(name) in names]
         self.thing.load_state_dict(state)
         with torch.no_grad():
             for one, before in exact:
                 one.copy_(before)
         # One of several processes continues the sum, which they add up; the others begin anew.
-        if accumulated is not None and current_coordinator().process_index == 0:
-            _accumulate(self.thing, accumulated)
+        if saved is not None and current_coordinator().process_index == 0:
+            set_accumulated(self.thing, saved)
 
     def _beyond(self, state: Mapping[str, Any]) -> list[str]:
         known = {_memory(one) for one in self.thing.parameters()}
@@ -216,35 +224,20 @@ class ModuleState(PartState):
 _ACCUMULATED = "holdfast.accumulated"  # what a metric of torchmetrics has accumulated, beside its state_dict()
 
 
-def _accumulated(metric: Any) -> dict[str, Any]:
-    """Return what a metric of torchmetrics has accumulated since its reset, which its ``state_dict()`` leaves out.
-
-    Several processes have a sum each, of which a state of all of them can hold none.
-    """
+def accumulated(metric: Any) -> dict[str, Any]:
+    """Return what a metric of torchmetrics has accumulated since its reset, which its ``state_dict()`` leaves out."""
     torchmetrics: Any = loaded("torchmetrics")
-    is_metric = torchmetrics is not None and isinstance(metric, torchmetrics.Metric)
-    if not is_metric or current_coordinator().process_count > 1:
+    if torchmetrics is None or not isinstance(metric, torchmetrics.Metric):
         return {}
     states = {name: getattr(metric, name) for name in metric._defaults}
-    return {_ACCUMULATED: {"updates": int(metric._update_count), "states": states}}
+    return {"updates": int(metric._update_count), "states": states}
 
 
-def _accumulate(metric: Any, accumulated: Mapping[str, Any]) -> None:
-    for name, value in accumulated["states"].items():
+def set_accumulated(metric: Any, saved: Mapping[str, Any]) -> None:
+    for name, value in saved["states"].items():
         moved = [item.to(metric.device) for item in value] if isinstance(value, list) else value.to(metric.device)
         setattr(metric, name, moved)
-    metric._update_count, metric._computed = accumulated["updates"], None
-
-
-def _bare(name: str, prefixes: list[tuple[str, str]]) -> str:
-    """Return the name of a value in a module's state without the names of wrappers."""
-    bare, wrapped = max((one for one in prefixes if name.startswith(one[1])), key=lambda one: len(one[1]))
-    return bare + name.removeprefix(wrapped)
-
-
-def _wrapped(name: str, prefixes: list[tuple[str, str]]) -> str:
-    bare, wrapped = max((one for one in prefixes if name.startswith(one[0])), key=lambda one: tuple(map(len, one)))
-    return wrapped + name.removeprefix(bare)
+    metric._update_count, metric._computed = saved["updates"], None
 
 
 def is_buffer(module: Any, name: str) -> bool:

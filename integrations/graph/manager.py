@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Callable
 from typing import Any, Never, Self
 
 from ...engine.arrays import Layout
 from ...engine.checkpoint import AsyncCheckpointer, Checkpointer
-from ...engine.clock import Clock, SystemClock
+from ...engine.clock import Clock
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import CheckpointExistsError, OptionError, SaveFailedError
 from ...engine.manager import CheckpointManager as StepManager
-from ...engine.manager import CheckpointManagerOptions, Mirror, Peek, Rule, StepInfo, infos_of
+from ...engine.manager import CheckpointManagerOptions, Mirror, Peek, infos_of
 from ...engine.peer_names import refuse_unknown
-from ...engine.steps import LEFT_BEHIND, list_steps, series_and_step, stored_metadata
+from ...engine.steps import LEFT_BEHIND, list_steps, series_and_step
 from ...engine.storage import Place, as_location
 from .checkpoint import Checkpoint, CheckpointTemplate, listen, numbered
 from .reader import numbers_of
@@ -24,9 +21,6 @@ from .restoration import RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph
 from .walk import check
 
-_logger = logging.getLogger("holdfast")
-_PRESERVED = "preserved for good"
-_SINCE = "preserve_since"
 _TIMEOUT = 600.0  # seconds that a process waits for the others to agree on a number
 
 
@@ -39,7 +33,7 @@ class CheckpointManager:
         checkpoint: The checkpoint object to save.
         directory: A path or URL.
         max_to_keep: How many of the newest checkpoints to keep; None keeps all.
-        keep_checkpoint_every_n_hours: Keep one of the other checkpoints in every so many hours for good.
+        keep_checkpoint_every_n_hours: Keep the first checkpoint, and then one in every so many hours, for good.
         checkpoint_name: The name before the number.
         step_counter: The step of the program: a number that changes in place, such as a `Value` or a tensor, or a
             function that returns it.
@@ -107,36 +101,20 @@ class CheckpointManager:
         self._saving: tuple[int, int | None] | None = None  # number of the last save, and `_last` before that save
         self._kwargs = {} if layout is None else {"layout": layout}
         self.status: RestoreStatus | None = None
-        clock = clock or SystemClock()
-        found = self._infos()
-        stored = stored_metadata(self._directory)
-        metadata = {_SINCE: -1.0 if found else clock.now() - 1.0} if stored is None else stored
-        since = metadata.get(_SINCE)  # the beginning of the first interval of preservation
         handler = GraphCheckpointHandler()
         self._steps = StepManager(
             self._directory,
             AsyncCheckpointer(handler) if background else Checkpointer(handler),
-            _Options(
+            CheckpointManagerOptions(
                 step_prefix=f"{checkpoint_name}-",
                 max_to_keep=max_to_keep,
-                preserve_secs=None if hours is None else 3600.0 * hours,
-                preserve_since=float(since) if isinstance(since, int | float) else -1.0,
+                keep_time_interval=None if hours is None else 3600.0 * hours,
                 mirror=mirror,
             ),
-            metadata=metadata if stored is None else None,
             clock=clock,
         )
         self._processes = ProcessGroup(f"numbers of {self._directory.url}", None, _TIMEOUT)
-        self._protected: set[int] = set()  # steps to keep for good
         self._later: set[int] = set()  # steps after the one that was restored last, which are saved again
-        behind = max((info.time for info in found), default=0.0) - clock.now()
-        if found and behind > 0:
-            _logger.warning(
-                "%s: the clock is %.0f seconds behind the newest checkpoint; all that are there are kept for good",
-                self._directory,
-                behind,
-            )
-            self._protected = {info.step for info in found}
         listen(checkpoint, self)
 
     @property
@@ -161,8 +139,8 @@ class CheckpointManager:
         listed = []
         newest = self._steps.latest_step() or 0
         for step in sorted(self._steps.all_steps(), key=lambda step: (step <= newest, step)):
-            why = set(self._steps.why_kept(step))
-            if step not in self._protected and "pinned" not in why and why != {_PRESERVED}:
+            why = self._steps.why_kept(step)
+            if "pinned" not in why and not (why and all(reason.startswith("every ") for reason in why)):
                 listed.append(self._path(step))
         return listed
 
@@ -188,10 +166,7 @@ class CheckpointManager:
             return None
         wanted = None if checkpoint_number is None else _number(checkpoint_number)
         # Process 0 decides for all: another process may see an older listing of the directory.
-        counter, number, protected, left = self._processes.decide("number", self._next, wanted)
-        for one in protected:
-            self._steps.pin(one)
-        self._protected.clear()
+        counter, number, left = self._processes.decide("number", self._next, wanted)
         reason = f"number {number}" if step is None else f"step {step}"
         failed = None
         with numbered(self._checkpoint, counter) as item:
@@ -230,7 +205,7 @@ class CheckpointManager:
                 self._init()
             check(self._checkpoint)
             return None
-        self.status = restored.items.apply()
+        self.status = restored.items()
         return self._path(restored.step)
 
     def peek(self) -> Peek | None:
@@ -259,15 +234,13 @@ class CheckpointManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- internal
 
     def _next(self, wanted: int | None) -> list[Any]:
-        """Return the next counter, the number to save under, the steps to keep for good, and those that are left."""
+        """Return the next counter, the number to save under, and the steps that are left behind."""
         steps = self._steps.all_steps()
         if wanted is not None and wanted in steps and wanted not in self._later:
             raise CheckpointExistsError(
@@ -276,9 +249,11 @@ class CheckpointManager:
         taken = [] if wanted is not None else numbers_of(self._directory, self._name)
         following = max([self._checkpoint.save_counter, *taken]) + 1
         number = following if wanted is None else wanted
-        is_earlier = any(step > number for step in steps)
-        left = [[info.step, info.time] for info in (self._infos() if is_earlier else ()) if info.step > number]
-        return [following, number, sorted(self._protected), left]
+        left: list[list[float]] = []
+        if any(step > number for step in steps):
+            entries = infos_of(list_steps(self._directory, f"{self._name}-"))
+            left = [[info.step, info.time] for info in entries if info.step > number]
+        return [following, number, left]
 
     def _forget_failed(self) -> None:
         """Count the interval from the save before if the last one failed, which only a single process knows at once."""
@@ -293,9 +268,6 @@ class CheckpointManager:
             return False
         return step == self._last or (check_interval and step < self._last + (self._interval or 0))
 
-    def _infos(self) -> list[StepInfo]:
-        return infos_of(list_steps(self._directory, f"{self._name}-"))
-
     def _path(self, number: int) -> str:
         return str(self._directory / f"{self._name}-{number}")
 
@@ -306,41 +278,3 @@ def _number(counter: Any) -> int:
         return int(value)
     except (TypeError, ValueError) as error:
         raise OptionError(f"{value!r:.80} is not a whole number, as a counter must be") from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Options(CheckpointManagerOptions):
-    """Options that also preserve a step in every interval."""
-
-    preserve_secs: float | None = None  # the interval in seconds; None preserves nothing
-    preserve_since: float = 0.0  # the beginning of the first interval, in seconds since 1970-01-01 UTC
-
-    def _further_rules(self) -> tuple[Rule, ...]:
-        rules = super()._further_rules()
-        if self.preserve_secs is None or self.max_to_keep is None:
-            return rules
-        return (*rules, _KeepPreserved(self.preserve_secs, self.preserve_since, self.max_to_keep))
-
-    def _stored_interval(self) -> float | None:
-        return super()._stored_interval() if self.preserve_secs is None else self.preserve_secs
-
-
-@dataclass(frozen=True)
-class _KeepPreserved(Rule):
-    """Keeps each step for good that was committed at least an interval after the last one so kept.
-
-    Only steps that are no longer among the newest are considered, the oldest first; deleted steps do not count.
-    """
-
-    seconds: float
-    since: float
-    newest: int  # how many of the newest steps are not considered yet
-
-    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
-        kept: dict[int, str] = {}
-        last = self.since
-        for info in sorted(steps, key=lambda info: info.step)[: -self.newest]:
-            if info.time - self.seconds >= last:
-                kept[info.step] = _PRESERVED
-                last = info.time
-        return kept

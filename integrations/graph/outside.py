@@ -13,7 +13,7 @@ import re
 import struct
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
@@ -180,16 +180,14 @@ _WRAPPED = re.compile("^(Fabric|Lightning)(?=[A-Z])")  # prefixes of classes tha
 # A graph has the module instead. So a path does not depend on how a program runs its module, and a module that was
 # saved bare restores into a wrapped one, and vice versa.
 
-_CHECKPOINTED = "_checkpoint_wrapped_module"
-STRIPPED_BY_TORCH = f"{_CHECKPOINTED}."  # state_dict() leaves this prefix out, and load_state_dict() adds it again
 # The attributes that hold the module, by the names of the wrappers' classes.
 _CLASSES = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
     "OptimizedModule": "_orig_mod",
     "_FabricModule": "_original_module",
-    "CheckpointWrapper": _CHECKPOINTED,
-    "OffloadWrapper": _CHECKPOINTED,
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
 }
 _DICTIONARIES = {"", "dict", "ordered_dict", "OrderedDict", "collections.OrderedDict"}
 _WRAPPING = {"torch", "lightning", "lightning_fabric", "pytorch_lightning"}
@@ -200,17 +198,6 @@ def unwrapped(value: Any) -> Any:
     while (name := _attribute(type(value))) is not None:  # type: ignore[arg-type]  # mypy takes the class for an instance
         value = getattr(value, name)
     return value
-
-
-def module_prefixes(module: Any, bare: str = "", wrapped: str = "") -> Iterator[tuple[str, str]]:
-    """Generate the prefix of each module in a state dict: without the names of wrappers, and with them."""
-    yield bare, wrapped
-    inside = _attribute(type(module))  # type: ignore[arg-type]  # mypy takes the class for an instance
-    for name, child in module._modules.items():
-        if child is not None and name == inside:
-            yield from module_prefixes(child, bare, wrapped if name == _CHECKPOINTED else f"{wrapped}{name}.")
-        elif child is not None:
-            yield from module_prefixes(child, f"{bare}{name}.", f"{wrapped}{name}.")
 
 
 @lru_cache(maxsize=1024)  # many objects have few types

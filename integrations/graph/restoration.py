@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 from ...engine.distributed import current_coordinator
@@ -21,10 +22,10 @@ from .matching import Matching
 from .saved import Rename
 from .slots import (
     Assignment,
+    Keeper,
     MemberSlot,
     Path,
     StateSlot,
-    forget_kept,
     format_node_path,
     format_section,
     last_writer,
@@ -45,16 +46,24 @@ _NO_STREAM = "keeps its fresh state: the checkpoint has none of this process"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """The progress of a restore when the report was made. Paths are formatted as ``net/l1/weight``.
+    """The progress of a restore when the report was made.
+
+    A restore of a graph lists values by their paths, such as ``net/l1/weight``. A restore of a tree of components lists
+    components by theirs, the root as ``(root)``, and values of restored components as ``learner/p0: net/bias``.
 
     Attributes:
         checkpoint: Where the values come from; ``""`` where no checkpoint was given.
-        restored: Values in the program that were restored.
-        missing: Values in the program for which the checkpoint has none.
+        restored: Values or components in the program that were restored.
+        missing: Values or components in the program for which the checkpoint has none; they stay as they are.
+        missing_values: Values of restored components that the checkpoint does not have.
         pending: Values of the checkpoint that wait for an object.
-        unused: Values of the checkpoint in whose place the program has something that has no such value.
+        unused: Values of the checkpoint in whose place the program has something that has no such value; or components
+            of the checkpoint that the program does not have.
+        unused_values: Values of the checkpoint that a restored component has no place for, or that are not data.
         conflicts: Objects of the checkpoint that are two different objects in the program: the path in the checkpoint,
             and both paths in the program.
+        separate: Pairs of components that are one object in the checkpoint, and two in the program. Both were restored,
+            but will differ as soon as training continues.
         skipped: Objects in the program that are neither saved nor restored, each with the reason.
         nontrivial: Whether anything but the root was found in the checkpoint.
     """
@@ -62,32 +71,42 @@ class RestoreReport:
     checkpoint: str = ""
     restored: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    missing_values: tuple[str, ...] = ()
     pending: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    unused_values: tuple[str, ...] = ()
     conflicts: tuple[tuple[str, str, str], ...] = ()
+    separate: tuple[tuple[str, str], ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     nontrivial: bool = False
 
     @property
     def complete(self) -> bool:
         """Whether program and checkpoint match exactly."""
-        return not (self.missing or self.pending or self.unused or self.conflicts)
+        return not self.problems()
+
+    def problems(self) -> list[str]:
+        """Return a line for each kind of mismatch."""
+        twice = [f"{saved}: {one} and {other}" for saved, one, other in self.conflicts]
+        return [
+            *format_section("in the program, not in the checkpoint", (*self.missing, *self.missing_values)),
+            *format_section("in the checkpoint, not in the program", self.pending),
+            *format_section("in the checkpoint, without a place in the program", (*self.unused, *self.unused_values)),
+            *format_section(
+                "one object in the checkpoint, two in the program",
+                [*twice, *(f"{one} and {other}" for one, other in self.separate)],
+            ),
+        ]
 
     def _note(self, misfits: Misfits) -> None:
         """Add the differences to ``misfits``."""
-        misfits.missing(self.missing)
-        misfits.surplus((*self.pending, *self.unused))
+        misfits.missing((*self.missing, *self.missing_values))
+        misfits.surplus((*self.pending, *self.unused, *self.unused_values))
         for path, one, other in self.conflicts:
             misfits.kept.setdefault(path, f"{path}: one object in the checkpoint, but {one} and {other} are two")
 
     def __str__(self) -> str:
-        parts = [f"{self.checkpoint or 'no checkpoint'}: {len(self.restored)} values restored"]
-        parts += format_section("in the program, not in the checkpoint", self.missing)
-        parts += format_section("in the checkpoint, not in the program", self.pending)
-        parts += format_section("in the checkpoint; in the program something else is in its place", self.unused)
-        conflicts = [f"{saved}: {one} and {other}" for saved, one, other in self.conflicts]
-        parts += format_section("one object in the checkpoint, two in the program", conflicts)
-        return "\n".join(parts)
+        return "\n".join([f"{self.checkpoint or 'no checkpoint'}: {len(self.restored)} restored", *self.problems()])
 
 
 class RestoreStatus:
@@ -205,7 +224,6 @@ class RestoreProgress:
 
     def end(self) -> None:
         """Log the values that were never restored, once the checkpoint object is gone."""
-        _free_kept()
         left = [] if self.partial else self.unrestored()
         if left:
             what = (
@@ -213,27 +231,6 @@ class RestoreProgress:
             )
             lines = format_section("not restored", _formatted(left))
             _logger.warning(f"{what}intended:\n%s", self.where, "\n".join(lines))
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRestore:
-    """A restore whose values are read and compared with the program; nothing has changed yet."""
-
-    restoration: Restoration
-    values: list[tuple[Assignment, Any]]
-    known: list[Assignment]  # values that a later restore, or another path, has written
-
-    def apply(self) -> None:
-        """Change the objects."""
-        self.restoration.write(self)
-
-
-_waiting: weakref.WeakSet[Restoration] = weakref.WeakSet()
-
-
-def _free_kept() -> None:
-    if not any(True for _ in _waiting):
-        forget_kept()
 
 
 class Restoration:
@@ -249,8 +246,10 @@ class Restoration:
         exclude: Patterns | None = None,
         ignore: Iterable[Path] = (),
         final: bool = False,
+        ends: Callable[[Any], bool] = lambda _: False,
     ) -> None:
         self._root = weakref.ref(root)
+        self._ends = ends  # where the values that the report lists end
         self._number = next(restore_numbers)
         graph = stored.graph.unwrapped()
         graph = graph.renamed(rename) if rename else graph
@@ -271,6 +270,7 @@ class Restoration:
         self.retired = False  # whether a later restore has taken over all that it waits for
         self.reported: set[Path] = set()  # values whose objects a save has found
         self._holders: list[weakref.ref[Any]] = []
+        self._keepers: list[Keeper] = []
 
     @property
     def root(self) -> Node | Part:
@@ -293,17 +293,18 @@ class Restoration:
     def advance(self) -> None:
         """Restore everything that can be reached from the root and was not restored yet."""
         with collection_paused():
-            self._prepared(self._matching.from_root(self.root)).apply()
+            self._write(*self._prepared(self._matching.from_root(self.root)))
 
-    def prepare(self, misfits: Misfits | None = None) -> PreparedRestore:
-        """Read everything that `advance` would restore; the report counts it as restored.
+    def prepare(self, misfits: Misfits | None = None) -> Callable[[], None]:
+        """Read everything that `advance` would restore; return a function that changes the objects.
 
+        The report counts the values as restored.
         With ``misfits``, only values that fit are restored, and the others are noted there.
         """
         with collection_paused():
-            prepared = self._prepared(self._matching.from_root(self.root), misfits)
-        self._note(*(one for one, _ in prepared.values), *prepared.known)
-        return prepared
+            values, known = self._prepared(self._matching.from_root(self.root), misfits)
+        self._note(*(one for one, _ in values), *known)
+        return partial(self._write, values, known)
 
     def restore_modes(self) -> list[str]:
         """Restore ``training``, which 0.1.0 did not save, and ``requires_grad``; return the changes by path."""
@@ -323,7 +324,7 @@ class Restoration:
         return changed
 
     def resume(self, holder: object, key: object = None) -> None:
-        self._prepared(self._matching.from_holder(holder, key)).apply()
+        self._write(*self._prepared(self._matching.from_holder(holder, key)))
 
     def awaited(self) -> list[Path]:
         """Return the paths of values that `advance` would restore now, and restore nothing."""
@@ -351,7 +352,7 @@ class Restoration:
 
     @collection_paused()
     def report(self) -> RestoreReport:
-        live = walk(self.root, strict=False)
+        live = walk(self.root, strict=False, ends=self._ends)
         restored, missing = self._divided(live)
         graph, unused = self._matching.graph, self._matching.unused
         left = self.progress.left()
@@ -405,8 +406,10 @@ class Restoration:
 
     # ---- from values to slots
 
-    def _prepared(self, found: Iterable[Assignment], misfits: Misfits | None = None) -> PreparedRestore:
-        """Validate and read all values, before anything changes."""
+    def _prepared(
+        self, found: Iterable[Assignment], misfits: Misfits | None = None
+    ) -> tuple[list[tuple[Assignment, Any]], list[Assignment]]:
+        """Return all values, read and compared with the program, and the assignments that are done already."""
         try:
             due, known = self._sorted(found)
             values = self._reader.read_values(due, misfits)
@@ -416,21 +419,20 @@ class Restoration:
         except BaseException:
             self._matching.undo()
             raise
-        return PreparedRestore(self, values, known)
+        return values, known
 
     @collection_paused()
-    def write(self, prepared: PreparedRestore) -> None:
+    def _write(self, values: list[tuple[Assignment, Any]], known: list[Assignment]) -> None:
         """Change the objects."""
         try:
-            write_slots([(one.slot, value) for one, value in prepared.values])
+            write_slots([(one.slot, value) for one, value in values])
         except BaseException:
             self._matching.undo()
             raise
-        _waiting.add(self)
-        done = [one for one, _ in prepared.values]
+        done = [one for one, _ in values]
         for one in done:
-            note_writer(one.slot, self._number)
-        self._note(*done, *prepared.known)
+            note_writer(one.slot, self._number, self._keepers)
+        self._note(*done, *known)
         self._wait()
 
     def _sorted(self, found: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:
@@ -483,17 +485,13 @@ class Restoration:
                 if left and not self.retired and expect(target, self):
                     self._holders.append(weakref.ref(target))
         self._matching.waiting.clear()
-        if left and not self.retired:
-            _waiting.add(self)
-        else:
+        if not left or self.retired:
             self._stop_waiting()
 
     def _stop_waiting(self) -> None:
         for reference in self._holders:
             forget(reference(), self)
         self._holders.clear()
-        _waiting.discard(self)
-        _free_kept()
 
 
 def _formatted(paths: Iterable[Path]) -> tuple[str, ...]:

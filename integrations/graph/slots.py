@@ -221,32 +221,36 @@ def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
 
 restore_numbers = itertools.count(1)
 _writers: dict[int, tuple[Callable[[], Any], dict[Path, int]]] = {}  # by the ids of the anchors
-_kept: set[int] = set()  # ids of anchors without weak references, which stay alive until `forget_kept`
+
+
+class Keeper:
+    """Keeps an anchor without weak references alive, as long as the restore that has written to it."""
+
+    def __init__(self, anchor: Any) -> None:
+        self.anchor = anchor
 
 
 def last_writer(slot: Slot) -> int:
     """Return the number of the restore that wrote to a slot last; 0 if none did."""
-    reference, numbers = _writers.get(id(slot.anchor), (None, {}))
-    return numbers.get(slot.trail, 0) if reference is not None and reference() is slot.anchor else 0
+    entry = _entry(slot)
+    return 0 if entry is None else entry.get(slot.trail, 0)
 
 
-def note_writer(slot: Slot, number: int) -> None:
+def note_writer(slot: Slot, number: int, keepers: list[Keeper]) -> None:
     anchor, key = slot.anchor, id(slot.anchor)
-    entry = _writers.get(key)
-    if entry is None or entry[0]() is not anchor:
-        if type(anchor).__weakrefoffset__:
-            entry = (weakref.ref(anchor, lambda gone: _forget(key, gone)), {})
-        else:
-            entry = (lambda: anchor, {})
-            _kept.add(key)
-        _writers[key] = entry
-    entry[1][slot.trail] = number
+    entry = _entry(slot)
+    if entry is None:
+        if not type(anchor).__weakrefoffset__:
+            keepers.append(anchor := Keeper(anchor))
+        entry = {}
+        _writers[key] = weakref.ref(anchor, lambda gone: _forget(key, gone)), entry
+    entry[slot.trail] = number
 
 
-def forget_kept() -> None:
-    """Free the anchors without weak references; called when no restore waits that would overwrite them."""
-    while _kept:  # freeing one may call this function again
-        del _writers[_kept.pop()]
+def _entry(slot: Slot) -> dict[Path, int] | None:
+    reference, numbers = _writers.get(id(slot.anchor), (lambda: None, None))
+    found = reference()
+    return numbers if slot.anchor is (found.anchor if isinstance(found, Keeper) else found) else None
 
 
 def _forget(key: int, gone: weakref.ref[object]) -> None:

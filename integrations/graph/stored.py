@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -152,8 +152,8 @@ def _node_document(node: LiveNode, names: Mapping[int, str]) -> dict[str, Any]:
 class GraphTemplate(Protocol):
     """Objects that take the values of a graph."""
 
-    def prepare(self, stored: StoredGraph) -> Any:
-        """Read and compare the values; return a prepared restore, whose ``apply()`` changes the objects."""
+    def prepare(self, stored: StoredGraph) -> Callable[[], Any]:
+        """Read and compare the values; return a function that changes the objects."""
         ...
 
 

@@ -7,7 +7,7 @@ replay buffer, takes arrays, too.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,7 @@ _NUMBER_KINDS = NUMBER_KINDS | {"numpy_scalar"}
 _NUMBERS = (bool, int, float, complex, np.generic)
 MADE_KINDS = frozenset({"numpy", "torch"})
 
-_CONTAINERS = (list, dict, tuple, deque, TrackedList, TrackedDict)
+_CONTAINERS = (list, dict, OrderedDict, tuple, deque, TrackedList, TrackedDict)
 _SEQUENCES: dict[str, Any] = {
     "list": list,
     "tuple": tuple,
@@ -54,7 +54,8 @@ _SEQUENCES: dict[str, Any] = {
     f"{TrackedList.__module__}.{TrackedList.__name__}": list,
 }
 _KINDS = (list, tuple, deque)
-_LABELS = frozenset({*_SEQUENCES, "dict", f"{TrackedDict.__module__}.{TrackedDict.__name__}"})
+_ORDERED = "collections.OrderedDict"  # such as a state dict of torch
+_LABELS = frozenset({*_SEQUENCES, "dict", _ORDERED, f"{TrackedDict.__module__}.{TrackedDict.__name__}"})
 
 
 class PlainValues:
@@ -117,7 +118,8 @@ class PlainValues:
         known = self._keys_of(number)
         order = [segment for segment in known if segment in edges]
         order += [segment for segment in edges if segment not in known]
-        return {self.key(number, segment): self.build(edges[segment], values) for segment in order}
+        made = OrderedDict[Any, Any]() if kind == _ORDERED else {}
+        return made | {self.key(number, segment): self.build(edges[segment], values) for segment in order}
 
     def key(self, number: int, segment: str) -> Any:
         """Return the key of an entry of a dictionary."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +25,11 @@ class LiveNode:
     optimizer_slots: list[tuple[LiveNode, str, LiveNode]] = field(default_factory=list)  # (parameter, name, value)
     groups: list[list[LiveNode]] = field(default_factory=list)  # the parameters of an optimizer that are in the graph
     number: int = -1  # in the document of a save
+    outside: bool = False  # a name of an object whose value is saved elsewhere
 
     @property
     def has_value(self) -> bool:
-        return isinstance(self.view, Leaf) and self.view.ready
+        return isinstance(self.view, Leaf) and self.view.ready and not self.outside
 
     @property
     def optimizer(self) -> Any:
@@ -67,13 +70,29 @@ class LiveGraph:
     def root(self) -> LiveNode:
         return self.nodes[0]
 
+    @property
+    def own(self) -> list[LiveNode]:
+        """The nodes that are not names of objects outside of the graph."""
+        return [node for node in self.nodes if not node.outside]
+
+    def without_names(self) -> LiveGraph:
+        """Return the graph without names of parameters if no optimizer needs any."""
+        if any(node.groups or node.optimizer_slots for node in self.nodes):
+            return self
+        for node in self.own:
+            node.edges = {segment: child for segment, child in node.edges.items() if not child.outside}
+        return LiveGraph(self.own, self.skipped)
+
     def leaves(self) -> list[LiveNode]:
         return [node for node in self.nodes if node.has_value]
 
 
-def walk(root: Node | Part, *, strict: bool = True) -> LiveGraph:
-    """Find all objects; with ``strict``, raise UnsupportedLeafError if one can be neither saved nor restored."""
-    walker = _Walk()
+def walk(root: Node | Part, *, strict: bool = True, ends: Callable[[Any], bool] = lambda _: False) -> LiveGraph:
+    """Find all objects; with ``strict``, raise UnsupportedLeafError if one can be neither saved nor restored.
+
+    Objects that only paths through those at which the graph ``ends`` reach are names of parameters for its optimizers.
+    """
+    walker = _Walk(ends=ends)
     nodes = walker.discover(root)
     if strict:
         walker.refuse()
@@ -91,8 +110,9 @@ def check(root: Node | Part) -> None:
 
 
 class _Walk:
-    def __init__(self, *, tensors: bool = True) -> None:
+    def __init__(self, *, tensors: bool = True, ends: Callable[[Any], bool] = lambda _: False) -> None:
         self._tensors = tensors
+        self._ends = ends
         self.skipped: dict[Path, str] = {}
         self.problems: dict[Path, str] = {}
         self._known: dict[int, LiveNode] = {}
@@ -108,8 +128,8 @@ class _Walk:
         self._known[id(root)] = start
         if (stood_for := root.__holdfast_root__()) is not None:
             self._known[id(stood_for)] = start
-        queue = [(start, False)]
-        for node, covered in queue:  # the queue grows
+        queue, outside = [(start, False)], list[tuple[LiveNode, bool]]()
+        for node, covered in itertools.chain(queue, outside):  # both grow
             view = node.view
             check_origin(node.value, node.path)
             if not isinstance(view, Branch):
@@ -122,24 +142,24 @@ class _Walk:
                     continue
                 child = self._known.get(id(edge.value))
                 if child is None:
-                    child = self._new(edge, (*node.path, edge.segment))
+                    child = self._new(edge, (*node.path, edge.segment), node.outside or self._ends(edge.value))
                     if child is None:
                         continue
-                    queue.append((child, gives))
+                    (outside if child.outside else queue).append((child, gives))
                 node.edges[edge.segment] = child
-        return [node for node, _ in queue]
+        return [node for node, _ in (*queue, *outside)]
 
-    def _new(self, edge: Edge, path: Path) -> LiveNode | None:
+    def _new(self, edge: Edge, path: Path, outside: bool) -> LiveNode | None:
         if not self._tensors and is_torch_tensor(edge.value):
             return None
         view = edge.view()
         if isinstance(view, Unsaved):
-            if not view.intended:
+            if not view.intended and not outside:
                 self.problems[path] = view.reason
             return None
-        if isinstance(view, Leaf) and not view.ready:
+        if isinstance(view, Leaf) and not view.ready and not outside:
             self.skipped[path] = "has no shape yet; run the module once"
-        node = LiveNode(edge.value, view, path)
+        node = LiveNode(edge.value, view, path, outside=outside)
         if view.shared if isinstance(view, Leaf) else not _is_constant(edge.value):
             self._known[id(edge.value)] = node
         return node
@@ -147,7 +167,7 @@ class _Walk:
     def add_optimizer_slots(self, nodes: list[LiveNode]) -> None:
         """Add the values that optimizers keep for parameters that are in the graph, too."""
         by_object = {id(node.value): node for node in nodes if isinstance(node.view, Leaf) and node.view.shared}
-        for node in list(nodes):
+        for node in LiveGraph(nodes, {}).own:
             known = [by_object.get(id(one)) for one in node.view.parameters] if isinstance(node.view, Branch) else []
             if known and None not in known:
                 node.groups.append([one for one in known if one is not None])

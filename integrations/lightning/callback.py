@@ -12,7 +12,17 @@ import torch
 
 from ...engine.clock import Clock, Duration
 from ...engine.errors import HoldfastError, OptionError
-from ...engine.manager import BestFn, BestMode, Local, Mirror, described, explains_its_options, takes_texts_of
+from ...engine.manager import (
+    BestFn,
+    BestMode,
+    KeepPolicy,
+    Local,
+    Mirror,
+    SavePolicy,
+    described,
+    explains_its_options,
+    takes_texts_of,
+)
 from ...engine.sources import Misfits, Weights, load_weights
 from ...engine.storage import Place
 from ..loop import (
@@ -32,11 +42,7 @@ from ..loop import (
 from ..loop import CheckpointCallback as LoopCallback
 from ..options import OnInexact, Partial, Reshard, Resume
 from .io import ResumePath, ResumingCallback, install, redirect_resume
-from .saver import FitSaver
-from .stopping import Preempted, Signals, leave
-from .store import CallbackArguments, Published, RunStore
-from .strategies import check_strategy, is_sharded
-from .wall import (
+from .private_api import (
     check_version,
     follow_choices,
     forget_choice,
@@ -45,6 +51,10 @@ from .wall import (
     only_searches,
     was_given_no_path,
 )
+from .recorder import FitRecorder
+from .stopping import Preempted, Signals, leave
+from .store import CallbackArguments, Published, RunStore
+from .strategies import check_strategy, is_sharded
 
 if TYPE_CHECKING:
     from ...engine.manager import CheckpointManager
@@ -93,10 +103,10 @@ class CheckpointCallback(ResumingCallback):
     Args:
         dirpath: Where the checkpoints go: a path or a URL.
         save_interval_steps, save_interval_secs, save_on_best, best_fn, best_mode, max_to_keep, keep_latest,
-        keep_period, keep_time_interval, keep_steps, mirror, local, reuse_unchanged, save_at_end, resume, init_from,
-        partial, compression, signals, grace_secs, replicated, witness, on_inexact, witness_steps_after_signal, clock,
-        metadata, hyperparameters, reshard, keep_checkpoints_without_metrics, item_intervals, step_prefix,
-        save_timeout_secs, barrier_timeout_secs, load_and_broadcast:
+        keep_period, keep_time_interval, keep_steps, mirror, local, reuse_unchanged, save, keep, save_at_end, resume,
+        init_from, partial, compression, signals, grace_secs, replicated, witness, on_inexact,
+        witness_steps_after_signal, clock, metadata, hyperparameters, reshard, keep_checkpoints_without_metrics,
+        item_intervals, step_prefix, save_timeout_secs, barrier_timeout_secs, load_and_broadcast:
         every_n_epochs: Save at the end of every epoch whose number is a multiple of this.
         save_on_exception: When training ends with an exception, save the state of the last point between two batches.
             Keeps a copy of the whole state in host memory, renewed after every update; in one process only.
@@ -132,6 +142,8 @@ class CheckpointCallback(ResumingCallback):
         mirror: Place | Mirror | None = None,
         local: Local | None = None,
         reuse_unchanged: bool = True,
+        save: SavePolicy | Sequence[SavePolicy] | None = None,
+        keep: KeepPolicy | Sequence[KeepPolicy] | None = None,
         save_at_end: bool = True,
         resume: Resume = "auto",
         init_from: Place | None = None,
@@ -167,7 +179,7 @@ class CheckpointCallback(ResumingCallback):
         self._preemption = PreemptionSignal(options.preemption_signals())
         self._signals: Signals | None = None
         self._evaluation: Stop | None = None
-        self._saver: FitSaver | None = None
+        self._recorder: FitRecorder | None = None
         self._witness: Witness | None = None
         self._has_weights = False
         self._decides = False  # whether the trainer was given no path, so that the directory decides
@@ -264,7 +276,7 @@ class CheckpointCallback(ResumingCallback):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy of this callback for the same directory, which has not begun."""
         anew = {"_preemption": PreemptionSignal(self._options.preemption_signals())}
-        return {**vars(self), "_signals": None, "_evaluation": None, "_saver": None, "_witness": None, **anew}
+        return {**vars(self), "_signals": None, "_evaluation": None, "_recorder": None, "_witness": None, **anew}
 
     # ---- hooks of the trainer
 
@@ -315,43 +327,45 @@ class CheckpointCallback(ResumingCallback):
         stop = self._stop(trainer.fit_loop.epoch_loop.val_loop)
         if not isinstance(stop, AgreedStop):
             self._evaluation = stop  # Several processes agree as soon as training has begun, after the first batch.
-        self._saver = FitSaver(
+        self._recorder = FitRecorder(
             trainer, self._store, self._options, self._preemption, stop, callback=self, published=self._published
         )
-        self._witness = self._saver.witness
+        self._witness = self._recorder.witness
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the position in the data and the random generators to a checkpoint."""
-        if self._saver is not None:
-            self._saver.add_to(checkpoint)
+        if self._recorder is not None:
+            self._recorder.add_to(checkpoint)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the position in the data and the random generators until the loops need them."""
-        if self._saver is not None and not is_search_file(trainer.ckpt_path):
-            self._saver.resume_from(checkpoint)
+        if self._recorder is not None and not is_search_file(trainer.ckpt_path):
+            self._recorder.resume_from(checkpoint)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Note what the program has set in its optimizers, before the restore replaces it."""
-        if self._saver is not None:
-            self._saver.begin_fit()
+        if self._recorder is not None:
+            self._recorder.begin_fit()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to save."""
-        if self._saver is not None:
-            self._saver.begin()
+        if self._recorder is not None:
+            self._recorder.begin()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Note the batch, which a resume compares."""
-        if self._saver is not None:
-            self._saver.begin_batch(batch)
+        if self._recorder is not None:
+            self._recorder.begin_batch(batch)
 
     def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Leave a validation after a preemption, as the time may run out."""
-        self._store.observer.reached("validation", trainer.global_step if self._saver is None else self._saver.step)
-        if self._saver is None or trainer.sanity_checking:
+        self._store.observer.reached(
+            "validation", trainer.global_step if self._recorder is None else self._recorder.step
+        )
+        if self._recorder is None or trainer.sanity_checking:
             self._leave_evaluation(trainer)
         else:
-            self._saver.during_validation()
+            self._recorder.during_validation()
 
     def on_test_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Leave a test in which the process was asked to end."""
@@ -363,19 +377,19 @@ class CheckpointCallback(ResumingCallback):
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Store the metrics of the validation."""
-        if self._saver is not None and not trainer.sanity_checking:
-            self._saver.notice_metrics()
+        if self._recorder is not None and not trainer.sanity_checking:
+            self._recorder.notice_metrics()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Announce that there was nothing left to do, where a run had ended already."""
-        if self._saver is not None:
-            self._saver.finish()
+        if self._recorder is not None:
+            self._recorder.finish()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Let a save that is under way finish; with ``save_on_exception``, save the last point between two batches."""
         try:
-            if self._saver is not None:
-                self._saver.save_after(exception)
+            if self._recorder is not None:
+                self._recorder.save_after(exception)
         except HoldfastError:
             logger.exception("the last point between two batches could not be saved")
         try:
@@ -440,9 +454,9 @@ class CheckpointCallback(ResumingCallback):
         signals, self._signals = self._signals, None
         if signals is not None:
             signals.end(error)
-        saver, self._saver = self._saver, None
+        recorder, self._recorder = self._recorder, None
         evaluation, self._evaluation = self._evaluation, None
-        if saver is None:
+        if recorder is None:
             if evaluation is not None:
                 evaluation.end(orderly=orderly)
             return
@@ -450,21 +464,21 @@ class CheckpointCallback(ResumingCallback):
         try:
             self._store.close(orderly=orderly)
         finally:
-            saver.detach(orderly=orderly)
+            recorder.detach(orderly=orderly)
             if orderly:
                 barrier_exit(self._store.processes)
-            saver.announce()
-        if has_begun and saver.has_started:
+            recorder.announce()
+        if has_begun and recorder.has_started:
             ended = "preempted" if isinstance(error, Preempted) else "failed" if error is not None else "finished"
             facts = {"error": described(error)} if ended == "failed" and error is not None else {}
-            self._store.manager.events.write(ended, step=saver.step, **facts)
+            self._store.manager.events.write(ended, step=recorder.step, **facts)
             if ended == "failed":
                 newest = self._store.manager.latest_step()
-                ending = Ending(str(self._store.directory), step=saver.step, saved=newest)
+                ending = Ending(str(self._store.directory), step=recorder.step, saved=newest)
                 ending.end(error, shown=trainer.is_global_zero)
             if ended == "finished":
                 self._store.note_finished(trainer.lightning_module)
-            saver.announce()
+            recorder.announce()
 
 
 def _tensor(score: float | None) -> torch.Tensor | None:

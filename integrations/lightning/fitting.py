@@ -20,8 +20,8 @@ from ...engine.pytree import class_name, unwrapped_name
 from ...engine.sources import Misfits
 from ..graph import is_kin
 from ..loop import Hyperparameters, StateAdapter
+from .private_api import LoopHooks, callbacks_of, is_search_file
 from .strategies import as_saved, is_sharded
-from .wall import LoopHooks, callbacks_of, checkpoint_connector, is_search_file, loaded_checkpoint
 
 _CHANGED = (
     "A run resumes with the model, the optimizers and the schedules that it had, or not at all. partial='initialize' "
@@ -94,10 +94,9 @@ class Fitting:
         self._schedulers: list[str] = []
         self._hyperparameters: Hyperparameters | None = None
         self._is_resumed = False
-        if not is_sharded(trainer.strategy):  # Such a strategy loads everything by name.
+        self._loads_by_name = is_sharded(trainer.strategy)  # Such a strategy itself does it.
+        if not self._loads_by_name:
             hooks.place(trainer.strategy, "load_model_state_dict", self._load_model)
-            hooks.place(trainer.strategy, "load_optimizer_state_dict", self._load_optimizers)
-            hooks.place(checkpoint_connector(trainer), "restore_lr_schedulers", self._load_schedulers)
 
     def note_hyperparameters(self) -> None:
         """Note what the program has set, before the restore replaces it."""
@@ -185,22 +184,31 @@ class Fitting:
         del checkpoint[_AVERAGE]
         checkpoint["state_dict"] = checkpoint.pop(_WEIGHTS)
 
-    def _load_optimizers(self, original: Callable[..., Any], checkpoint: _State) -> None:
-        if is_search_file(self._trainer.ckpt_path):
-            original(checkpoint)
+    @contextlib.contextmanager
+    def loading(self, checkpoint: _State) -> Iterator[None]:
+        """Give a trainer, which loads optimizers and schedulers meanwhile, what fits those of the program."""
+        if self._loads_by_name or not checkpoint.keys() >= {"optimizer_states", "lr_schedulers"}:
+            yield
             return
-        optimizers, states = self._trainer.strategy.optimizers, list(checkpoint["optimizer_states"])
+        checkpoint["optimizer_states"] = self._optimizer_states(checkpoint["optimizer_states"])
+        if not callbacks_of(self._trainer, "StochasticWeightAveraging"):
+            # That callback takes the schedulers away until it has found its own position.
+            checkpoint["lr_schedulers"] = self._scheduler_states(checkpoint["lr_schedulers"])
+        with _noted() if self.misfits is None else contextlib.nullcontext():
+            yield
+        for optimizer, state in zip(self._trainer.strategy.optimizers, checkpoint["optimizer_states"], strict=True):
+            _set_dtypes(optimizer, state)
+
+    def _optimizer_states(self, states: Sequence[_State]) -> list[_State]:
+        optimizers = self._trainer.strategy.optimizers
         live, saved = Description.of(self._trainer).optimizers, self._saved_optimizers(states)
         if self.misfits is None:
             pairs = zip(optimizers, states, strict=False)
             options = [_first_options(one.param_groups, state.get("param_groups", ())) for one, state in pairs]
             self._check("optimizer", optimizers, [one.kind for one in saved], options)
-            with _noted():
-                ordered = [_ordered(index, *one) for index, one in enumerate(zip(states, saved, live, strict=True))]
-                self._load(original, checkpoint, ordered)
-            return
+            return [_ordered(index, *one) for index, one in enumerate(zip(states, saved, live, strict=True))]
         if not any(one.param_groups for one in optimizers):
-            return
+            return [one.state_dict() for one in optimizers]
         origins, taken = _matched(live, saved), []
         for index, origin in enumerate(origins):
             if origin is not None and hasattr(optimizers[index], "consolidate_state_dict"):
@@ -215,17 +223,7 @@ class Fitting:
             else:
                 taken.append(self._fitting(index, fresh, live[index], states[origin], saved[origin]))
         self.misfits.surplus(f"optimizer_states/{index}" for index in range(len(saved)) if index not in origins)
-        self._load(original, checkpoint, taken)
-
-    def _load(self, original: Callable[..., Any], checkpoint: _State, states: Sequence[_State]) -> None:
-        """Load the states of the optimizers, in the dtypes that they had."""
-        original({**checkpoint, "optimizer_states": states})
-        for optimizer, state in zip(self._trainer.strategy.optimizers, states, strict=True):
-            parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-            numbers = chain.from_iterable(group["params"] for group in state.get("param_groups", ()))
-            for parameter, number in zip(parameters, numbers, strict=False):
-                if parameter in optimizer.state and number in state["state"]:
-                    optimizer.state[parameter] = as_saved(optimizer.state[parameter], state["state"][number])
+        return taken
 
     def _fitting(self, index: int, fresh: _State, live: _Optimizer, state: _State, saved: _Optimizer) -> _State:
         """Return the state of one optimizer: the parts of the saved state that fit, otherwise the fresh state."""
@@ -273,22 +271,12 @@ class Fitting:
             options.append({**group, **{name: found[name] for name in found if name not in _NO_OPTIONS}})
         return {"state": entries, "param_groups": options}
 
-    def _load_schedulers(self, original: Callable[[], Any]) -> None:
-        checkpoint = loaded_checkpoint(self._trainer)
-        if (
-            not checkpoint
-            or is_search_file(self._trainer.ckpt_path)
-            or callbacks_of(self._trainer, "StochasticWeightAveraging")
-        ):
-            original()  # That callback takes the schedulers away until it has found its own position.
-            return
+    def _scheduler_states(self, states: Sequence[_State]) -> list[_State]:
         schedulers = [config.scheduler for config in self._trainer.strategy.lr_scheduler_configs]
-        states = checkpoint["lr_schedulers"]
         saved = [""] * len(schedulers) if self._saved is None else self._saved.schedulers
         if self.misfits is None:
             self._check("scheduler", schedulers, saved)
-            original()
-            return
+            return [*states]
         saved = [*saved, *[""] * len(states)]
         optimizers, taken = self._trainer.strategy.optimizers, []
         for index, scheduler in enumerate(schedulers):
@@ -306,8 +294,7 @@ class Fitting:
                 count, origins = (0, []) if of is None else self._groups[of]
                 taken.append(_by_group(states[index], fresh, count, origins))
         self.misfits.surplus(f"lr_schedulers/{index}" for index in range(len(schedulers), len(states)))
-        checkpoint["lr_schedulers"] = taken
-        original()
+        return taken
 
     def _optimizing(self) -> dict[str, Any]:
         """Return the optimizers and their schedulers by name."""
@@ -334,6 +321,15 @@ class Fitting:
             lines.append(f"expected {len(live)} {what}s (program), found {len(saved)} (checkpoint)")
         if lines:
             raise _mismatch(f"{self._trainer.ckpt_path}: the {what}s are not those of the program:", lines)
+
+
+def _set_dtypes(optimizer: Any, state: _State) -> None:
+    """Give the state of an optimizer the dtypes that it had; torch casts to those of the parameters."""
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    numbers = chain.from_iterable(group["params"] for group in state.get("param_groups", ()))
+    for parameter, number in zip(parameters, numbers, strict=False):
+        if parameter in optimizer.state and number in state["state"]:
+            optimizer.state[parameter] = as_saved(optimizer.state[parameter], state["state"][number])
 
 
 def _ordered(index: int, state: _State, saved: _Optimizer, live: _Optimizer) -> _State:

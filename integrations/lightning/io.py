@@ -18,10 +18,10 @@ from ...engine.installed import install_command
 from ...engine.manager import best_step_in
 from ...engine.steps import list_steps, newest_step
 from ...engine.storage import Location, Place, as_location
+from .private_api import LoopHooks, checkpoint_connector, dump_checkpoint, is_search_file, made_from, package_of
 from .store import RunStore, Template, is_checkpoint, read_checkpoint
-from .strategies import ShardedState, can_save, is_sharded
+from .strategies import ShardedState, can_save, is_sharded, named_as
 from .trees import POSITION
-from .wall import LoopHooks, checkpoint_connector, dump_checkpoint, is_search_file, made_from, package_of
 
 _PACKAGES = {
     "lightning.pytorch.callbacks": "lightning.fabric.plugins.io.checkpoint_io",
@@ -159,6 +159,11 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
+        """Load a checkpoint with the names that the module has now: a part of it may be compiled, or not any more."""
+        checkpoint = self._read(path, template)
+        return None if checkpoint is None else named_as(self._strategy.lightning_module, checkpoint)
+
+    def _read(self, path: str | os.PathLike[str], template: Callable[[], Template]) -> dict[str, Any] | None:
         if isinstance(path, ResumePath):
             if path.directory != self.store.directory:
                 return None

@@ -2,14 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError
 from ...engine.generators import differing_parts, listed_parts, same_state
 from ..options import Reshard
-from .epoch import loader_states
+from .averages import without_values
+from .loader_states import loader_states
+from .store import GLOBAL_GENERATORS
+from .strategies import replicas
+
+logger = logging.getLogger("holdfast")
+
+
+@dataclass(frozen=True)
+class SavedPosition:
+    """A saved position in the data, as this process continues from it.
+
+    Attributes:
+        tree: The position.
+        is_new: Whether it belongs to another process, as more continue than have saved.
+        keeps_random: Whether this process keeps the global generators that the program has seeded.
+        until_loaders: What to undo when the program has made its data loaders.
+        until_batches: What to undo before the first batch.
+    """
+
+    tree: dict[str, Any]
+    is_new: bool = False
+    keeps_random: bool = False
+    until_loaders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    until_batches: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the process ended before what follows the last batch, such as its validation."""
+        return bool(self.tree.get("is_cut_off", self.tree["point"] == "validation"))
+
+
+def share_of(
+    saved: dict[str, Any], trainer: Any, replicated: Collection[str], reshard: Reshard | None, processes: ProcessGroup
+) -> SavedPosition:
+    """Return what this process continues from; StateError if nothing tells how to divide the data anew."""
+    shares = saved.pop("shares", None)
+    is_new = shares is not None and processes.index >= len(shares)
+    draws_alike = GLOBAL_GENERATORS in replicated
+    if draws_alike:
+        check_drawn_alike(shares or [saved])
+    before, now = saved.get("replicas", 1), replicas(trainer.strategy)
+    one_for_all = check_replicated(saved, shares)
+    if not one_for_all and (shares is not None or before != now):
+        reshard_states(saved, shares, reshard, processes)
+    if before != now and saved["point"] != "epoch" and not one_for_all:
+        saved["point"] = "batch"
+        saved["rescaled"] = Fraction(before, now)
+    if is_new and "averages" in saved:
+        saved["averages"] = without_values(saved["averages"])
+    if before != now and trainer.is_global_zero:
+        order = "; a loader that shuffles has another order in one process than in several"
+        samples = f"the epoch continues after as many samples{order if 1 in (before, now) else ''}"
+        logger.warning(
+            "saved by %d processes that had a share of the data each, and resumed by %d: weights, optimizers and "
+            "schedules are as they were, and %s. %s",
+            before,
+            now,
+            "the data continues in the order that all processes share" if one_for_all else samples,
+            "" if shares is None else describe_left(len(shares), processes.count, draws_alike),
+        )
+    return SavedPosition(saved, is_new, is_new and not draws_alike)
 
 
 def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None) -> bool:

@@ -22,7 +22,7 @@ import torch
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import PREEMPTED, HoldfastError
 from ..loop import PreemptionSignal
-from .wall import (
+from .private_api import (
     LoopHooks,
     cluster_environment,
     handler_before_lightnings,

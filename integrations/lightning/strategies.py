@@ -24,7 +24,7 @@ from ...engine.format import FileRecord
 from ...engine.handlers import PyTreeCheckpointHandler
 from ...engine.pytree import flatten, unwrapped_name
 from ...engine.storage import Location
-from .wall import averages_models, broadcasts_buffers, gathers_in_one_process, kinds_of
+from .private_api import averages_models, broadcasts_buffers, gathers_in_one_process, kinds_of
 
 _SAVE_BY_THEMSELVES = {"FSDPStrategy", "DeepSpeedStrategy"}
 _OWN_PROCESSES = {"XLAStrategy"}  # It is derived from DDPStrategy, but torch.distributed does not connect it.
@@ -80,6 +80,30 @@ def keeps_own_buffers(strategy: Any) -> bool:
 def own_buffers(module: Any) -> dict[str, Any]:
     """Return the buffers of this process by name, without DTensors."""
     return {name: value for name, value in module.named_buffers() if not hasattr(value, "placements")}
+
+
+def live_names(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
+    """Return the present name of each saved one: a part of the module may be compiled now, or be so no longer."""
+    before, now = list(saved), list(live)
+    names = {unwrapped_name(name): name for name in now}
+    if len(names) != len(now) or len({*map(unwrapped_name, before)}) != len(before):
+        return {name: name for name in before}  # The program itself has named modules as wrappers do.
+    return {name: names.get(unwrapped_name(name), name) for name in before}
+
+
+def named_as(module: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return Lightning's dictionary with the names that the state of a module has now."""
+    for entry in {"state_dict", "current_model_state"} & checkpoint.keys():
+        state = checkpoint[entry]
+        names = live_names(state, module.state_dict(keep_vars=True))
+        if all(name == live for name, live in names.items()):
+            continue
+        checkpoint[entry] = renamed = type(state)((names[name], value) for name, value in state.items())
+        if (versions := getattr(state, "_metadata", None)) is not None:
+            by_name = {unwrapped_name(f"{name}."): version for name, version in versions.items()}
+            parts = {name: unwrapped_name(f"{name}.") for name, _ in module.named_modules()}
+            renamed._metadata = {name: by_name[part] for name, part in parts.items() if part in by_name}
+    return checkpoint
 
 
 def replicas(strategy: Any) -> int:

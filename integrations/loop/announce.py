@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
 import sys
 from dataclasses import dataclass
 
+from ...engine.checkpoint import at_exit
 from ...engine.errors import HoldfastError
 from ...engine.manager import Event
 from ...engine.streams import handlers_of
@@ -54,9 +54,6 @@ class Ending:
     def begin(self) -> None:
         """Speak at the interpreter's exit, unless the callback is closed or another one goes on with the run."""
         _open[self.directory] = self
-        # Exit functions run in reverse order, and the engine's one ends the process after a failed save.
-        atexit.unregister(_end_all)
-        atexit.register(_end_all)
 
     def note(self, event: Event) -> None:
         """Take note of the step that was saved or restored."""
@@ -95,3 +92,6 @@ def _end_all() -> None:
             saves = ending.saves_at_end and error is None
             advice = ". The end of a with statement, or close() of the callback, saves the last step" if saves else ""
             ending.say("the program ended without closing the callback", advice)
+
+
+at_exit(_end_all)

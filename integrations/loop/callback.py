@@ -23,9 +23,11 @@ from ...engine.manager import (
     BestMode,
     CheckpointManager,
     CheckpointManagerOptions,
+    KeepPolicy,
     Local,
     Mirror,
     Peek,
+    SavePolicy,
     described,
     explains_its_options,
     has_triggers,
@@ -47,6 +49,7 @@ from .extras import (
     missing_extras,
     warn_of_unrestored,
 )
+from .first_steps import warn_of_index
 from .initial import InitialState
 from .objects import adapter_for
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
@@ -176,7 +179,7 @@ class CheckpointCallback:
         save_interval_steps, max_to_keep, best_fn, best_mode:
 
     Args: when to save
-        save_interval_secs, save_on_best:
+        save_interval_secs, save_on_best, save:
         save_at_end: Save the last step when training ends, whether or not a trigger asks for it.
         step_offset: 1 if the step that your loop reports is the index of its last update, as with Orbax, so that N + 1
             updates are in the state of step N, and a resume begins with step N + 1. 0 is the number of updates. It is
@@ -184,7 +187,7 @@ class CheckpointCallback:
         item_intervals:
 
     Args: what to keep
-        keep_latest, keep_period, keep_time_interval, keep_steps, keep_checkpoints_without_metrics:
+        keep_latest, keep_period, keep_time_interval, keep_steps, keep, keep_checkpoints_without_metrics:
 
     Args: where, and how it is stored
         mirror, local, step_prefix:
@@ -269,6 +272,8 @@ class CheckpointCallback:
         mirror: Place | Mirror | None = None,
         local: Local | None = None,
         reuse_unchanged: bool = True,
+        save: SavePolicy | Sequence[SavePolicy] | None = None,
+        keep: KeepPolicy | Sequence[KeepPolicy] | None = None,
         save_at_end: bool = True,
         resume: Resume = "auto",
         init_from: Place | None = None,
@@ -322,6 +327,7 @@ class CheckpointCallback:
         self._generators = GlobalGenerators() if options.global_generators else None
         self._names: frozenset[str] = frozenset()
         self._closed = False
+        self._has_peeked = False
         self._should_stop = False
         self._restored: int | None = None
         self._went_on_from: int | None = None
@@ -435,6 +441,7 @@ class CheckpointCallback:
             CheckpointNotFoundError: ``resume`` names a step that is not there, or ``"must"``, and there is none.
             NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
         """
+        self._has_peeked = True
         if self._options.resume == "must":
             check_resume("must", self._all_steps(), self._manager.directory)
         return peek(self._manager, self._options.resume)
@@ -655,9 +662,11 @@ class CheckpointCallback:
             logger.info("init_from=%s is ignored, as the run resumes", place)
         self.extras = {name: restored.extras[name] for name in extras}
         self._restored = restored.step
+        state = initial.completed(adapter, restored.state)
         if offset is None:
             offset = int((self._manager.custom_metadata(restored.step) or {}).get("step_offset", 0))
-        state = initial.completed(adapter, restored.state)
+            if not (restored.is_own or offset):
+                warn_of_index(restored.step, adapter.to_tree(state))
         self._begin_steps(self._new_saver(adapter, offset, fresh), state, extras, restored.step)
         shown = Report(restored.step, state, extras=self._with_generators(self.extras)).seen({})
         self._witness.resume(restored.step, shown, why_not_comparable(self._options, adapter.misfits))
@@ -723,7 +732,7 @@ class CheckpointCallback:
         self._saver = saver
         for loader in loaders_of(extras).values():
             loader.begin_run(self._announce)
-        saver.watch(state, extras, last)
+        saver.watch(state, extras, last, grows=self._has_peeked or self._options.partial is not None)
         missing = [] if self._generators is None else self._generators.begin()
         if missing:
             logger.warning(

@@ -105,7 +105,7 @@ def restore_extras(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[
             values[name] = from_tree(extra, saved[name])
         elif is_torchdata_loader(extra):
             values[name] = extra
-            if note := restore_loader(extra, saved[name], as_start):
+            if note := restore_loader(extra, saved[name], as_start, extras.get(GLOBAL_GENERATORS)):
                 announce("%s= %s", name, note, shown=shown)
         elif is_stateful(extra) or is_plain(extra):
             values[name] = restore_state(extra, saved[name], as_start)

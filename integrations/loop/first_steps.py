@@ -19,7 +19,7 @@ from ...engine.errors import StateError, shortened
 from ...engine.generators import is_generator
 from ...engine.loaders import LoaderPosition, drawing_sampler
 from ...engine.pytree import Sampler, Samples, Ways, flatten, is_plain, is_torch_tensor, loaded, unwrapped_name
-from ...engine.witness import is_time
+from ...engine.witness import Seen, is_time
 from .extras import GLOBAL_GENERATORS, changes_in_place
 from .objects import is_versioned, live_objects
 from .states import STATE, located
@@ -28,6 +28,7 @@ logger = logging.getLogger("holdfast")
 
 _ALL = 1 << 30  # leaves
 _TRAINED, _COUNTS, _SAMPLED = 4, 8, 128  # leaves whose values are compared
+_COUNTERS = ("step", "count")  # fields in which a TrainState and optax count updates
 _FAR = 100  # reports between two saves, after which a state that is trained has changed
 # Attributes of torch's iterators that are private: the batches taken, the sampler, whether the iterator is used again.
 _TAKEN, _SAMPLER, _PERSISTENT = "_num_yielded", "_index_sampler", "_persistent_workers"
@@ -45,6 +46,10 @@ _LEFT_OUT = (
     "the steps after %d are %d and %d, with equally many updates before each: each resume would leave one out. Begin "
     "at the step that restore_or_initialize has returned, and write step += 1 before checkpoint.on_step(step, ...)"
 )
+_INDEX = (
+    "step %d was not saved by this callback, and its state has counted %d updates (%s): if step N is the index of an "
+    "update, as in many programs for Orbax, begin with step_offset=1. Otherwise, update %d is done twice"
+)
 _NO_PLACE = (
     "step %d is saved after batch %d of %d of a DataLoader that shuffles, without its place: a resume begins another "
     "epoch. Write loader = hf.resumable(loader), loop over it, and pass data=loader to restore_or_initialize and "
@@ -54,9 +59,26 @@ _FORGOTTEN = (
     "step %d is saved without the %s of %s, which has a state: a resume would begin with a fresh one. Pass "
     '{"model": model, "optimizer": optimizer} to restore_or_initialize and on_step'
 )
+_GROWN = (
+    "step %d is saved with parts that restore_or_initialize was not given: %s. A resume would be refused. Make them "
+    "before restore_or_initialize, such as best = copy.deepcopy(model); or as checkpoint.peek() tells the step"
+)
 _UNUSED = (
     "the state at step %d is still that of step %d, and %d parameters outside of it are trained: make the model and "
     "its optimizer before restore_or_initialize, and train what it returns"
+)
+_ONLY_DICTS = (
+    "The state has state dicts, which only load_state_dict puts back: call it with what restore_or_initialize has "
+    'returned, or pass the objects to both: {"model": model, "optimizer": optimizer}'
+)
+_NO_SCHEDULER = (
+    "The %s of the optimizer is not saved: pass it to restore_or_initialize and on_step as an extra, as in "
+    "scheduler=scheduler"
+)
+_OTHERWISE = (
+    "Either the loop changes the state after on_step: call it last, after scheduler.step() and averages of weights. Or "
+    "the steps depend on something that was not handed over: pass it to restore_or_initialize and on_step as an extra, "
+    "as in scheduler=scheduler, or make it part of the state"
 )
 
 
@@ -75,8 +97,13 @@ class FirstSteps:
         self._looks: list[_Look] = []  # at what came back and at the first reports, until these are compared
         self._saved: tuple[_Look, Ways, int, Mapping[str, Any]] | None = None  # the first save
 
-    def begin(self, state: Any, step: int | None, extras: Mapping[str, Any]) -> None:
-        """Look at what came back: ``step`` is that of the last update, None without ``restore_or_initialize``."""
+    def begin(self, state: Any, step: int | None, extras: Mapping[str, Any], *, grows: bool) -> None:
+        """Look at what came back: ``step`` is that of the last update, None without ``restore_or_initialize``.
+
+        A state ``grows`` if the program takes care of that, by ``peek`` or a partial restore.
+        """
+        self._paths = weakref.WeakKeyDictionary[Any, str]()
+        self._parts = None if step is None or grows else _shapes_of(state, self._paths)
         self._read = [(weakref.ref(one), getattr(one, _TAKEN, 0)) for one in _readers(extras, state)]
         if step is not None:
             self._marks = {path: _mark(one) for path, one in located(state, _mark)}
@@ -107,6 +134,7 @@ class FirstSteps:
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
             self._check_place(step, state)
+            self._check_parts(step, state)
         root = {STATE: state, **{name: one for name, one in extras.items() if isinstance(one, dict)}}
         ways = Ways(root if is_live else None, _ALL) if self._saved is None else self._saved[1]
         leaves = ways.follow(root)
@@ -150,6 +178,17 @@ class FirstSteps:
         rises = [(now - start, later - now) for start, now, later in values]
         return first - 1 == second > 0 and any(one == other > 0 and one % second == 0 for one, other in rises)
 
+    def _check_parts(self, step: int, state: Any) -> None:
+        before, self._parts = self._parts, None
+        if before is not None:
+            new = [
+                name
+                for name, shape in _shapes_of(state, self._paths).items()
+                if before.get(name, 0) not in (None, shape)
+            ]
+            if new:
+                logger.warning(_GROWN, step, shortened(new, 4))
+
     def _check_place(self, step: int, state: Any) -> None:
         before = {id(one): taken for ref, taken in self._read if (one := ref()) is not None}
         for one in _readers(self._extras, state):
@@ -158,6 +197,48 @@ class FirstSteps:
             if draws and before.get(id(one), 0) < taken < len(one) and not getattr(one, _PERSISTENT, False):
                 logger.warning(_NO_PLACE, step, taken, len(one))
                 return
+
+
+def cause_in_state(seen: Seen | None) -> str:
+    """Return why a state that was restored as it was saved differs some steps later, by what the program shows."""
+    torch: Any = loaded("torch")
+    if seen is None or STATE not in seen.root or torch is None:  # A trainer saves all schedulers.
+        return _OTHERWISE
+    if any(located(seen.root, _mark)):
+        return _ONLY_DICTS
+    shown = {id(one) for _, one in live_objects({**seen.root, **seen.objects})}
+    schedulers = _live(torch.optim.lr_scheduler.LRScheduler)
+    left = [one for one in schedulers if id(one) not in shown and id(one.optimizer) in shown]
+    return _NO_SCHEDULER % type(left[0]).__qualname__ if left else _OTHERWISE
+
+
+def _shapes_of(state: Any, paths: weakref.WeakKeyDictionary[Any, str]) -> dict[str, Any]:
+    """Return the parameters of torch's modules in a state with their shapes, and the groups of its optimizers.
+
+    ``paths`` gets the path of each object that it does not have; other containers may hold the same objects later.
+    """
+    torch: Any = loaded("torch")
+    found: dict[str, Any] = {}
+    for now, one in live_objects(state):
+        if isinstance(one, torch.nn.Module):
+            path = paths.setdefault(one, now)
+            found |= {unwrapped_name(f"{path}.{name}"): value.shape for name, value in one.named_parameters()}
+        elif isinstance(one, torch.optim.Optimizer):
+            path = paths.setdefault(one, now)
+            found |= dict.fromkeys(f"{path}.param_groups[{index}]" for index in range(len(one.param_groups)))
+    return found
+
+
+def warn_of_index(step: int, tree: Any) -> None:
+    """Warn of a step that another program has saved, if the counters in its state are one ahead of its number."""
+    flat = flatten(tree)
+    counters = {
+        name: int(value)
+        for name, value in zip(flat.names, flat.values, strict=True)
+        if name.rpartition(".")[2] in _COUNTERS and _kind(value) is int
+    }
+    if {*counters.values()} == {step + 1}:
+        logger.warning(_INDEX, step, step + 1, shortened([*counters], 2), step)
 
 
 def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], root: Any) -> None:

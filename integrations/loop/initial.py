@@ -229,8 +229,13 @@ def _objects(state: Any, extras: Mapping[str, Any], kind: str) -> list[tuple[str
 def _options(state: Any, extras: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Generate the options of torch's optimizers that are numbers, flags or pairs of numbers: name, group and key."""
     for path, optimizer in _objects(state, extras, "Optimizer"):
+        # What an optimizer begins with, and takes no argument for, is its state, as the sums of schedule-free ones are.
+        arguments = inspect.signature(type(optimizer)).parameters
+        state_of_groups = {*optimizer.defaults} - {*arguments} if "lr" in arguments else set()
         for index, group in enumerate(optimizer.param_groups):
             for option, value in [*group.items()]:
+                if option in state_of_groups:
+                    continue
                 is_number = is_torch_tensor(value) and value.numel() == 1
                 if option != "params" and (is_number or isinstance(value, (bool, int, float, tuple))):
                     yield f"{path}.param_groups[{index}].{option}", group, option

@@ -39,7 +39,7 @@ from .states import STATE, StateAdapter, located
 from .trees import TreeAdapter
 
 if TYPE_CHECKING:
-    from ..graph import Checkpoint, PreparedRestore, StoredGraph
+    from ..graph import Checkpoint, StoredGraph
 
 logger = logging.getLogger("holdfast")
 
@@ -169,9 +169,8 @@ class ObjectsAdapter(LiveAdapter):
     def template(self, state: Any) -> Any:
         return _ObjectsTemplate(self._graph(state), self.misfits)
 
-    def from_tree(self, state: Any, restored: PreparedRestore) -> Any:
-        restored.apply()
-        if self.misfits is None and (changed := restored.restoration.restore_modes()):
+    def from_tree(self, state: Any, restored: Callable[[], list[str]]) -> Any:
+        if changed := restored():
             what = "as at the save, where the program began otherwise: %s"
             announce(what, shortened(changed), shown=current_coordinator().process_index == 0)
         if not isinstance(state, tuple):
@@ -221,8 +220,8 @@ class _ObjectsTemplate:
     root: Checkpoint
     misfits: Misfits | None
 
-    def prepare(self, stored: StoredGraph) -> PreparedRestore:
-        """Read and compare all saved values; nothing changes yet."""
+    def prepare(self, stored: StoredGraph) -> Callable[[], list[str]]:
+        """Read and compare all saved values; return a function that changes the objects, and names changed modes."""
         from ..graph import Restoration
 
         restoration = Restoration(stored, self.root, ignore={("save_counter",)}, final=True)
@@ -231,7 +230,12 @@ class _ObjectsTemplate:
         restoration.report()._note(found)
         if self.misfits is None:
             found.check(f"{stored.checkpoint}: program and checkpoint differ; nothing was changed:")
-        return prepared
+
+        def apply() -> list[str]:
+            prepared()
+            return restoration.restore_modes() if self.misfits is None else []
+
+        return apply
 
 
 class ComponentAdapter(LiveAdapter):

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from ...engine.clock import Duration, seconds
@@ -62,7 +62,7 @@ class PreemptionSignal:
         self.again = False  # whether it has arrived once more, and is not the same one that a launcher forwards
         self._statuses: dict[int, int] = {}
         self._process: int | None = None
-        self._is_told = False  # whether the warning that no handler can be installed was given
+        self._is_told = False  # whether it was said that the handler is not in place
         self._previous: dict[int, Handler] = {}
         protect_workers(self)
 
@@ -136,7 +136,25 @@ class PreemptionSignal:
         """
         if not self.received and self.is_agreed and _jax_agreement.reached():
             self.request()
+        if self.installed and not self._is_told:
+            self._tell_of_later_handlers()
         return self.received
+
+    def _tell_of_later_handlers(self) -> None:
+        for number in self._previous:
+            handler = signal.getsignal(number)
+            if getattr(handler, "__func__", None) is PreemptionSignal._handle:
+                continue
+            self._is_told = True
+            # A function of the program may call the handler that it has replaced, which nothing shows.
+            logger.log(
+                logging.INFO if callable(handler) else logging.WARNING,
+                "%s goes to %s, which the program has set after it made the callback: a preemption loses the steps "
+                "since the last save, unless that calls the earlier handler. Set it before: the callback calls it, too",
+                signal.Signals(number).name,
+                getattr(handler, "__qualname__", None) or getattr(handler, "name", handler),
+            )
+            return
 
     def install(self) -> bool:
         """Install the handler, once; return whether it is installed: not outside the main thread, nor beside JAX."""
@@ -207,9 +225,7 @@ class PreemptionSignal:
         self.install()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.restore()
 
 

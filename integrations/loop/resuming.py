@@ -54,7 +54,8 @@ _MOST_NEIGHBOURS = 20  # directories that are searched
 _CHANGED = (
     "A run resumes with the state that it had, or not at all. To continue with another model or optimizer, begin a run "
     "in another directory: init_from= takes weights. partial='initialize' restores what fits, also of the weights of "
-    "init_from, and keeps the rest as it was initialized."
+    "init_from, and keeps the rest as it was initialized. For a state that grows while it trains, checkpoint.peek() "
+    "tells the step before the state is built."
 )
 
 
@@ -65,6 +66,7 @@ class Resumed:
     step: int
     state: Any
     extras: dict[str, Any]
+    is_own: bool  # whether a callback has saved it, as far as this is known
 
 
 def all_steps(directory: Location, prefix: str | None = None) -> list[int]:
@@ -197,7 +199,7 @@ def restore(
     if chosen is not None:
         note_resume(manager, chosen)  # This warns of the later steps.
     warn_of_misfits(adapter.misfits, f"step {step}", STATE)
-    return Resumed(step, state, values)
+    return Resumed(step, state, values, "extras" in restored.items or not has_extras)
 
 
 def peek(manager: CheckpointManager, resume: Resume) -> Peek | None:

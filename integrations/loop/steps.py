@@ -259,10 +259,10 @@ class StepSaver:
         """Whether the last step is saved, or no step was reported."""
         return self.step is None or self.holds(self.step)
 
-    def watch(self, state: Any, extras: Mapping[str, Any], last: int | None) -> None:
+    def watch(self, state: Any, extras: Mapping[str, Any], last: int | None, *, grows: bool) -> None:
         """Begin to watch the state before the first step; ``last`` is the number of the step before, if it is known."""
         first = self._first_steps = FirstSteps()
-        self._ask(lambda: first.begin(state, last, extras))
+        self._ask(lambda: first.begin(state, last, extras, grows=grows))
         self._adapter.watch(state)
         self._extra_versions.watch({name: extra for name, extra in extras.items() if is_versioned(extra)})
 

@@ -34,6 +34,7 @@ from ...engine.witness import (
 )
 from ..options import OnInexact, ProgramOptions
 from .announce import announce
+from .first_steps import cause_in_state
 
 logger = logging.getLogger("holdfast")
 
@@ -171,7 +172,7 @@ class Witness:
             if is_due:
                 self._take(look())
             if self._waiting:
-                self._compare_arrived(wait=self._on_inexact == "raise")
+                self._compare_arrived(look, wait=self._on_inexact == "raise")
             if k >= _LAST and not self._waiting:
                 self._conclude()
 
@@ -197,7 +198,7 @@ class Witness:
             seen, same = look(), None
             if self._k and self._last is None and self.watches:
                 same = self._take(seen)
-            self._compare_arrived(wait=True)
+            self._compare_arrived(look, wait=True)
             self._conclude()
             self._compares = False
             if self._file is not None:
@@ -220,7 +221,7 @@ class Witness:
         """Compare and write what is left, as the run ends; raises nothing."""
         self._on_inexact = "warn" if self._on_inexact == "raise" else self._on_inexact
         with self._only_logged():
-            self._compare_arrived(wait=True)
+            self._compare_arrived(None, wait=True)
             self._conclude()
             for file in self._files():
                 file.finish()
@@ -257,9 +258,9 @@ class Witness:
             else:
                 self._say(text, self._resumed, shortened(shown))
         if differs:
-            self._found(self._resumed or 0, 0, same, differs)
+            self._found(self._resumed or 0, 0, same, differs, None)
 
-    def _compare_arrived(self, *, wait: bool) -> None:
+    def _compare_arrived(self, look: Callable[[], Seen] | None, *, wait: bool) -> None:
         while self._waiting and (wait or self._waiting[0].pending.samples.is_ready):
             k, pending = self._waiting.pop(0)
             now, saved = pending.finish(), self._records.by_k[k]
@@ -282,7 +283,7 @@ class Witness:
                 )
                 self._waiting.clear()
                 return
-            self._found(int(now["step"]), k, same, differs)
+            self._found(int(now["step"]), k, same, differs, look)
 
     def _rounding(self, k: int, saved: Record, now: Record, differs: Mapping[str, str]) -> float | None:
         """Return the size of a difference that another processor explains, or None."""
@@ -295,7 +296,9 @@ class Witness:
             return None
         return is_rounding(saved, now, self._records.by_k[0])
 
-    def _found(self, step: int, k: int, same: list[str], differs: Mapping[str, str]) -> None:
+    def _found(
+        self, step: int, k: int, same: list[str], differs: Mapping[str, str], look: Callable[[], Seen] | None
+    ) -> None:
         """Say that a step is not that of before the stop; of several, the first."""
         is_first = self.proof.exact is not False
         layers = tuple(dict.fromkeys([*self.proof.differs, *differs]))
@@ -310,7 +313,7 @@ class Witness:
         )
         where = f"not exact from step {step} on" if k else f"not exact: step {step} was not restored as it was saved"
         agrees = f". The same as before the stop: {', '.join(same)}" if same else ""
-        text = f"{where}: {what}{agrees}. {advice(differs)}"
+        text = f"{where}: {what}{agrees}. {advice(differs, look)}"
         if self._on_inexact == "raise":
             self._error = StateError(f"{text} (on_inexact='raise': nothing is saved after this)")
             raise self._error
@@ -356,7 +359,7 @@ def _listed(steps: tuple[int, ...]) -> str:
     return f"{', '.join(map(str, steps[:-1]))} and {steps[-1]}"
 
 
-def advice(differs: Mapping[str, str]) -> str:
+def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None) -> str:
     """Return the likely cause of a difference and what to hand over, with what the program holds in reach."""
     from ...engine.fingerprints import not_handed_over  # It imports what few runs need.
 
@@ -370,13 +373,10 @@ def advice(differs: Mapping[str, str]) -> str:
     elif "counters" in differs:
         cause = "The run counts its steps or epochs in another way: pass the counter as an extra"
     else:
-        cause = (
-            "The steps depend on something that was not handed over: pass it to restore_or_initialize and on_step as "
-            "an extra, or make it part of the state"
-        )
+        cause = cause_in_state(look and look())
     held = not_handed_over()
     reach = f" In reach of the program: {shortened(held, 4)}." if held else ""
-    return f"{cause}, or the program or its data have changed.{reach} `holdfast drill` looks for the cause"
+    return f"{cause}. Or the program or its data have changed.{reach} `holdfast drill` looks for the cause"
 
 
 # ---- what has to be alike in two runs

@@ -49,7 +49,26 @@ def __getattr__(name):  # type checkers read __init__.pyi
                 where = f"holdfast.{module}.{name}"
                 raise AttributeError(f"module 'holdfast' has no attribute {name!r}; it is {where}") from None
         # With name and obj, a traceback suggests the public name that is closest.
-        hint = _importlib.import_module("holdfast.engine.peer_names").object_instead_of(name)
+        hint = _instead_of(name)
         here = {} if hint else {"name": name, "obj": _sys.modules[__name__]}
         error = AttributeError(f"module 'holdfast' has no attribute {name!r}{hint}", **here)
         raise error from None
+
+
+def _instead_of(name):
+    """Return what is here instead of a name of Orbax, for the end of a message."""
+    return _importlib.import_module("holdfast.engine.peer_names").object_instead_of(name)
+
+
+class _PeerModules:
+    """The last finder of modules, as Python does not ask ``__getattr__`` in ``import holdfast.v1``."""
+
+    @staticmethod
+    def find_spec(name, *_):
+        package, _, module = name.rpartition(".")
+        if package == __name__ and (hint := _instead_of(module)):
+            # With its name, `from holdfast import args` would replace this error by one without the hint.
+            raise ModuleNotFoundError(f"No module named {name!r}{hint}")
+
+
+_sys.meta_path.append(_PeerModules)

@@ -12,8 +12,10 @@ from . import reports as reports
 from . import storage as storage
 from . import type_handlers as type_handlers
 from .engine.api import load as load
+from .engine.api import load_async as load_async
 from .engine.api import load_transformed as load_transformed
 from .engine.api import save as save
+from .engine.api import save_async as save_async
 from .engine.arrays import Layout as Layout
 from .engine.checkpoint import AsyncCheckpointer as AsyncCheckpointer
 from .engine.checkpoint import Checkpointer as Checkpointer
@@ -36,9 +38,12 @@ from .engine.listing import list_checkpoints as list_checkpoints
 from .engine.loaders import skip_to as skip_to
 from .engine.manager import CheckpointManager as CheckpointManager
 from .engine.manager import CheckpointManagerOptions as CheckpointManagerOptions
+from .engine.manager import Every as Every
+from .engine.manager import KeepPolicy as KeepPolicy
 from .engine.manager import Local as Local
 from .engine.manager import Mirror as Mirror
 from .engine.manager import Peek as Peek
+from .engine.manager import SavePolicy as SavePolicy
 from .engine.manager import copy_checkpoint as copy_checkpoint
 from .engine.manager import event_scalars as event_scalars
 from .engine.manager import record_metrics as record_metrics

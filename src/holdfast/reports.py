@@ -24,7 +24,9 @@ from .engine.manager import (
     Decision,
     LocalStatus,
     MirrorStatus,
+    Moment,
     Restored,
+    StepInfo,
 )
 from .engine.pytree import (
     LeafMetadata,
@@ -35,6 +37,9 @@ from .engine.sources import (
 )
 from .integrations.formats.convert import (
     Conversion,
+)
+from .integrations.loop import (
+    Proof,
 )
 
 __all__ = [
@@ -48,10 +53,13 @@ __all__ = [
     "LeafSummary",
     "LocalStatus",
     "MirrorStatus",
+    "Moment",
     "OpenCheckpoint",
     "Problem",
     "Progress",
+    "Proof",
     "Restored",
     "SaveReport",
+    "StepInfo",
     "VerifyReport",
 ]

@@ -124,6 +124,74 @@ def test_templates_that_fit(name: str, place: str, assert_same: Same) -> None:
         assert_same(hf.load(place, like=[template]), [expected])
 
 
+# Saved value, template, result or DIFFER.
+CASTS: dict[str, tuple[Any, Any, Any]] = {
+    "narrower": (np.array([0.1, np.nan]), np.zeros(2, np.float16), np.array([0.1, np.nan], np.float16)),
+    "wider": (np.ones(2, np.float32), np.zeros(2), np.ones(2)),
+    "float_that_overflows": (np.array([1e30]), np.zeros(1, np.float16), DIFFER),
+    "number": (0.1, np.asarray(0, np.float16), np.asarray(0.1, np.float16)),
+    "integer": (np.array([-7, 100]), np.zeros(2, np.int8), np.array([-7, 100], np.int8)),
+    "integer_that_does_not_fit": (np.array([7, 200]), np.zeros(2, np.int8), DIFFER),
+    "unsigned": (np.array([7]), np.zeros(1, np.uint8), np.array([7], np.uint8)),
+    "negative": (np.array([-7]), np.zeros(1, np.uint8), DIFFER),
+    "complex": (np.array([1 + 2j]), np.zeros(1, np.complex64), np.array([1 + 2j], np.complex64)),
+    "complex_for_float": (np.ones(1), np.zeros(1, np.complex64), DIFFER),
+    "float_for_integer": (np.ones(1, np.int64), np.zeros(1), DIFFER),
+    "integer_for_float": (np.ones(1), np.zeros(1, np.int64), DIFFER),
+    "bool": (np.ones(1, bool), np.zeros(1, np.int8), DIFFER),
+    "shape": (np.ones(3), np.zeros(4, np.float32), DIFFER),
+    "text": (np.array(["a"]), np.array(["ab"]), DIFFER),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_casts_that_a_template_may_ask_for(
+    name: str, place: str, assert_same: Same, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved, template, expected = CASTS[name]
+    hf.save(place, {"x": saved, "same": np.ones(2)})
+    like = {"x": template, "same": np.zeros(2)}
+    with pytest.raises(hf.TreeMismatchError):
+        hf.load(place, like=like)
+    caplog.set_level("INFO", "holdfast")
+    if expected is DIFFER:
+        with pytest.raises(hf.TreeMismatchError) as caught:
+            hf.load(place, like=like, cast=True)
+        assert caught.value.differences
+        return
+    assert_same(hf.load(place, like=like, cast=True), {"x": expected, "same": np.ones(2)})
+    listed = f"x from {np.asarray(saved).dtype} to {np.asarray(template).dtype}"
+    assert any(listed in message and "same" not in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_a_cast_gives_what_the_library_of_the_template_gives(library: str, place: str) -> None:
+    exact = np.linspace(0, 1, 7, dtype=np.float32)
+    hf.save(place, {"w": exact})
+    if library == "torch":
+        torch = pytest.importorskip("torch")
+        found = hf.load(place, like={"w": torch.zeros(7, dtype=torch.bfloat16)}, cast=True)["w"]
+        assert torch.equal(found, torch.from_numpy(exact).to(torch.bfloat16))
+    else:
+        jnp = pytest.importorskip("jax.numpy")
+        found = hf.load(place, like={"w": jnp.zeros(7, jnp.bfloat16)}, cast=True)["w"]
+        assert (found == jnp.asarray(exact).astype(jnp.bfloat16)).all()
+
+
+def test_a_subset_is_what_the_template_has(place: str, assert_same: Same) -> None:
+    saved = {"a": {"w": np.ones(3), "v": 2}, "b": [1, 2], "c": "text", "key.with.dots": 3}
+    hf.save(place, saved)
+    for part in ({"a": {"v": 2}}, {"b": [1], "c": "text"}, {"key": {"with": {"dots": 3}}}, saved, {}):
+        assert_same(hf.load(place, like=part, subset=True), part)
+    with pytest.raises(hf.TreeMismatchError) as caught:
+        hf.load(place, like={"a": {"w": np.ones(4)}, "d": 1}, subset=True)
+    assert [line.partition(":")[0] for line in caught.value.differences] == ["a/w", "d"]
+    with pytest.raises(hf.errors.OptionError, match="like="):
+        hf.load(place, like=None, subset=True)
+    with pytest.raises(hf.errors.OptionError, match="like="):
+        hf.load(place, like=None, cast=True)
+
+
 def test_leaves_that_cannot_be_templates_are_named(place: str) -> None:
     hf.save(place, {"a": 1, "b": 2})
     with pytest.raises(hf.errors.UnsupportedLeafError, match=r"(?s)template.*a: is of type slice.*b: .*function"):

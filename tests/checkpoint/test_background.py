@@ -196,6 +196,13 @@ def run(directory: Path, program: str) -> subprocess.CompletedProcess[str]:
             """,
             id="checkpointer",
         ),
+        pytest.param(
+            """
+            os.pwrite = slow
+            hf.save_async(os.path.join(directory, "5"), tree(5))
+            """,
+            id="future that is dropped",
+        ),
     ],
 )
 def test_program_that_ends_without_close(tmp_path: Path, program: str) -> None:
@@ -304,6 +311,21 @@ def test_program_whose_disk_fails_at_the_end(tmp_path: Path, program: str) -> No
         assert manager.all_steps() == [4]
         manager.acquire()
     assert not (tmp_path / "5").exists()
+
+
+@pytest.mark.parametrize(
+    ("asks", "status", "said"),
+    [("", 1, "/5 was not saved: "), ("future.exception()", 0, ""), ("print(future.result())", 1, "SaveFailedError: ")],
+)
+def test_program_whose_future_has_an_error(tmp_path: Path, asks: str, status: int, said: str) -> None:
+    program = f"""
+        os.pwrite = full
+        future = hf.save_async(os.path.join(directory, "5"), tree(5))
+        {asks}
+        """
+    finished = run(tmp_path, program)
+    assert (finished.returncode, finished.stderr.count("was not saved")) == (status, 1 if said else 0)
+    assert said in finished.stderr
 
 
 def test_program_that_was_told_ends_well(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_export_in_place(capsys: pytest.CaptureFixture[str], run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["x", "--to", "onnx"], "is not one of 'safetensors', 'orbax', 'torch'"),
+        (["x", "--to", "onnx"], "is not one of 'safetensors', 'orbax', 'torch', 'dcp'"),
         ([], "DST is missing: give the file or directory to write"),
         (["--in-place"], "--in-place takes --to orbax"),
         (["x", "--to", "orbax", "--in-place"], "--in-place takes --to orbax"),

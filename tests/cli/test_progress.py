@@ -230,7 +230,7 @@ def test_an_interrupted_import_leaves_nothing(run: Path, capsys: pytest.CaptureF
     assert hf.verify(target).ok
 
 
-@pytest.mark.parametrize("to", ["safetensors", "orbax"])
+@pytest.mark.parametrize("to", ["safetensors", "orbax", "dcp"])
 def test_an_interrupted_export_leaves_nothing(to: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = run.parent / "exported"
 

@@ -241,11 +241,16 @@ def test_a_save_is_in_progress_before_its_thread_begins(tmp_path: Path) -> None:
         ({"count": 20, "dense_bytes": 900}, [1, 5, 10]),  # one checkpoint shows that they are too large
     ],
 )
+@pytest.mark.parametrize(
+    "limits",
+    [{"max_to_keep": 1, "save_interval_steps": 5}, {"save": hf.Every(steps=5, keep=1)}],
+    ids=["options", "policy"],
+)
 def test_more_steps_are_saved_and_all_are_kept(
-    tmp_path: Path, rehearse: Rehearse, plan: dict[str, Any], saved: list[int]
+    tmp_path: Path, rehearse: Rehearse, plan: dict[str, Any], saved: list[int], limits: dict[str, Any]
 ) -> None:
     observer, _ = rehearse(DrillPlan(name="a", **plan))
-    options = hf.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=5, mirror=tmp_path / "mirror")
+    options = hf.CheckpointManagerOptions(**limits, mirror=tmp_path / "mirror")
     with hf.CheckpointManager(tmp_path / "run", options=options, observer=observer) as manager:
         for step in range(1, 11):
             manager.save(step, {"w": np.full(100, step)})

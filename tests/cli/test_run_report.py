@@ -126,7 +126,9 @@ def test_a_killed_start_hides_its_last_steps() -> None:
     """SIGKILL leaves no event: what is known to be trained again is the least."""
     events = [event("started", 0), saved(10, 4), event("metrics", 20, step=13), event("started", 30, "b")]
     events += [event("restored", 31, "b", step=4), event("finished", 40, "b", step=20)]
-    assert read_history(events).hides_steps
+    assert (read_history(events).hides_steps, read_history(events).redone_steps) == (True, 0)
+    compared = [*events[:-1], event("witness", 32, "b", step=8, saved_step=4, exact=True, layers=["batch"])]
+    assert read_history(compared).redone_steps == 4, "the steps that the resume was compared with"
     assert not read_history([*events[:2], event("failed", 21, step=13, error="x"), *events[3:]]).hides_steps
 
 

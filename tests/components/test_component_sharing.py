@@ -377,7 +377,7 @@ def test_a_part_without_its_policy_is_not_complete(place: str, caplog: pytest.Lo
     assert not running.learner.optimizer.state
     report = running.restore_from_path(f"{path}/learner", component="learner")
     assert report.missing == ("learner/policy",)
-    assert "components that the checkpoint does not have (1): learner/policy" in caplog.text
+    assert "in the program, not in the checkpoint (1): learner/policy" in caplog.text
     assert len(running.learner.optimizer.state) == 4
 
 
@@ -395,11 +395,39 @@ def test_a_policy_that_the_program_no_longer_shares(place: str, caplog: pytest.L
     path = ParentAndLearner("torch").save_to_path(place)
     running = ParentAndLearner("torch", seed=1)
     running.policy = TorchPolicy(2)
-    with pytest.raises(hf.TreeMismatchError, match="one object in the checkpoint and two in the program"):
+    with pytest.raises(hf.TreeMismatchError, match="one object in the checkpoint, two in the program"):
         running.restore_from_path(path, strict=True)
     report = running.restore_from_path(path)
     assert report.separate == (("learner/policy", "policy"),)
     assert "two in the program (1): learner/policy and policy" in caplog.text
+
+
+class Showing(Checkpointable):
+    """Holds a value, and something that no checkpoint can hold."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.process = value, iter(())
+
+    def get_state(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def set_state(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+class Around(Checkpointable):
+    """Holds the same value as its part, under a longer path."""
+
+    def __init__(self, value: Any) -> None:
+        self.part = Showing(value)
+        self.deep = {"a": {"b": {"value": value}}}
+
+
+def test_a_value_that_a_part_has_too(place: str) -> None:
+    path = Around(jnp.ones(2)).save_to_path(place)
+    running = Around(jnp.zeros(2))
+    assert running.restore_from_path(path, strict=True).complete
+    assert running.part.value.tolist() == running.deep["a"]["b"]["value"].tolist() == [1, 1]
 
 
 class Own:
@@ -484,7 +512,7 @@ def test_a_checkpoint_of_an_earlier_version_that_lacks_moments_is_not_complete(p
         node.pop("slots", None)
         node["groups"] = [[] for _ in node.get("groups", ())]
     path = trainer.save_to_path(place, state=state | {"learner": {**own, "__graph__": json.dumps(graph)}})
-    with pytest.raises(hf.TreeMismatchError, match=r"values that the checkpoint does not have .*: optimizer/slots"):
+    with pytest.raises(hf.TreeMismatchError, match=r"in the program, not in the checkpoint .*: optimizer/slots"):
         ParentAndLearner("torch").restore_from_path(path, strict=True)
     running = ParentAndLearner("torch", seed=1)
     report = running.restore_from_path(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import logging
 import os
 import subprocess
@@ -149,6 +150,28 @@ def test_a_state_is_taken_back_where_another_does_not_fit(place: str) -> None:
     assert running.part.held[0].observation.tolist() == [5, 5]
 
 
+def test_a_state_is_taken_back_where_another_is_refused(place: str) -> None:
+    class Layer(Checkpointable):
+        def __init__(self, value: float) -> None:
+            self.weight = torch.full((2,), float(value)).requires_grad_()
+
+    class Refusing(Stateful):
+        def __init__(self, value: float) -> None:
+            super().__init__(value)
+            self.layer = Layer(value)
+
+        def set_state(self, state: Any) -> None:
+            assert self.layer.weight.tolist() == [1, 1]
+            raise ValueError(f"{state} is refused")
+
+    path = Refusing(1).save_to_path(place)
+    running = Refusing(0)
+    with pytest.raises(ValueError, match="is refused"):
+        running.restore_from_path(path)
+    assert running.layer.weight.tolist() == [0, 0]
+    assert running.layer.weight.requires_grad
+
+
 def test_a_class_that_the_component_does_not_show(place: str, caplog: pytest.LogCaptureFixture) -> None:
     Hidden = NamedTuple("Hidden", [("a", int)])  # noqa: UP014 - in a function, where no module names it
     path = holding([Hidden(1)]).save_to_path(place)
@@ -159,7 +182,7 @@ def test_a_class_that_the_component_does_not_show(place: str, caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         running.restore_from_path(path)
     assert running.part.held == [{"a": 1}]
-    assert "Hidden, and Stateful shows no such class with the same fields" in caplog.text
+    assert "Hidden, and the program has no such class with the same fields" in caplog.text
     assert read_state(path)["part"]["held"] == [{"a": 1}]
 
 
@@ -208,6 +231,23 @@ def test_a_restore_packs_no_list_of_the_program(tmp_path: Path, monkeypatch: pyt
     running.restore_from_path(path)
     assert running.part == value
     assert list(map(type, running.part)) == list(map(type, value))
+
+
+def test_a_state_whose_document_names_the_elements_of_a_list() -> None:
+    """Earlier versions described each number of a list."""
+    array = np.ones(2)
+    tree, running = holding(None), holding(None)
+    tree.part, running.part = {"one": array, "same": array, "history": [0.5] * 40}, {"history": []}
+    state = tree.get_state()
+    document = json.loads(state["__graph__"])
+    nodes = document["nodes"]
+    (node,) = [node for node in nodes if node.get("value") == "part.history"]
+    elements = [{"value": f"part.history.{index}"} for index in range(40)]
+    node.pop("value")
+    node.update(type="list", edges={str(index): len(nodes) + index for index in range(40)})
+    nodes += elements
+    running.set_state({**state, "__graph__": json.dumps(document)})
+    assert running.part["history"] == [0.5] * 40
 
 
 # ---- a class of a program that is run

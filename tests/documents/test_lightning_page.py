@@ -44,7 +44,7 @@ class Model(lightning.LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.examples("docs/lightning.md", "python 3")
+@pytest.mark.examples("docs/lightning.md", "python 4")
 def test_models_from_checkpoints(examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     callback = CheckpointCallback("runs/x/checkpoints", save_interval_steps=400, best_fn="loss", best_mode="min")
@@ -56,3 +56,16 @@ def test_models_from_checkpoints(examples: Examples, tmp_path: Path, monkeypatch
     assert names["model"].tested == 4
     assert names["weights"].keys() == trained.state_dict().keys()
     assert torch.equal(torch.as_tensor(names["weights"]["layer.weight"]), trained.layer.weight)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.examples("docs/lightning.md", "python 1")
+def test_a_listener_names_checkpoints_by_their_metric(
+    examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = examples.run({"L": lightning, "Model": Model, "CheckpointCallback": CheckpointCallback})
+    folder, steps = names["folder"], names["checkpoint"].manager.all_steps()
+    links = [link.resolve() for link in folder.glob("step=*-loss=*.*")]
+    assert sorted(links) == sorted(folder / str(step) for step in steps)
+    assert len(steps) == 2

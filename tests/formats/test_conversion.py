@@ -17,6 +17,7 @@ import pytest
 import safetensors.numpy
 import torch
 from flax.training.train_state import TrainState
+from tests.equality import assert_same
 
 import holdfast as hf
 from holdfast.engine.sources import open_checkpoint
@@ -161,8 +162,10 @@ def test_export_for_torch(tmp_path: Path) -> None:
     hf.save(tmp_path / "ckpt", tree)
 
     (done,) = export_checkpoint(tmp_path / "ckpt", tmp_path / "x.pt", "torch")
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "x", "dcp")
 
     found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert_same(hf.load(tmp_path / "x"), hf.load(tmp_path / "x.pt"))
     assert torch.equal(found["state_dict"]["w"].view(torch.uint8), tree["state_dict"]["w"].view(torch.uint8))
     assert found["state_dict"]["b"].tolist() == [0, 1, 2]
     assert found["jax"].dtype == torch.bfloat16
@@ -172,7 +175,7 @@ def test_export_for_torch(tmp_path: Path) -> None:
     assert (done.format, done.path) == ("torch", str(tmp_path / "x.pt"))
 
 
-@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+@pytest.mark.parametrize("kind", ["torch", "safetensors", "dcp"])
 def test_an_export_that_the_disk_refuses_leaves_nothing_behind(tmp_path: Path, kind: Any) -> None:
     hf.save(tmp_path / "ckpt", {"w": np.ones(1 << 17)})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -206,7 +209,7 @@ def test_export_for_torch_names_what_does_not_fit(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt"]
 
 
-@pytest.mark.parametrize("to", ["safetensors", "torch"])
+@pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
 def test_export_of_one_item_of_one_step(tmp_path: Path, to: Any) -> None:
     checkpointers = {name: hf.Checkpointer(hf.PyTreeCheckpointHandler()) for name in ("a", "b")}
     with hf.CheckpointManager(tmp_path / "run", checkpointers) as manager:
@@ -223,6 +226,10 @@ def test_export_of_one_item_of_one_step(tmp_path: Path, to: Any) -> None:
     assert hf.load(tmp_path / "x")["x"].tolist() == [1, 1]
     with pytest.raises(hf.CheckpointExistsError):
         export_checkpoint(tmp_path / "run", tmp_path / "x", to, item="a")
+    if to == "dcp":
+        with pytest.raises(hf.errors.OptionError, match="remove the destination"):
+            export_checkpoint(tmp_path / "run", tmp_path / "x", to, item="a", overwrite=True)
+        return
     export_checkpoint(tmp_path / "run", tmp_path / "x", to, item="a", overwrite=True)
     assert hf.load(tmp_path / "x")["x"].tolist() == [2, 2]
 
@@ -242,5 +249,5 @@ def test_export_for_orbax_and_back(tmp_path: Path) -> None:
 
 
 def test_export_to_something_unknown(tmp_path: Path) -> None:
-    with pytest.raises(hf.errors.OptionError, match="one of 'safetensors', 'orbax', 'torch'"):
+    with pytest.raises(hf.errors.OptionError, match="one of 'safetensors', 'orbax', 'torch', 'dcp'"):
         export_checkpoint(tmp_path, tmp_path / "x", "onnx")  # type: ignore[arg-type]  # what is tested

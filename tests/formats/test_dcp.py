@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.equality import assert_same
 from tests.processes.harness import Process, run_processes
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -24,6 +25,7 @@ from holdfast.engine.format import compress_chunks
 from holdfast.engine.sources.stored import StoredTree
 from holdfast.engine.storage import as_location
 from holdfast.integrations.formats.torch import dcp as format_module
+from holdfast.integrations.formats.torch import dcp_export
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),  # torch 2.6 says the latter
@@ -143,6 +145,55 @@ def test_tensors_that_several_processes_saved(tmp_path: Path, processes: int) ->
         assert all(np.array_equal(array, WHOLE) for array in found["model"].values())
         assert (found["plain"].tolist(), found["step"]) == ([1, 1], 7)
         assert len(list((tmp_path / name).glob("*.distcp"))) == processes
+
+
+# ---- export
+
+
+def load_tensors(process: Process, folder: str) -> None:
+    state = {"model": {name: torch.zeros_like(one) for name, one in placed(process).items()}, "step": 0}
+    cast("Any", dcp).load(state, checkpoint_id=folder)
+    assert state["step"] == 7
+    for tensor in state["model"].values():  # type: ignore[attr-defined]
+        assert torch.equal(tensor.full_tensor(), torch.from_numpy(WHOLE))
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_an_export_is_loaded_by_torch_whole_and_in_shards(
+    tmp_path: Path, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if size == "large":
+        monkeypatch.setattr(dcp_export, "_ONE_FILE", 8)
+    state = {**trained(), "model_with_shards": torch.from_numpy(WHOLE)}
+    hf.save(tmp_path / "trained", {**state, "rate": 0.1})
+    shards = dict.fromkeys(("rows", "columns", "both", "replicated"), WHOLE)
+    hf.save(tmp_path / "shards", {"model": shards, "step": 7})
+
+    for name in ("trained", "shards"):
+        hf.export_checkpoint(tmp_path / name, tmp_path / "dcp" / name, "dcp")
+
+    files = {path.name for path in (tmp_path / "dcp" / "trained").iterdir()}
+    assert files >= {".metadata", "__0_0.distcp"}
+    assert (len(files) == 2) == (size == "small")
+    fresh = trained()
+    for tensor in fresh["model"].values():
+        tensor.zero_()
+    found = {**fresh, "model_with_shards": torch.zeros(7, 5), "rate": 0.0}
+    cast("Any", dcp).load(found, checkpoint_id=tmp_path / "dcp" / "trained")
+    assert_same(found, {**state, "rate": 0.1})
+    run_processes(load_tensors, 2, str(tmp_path / "dcp" / "shards"), backend="torch")
+
+
+def test_what_dcp_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    hf.save(tmp_path / "list", [np.ones(2)])
+    hf.save(tmp_path / "text", {"a": np.array(["x"])})
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="dictionaries only"):
+        hf.export_checkpoint(tmp_path / "list", tmp_path / "dcp", "dcp")
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="a: torch cannot store elements"):
+        hf.export_checkpoint(tmp_path / "text", tmp_path / "dcp", "dcp")
+    with pytest.raises(hf.errors.OptionError, match="local directories only"):
+        hf.export_checkpoint(tmp_path / "text", "memory://dcp", "dcp")
+    assert not (tmp_path / "dcp").exists()
 
 
 # ---- without collectives: each process has its own metadata, and a copy of what all have

@@ -315,7 +315,7 @@ def test_a_value_with_something_else_in_its_place_is_reported_as_unused(place: s
     checkpoint = graph.Checkpoint(v1=graph.Node(x=1), v2=library.make(0.0))
     status = checkpoint.restore(path)
     assert library.read(checkpoint.v2) == 2
-    with pytest.raises(AssertionError, match=r"something else is in its place.*v1"):
+    with pytest.raises(AssertionError, match=r"without a place in the program.*v1"):
         status.assert_consumed()
     assert status.report.unused == ("v1",)
 

@@ -35,7 +35,7 @@ def prepare(process: Process, environment: dict[str, str], mirror: str) -> None:
 
 def wait_for(manager: hf.CheckpointManager, what: str) -> None:
     """Waits until something is true of the mirror."""
-    mirror = manager._access.mirror
+    mirror = manager._mirror
     assert mirror is not None
     wanted = {
         "it has a step": lambda: mirror.status().step is not None,

@@ -619,6 +619,50 @@ def test_a_new_learning_rate_is_said_and_can_be_chosen(
     assert "hyperparameters differ" not in caplog.text
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """Averages the weights, and counts its steps in its groups, as schedule-free optimizers do."""
+
+    def __init__(self, params: Any, lr: float, warmup_steps: int = 2) -> None:
+        super().__init__(params, {"lr": lr, "warmup_steps": warmup_steps, "k": 0, "weight_sum": 0.0, "lr_max": -1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            group["lr_max"] = max(group["lr"] * min(1, group["k"] / group["warmup_steps"]), group["lr_max"])
+            group["weight_sum"] += group["lr_max"] ** 2
+            for parameter in group["params"]:
+                start = self.state[parameter].setdefault("z", parameter.clone())
+                start.sub_(parameter.grad, alpha=group["lr_max"])
+                parameter.lerp_(start, group["lr_max"] ** 2 / group["weight_sum"])
+
+
+@pytest.mark.parametrize("chosen", ["saved", "program"])
+def test_what_an_optimizer_counts_in_its_groups_is_no_hyperparameter(
+    chosen: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def steps(directory: Path, rate: float, stop: int) -> Any:
+        net = Net(0)
+        state: dict[str, Any] = {"net": net, "optimizer": ScheduleFree(net.parameters(), rate)}
+        with hf.CheckpointCallback(directory, hyperparameters=chosen) as checkpoint:
+            _, start = checkpoint.restore_or_initialize(state)
+            for step in range(start, stop):
+                torch_update(net, state["optimizer"], torch.ones(2, 3))
+                checkpoint.on_step(step + 1, state)
+        return state["optimizer"].param_groups[0], list(net.parameters())
+
+    steps(tmp_path / "again", 0.1, 3)
+    caplog.set_level("INFO", "holdfast")
+    (group, weights), (expected, whole) = steps(tmp_path / "again", 0.1, 6), steps(tmp_path / "whole", 0.1, 6)
+    assert {**group, "params": None} == {**expected, "params": None}
+    assert all(map(torch.equal, weights, whole))
+    assert "hyperparameters differ" not in caplog.text
+    group, _ = steps(tmp_path / "again", 0.4, 6)
+    (said,) = [one.getMessage() for one in caplog.records if "hyperparameters differ" in one.getMessage()]
+    assert said.endswith(": optimizer.param_groups[0].lr (program 0.4, saved 0.1)")
+    assert group["k"] == 6
+
+
 def test_what_a_schedule_moves_is_no_difference(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "holdfast")
     for step in (1, 2, 3):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -148,6 +149,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.total, self.best, self.improved, self.average, self.recent = 0, -math.inf, False, torch.zeros(2), None
+        self.best_weights: Any = None
 
 
 def beside_torch() -> dict[str, Any]:
@@ -166,6 +168,7 @@ def beside_torch_update(state: Any) -> Any:
     meter = state["meter"]
     meter.total, meter.best, meter.improved = meter.total + loss.item(), 3, 1
     meter.average, meter.recent = None, loss.item()
+    meter.best_weights = copy.deepcopy(state["net"].state_dict())
     state["step"].assign_add(0.5)
     return {**state, "best_acc": max(state["best_acc"], loss.item())}
 
@@ -303,6 +306,17 @@ def test_a_resumed_run_has_the_types_and_the_bits_of_the_other(program: str, giv
         state = run(f"{place}/run", last)
         assert_same(run(f"{place}/run", last), state)
     assert_same(state, run(f"{place}/whole", TOTAL))
+
+
+def test_a_copied_state_dict_in_the_place_of_none(place: str) -> None:
+    """The weights of the best epoch, as many trainers keep them."""
+    for last in (1, 2):
+        state = train(beside_torch(), beside_torch_update, place, last)
+    restored = train(beside_torch(), beside_torch_update, place, last)
+    weights, expected = restored["meter"].best_weights, state["meter"].best_weights
+    assert (type(weights), list(weights)) == (OrderedDict, list(expected))
+    torch.nn.Linear(2, 1).load_state_dict(weights)
+    assert_same(dict(weights), dict(expected))
 
 
 def test_extras_have_the_types_that_they_had(place: str) -> None:

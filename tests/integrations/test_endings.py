@@ -64,28 +64,33 @@ def test_a_callback_that_is_never_closed_speaks_at_exit(
     assert [one.step for one in hf.list_checkpoints(place)] == [5, 10][: steps // 5], "nothing is saved at the exit"
 
 
-def test_a_save_that_fails_at_the_exit_is_said_once_beside_the_ending(tmp_path: Path) -> None:
+DISKS = {
+    "fails": ("raise OSError(errno.ENOSPC, 'No space left on device')", "was not saved"),
+    "hangs": ("time.sleep(600)", "is still not saved after 0.2 s"),
+}
+
+
+@pytest.mark.parametrize("disk", DISKS)
+def test_a_save_that_is_lost_at_the_exit_is_said_once_beside_the_ending(disk: str, tmp_path: Path) -> None:
+    breaks, lost = DISKS[disk]
     code = f"""
-import errno, os
+import errno, os, time
 import numpy as np
 import holdfast as hf
 
-def full(*arguments):
-    raise OSError(errno.ENOSPC, "No space left on device")
+def broken(*arguments):
+    {breaks}
 
-checkpoint = hf.CheckpointCallback({str(tmp_path)!r}, save_interval_steps=3)
+checkpoint = hf.CheckpointCallback({str(tmp_path)!r}, save_interval_steps=3, save_timeout_secs=0.2)
 state, step = checkpoint.restore_or_initialize({{"w": np.zeros(2)}})
-os.pwrite = full
+os.pwrite = broken
 for step in (1, 2, 3, 4):
     checkpoint.on_step(step, state)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    said = done.stderr
-    assert (done.returncode, said.count("step 3 of"), said.count("without closing the callback after step 4")) == (
-        1,
-        1,
-        1,
-    )
+    ending = "without closing the callback after step 4: no step is saved"
+    said = [done.stderr.count(one) for one in (f"step 3 of {tmp_path} {lost}", ending)]
+    assert (done.returncode, said) == (1, [1, 1]), done.stderr
 
 
 def interrupt() -> None:

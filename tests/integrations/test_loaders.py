@@ -733,6 +733,58 @@ class OwnBatches(OwnOrder):
         return iter(torch.randperm(12).reshape(4, 3).tolist())
 
 
+class EpochOrder(OwnOrder):
+    """Its order depends on the epoch that the program sets, as that of torch's DistributedSampler."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class EpochOrderWithState(EpochOrder):
+    """Counts the indices, and begins behind them once, as samplers of language models do."""
+
+    given = start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.given, self.start = self.start, 0
+        for index in list(super().__iter__())[self.given :]:
+            self.given += 1
+            yield index
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["given"]
+
+
+class EpochBatches(EpochOrder):
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.tensor(list(super().__iter__())).reshape(4, 3).tolist())
+
+
+class EpochStream(Stream):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch)).float())
+
+
+def of_one_process() -> Any:
+    return torch.utils.data.DistributedSampler(Samples(), num_replicas=1, rank=0)
+
+
 def stateful_loader(dataset: Any = Samples, **options: Any) -> Any:
     kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     if callable(batches := options.get("batch_sampler")):
@@ -758,7 +810,10 @@ def loop_over_epochs(directory: Path, stop: int = 0, **options: Any) -> list[Any
     with CheckpointCallback(directory, save_interval_steps=1 if stop in (0, 6) else stop) as checkpoint:
         state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader)
         is_stream = issubclass(options.get("dataset", Samples), Stream)
-        for _ in range(step // 4, 4 if is_stream else 3):
+        for epoch in range(step // 4, 4 if is_stream else 3):
+            for part in (loader.dataset, loader.sampler, loader.batch_sampler):
+                if hasattr(part, "set_epoch"):
+                    part.set_epoch(epoch)
             for batch in loader:
                 taken.append((batch + torch.rand(())).tolist())
                 step += 1
@@ -779,6 +834,12 @@ def loop_over_epochs(directory: Path, stop: int = 0, **options: Any) -> list[Any
         {"dataset": Drawing, "shuffle": True},
         {"dataset": Stream},
         {"dataset": StreamWithState},
+        {"dataset": EpochStream},
+        {"sampler": of_one_process},
+        {"sampler": of_one_process, "num_workers": 1},
+        {"sampler": EpochOrder},
+        {"sampler": EpochOrderWithState},
+        {"batch_sampler": EpochBatches},
         {"shuffle": True, "num_workers": 1},
         {"shuffle": True, "num_workers": 2},
         {"num_workers": 2, "persistent_workers": True},
@@ -792,7 +853,8 @@ def test_a_loop_over_epochs_is_stopped_at_the_end_of_one_and_elsewhere(
     caplog.set_level("INFO", "holdfast")
     whole = loop_over_epochs(tmp_path / "whole", **options)
     assert len(whole) == 12
-    for stop in (4, 6, 8):
+    # A stream that had ended gives nothing at first, and by then the program has set the next epoch.
+    for stop in (6, 9) if options.get("dataset") is EpochStream else (4, 6, 8):
         begun = loop_over_epochs(tmp_path / f"{stop}", stop, **options)
         assert begun + loop_over_epochs(tmp_path / f"{stop}", **options) == whole, stop
     told = "data= had come to the end of an epoch: the next loop over it begins a new one"

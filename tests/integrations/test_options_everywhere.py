@@ -21,9 +21,10 @@ from holdfast.engine.manager import (
     option_texts,
     retention_rules,
 )
-from holdfast.engine.manager.decisions import EverySeconds, EverySteps, OnBest
+from holdfast.engine.manager.decisions import OnBest
 from holdfast.engine.manager.options import save_triggers
-from holdfast.engine.manager.retention import KeepBest, KeepLatest, KeepPeriod, KeepPinned, KeepSteps, KeepTimeInterval
+from holdfast.engine.manager.policies import Every
+from holdfast.engine.manager.retention import KeepBest, KeepLatest, KeepPinned, KeepSteps
 from holdfast.integrations.flax import CheckpointCallback as FlaxCallback
 from holdfast.integrations.lightning import CheckpointCallback as LightningCallback
 from holdfast.integrations.lightning.store import CallbackArguments as LightningArguments
@@ -52,8 +53,8 @@ PLACES: dict[str, Callable[..., hf.CheckpointManagerOptions]] = {
 LOCAL = hf.Local("/nowhere/memory", every=5)  # made at the first save
 LOSS = {"best_fn": "loss", "best_mode": "max"}
 EFFECTS: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]] = {
-    "steps": ({"save_interval_steps": 7}, (EverySteps(7),), (KeepPinned(), KeepAll())),
-    "seconds": ({"save_interval_secs": "1h"}, (EverySeconds(3600),), (KeepPinned(), KeepAll())),
+    "steps": ({"save_interval_steps": 7}, (Every(steps=7),), (KeepPinned(), KeepAll())),
+    "seconds": ({"save_interval_secs": "1h"}, (Every(secs=3600),), (KeepPinned(), KeepAll())),
     "learned": ({"save_interval_secs": "auto"}, (LearnedInterval(60, 3600),), (KeepPinned(), KeepAll())),
     "learned in bounds": (
         {"save_interval_secs": "auto 30s to 2h"},
@@ -62,7 +63,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]] = {
     ),
     "both": (
         {"save_interval_steps": 7, "save_interval_secs": 60},
-        (EverySteps(7), EverySeconds(60)),
+        (Every(steps=7), Every(secs=60)),
         (KeepPinned(), KeepAll()),
     ),
     "best": ({"save_on_best": True, **LOSS}, (OnBest("loss"),), (KeepBest(1, "loss"), KeepPinned(), KeepAll())),
@@ -71,40 +72,40 @@ EFFECTS: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]] = {
         (OnBest("loss", "min"),),
         (KeepBest(3, "loss", "min"), KeepPinned()),
     ),
-    "newest": ({"save_interval_steps": 1, "max_to_keep": 3}, (EverySteps(1),), (KeepLatest(3), KeepPinned())),
+    "newest": ({"save_interval_steps": 1, "max_to_keep": 3}, (Every(steps=1),), (KeepLatest(3), KeepPinned())),
     "best and newest": (
         {"save_interval_steps": 1, **LOSS, "max_to_keep": 2, "keep_latest": 3},
-        (EverySteps(1),),
+        (Every(steps=1),),
         (KeepBest(2, "loss"), KeepLatest(3), KeepPinned()),
     ),
     "period": (
         {"save_interval_steps": 1, "max_to_keep": 1, "keep_period": 5},
-        (EverySteps(1),),
-        (KeepLatest(1), KeepPeriod(5), KeepPinned()),
+        (Every(steps=1),),
+        (KeepLatest(1), Every(steps=5), KeepPinned()),
     ),
     "time": (
         {"save_interval_steps": 1, "keep_latest": 1, "keep_time_interval": "30m"},
-        (EverySteps(1),),
-        (KeepLatest(1), KeepTimeInterval(1800), KeepPinned()),
+        (Every(steps=1),),
+        (KeepLatest(1), Every(secs=1800), KeepPinned()),
     ),
     "chosen": (
         {"save_interval_steps": 1, "max_to_keep": 1, "keep_steps": [2, 5]},
-        (EverySteps(1),),
+        (Every(steps=1),),
         (KeepLatest(1), KeepSteps(frozenset({2, 5})), KeepPinned()),
     ),
     "mirror": (
         {"save_interval_steps": 1, "mirror": "memory://tests/options"},
-        (EverySteps(1),),
+        (Every(steps=1),),
         (KeepPinned(), KeepAll()),
     ),
     "local": (
         {"save_interval_steps": 1, "local": LOCAL},
-        (EverySteps(1),),
+        (Every(steps=1),),
         (KeepPinned(), KeepAll()),
     ),
     "unchanged": (
         {"save_interval_steps": 1, "reuse_unchanged": False},
-        (EverySteps(1),),
+        (Every(steps=1),),
         (KeepPinned(), KeepAll()),
     ),
 }
@@ -143,6 +144,16 @@ def test_an_option_has_the_same_effect_everywhere(place: str, case: str, tmp_pat
     assert options.reuse_unchanged is given.get("reuse_unchanged", True)
 
 
+@pytest.mark.parametrize("place", ["manager", "flax", "lightning"])
+def test_policies_have_the_same_effect_in_all_programs(place: str, tmp_path: Path) -> None:
+    periods = [Every(steps=7, keep=2), Every(steps=100)]
+    options = PLACES[place](tmp_path, save=periods)
+    assert save_triggers(options) == tuple(periods)
+    assert retention_rules(options) == (*periods, KeepPinned())
+    options = PLACES[place](tmp_path, save_interval_steps=1, keep=periods[0])
+    assert retention_rules(options) == (periods[0], KeepPinned())
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused_is_refused_everywhere(place: str, case: str, tmp_path: Path) -> None:
@@ -152,7 +163,7 @@ def test_what_is_refused_is_refused_everywhere(place: str, case: str, tmp_path: 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_without_a_trigger_each_place_has_its_documented_default(place: str, tmp_path: Path) -> None:
-    expected = EverySteps(1) if place == "manager" else EverySeconds(900)
+    expected = Every(steps=1) if place == "manager" else Every(secs=900)
 
     assert save_triggers(PLACES[place](tmp_path)) == (expected,)
     assert save_triggers(PLACES[place](tmp_path, max_to_keep=3)) == (expected,)
@@ -244,7 +255,7 @@ def test_callbacks_take_their_options_by_name(tmp_path: Path) -> None:
         ("mode", "here it is best_mode"),
         ("filename", "named by its number"),
         ("save_last", "the newest checkpoint is always kept"),
-        ("save_decision_policy", "here it is save_interval_steps"),
+        ("save_decision_policy", "here it is save"),
         ("enable_async_checkpointing", "leave it out"),
         ("todelete_subdir", "leave it out: a step that no rule keeps is deleted at once"),
         ("single_host_load_and_broadcast", "here it is load_and_broadcast"),

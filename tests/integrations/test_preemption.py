@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,12 +98,41 @@ def test_a_handler_installed_on_top_stays_and_still_reaches_the_earlier_one() ->
 
 def test_away_from_the_main_thread_nothing_is_installed(caplog: pytest.LogCaptureFixture) -> None:
     installed: list[bool] = []
-    thread = threading.Thread(target=lambda: installed.append(PreemptionSignal().install()))
+    preemption = PreemptionSignal()
+    thread = threading.Thread(target=lambda: installed.extend([preemption.install(), preemption.install()]))
     thread.start()
     thread.join()
-    assert installed == [False]
+    assert installed == [False, False]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert "main thread" in caplog.text
+    (message,) = caplog.messages
+    assert message.startswith("SIGTERM is not handled: signal handlers can only be installed from the main thread")
+
+
+def mine(number: int, frame: object) -> None:
+    """A handler of the program, which may call the one that it has replaced."""
+
+
+LATER: dict[str, tuple[Any, list[tuple[int, str]]]] = {
+    "none": (lambda: None, []),
+    "the default": (
+        lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL),
+        [(logging.WARNING, "SIGTERM goes to SIG_DFL")],
+    ),
+    "ignored": (lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN), [(logging.WARNING, "SIGTERM goes to SIG_IGN")]),
+    "a function": (lambda: signal.signal(signal.SIGTERM, mine), [(logging.INFO, "SIGTERM goes to mine")]),
+    "another callback": (lambda: PreemptionSignal().install(), []),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_handler_that_replaces_that_of_a_callback_is_told_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    replace, told = LATER[name]
+    caplog.set_level(logging.INFO, "holdfast")
+    with PreemptionSignal() as preemption:
+        replace()
+        assert (preemption.reached(), preemption.reached()) == (False, False)
+    said = [(record.levelno, record.getMessage().partition(",")[0]) for record in caplog.records]
+    assert said == told
 
 
 def test_other_signals_can_be_watched() -> None:

@@ -22,9 +22,11 @@ from tests.processes.threads import together
 import holdfast as hf
 from holdfast.engine.distributed import Coordinator
 from holdfast.engine.manager import DAY, Experience, LearnedInterval
-from holdfast.engine.manager.decisions import EverySeconds, StepPace, SyncSchedule
-from holdfast.engine.manager.events import read_run_events
+from holdfast.engine.manager.decisions import StepPace, SyncSchedule
+from holdfast.engine.manager.events import RunEvents, read_run_events
 from holdfast.engine.manager.options import save_triggers
+from holdfast.engine.manager.policies import Every
+from holdfast.engine.observer import process_observer
 from holdfast.engine.storage import as_location
 
 HOUR = 3600.0
@@ -49,7 +51,7 @@ def saved(time: float, run: str = "a", *, blocked: float = 0.1, total: float = 0
         ("auto 30s to 2h", LearnedInterval(30, 2 * HOUR)),
         ("auto  90 to 1h30m", LearnedInterval(90, 1.5 * HOUR)),
         ("auto 5m to 5m", LearnedInterval(300, 300)),
-        ("15m", EverySeconds(900)),
+        ("15m", Every(secs=900)),
     ],
 )
 def test_the_option(value: str, trigger: object) -> None:
@@ -207,7 +209,7 @@ def test_any_value_of_any_event(name: str, value: Any) -> None:
     facts = dict.fromkeys(["step", "blocked_seconds", "total_seconds", "slowed_seconds", "how"], value)
     learned.learn([{"event": name, "time": value}, {"event": name, "time": 5, "run": value, **facts}, {"event": value}])
     assert 60 <= learned.interval_secs <= HOUR
-    learned.news()
+    learned.report(RunEvents(as_location("nowhere"), FakeClock(), 1, process_observer()), "nowhere")
 
 
 @pytest.mark.parametrize("ran", [0.0, 60.0, HOUR, DAY, 30 * DAY])

@@ -108,8 +108,8 @@ class Hosts:
             if restored is None:
                 return None, 0
             assert equal(restored.items, restored.step, self.size)
-            assert manager._access.local is not None
-            return restored.step, manager._access.local.bytes_from_peers
+            assert manager._local is not None
+            return restored.step, manager._local.bytes_from_peers
 
         found = self.run(work)
         (step,) = {step for step, _ in found}
@@ -118,9 +118,9 @@ class Hosts:
 
 def stop(manager: hf.CheckpointManager) -> None:
     """Ends a manager as if the program were killed: nothing more is written, and nothing is removed."""
-    assert manager._access.local is not None
-    manager._access.local.close(finished=False)
-    manager._run.ownership.release()
+    assert manager._local is not None
+    manager._local.close(finished=False)
+    manager._steps.ownership.release()
 
 
 @pytest.fixture
@@ -910,8 +910,8 @@ def test_a_local_save_under_way_counts_where_the_directory_begins_to_save_its_st
         gate.opened.set()
         with pytest.raises(hf.errors.SaveFailedError, match="killed here"):
             manager.wait_until_finished()
-        assert manager._access.local is not None
-        manager._access.local.wait()
+        assert manager._local is not None
+        manager._local.wait()
 
     hosts.run(work)
     assert hosts.resume()[0] == 18

@@ -20,7 +20,7 @@ from tests.events import heard
 
 import holdfast as hf
 from holdfast.cli.main import main
-from holdfast.engine.checkpoint.commit import PendingCheckpoint
+from holdfast.engine.checkpoint import pending_checkpoint
 from holdfast.engine.format import decode_document, encode_document
 from holdfast.engine.format.record import VERSION
 
@@ -158,12 +158,18 @@ def test_unknown_items(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("checkpointer", [hf.PyTreeCheckpointer(), None], ids=["foreground", "background"])
-def test_force(tmp_path: Path, checkpointer: hf.Checkpointer | None) -> None:
+def test_force(tmp_path: Path, checkpointer: hf.Checkpointer | None, caplog: pytest.LogCaptureFixture) -> None:
     options = hf.CheckpointManagerOptions(save_interval_steps=100)
     with hf.CheckpointManager(tmp_path, checkpointer, options) as manager:
         assert not manager.save(7, tree(7))
         assert manager.save(7, tree(7), force=True, reason="because I say so")
+        assert not caplog.records
         assert not manager.save(7, tree(8))
+        assert not manager.save(7, tree(8)), "it says so once"
+        assert [record.getMessage() for record in caplog.records if record.levelno > logging.INFO] == [
+            "save(7) returned False, and what it was given is not saved: step 7 is saved already. "
+            "force=True replaces it"
+        ]
         assert manager.save(7, tree(9), force=True)
         manager.wait_until_finished()
         assert manager.all_steps() == [7]
@@ -498,7 +504,7 @@ def test_empty_folders_of_steps_are_swept(tmp_path: Path) -> None:
 
 def test_a_save_that_is_alive_is_not_swept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A program saves into the directory of a run without its manager."""
-    pending = PendingCheckpoint(hf.storage.as_location(tmp_path / "5"), ["state"], overwrite=False)
+    pending = pending_checkpoint(hf.storage.as_location(tmp_path / "5"), ["state"], overwrite=False)
     pending.begin()
     with hf.CheckpointManager(tmp_path) as manager:
         manager.acquire()

@@ -23,6 +23,20 @@ NAN = math.nan
 HOUR = 3600.0
 
 
+class PowersOfTwo(hf.SavePolicy, hf.KeepPolicy):
+    """Policies of a program: of both protocols, with the defaults of the other members."""
+
+    def reason(self, moment: hf.reports.Moment) -> str | None:
+        return "a power of two" if moment.step.bit_count() == 1 else None
+
+    def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+        return {info.step: "a power of two" for info in steps if info.step.bit_count() == 1}
+
+
+def every(steps: int, keep: int | None = None) -> hf.Every:
+    return hf.Every(steps=steps, keep=keep)
+
+
 def options(**changes: Any) -> hf.CheckpointManagerOptions:
     return hf.CheckpointManagerOptions(**changes)
 
@@ -87,6 +101,16 @@ LOSSES = {1: {"loss": 5}, 2: {"loss": 2}, 3: {"loss": NAN}, 4: None, 5: {"loss":
         pytest.param(
             options(max_to_keep=1, best_fn=lambda metrics: -metrics["loss"], keep_period=3), [2, 3, 6, 9], id="function"
         ),
+        pytest.param(options(keep=every(3)), [3, 6, 9], id="policy: all of a period"),
+        pytest.param(options(keep=[every(1, 2), every(3)]), [3, 6, 8, 9], id="policies: some of one, all of one"),
+        pytest.param(options(keep=hf.Every(secs="2m", keep=2)), [7, 9], id="policy: a few of a period in time"),
+        pytest.param(options(keep=[PowersOfTwo(), every(3, 1)]), [1, 2, 4, 8, 9], id="policy of the program"),
+        pytest.param(options(keep=(), max_to_keep=2), [8, 9], id="no policy"),
+        pytest.param(
+            options(keep=every(4, 1), best_fn="loss", best_mode="min", keep_steps=[3]),
+            [2, 3, 8, 9],
+            id="policy and best",
+        ),
     ],
 )
 def test_what_is_kept(place: str, given: hf.CheckpointManagerOptions, kept: list[int], restart_at: list[int]) -> None:
@@ -108,10 +132,38 @@ def test_what_is_kept(place: str, given: hf.CheckpointManagerOptions, kept: list
             options(save_interval_steps=4, save_interval_secs=180), range(1, 14), [3, 4, 7, 8, 11, 12], id="either"
         ),
         pytest.param(options(), range(1, 14), list(range(1, 14)), id="every step without a trigger"),
+        pytest.param(options(save=every(5)), range(1, 14), [5, 10], id="policy"),
+        pytest.param(options(save=[every(5), hf.Every(secs="4m")]), range(1, 14), [4, 5, 9, 10], id="policies"),
+        pytest.param(options(save=[PowersOfTwo(), every(6)]), range(1, 14), [1, 2, 4, 6, 8, 12], id="of the program"),
+        pytest.param(
+            options(save=every(6), save_on_best=True, best_fn="loss", best_mode="min"),
+            range(1, 14),
+            [1, 2, 6, 12],
+            id="policy and best",
+        ),
     ],
 )
 def test_when_it_saves(place: str, given: hf.CheckpointManagerOptions, steps: range, saved: list[int]) -> None:
-    assert train(place, given, steps)[0] == saved
+    assert train(place, given, steps, metrics=LOSSES)[0] == saved
+
+
+@RESTARTS
+@pytest.mark.parametrize(
+    ("save", "kept"),
+    [
+        ([every(2, 3), every(10)], [10, 20, 24, 26, 28]),
+        ([every(2), every(10)], list(range(2, 29, 2))),
+        ([every(2, 3), PowersOfTwo()], [24, 26, 28]),
+    ],
+)
+def test_periods_with_a_number_say_what_is_kept_too(
+    place: str, save: list[hf.Every], kept: list[int], restart_at: list[int]
+) -> None:
+    given = options(save=save)
+    assert train(place, given, range(1, 29), restart_at=restart_at)[1] == kept
+    listed = {one.step: one.kept for one in hf.list_checkpoints(place)}
+    with hf.CheckpointManager(place, options=given) as manager:
+        assert listed == {step: manager.why_kept(step) for step in kept}
 
 
 @RESTARTS

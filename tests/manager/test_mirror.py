@@ -48,7 +48,7 @@ def arrives(run: hf.CheckpointManager, step: int | None) -> None:
 
 
 def wait_until(run: hf.CheckpointManager, holds: Callable[[hf.reports.MirrorStatus], bool]) -> None:
-    mirror = run._access.mirror
+    mirror = run._mirror
     assert mirror is not None
     with mirror._wake:  # which the thread notifies of all that it does
         assert mirror._wake.wait_for(lambda: holds(mirror.status()), 60), mirror.status()
@@ -273,7 +273,7 @@ def test_the_interval_may_be_a_time(tmp_path: Path, place: str) -> None:
             run.wait_until_finished()
             arrives(run, there)
             clock.wall += 360
-        run._access.mirror._end()  # type: ignore[union-attr]  # without the copy of the last step
+        run._mirror._end()  # type: ignore[union-attr]  # without the copy of the last step
     assert steps(place) == [1, 3]
 
 
@@ -371,7 +371,7 @@ def test_the_measured_rate_is_that_of_a_copy_that_does_not_give_way() -> None:
 def test_a_save_that_cannot_begin_leaves_the_mirror_as_it_was(tmp_path: Path, place: str) -> None:
     with manager(tmp_path / "run", place) as run, pytest.raises(hf.errors.UnsupportedLeafError):
         run.save(1, {"w": object()})
-    assert not run._access.mirror._saving  # type: ignore[union-attr]
+    assert not run._mirror._saving  # type: ignore[union-attr]
 
 
 def test_a_step_that_is_replaced_is_replaced_in_the_mirror(tmp_path: Path, place: str) -> None:
@@ -794,7 +794,7 @@ def test_a_preemption_does_not_begin_what_does_not_fit(
     with manager(tmp_path / "run", hf.Mirror(place, save_interval_steps=1000)) as run:
         run.save(1, tree(1))
         arrives(run, 1)
-        run._access.mirror._rate = 1.0  # type: ignore[union-attr]  # byte a second
+        run._mirror._rate = 1.0  # type: ignore[union-attr]  # byte a second
         run.save(2, tree(2))  # is not due
         run.wait_until_finished()
         assert not run.finish_mirror(30.0)

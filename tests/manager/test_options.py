@@ -10,9 +10,10 @@ import pytest
 
 import holdfast as hf
 from holdfast.engine.manager import KeepAll, retention_rules
-from holdfast.engine.manager.decisions import EverySeconds, EverySteps, OnBest
+from holdfast.engine.manager.decisions import OnBest
 from holdfast.engine.manager.options import options_document, options_from_document, save_triggers
-from holdfast.engine.manager.retention import KeepLatest, KeepPeriod, KeepPinned, KeepTimeInterval
+from holdfast.engine.manager.policies import Every
+from holdfast.engine.manager.retention import KeepLatest, KeepPinned
 
 
 @pytest.mark.parametrize(
@@ -48,11 +49,28 @@ from holdfast.engine.manager.retention import KeepLatest, KeepPeriod, KeepPinned
         ({"max_to_keep": 1, "best_fn": ""}, "best_fn='' must be the name of a metric or a function"),
         ({"max_to_keep": 0, "best_fn": "acc"}, "max_to_keep=0 must be a whole number of at least 1"),
         ({"save_on_best": True, "best_fn": ""}, "best_fn=''"),
+        ({"save": 100}, "save=100 must be a hf.SavePolicy, such as"),
+        ({"save": [hf.Every]}, "save=.* must be a hf.SavePolicy"),
+        ({"keep": [hf.Every(steps=1), "all"]}, "keep='all' must be a hf.KeepPolicy"),
+        (
+            {"save": hf.Every(steps=1), "save_interval_secs": 3},
+            "save_interval_secs=3 and policies of save= say",
+        ),
+        ({"keep": hf.Every(steps=1), "max_to_keep": 3}, "max_to_keep=3 and policies of keep= say the same"),
+        ({"save": hf.Every(steps=1, keep=1), "keep_period": 3}, "keep_period=3 and policies of keep= say the same"),
     ],
 )
 def test_options_that_make_no_sense(given: dict[str, Any], what: str) -> None:
     with pytest.raises(hf.errors.OptionError, match=what):
         hf.CheckpointManagerOptions(**given)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"steps": 1, "secs": 1}, {"steps": 0}, {"steps": 1.5}, {"secs": 0}, {"keep": 0, "steps": 1}], ids=str
+)
+def test_periods_that_make_no_sense(given: dict[str, Any]) -> None:
+    with pytest.raises(hf.errors.OptionError, match=next(iter(given), "steps= or secs=")):
+        hf.Every(**given)
 
 
 def test_options_are_named_and_frozen() -> None:
@@ -65,18 +83,18 @@ def test_options_are_named_and_frozen() -> None:
 @pytest.mark.parametrize("duration", [900, 900.0, "15m", "900s", timedelta(minutes=15)], ids=str)
 def test_durations(duration: Any) -> None:
     given = hf.CheckpointManagerOptions(save_interval_secs=duration, keep_time_interval=duration, max_to_keep=1)
-    assert EverySeconds(900) in save_triggers(given)
-    assert KeepTimeInterval(900) in retention_rules(given)
+    assert Every(secs=900) in save_triggers(given)
+    assert Every(secs=900) in retention_rules(given)
 
 
 def test_triggers_and_rules() -> None:
     given = hf.CheckpointManagerOptions(save_interval_steps=7, save_on_best=True, best_fn="loss", best_mode="min")
-    assert save_triggers(given) == (EverySteps(7), OnBest("loss", "min"))
-    assert save_triggers(hf.CheckpointManagerOptions()) == (EverySteps(1),)
-    assert save_triggers(hf.CheckpointManagerOptions(save_interval_steps=None)) == (EverySteps(1),)
-    assert save_triggers(hf.CheckpointManagerOptions(save_interval_secs="1h")) == (EverySeconds(3600),)
+    assert save_triggers(given) == (Every(steps=7), OnBest("loss", "min"))
+    assert save_triggers(hf.CheckpointManagerOptions()) == (Every(steps=1),)
+    assert save_triggers(hf.CheckpointManagerOptions(save_interval_steps=None)) == (Every(steps=1),)
+    assert save_triggers(hf.CheckpointManagerOptions(save_interval_secs="1h")) == (Every(secs=3600),)
     assert save_triggers(hf.CheckpointManagerOptions(save_on_best=True, best_fn=len)) == (OnBest(len),)
-    assert retention_rules(hf.CheckpointManagerOptions(keep_period=3)) == (KeepPeriod(3), KeepPinned(), KeepAll())
+    assert retention_rules(hf.CheckpointManagerOptions(keep_period=3)) == (Every(steps=3), KeepPinned(), KeepAll())
     assert retention_rules(hf.CheckpointManagerOptions(max_to_keep=2)) == (KeepLatest(2), KeepPinned())
 
 
@@ -93,11 +111,16 @@ def test_retention_is_written_down() -> None:
     assert read.read_only
     del document["best_mode"]
     assert options_from_document(document).ranking_mode == "max", "as it was by default"
+    periods = [hf.Every(steps=100, keep=5), hf.Every(secs="1h")]
+    read = options_from_document(options_document(hf.CheckpointManagerOptions(save=periods)))
+    assert retention_rules(read) == (*periods, KeepPinned())
     function = options_document(hf.CheckpointManagerOptions(max_to_keep=1, best_fn=len))
     assert function["best_fn"] is None
 
 
-@pytest.mark.parametrize("document", [{"max_to_keep": "many"}, {"best_mode": 3}, {"keep_steps": 4}, []])
+@pytest.mark.parametrize(
+    "document", [{"max_to_keep": "many"}, {"best_mode": 3}, {"keep_steps": 4}, {"keep": [{"days": 3}]}, {"keep": 3}, []]
+)
 def test_documents_that_make_no_sense(document: Any) -> None:
     with pytest.raises(hf.errors.OptionError):
         options_from_document(document)

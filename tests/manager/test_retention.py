@@ -8,15 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast.engine.manager import KeepAll, Rule, StepInfo, best, reasons, retention_rules
+from holdfast.engine.manager import KeepAll, KeepPolicy, StepInfo, best, reasons, retention_rules
 from holdfast.engine.manager.metrics import Mode
+from holdfast.engine.manager.policies import Every
 from holdfast.engine.manager.retention import (
     KeepBest,
     KeepLatest,
-    KeepPeriod,
     KeepPinned,
     KeepSteps,
-    KeepTimeInterval,
     KeepWithoutMetrics,
     kept_steps,
 )
@@ -47,7 +46,7 @@ def timed(times: Mapping[int, float]) -> list[StepInfo]:
 class Run:
     """A directory under retention: commits steps by a fake clock and collects after each commit, as a manager does."""
 
-    def __init__(self, rules: Sequence[Rule], clock: float = 0.0) -> None:
+    def __init__(self, rules: Sequence[KeepPolicy], clock: float = 0.0) -> None:
         self.rules = rules
         self.clock = clock
         self.steps: dict[int, StepInfo] = {}
@@ -76,13 +75,13 @@ class Run:
         pytest.param(KeepLatest(5), infos(1, 2), [1, 2], id="latest-of-fewer"),
         pytest.param(KeepLatest(5), [], [], id="latest-of-none"),
         pytest.param(KeepLatest(1), timed({5: 100.0, 9: 1.0}), [9], id="latest-by-step-not-by-time"),
-        pytest.param(KeepPeriod(10), infos(0, 5, 10, 15, 20, 23), [0, 10, 20], id="period"),
-        pytest.param(KeepPeriod(1), infos(0, 5), [0, 5], id="period-one"),
-        pytest.param(KeepPeriod(1000), infos(998, 1003), [1003], id="period-jumped-over"),
-        pytest.param(KeepPeriod(100), infos(99, 201), [201], id="period-two-jumped-over"),
-        pytest.param(KeepPeriod(100), infos(330, 30, 201, 99, 299, 301), [201, 301], id="period-first-past-each"),
-        pytest.param(KeepPeriod(10), infos(7, 14, 21, 28, 35, 42, 49, 56), [14, 21, 35, 42, 56], id="period-of-7"),
-        pytest.param(KeepPeriod(5), infos(12, 24, 36), [12, 24, 36], id="period-shorter-than-the-interval"),
+        pytest.param(Every(steps=10), infos(0, 5, 10, 15, 20, 23), [0, 10, 20], id="period"),
+        pytest.param(Every(steps=1), infos(0, 5), [0, 5], id="period-one"),
+        pytest.param(Every(steps=1000), infos(998, 1003), [1003], id="period-jumped-over"),
+        pytest.param(Every(steps=100), infos(99, 201), [201], id="period-two-jumped-over"),
+        pytest.param(Every(steps=100), infos(330, 30, 201, 99, 299, 301), [201, 301], id="period-first-past-each"),
+        pytest.param(Every(steps=10), infos(7, 14, 21, 28, 35, 42, 49, 56), [14, 21, 35, 42, 56], id="period-of-7"),
+        pytest.param(Every(steps=5), infos(12, 24, 36), [12, 24, 36], id="period-shorter-than-the-interval"),
         pytest.param(KeepPinned(), [StepInfo(step=1, time=0.0, pinned=True), *infos(2)], [1], id="pinned"),
         pytest.param(KeepSteps([7, 8, 2]), infos(1, 2, 7), [2, 7], id="chosen"),
         pytest.param(KeepSteps(range(0, 100, 3)), infos(1, 2, 99), [99], id="chosen-range"),
@@ -91,8 +90,8 @@ class Run:
         pytest.param(KeepWithoutMetrics(), [StepInfo(step=1, time=0.0, metrics={})], [1], id="empty-metrics"),
     ],
 )
-def test_each_rule_keeps(rule: Rule, steps: list[StepInfo], expected: list[int]) -> None:
-    assert sorted(rule.keep(steps)) == expected
+def test_each_rule_keeps(rule: KeepPolicy, steps: list[StepInfo], expected: list[int]) -> None:
+    assert sorted(rule.kept(steps)) == expected
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_best_orders_by_value_then_newness(mode: Mode, values: dict[int, Any], o
     assert best(steps[::-1], lambda metrics: metrics["acc"], mode) == (order[0] if order else None)
     others = sorted(values.keys() - {*order}, reverse=True)
     for n in range(1, 5):
-        assert list(KeepBest(n, "acc", mode).keep(steps)) == [*order, *others][:n]
+        assert list(KeepBest(n, "acc", mode).kept(steps)) == [*order, *others][:n]
 
 
 def test_where_few_steps_have_the_metric_the_newest_of_the_others_fill_up() -> None:
@@ -168,7 +167,7 @@ def test_best_of_a_nested_metric_and_a_misspelled_one() -> None:
     ],
 )
 def test_time_interval(times: dict[int, float], expected: list[int]) -> None:
-    assert sorted(KeepTimeInterval(HOUR).keep(timed(times))) == expected
+    assert sorted(Every(secs=HOUR).kept(timed(times))) == expected
 
 
 @settings(max_examples=200, deadline=None)
@@ -179,10 +178,10 @@ def test_time_interval(times: dict[int, float], expected: list[int]) -> None:
 )
 def test_time_interval_keeps_what_it_kept(times: list[float], extra: set[int], seconds: float) -> None:
     """The survivors stay the same beside any steps that other rules leave."""
-    rule = KeepTimeInterval(seconds)
+    rule = Every(secs=seconds)
     steps = timed(dict(enumerate(times)))
-    kept = set(rule.keep(steps))
-    assert set(rule.keep([info for info in steps if info.step in kept | extra])) == kept
+    kept = set(rule.kept(steps))
+    assert set(rule.kept([info for info in steps if info.step in kept | extra])) == kept
 
 
 @settings(max_examples=100, deadline=None)
@@ -198,7 +197,7 @@ def test_collecting_twice_changes_nothing(data: list[tuple[float, float | None, 
         StepInfo(step=step, time=time, metrics=None if value is None else {"acc": value}, pinned=pinned)
         for step, (time, value, pinned) in enumerate(data)
     ]
-    rules: list[Rule] = [KeepBest(n, "acc", mode), KeepLatest(n), KeepPeriod(4), KeepTimeInterval(10), KeepPinned()]
+    rules: list[KeepPolicy] = [KeepBest(n, "acc", mode), KeepLatest(n), Every(steps=4), Every(secs=10), KeepPinned()]
     kept = reasons(steps, rules)
     survivors = [info for info in steps if info.step in kept]
     assert max(kept) == steps[-1].step
@@ -221,8 +220,8 @@ def test_reasons_are_a_union_that_people_can_read() -> None:
     rules = (
         KeepBest(2, "accuracy", "max"),
         KeepLatest(2),
-        KeepPeriod(300),
-        KeepTimeInterval(5000),
+        Every(steps=300),
+        Every(secs=5000),
         KeepPinned(),
         KeepWithoutMetrics(),
         KeepSteps([500]),
@@ -241,14 +240,14 @@ def test_reasons_are_a_union_that_people_can_read() -> None:
 
 
 def test_a_clock_set_back_can_be_read_in_the_reason() -> None:
-    assert reasons(timed({1: 100.0, 2: 40.0}), [KeepTimeInterval(60)]) == {
+    assert reasons(timed({1: 100.0, 2: 40.0}), [Every(secs=60)]) == {
         1: ("every 1m",),
         2: ("newest", "every 1m (the clock was set back)"),
     }
 
 
 def test_the_same_rule_twice_says_its_reason_once() -> None:
-    assert reasons(infos(1), [KeepLatest(1), KeepLatest(3), KeepPeriod(1), KeepPeriod(1)]) == {
+    assert reasons(infos(1), [KeepLatest(1), KeepLatest(3), Every(steps=1), Every(steps=1)]) == {
         1: ("newest", "every step")
     }
 
@@ -277,15 +276,15 @@ ACCURACIES = [0.1, 0.7, NAN, 0.9, None, 0.9, 0.2, None, 0.8, NAN, 0.3, 0.85]
         pytest.param([KeepBest(3, "acc")], [4, 6, 12], id="three-best"),
         pytest.param([KeepBest(2, "acc", "min")], [1, 7, 12], id="two-smallest"),
         pytest.param([KeepBest(1, "acc"), KeepWithoutMetrics()], [5, 6, 8, 12], id="best-and-without-metrics"),
-        pytest.param([KeepLatest(1), KeepPeriod(5)], [5, 10, 12], id="period"),
-        pytest.param([KeepTimeInterval(600)], [1, 3, 5, 7, 8, 10, 12], id="interval-over-a-clock-set-back"),
+        pytest.param([KeepLatest(1), Every(steps=5)], [5, 10, 12], id="period"),
+        pytest.param([Every(secs=600)], [1, 3, 5, 7, 8, 10, 12], id="interval-over-a-clock-set-back"),
         pytest.param([KeepPinned()], [2, 9, 12], id="pinned"),
         pytest.param([KeepLatest(1), KeepSteps([3, 11, 99])], [3, 11, 12], id="chosen"),
         pytest.param([], list(range(1, 13)), id="everything"),
     ],
 )
 def test_a_restart_in_the_middle_changes_nothing(
-    rules: list[Rule], expected: list[int], restarts: tuple[int, ...]
+    rules: list[KeepPolicy], expected: list[int], restarts: tuple[int, ...]
 ) -> None:
     run = Run(rules)
     for step, accuracy in enumerate(ACCURACIES, start=1):
@@ -316,7 +315,7 @@ def test_a_function_ranks_each_step_once() -> None:
     called: list[Any] = []
     rule = KeepBest(2, lambda metrics: (called.append(metrics), metrics["acc"])[1])  # type: ignore[func-returns-value]
     steps = scored({1: 0.5, 2: 0.9, 3: 0.1})
-    assert [*rule.keep(steps)] == [*rule.keep(steps)] == [2, 1]
+    assert [*rule.kept(steps)] == [*rule.kept(steps)] == [2, 1]
     assert best([*steps, StepInfo(step=4, time=0.0, metrics={"acc": 0.7})], rule.metric) == 2
     assert len(called) == 4
 

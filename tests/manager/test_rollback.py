@@ -126,7 +126,7 @@ def test_a_run_that_restores_nothing_is_told(place: str, caplog: pytest.LogCaptu
         for step in (1, 2):
             manager.save(step, {"branch": "new"})
         assert not manager.save(10, {"branch": "new"}), "no argument asked to replace it"
-    [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    [warning, _] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "this run has not restored the later steps that are there (10, 11, 12, 13, ..., 17, 18, 19)" in warning
 
 

@@ -83,6 +83,20 @@ def test_ls_shows_it_and_only_rm_removes_it(run: Path, capsys: pytest.CaptureFix
     assert train(run, 11) == [10]
 
 
+def test_a_run_that_has_nothing_else_shows_it_and_rm_removes_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hf.list_checkpoints(run) == [], "a directory of numbered folders is no run"
+    assert main(["rm", str(run), "10", "--yes"]) != 0
+    with hf.CheckpointCallback(run) as checkpoint:
+        checkpoint.restore_or_initialize({"w": np.zeros(2)})
+    assert [one.step for one in hf.list_checkpoints(run)] == [10]
+    for command in (["prune", "--only", "--keep-latest", "1", "--yes"], ["pin", "10"]):
+        assert main([command[0], str(run), *command[1:]]) != 0
+    assert contents(run) == b"half a copy"
+    assert main(["rm", str(run), "10", "--yes"]) == 0
+    assert "deleted 1 folder without a checkpoint" in capsys.readouterr().out
+    assert not (run / "10").exists()
+
+
 @pytest.mark.parametrize("name", ["checkpoint.partial", "checkpoint.deleted", "witness.jsonl"])
 def test_what_holdfast_itself_leaves_is_none(name: str, tmp_path: Path) -> None:
     train(tmp_path, 5)

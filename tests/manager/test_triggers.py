@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from holdfast.engine.manager import Decision, StepInfo, decide
-from holdfast.engine.manager.decisions import EverySeconds, EverySteps, Moment, OnBest, SyncSchedule, Trigger
+from holdfast.engine.manager.decisions import Moment, OnBest, SavePolicy, SyncSchedule
 from holdfast.engine.manager.metrics import Mode
+from holdfast.engine.manager.policies import Every, passes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ NAN = math.nan
 class Loop:
     """A training loop that asks at every step, with a fake clock, and remembers what a manager would."""
 
-    def __init__(self, triggers: Sequence[Trigger], *, restored: int | None = None, clock: float = 0.0) -> None:
+    def __init__(self, triggers: Sequence[SavePolicy], *, restored: int | None = None, clock: float = 0.0) -> None:
         self.triggers = triggers
         self.previous = restored
         self.clock = clock
@@ -62,7 +63,7 @@ class Loop:
         return [step for step, _ in self.log]
 
 
-def run(triggers: Sequence[Trigger], steps: Iterable[int], **options: Any) -> list[int]:
+def run(triggers: Sequence[SavePolicy], steps: Iterable[int], **options: Any) -> list[int]:
     loop = Loop(triggers, **options)
     for step in steps:
         loop.step(step)
@@ -87,7 +88,7 @@ def run(triggers: Sequence[Trigger], steps: Iterable[int], **options: Any) -> li
     ],
 )
 def test_every_steps(n: int, restored: int | None, steps: Iterable[int], expected: list[int]) -> None:
-    assert run([EverySteps(n)], steps, restored=restored) == expected
+    assert run([Every(steps=n)], steps, restored=restored) == expected
 
 
 @pytest.mark.parametrize(
@@ -103,12 +104,12 @@ def test_every_steps(n: int, restored: int | None, steps: Iterable[int], expecte
     ],
 )
 def test_every_steps_due(step: int, previous: int | None, expected: bool) -> None:
-    assert EverySteps(10).due(step, previous) is expected
+    assert passes(10, step, previous) is expected
 
 
 def test_asking_again_without_saving_stays_due() -> None:
     """A save that did not come about at the multiple itself is made up for at the next step."""
-    assert [step for step in range(198, 203) if EverySteps(100).due(step, 150)] == [200, 201, 202]
+    assert [step for step in range(198, 203) if passes(100, step, 150)] == [200, 201, 202]
 
 
 @pytest.mark.parametrize(
@@ -123,11 +124,11 @@ def test_asking_again_without_saving_stays_due() -> None:
     ],
 )
 def test_every_seconds_due(now: float, last: float, expected: bool) -> None:
-    assert (EverySeconds(60).reason(Moment(step=1, now=now, last=last)) is not None) is expected
+    assert (Every(secs=60).reason(Moment(step=1, now=now, last=last)) is not None) is expected
 
 
 def test_every_seconds_counts_from_the_last_save_for_any_reason() -> None:
-    loop = Loop([EverySteps(7), EverySeconds(50)])
+    loop = Loop([Every(steps=7), Every(secs=50)])
     for step in range(1, 22):
         loop.step(step, seconds=10.0)
     assert loop.log == [
@@ -141,14 +142,14 @@ def test_every_seconds_counts_from_the_last_save_for_any_reason() -> None:
 
 
 def test_a_clock_that_runs_backwards_saves_once_and_goes_on() -> None:
-    loop = Loop([EverySeconds(50)], clock=1000.0)
+    loop = Loop([Every(secs=50)], clock=1000.0)
     for step in range(1, 16):
         loop.step(step, seconds=-500.0 if step == 8 else 10.0)
     assert loop.saved == [5, 8, 13]
 
 
 def test_without_a_start_time_does_not_count() -> None:
-    assert not decide([EverySeconds(1)], Moment(step=1, now=1e9))
+    assert not decide([Every(secs=1)], Moment(step=1, now=1e9))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_on_best_passes_over_steps_without_a_value() -> None:
 
 
 def test_a_step_is_not_saved_twice() -> None:
-    loop = Loop([EverySteps(4)])
+    loop = Loop([Every(steps=4)])
     for step in range(1, 9):
         loop.step(step)
     assert loop.step(8) == Decision(False, "step 8 is saved already")
@@ -209,9 +210,9 @@ def test_a_step_is_not_saved_twice() -> None:
 
 def test_a_run_interrupted_at_every_point_saves_the_same_steps() -> None:
     """Restored from its newest checkpoint each time, whichever clock the new machine has."""
-    expected = run([EverySteps(3)], range(1, 20))
+    expected = run([Every(steps=3)], range(1, 20))
     for stop in range(1, 20):
-        first = Loop([EverySteps(3)])
+        first = Loop([Every(steps=3)])
         for step in range(1, stop + 1):
             first.step(step)
         newest = max(first.infos, default=0)
@@ -237,7 +238,7 @@ def test_a_run_interrupted_at_every_point_saves_the_same_steps() -> None:
     ],
 )
 def test_decisions(moment: dict[str, Any], expected: Decision) -> None:
-    triggers: list[Trigger] = [EverySteps(100), EverySeconds(900), OnBest("acc")]
+    triggers: list[SavePolicy] = [Every(steps=100), Every(secs=900), OnBest("acc")]
     decision = decide(triggers, Moment(**{"step": 51, "previous": 50, **moment}))
     assert decision == expected
     assert bool(decision) is expected.save
@@ -248,7 +249,7 @@ def test_no_triggers_save_nothing() -> None:
 
 
 def test_a_reason_given_twice_is_said_once() -> None:
-    assert decide([EverySteps(1), EverySteps(1)], Moment(step=0)).reason == "every step"
+    assert decide([Every(steps=1), Every(steps=1)], Moment(step=0)).reason == "every step"
 
 
 # ---- what processes agree about
@@ -268,8 +269,8 @@ class OnSpike:
 @pytest.mark.parametrize(
     ("trigger", "metrics", "asks"),
     [
-        (EverySteps(3), {"loss": 1.0}, False),
-        (EverySeconds(60.0), None, True),
+        (Every(steps=3), {"loss": 1.0}, False),
+        (Every(secs=60.0), None, True),
         (OnBest("loss"), None, False),
         (OnBest("loss"), {"loss": 1.0}, True),
         (OnSpike(), {"loss": 1.0}, True),
@@ -277,7 +278,7 @@ class OnSpike:
     ids=["steps", "time", "no metrics", "metrics", "metrics of one's own"],
 )
 def test_processes_agree_on_what_may_differ_between_them(
-    trigger: Trigger, metrics: dict[str, float] | None, asks: bool
+    trigger: SavePolicy, metrics: dict[str, float] | None, asks: bool
 ) -> None:
     schedule = SyncSchedule([trigger])
     assert schedule.asks(7, metrics) is asks

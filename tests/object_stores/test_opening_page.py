@@ -15,7 +15,7 @@ import holdfast as hf
 PAGE = (Path(__file__).parents[2] / "docs" / "opening.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.examples("docs/opening.md", "python 1", "python 2", "python 4")
+@pytest.mark.examples("docs/opening.md", "python 1", "python 2", "python 4", "python 5", "python 6")
 def test_the_programs(
     examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -38,8 +38,8 @@ def test_dask(
     assert capsys.readouterr().out.splitlines() == re.findall(r"print\(.*\)  # (.*)", program)
 
 
-@pytest.mark.examples("docs/opening.md", "python 5")
+@pytest.mark.examples("docs/opening.md", "python 7")
 def test_a_row_in_an_object_store(examples: Examples, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    program = examples["python 5"].replace("s3://bucket", store.url).replace("250_000", "8_066")  # two of its chunks
+    program = examples["python 7"].replace("s3://bucket", store.url).replace("250_000", "8_066")  # two of its chunks
     exec(compile(program, "page.py", "exec"), {"__name__": "__main__"})
     assert f"This prints `{capsys.readouterr().out.strip()}`" in PAGE

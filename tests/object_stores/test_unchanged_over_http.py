@@ -104,7 +104,7 @@ def steps_of(what: str) -> set[int]:
 
 
 def wait_for_mirror(run: hf.CheckpointManager, step: int) -> None:
-    mirror = run._access.mirror
+    mirror = run._mirror
     assert mirror is not None
     with mirror._wake:
         assert mirror._wake.wait_for(lambda: mirror.status().step == step, 30)

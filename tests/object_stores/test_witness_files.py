@@ -163,7 +163,7 @@ def test_a_step_in_the_mirror_gets_what_was_recorded_since(tmp_path: Path, place
             checkpoint.on_step(step, state)
             if step % 4 == 0:
                 checkpoint.manager.wait_until_finished()
-                mirror = checkpoint.manager._access.mirror
+                mirror = checkpoint.manager._mirror
                 assert mirror is not None
                 with mirror._wake:
                     assert mirror._wake.wait_for(lambda: mirror.status().step == step, 60)  # noqa: B023 - called at once

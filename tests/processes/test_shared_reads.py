@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from tests.equality import assert_same
 from tests.processes.harness import Backend, Process, run_outcomes, run_processes, told
 
 import holdfast as hf
-from holdfast.engine import steps
 from holdfast.engine.arrays import TreeReader
 from holdfast.engine.distributed.all_gather import JaxTransport, TorchTransport
 from holdfast.engine.errors import BarrierTimeoutError, DamagedCheckpointError, PeerFailedError, TreeMismatchError
@@ -242,7 +242,8 @@ class Garbled(Counting):
 
 
 def restore_garbled(process: Process, directory: str, times: int, always: bool) -> int:
-    steps.attempts_at = lambda location: 3  # as in an object store
+    directory_module: Any = importlib.import_module("holdfast.engine.manager.directory")
+    directory_module.attempts_at = lambda location: 3  # as in an object store
     handler = Garbled()
     handler.process, handler.attempts_left = process, times
     options = hf.CheckpointManagerOptions(load_and_broadcast=always or None, barrier_timeout_secs=10)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.versions import enable_x64, nnx_value
+from tests.versions import enable_x64, nnx_value, unchecked_shard_map
 
+import holdfast as hf
 from holdfast.engine.errors import UnsupportedLeafError
 from holdfast.engine.pytree import ArrayLeaf, Saved, compare, describe, describe_template, flatten
 
@@ -123,6 +125,35 @@ def test_a_snapshot_survives_deletion_and_donation(mesh: Any) -> None:
             for piece in leaf.pieces:
                 begin = piece.start[0]
                 np.testing.assert_array_equal(piece.array, np.arange(begin, begin + piece.array.size))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64", "int8"])
+@pytest.mark.parametrize("first", [1, 3], ids="the devices differ from step {}".format)
+def test_replicas_that_differ_are_named_once(
+    dtype: str, first: int, mesh: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each device keeps the statistics of its own rows, in an array that is declared to be the same on all devices."""
+
+    def moved(rows: Any, statistics: Any) -> Any:
+        return statistics + rows.sum(0).astype(dtype)
+
+    step = jax.jit(unchecked_shard_map(moved, mesh, (PartitionSpec("x"), PartitionSpec()), PartitionSpec()))
+    rows = jnp.arange(4.0)[:, None] * jnp.ones(3)
+    everywhere = jax.sharding.NamedSharding(mesh, PartitionSpec())
+    state = {
+        "mean": jax.device_put(jnp.zeros(3, dtype), everywhere),
+        "nan": jax.device_put(jnp.full(2, jnp.nan), everywhere),
+        "key": jax.device_put(jax.random.key(0), everywhere),
+        "rows": jax.device_put(rows, jax.sharding.NamedSharding(mesh, PartitionSpec("x"))),
+    }
+    with hf.CheckpointManager(str(tmp_path)) as manager:
+        for number in range(1, 9):
+            state["mean"] = step(rows if number >= first else rows[:1].repeat(4, 0), state["mean"])
+            manager.save(number, state)
+            if number >= first and number.bit_count() == 1:
+                [said] = [record.getMessage() for record in caplog.records]
+    ids = [device.id for device in mesh.devices.flat]
+    assert f"mean (cpu:{ids[2]}, cpu:{ids[3]} unlike cpu:{ids[0]}). A save" in said
 
 
 def test_deleted_arrays_are_named() -> None:

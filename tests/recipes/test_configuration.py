@@ -30,6 +30,11 @@ ERRORS = {
         "checkpoint:\n  monitor: val_loss",
         "FILE:3: checkpoint.monitor: unknown key: here it is best_fn",
     ),
+    "the directory of another library": (
+        "checkpoint:\n  dirpath: runs/x",
+        "FILE:3: checkpoint.dirpath: unknown key: the directory is the first argument of callbacks and managers, and "
+        "directory: in a configuration",
+    ),
     "unknown key": (
         "train:\n  stpes: 3",
         'FILE:3: train.stpes: unknown key; did you mean "steps"?',

@@ -116,6 +116,8 @@ def bits(value: Any) -> Any:
         return bits(value.state_dict())
     if isinstance(value, np.ndarray | np.generic):
         return str(value.dtype), value.shape, value.tobytes()
+    if type(value).__module__.endswith("public_programs"):
+        return bits(vars(value))
     return value if isinstance(value, int | float | str | bytes | None) else bits(_leaves(value))
 
 

@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 # The modules of programs enter them into the table.
-from . import hidden_exact, hidden_jax, hidden_programs, hidden_updates, lightning_runs  # noqa: F401
+from . import (  # noqa: F401
+    hidden_exact,
+    hidden_jax,
+    hidden_programs,
+    hidden_updates,
+    lightning_runs,
+    public_programs,
+)
 from .cases import Case, judge
 from .hidden_case import NEVER, PROGRAMS, TOTAL, Trace, differing, start
 

@@ -92,22 +92,24 @@ class Case:
         layers: The layers that differ.
         every: How many steps lie between two saves.
         crash: The step after which it crashes.
+        says: What the warning advises.
     """
 
     train: Program
     layers: set[str]
     every: int
     crash: int
+    says: str
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(name: str, *layers: str, every: int = 6, crash: int = 8) -> Callable[[Program], Program]:
+def case(name: str, *layers: str, every: int = 6, crash: int = 8, says: str = "") -> Callable[[Program], Program]:
     """Enter a program into the table."""
 
     def enter(train: Program) -> Program:
-        CASES[name] = Case(train, {*layers}, every, crash)
+        CASES[name] = Case(train, {*layers}, every, crash, says)
         return train
 
     return enter
@@ -373,6 +375,39 @@ def _static_field(start: Start) -> None:
             start.report(step, state, jnp.square(w - x).mean())
 
 
+@case(
+    "a scheduler", "state", says="The LambdaLR of the optimizer is not saved: pass it to restore_or_initialize and on_"
+)
+def _scheduler(start: Start) -> None:
+    state, batches = new_state(), drawn()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(state["optimizer"], lambda done: 1 / (1 + done))
+    extras = {"scheduler": scheduler} if start.is_advised else {}
+    with start.callback() as checkpoint:
+        _, done = checkpoint.restore_or_initialize(state, **extras)
+        for step in range(done + 1, TOTAL + 1):
+            loss = fit(state, next(batches))
+            scheduler.step()
+            start.report(step, state, loss, **extras)
+
+
+@case(
+    "state dicts that are made at each step", "metrics", "state", says="which only load_state_dict puts back: call it"
+)
+def _state_dicts(start: Start) -> None:
+    parts, batches = new_state(), drawn()
+    with start.callback() as checkpoint:
+        states, done = checkpoint.restore_or_initialize({name: part.state_dict() for name, part in parts.items()})
+        for name, part in parts.items() if start.is_advised else ():
+            part.load_state_dict(states[name])
+        for step in range(done + 1, TOTAL + 1):
+            loss = fit(parts, next(batches))
+            start.note(step, parts["model"].parameters(), loss)
+            states = {name: part.state_dict() for name, part in parts.items()}
+            checkpoint.on_step(step, states, metrics={"loss": loss})
+            if step == start.crash:
+                start.fail()
+
+
 @case("gradients of micro-batches", "gradients")
 def _micro_batches(start: Start) -> None:
     """Without the advice, each of four micro-batches is a step."""
@@ -408,7 +443,16 @@ def _epoch(start: Start) -> None:
                     return
 
 
-@case("a schedule that is stepped after the last save of an epoch", "state", every=EPOCH, crash=EPOCH + 2)
+CALLED_LAST = "Either the loop changes the state after on_step: call it last, after scheduler.step() and averages"
+
+
+@case(
+    "a schedule that is stepped after the last save of an epoch",
+    "state",
+    every=EPOCH,
+    crash=EPOCH + 2,
+    says=CALLED_LAST,
+)
 def _schedule(start: Start) -> None:
     loader, state = StatefulDataLoader(list(rows()), batch_size=2), new_state()
     state["schedule"] = torch.optim.lr_scheduler.StepLR(state["optimizer"], 1, 0.5)
@@ -563,3 +607,4 @@ def test_a_resume_is_exact_with_what_was_handed_over_and_named_without(
         assert proof.exact is False
         assert case.layers <= {*proof.differs}
         assert f"not exact from step {case.every + 1} on" in caplog.text
+        assert case.says in caplog.text

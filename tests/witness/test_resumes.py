@@ -105,7 +105,7 @@ def test_each_layer_that_differs_is_named_at_the_first_step(
     found = {"generators": "metrics"}.get(hidden, hidden)  # Its generator is not handed over, and so not compared.
     assert found in proof.differs
     (warning,) = [text for text in caplog.messages if text.startswith("not exact from step 9 on: ")]
-    assert "or the program or its data have changed" in warning
+    assert "Or the program or its data have changed" in warning
     assert "holdfast drill" in warning
 
 

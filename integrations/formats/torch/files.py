@@ -352,8 +352,8 @@ def export_torch(
         import torch
     except ImportError as error:
         raise OptionError("exporting for torch needs torch: pip install torch, or export safetensors") from error
-    template = source.tree.build(_templates(source))
-    tree = _plain(torch, load_tree(_InBatches(source, advance), like=template))
+    like = source.tree.build(templates(source))
+    tree = plain(torch, load_tree(_InBatches(source, advance), like=like))
     if not destination.is_local:
         buffer = io.BytesIO()
         torch.save(tree, buffer)
@@ -385,24 +385,24 @@ class _InBatches(PartialTree):
         return found
 
 
-def _templates(source: TreeSource) -> list[Any]:
+def templates(source: TreeSource) -> list[Any]:
     """Return a tensor without memory for every array, and ``...`` for every other leaf."""
-    templates: list[Any] = []
+    found: list[Any] = []
     problems = []
     for leaf in source.leaves:
         saved = leaf.saved
         is_array = saved.dtype is not None and saved.kind not in (*_NUMBERS, "str", "bytes", "key", NUMBERS)
-        templates.append(tensor_like(saved) if is_array else ...)
-        if templates[-1] is None:
+        found.append(tensor_like(saved) if is_array else ...)
+        if found[-1] is None:
             name = saved.details.get("torch_dtype") or np.dtype(saved.dtype).newbyteorder("=").name
             problems.append(f"{format_path(leaf.name)}: torch cannot store elements of type {name}")
     if problems:
         headline = f"{source.location} cannot be stored in a file of torch; nothing was written:"
         raise UnsupportedLeafError("\n  ".join([headline, *problems]))
-    return templates
+    return found
 
 
-def _plain(torch: Any, value: Any) -> Any:
+def plain(torch: Any, value: Any) -> Any:
     """Replace what ``weights_only`` refuses: factories of dictionaries, deques, and what is numpy's."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)  # The data of random keys is an array of numpy.
@@ -410,8 +410,8 @@ def _plain(torch: Any, value: Any) -> Any:
         return value.item()  # A packed sequence holds numpy's scalars.
     if isinstance(value, dict):
         kind: Any = dict if isinstance(value, defaultdict) else type(value)
-        return kind({key: _plain(torch, item) for key, item in value.items()})
+        return kind({key: plain(torch, item) for key, item in value.items()})
     if isinstance(value, list | tuple | deque):
         kind = list if isinstance(value, deque) else type(value)
-        return kind([_plain(torch, item) for item in value])
+        return kind([plain(torch, item) for item in value])
     return value

@@ -10,7 +10,7 @@ from tests.lightning_advice import ADVICE
 from tests.sweep.lightning_programs import FINETUNING
 from tests.sweep.lightning_runs import Interruption, Program
 
-from holdfast.integrations.lightning.epoch import ModuleSwitches
+from holdfast.integrations.lightning.averages import ModuleSwitches
 
 pytestmark = [
     *ADVICE,

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, load_checkpoint
-from holdfast.integrations.lightning.epoch import replicated_states
+from holdfast.integrations.lightning.loader_states import replicated_states
 
 pytestmark = ADVICE
 

@@ -324,7 +324,7 @@ class Live(ByReference):
         return self.state
 
 
-@pytest.mark.examples("docs/lightning.md", "python 1")
+@pytest.mark.examples("docs/lightning.md", "python 2")
 def test_the_loader_of_the_page(examples: Examples, tmp_path: Path) -> None:
     kind = examples.run({})["Shuffled"]
 

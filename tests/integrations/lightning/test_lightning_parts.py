@@ -28,13 +28,13 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from tests.equality import assert_same
 
 import holdfast as hf
-from holdfast.integrations.lightning import CheckpointCallback, wall
-from holdfast.integrations.lightning.epoch import capture_generators, restore_generators
-from holdfast.integrations.lightning.saver import MetricsLedger
+from holdfast.integrations.lightning import CheckpointCallback, private_api
+from holdfast.integrations.lightning.loader_states import capture_generators, restore_generators
+from holdfast.integrations.lightning.private_api import LoopHooks, check_version, missing_names
+from holdfast.integrations.lightning.recorder import MetricsLedger
 from holdfast.integrations.lightning.stopping import Copies
 from holdfast.integrations.lightning.strategies import StateHandler
 from holdfast.integrations.lightning.trees import from_tree, to_tree
-from holdfast.integrations.lightning.wall import LoopHooks, check_version, missing_names
 
 CPU = torch.device("cpu")
 
@@ -380,9 +380,9 @@ def test_a_callback_names_a_moved_choice_of_checkpoints_when_a_run_begins(
 
 
 def test_one_module_has_the_names_that_lightning_does_not_make_public() -> None:
-    tables = (*wall.NAMES.values(), *wall.NAMES_OF_CLASSES.values(), *wall.NAMES_IN_MODULES.values())
-    private = {name for names in tables for name in names if name.startswith("_")}
-    folder = Path(str(wall.__file__)).parent
+    tables = (private_api.NAMES, private_api.NAMES_OF_CLASSES, private_api.NAMES_IN_MODULES)
+    private = {name for table in tables for names in table.values() for name in names if name.startswith("_")}
+    folder = Path(str(private_api.__file__)).parent
     for module in folder.glob("*.py"):
         found = {node.attr for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Attribute)}
-        assert module.name == "wall.py" or not found & private, module.name
+        assert module.name == "private_api.py" or not found & private, module.name

@@ -482,10 +482,10 @@ def test_a_trainer_that_starts_the_others_itself(
     assert [report["first_step"] for report in resumed] == [saved.step] * 2
 
 
-@pytest.mark.examples("docs/lightning.md", "python 2", "console 1")
+@pytest.mark.examples("docs/lightning.md", "python 3", "console 1")
 def test_the_page(examples: Examples, run_together: Run, tmp_path: Path) -> None:
     assert examples.commands()[1] == "torchrun --nproc-per-node 2 train_lightning.py"
-    ended = run_together(tmp_path, page=examples["python 2"])
+    ended = run_together(tmp_path, page=examples["python 3"])
     assert [status for status, _, _ in ended] == [0, 0], ended[0][2]
     assert "\n80 steps\n" in ended[0][2]
     assert hf.CheckpointManager(tmp_path / "runs" / "ddp").all_steps() == [20, 40, 60, 80]

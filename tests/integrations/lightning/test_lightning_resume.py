@@ -420,3 +420,29 @@ def test_a_new_learning_rate_that_does_not_count_is_said(tmp_path: Path, caplog:
         assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1
         said = "optimizer_0.param_groups[0].lr (program 0.4, saved 0.1)" in caplog.text
         assert said == (rate == 0.4)
+
+
+class SetsUpEpochs(Rated):
+    def on_train_epoch_start(self) -> None:
+        self.scale = 1 + self.current_epoch
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "is_told"), [(SetsUpEpochs, 5, True), (SetsUpEpochs, 4, False), (Rated, 5, False)]
+)
+def test_a_resume_within_an_epoch_names_a_hook_that_is_not_called_again(
+    kind: type[Rated], step: int, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "holdfast")
+    for last in (step, step + 1):
+        trainer = Trainer(
+            max_steps=last,
+            accelerator="cpu",
+            callbacks=[CheckpointCallback(tmp_path, save_interval_steps=1)],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        ones: Any = torch.ones(8, 1)
+        trainer.fit(kind(0.1), torch.utils.data.DataLoader(ones, batch_size=2))
+    assert ("within epoch 1: SetsUpEpochs.on_train_epoch_start is called again when" in caplog.text) == is_told

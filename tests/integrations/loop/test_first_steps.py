@@ -380,6 +380,25 @@ def test_the_offset_of_steps_is_kept_with_the_run(kind: str, tmp_path: Path, tol
     ]
 
 
+@pytest.mark.parametrize("kind", ["numpy", "flax"])
+@pytest.mark.parametrize(("more", "options"), [(1, {}), (1, {"step_offset": 1}), (1, {"step_offset": 0}), (0, {})])
+def test_the_counters_of_another_programs_step_are_compared_at_the_resume(
+    kind: str, more: int, options: Any, tmp_path: Path, told: Any
+) -> None:
+    """A program for Orbax saves step N, from 0, with N + 1 updates in it, and its author adopts the callback."""
+    loop = Loop(kind)
+    with hf.CheckpointManager(str(tmp_path)) as manager:
+        for step in range(3):
+            if step or more:
+                loop.update()
+            manager.save(step, loop.state)
+    start = counted(tmp_path, kind, lambda _: iter(()), **options)
+    assert start == 2 + options.get("step_offset", 0)
+    names = {"numpy": "count", "flax": "step, opt_state.0.count"}
+    warning = f"its state has counted 3 updates ({names[kind]}): if step N is the index of an update"
+    assert sum(warning in text and "begin with step_offset=1" in text for text in told()) == (more and not options)
+
+
 @pytest.mark.parametrize("value", [2, -1, True])
 def test_other_offsets_are_refused(value: Any, tmp_path: Path) -> None:
     with pytest.raises(hf.errors.OptionError, match="step_offset"):
@@ -513,6 +532,66 @@ def test_a_state_that_training_does_not_use_is_told(name: str, is_told: bool, tm
 
 
 # ---- a trainer of Lightning
+
+
+# ---- parts that are made in training
+
+
+class Trainer:
+    """Keeps the best model, or an average, as many programs do."""
+
+    def __init__(self) -> None:
+        self.model, self.optimizer = made(torch.optim.SGD)
+        self.best: Any = None
+
+    def keep_best(self) -> None:
+        self.best = copy.deepcopy(self.model)
+
+    def keep_weights(self) -> None:
+        self.best = copy.deepcopy(self.model.state_dict())
+
+    def unfreeze(self) -> None:
+        self.optimizer.add_param_group({"params": torch.nn.Linear(3, 1).parameters()})
+
+    def grow(self) -> None:
+        self.model.added = torch.nn.Linear(1, 1)
+
+    def prune(self) -> None:
+        self.model.weight = torch.nn.Parameter(self.model.weight[:, :2].detach())
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ("keep_best", r"trainer\.best\.weight, trainer\.best\.bias"),
+        ("unfreeze", r"trainer\.optimizer\.param_groups\[1\]"),
+        ("grow", r"trainer\.model\.added\.weight, trainer\.model\.added\.bias"),
+        ("prune", r"trainer\.model\.weight"),
+        ("keep_weights", None),
+    ],
+)
+@pytest.mark.parametrize("peeks", [False, True])
+def test_parts_that_no_fresh_state_has_are_named_at_the_first_save(
+    change: str, names: str | None, peeks: bool, tmp_path: Path, told: Any
+) -> None:
+    trainer = Trainer()
+    with callback(tmp_path, save_interval_steps=1) as checkpoint:
+        if peeks:
+            checkpoint.peek()
+        state, _ = checkpoint.restore_or_initialize({"trainer": trainer})
+        getattr(trainer, change)()
+        for step in (1, 2):
+            checkpoint.on_step(step, state)
+    said = [text for text in told() if "was not given" in text]
+    assert len(said) == (names is not None and not peeks)
+    assert not said or re.search(f"not given: {names}. A resume", said[0])
+    with callback(tmp_path) as again:
+        if names is None:
+            again.restore_or_initialize({"trainer": Trainer()})
+            return
+        with pytest.raises(hf.TreeMismatchError) as raised:
+            again.restore_or_initialize({"trainer": Trainer()})
+    assert any("peek()" in note for note in raised.value.__notes__)
 
 
 def test_the_plain_callback_names_the_one_for_a_trainer(tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ def main():
     loader = hf.resumable(DataLoader(Squares(), batch_size=12, sampler=sampler, num_workers=2))
     model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-2)
+    state, loss = {"model": model, "optimizer": optimizer}, torch.zeros(())
     with hf.CheckpointCallback("run", save_interval_steps=4) as checkpoint:
-        state, step = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer}, data=loader)
+        state, step = checkpoint.restore_or_initialize(state, data=loader)
         for epoch in range(loader.epoch, 3):
             for x, y in loader:
                 loss = F.mse_loss(model(x), y)

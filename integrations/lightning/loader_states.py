@@ -1,15 +1,10 @@
-"""The state of an epoch apart from its counters: data loaders, random generators, and running averages.
-
-Lightning's own checkpoints lack the running averages: the mean over an epoch that was resumed is that of its remaining
-batches.
-"""
+"""The state of the data loaders of a trainer: their places, what they have drawn ahead, and random generators."""
 
 from __future__ import annotations
 
 import copy
-import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -18,7 +13,6 @@ import torch
 from ...engine.errors import OptionError, StateError
 from ...engine.generators import as_tree, capture, restore
 from ...engine.loaders import generators_of, is_torchdata_loader, nodes_of
-from ...engine.pytree import loaded
 from ...engine.stateful import (
     is_replicated,
     restore_state,
@@ -27,7 +21,8 @@ from ...engine.stateful import (
     warn_of_samplers,
 )
 from ..hugging_face import as_start
-from .wall import draws_ahead, logged_averages, restore_logged, set_ended
+from .private_api import draws_ahead, have_ended, set_ended
+from .trees import is_plain_tree
 
 logger = logging.getLogger("holdfast")
 
@@ -109,20 +104,6 @@ def set_sampler_epoch(loaders: Sequence[object], epoch: int) -> None:
                 method(epoch)
 
 
-def begin_within(fetcher: Any, ahead: Mapping[str, Any] | None, ended: Sequence[bool]) -> None:
-    """Make the iterator of a fetcher within an epoch, in which some loaders had ended before the next batch.
-
-    ``ahead`` has the batches drawn ahead, and whether the loop has had the last one; None if there are none.
-    """
-    if ahead is None:
-        iter(fetcher)
-    else:
-        fetcher.iterator = iter(fetcher.combined_loader)
-        fetcher.reset()
-        fetcher.batches, fetcher.done = list(ahead["batches"]), ahead["done"]
-    set_ended(fetcher.combined_loader, ended)
-
-
 def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> None:
     """Draw the batches that this epoch has trained on already, calling ``before`` with the number drawn so far."""
     ahead = draws_ahead(fetcher)
@@ -193,6 +174,60 @@ def _copied(state: Any) -> Any:
         return state
 
 
+class DrawnAhead:
+    """The batch that Lightning draws ahead of training, to detect the last one of data without a length.
+
+    Loaders whose states belong to all processes are saved as they were before it, as each number of processes divides
+    it otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._loaders: Sequence[object] = ()
+        self._is_for_all = False
+        self._before: tuple[list[Any], list[bool]] = [], []  # the states of loaders, and which of them had ended
+        self._has_warned = False
+
+    def begin(self, loaders: Sequence[object], replicated: Collection[str]) -> None:
+        """Begin an epoch of some loaders, with the names of state that belongs to all processes."""
+        self._loaders = loaders
+        declared = replicated_states(loaders, replicated)
+        self._is_for_all = all_stateful(loaders) and len(declared) == len(loaders)
+
+    def note(self, fetcher: Any) -> None:
+        """Note the states of loaders before a batch is trained on, which draws the next one."""
+        if self._is_for_all and fetcher.length is None:
+            self._before = loader_states(self._loaders), have_ended(fetcher.combined_loader)
+
+    def capture(self, fetcher: Any) -> dict[str, Any]:
+        """Return what a position has of the batch that was drawn ahead, and of loaders that have ended."""
+        batches = list(getattr(fetcher, "batches", ()))
+        if batches and self._is_for_all:
+            return {"loaders": self._before[0], "ended": self._before[1]}
+        ended = have_ended(fetcher.combined_loader)
+        found: dict[str, Any] = {"ended": ended} if any(ended) else {}
+        if batches and is_plain_tree(batches):
+            found["ahead"] = {"batches": batches, "done": fetcher.done}
+        elif batches and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the training data has no length, so Lightning draws one batch ahead. This batch cannot be saved, as "
+                "it is not a tree of tensors: a resumed run leaves it out"
+            )
+        return found
+
+    def begin_within(self, fetcher: Any, position: Mapping[str, Any]) -> None:
+        """Make the iterator of a fetcher within an epoch, as a position has it."""
+        ahead, ended = position.get("ahead"), position.get("ended", [])
+        if ahead is None:
+            iter(fetcher)
+        else:
+            fetcher.iterator = iter(fetcher.combined_loader)
+            fetcher.reset()
+            fetcher.batches, fetcher.done = list(ahead["batches"]), ahead["done"]
+        set_ended(fetcher.combined_loader, ended)
+        self._before = position["loaders"], ended
+
+
 # ---- random generators
 
 
@@ -235,47 +270,6 @@ def _generators(loaders: Sequence[object]) -> dict[str, Any]:
     return dict(found.values())
 
 
-# ---- averages over an epoch, of self.log(..., on_epoch=True) and of torchmetrics
-
-
-def capture_averages(trainer: Any) -> dict[str, Any]:
-    """Return what has been accumulated since the epoch began, between two training batches."""
-    return {
-        "logged": logged_averages(trainer),
-        "metrics": {
-            name: {
-                "updates": int(metric._update_count),
-                "states": {state: getattr(metric, state) for state in metric._defaults},
-            }
-            for name, metric in _metrics(trainer.lightning_module)
-            if metric._update_count
-        },
-    }
-
-
-def restore_averages(trainer: Any, saved: Mapping[str, Any]) -> None:
-    """Restore what :func:`capture_averages` returned, before the first batch after a resume."""
-    modules = dict(_metrics(trainer.lightning_module))
-    for name, entry in saved["metrics"].items():
-        if (metric := modules.get(name)) is None:
-            continue
-        for state, value in entry["states"].items():
-            moved = [item.to(metric.device) for item in value] if isinstance(value, list) else value.to(metric.device)
-            setattr(metric, state, moved)
-        metric._update_count = entry["updates"]
-        metric._computed = None
-    restore_logged(trainer, saved["logged"], modules)
-
-
-def _metrics(module: Any) -> Iterator[tuple[str, Any]]:
-    torchmetrics = loaded("torchmetrics")
-    if torchmetrics is None:
-        return
-    for name, part in module.named_modules():
-        if isinstance(part, torchmetrics.Metric):
-            yield name, part
-
-
 # ---- the sizes of batches, where another number of processes continues
 
 
@@ -301,55 +295,3 @@ def batch_size_ratio(saved: Sequence[int | None] | None, loaders: Sequence[Any])
             "them. Change the sizes of all batches by the same factor"
         )
     return ratios.pop() if ratios else Fraction(1)
-
-
-# ---- flags of a module that a program switches while it trains, and that no state dict holds
-
-
-_Flags = dict[str, dict[str, bool]]
-
-
-class ModuleSwitches:
-    """Follows the switches of a module: ``requires_grad``, as finetuning callbacks set it, and the modes of its parts.
-
-    A program sets some before it trains, and sets them again when it resumes, perhaps to other values. So only switches
-    that have changed since training began, in this process or in an earlier one, are saved.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._at_start = _flags(module)
-        self._earlier: _Flags = {}
-
-    def switched(self) -> str:
-        """Return the flags that have changed as one leaf of a checkpoint; empty if there are none."""
-        found = {
-            kind: {
-                name: flag
-                for name, flag in flags.items()
-                if self._at_start[kind].get(name) != flag or name in self._earlier.get(kind, ())
-            }
-            for kind, flags in _flags(self._module).items()
-        }
-        return json.dumps(found) if any(found.values()) else ""
-
-    def restore(self, switched: str) -> None:
-        """Set the flags that :meth:`switched` returned, of parts that the module still has."""
-        self._earlier = json.loads(switched) if switched else {}
-        owners = {"requires_grad": dict(self._module.named_parameters())}
-        parts = dict(self._module.named_modules())
-        for kind, flags in self._earlier.items():
-            for name, flag in flags.items():
-                if (owner := owners.get(kind, parts).get(name)) is not None:
-                    setattr(owner, kind, flag)
-
-
-def _flags(module: Any) -> _Flags:
-    parts = dict(module.named_modules())
-    return {
-        "requires_grad": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
-        "training": {name: part.training for name, part in parts.items()},
-        "track_running_stats": {
-            name: part.track_running_stats for name, part in parts.items() if hasattr(part, "track_running_stats")
-        },
-    }

@@ -29,32 +29,36 @@ from ..loop import (
     warn_of_misfits,
     why_not_comparable,
 )
-from .epoch import capture_generators
 from .fitting import Fitting
 from .io import ResumePath
-from .position import Point, Position
-from .stopping import Copies, leave
-from .store import CallbackArguments, Published, RunStore
-from .trees import POSITION
-from .wall import (
+from .loader_states import capture_generators
+from .private_api import (
     LoopHooks,
-    begin_validation,
     callbacks_of,
     can_stop_early,
     checkpoint_connector,
     dump_checkpoint,
+    finders_of,
     has_done_all_batches,
     is_accumulating,
+    is_search_file,
+    loaded_checkpoint,
     loaders_of,
-    searches_of,
+    validates_next,
 )
+from .replay import EpochReplay, Point
+from .resharding import share_of
+from .stopping import Copies, leave
+from .store import CallbackArguments, Published, RunStore
+from .trees import POSITION
 
 logger = logging.getLogger("holdfast")
 
 _NOTHING: Any = object()
+_PREEMPTED = "preempted"  # the reason of a save after a signal
 
 
-class FitSaver:
+class FitRecorder:
     """Watches one ``fit`` from ``setup`` to its end.
 
     It considers saves at two points only: after a training batch with everything that belongs to it (the module's own
@@ -87,16 +91,14 @@ class FitSaver:
         self._ledger = MetricsLedger()
         # The tuner takes all callbacks away for its trials in the same loops.
         self._hooks = LoopHooks(lambda: any(one is callback for one in trainer.callbacks))
-        self._position = Position(trainer, self._hooks, self._compare_restored, options.replicated)
+        self._replay = EpochReplay(trainer, self._hooks, self._compare_restored, options.replicated)
         self._fitting = Fitting(trainer, None if options.partial is None else Misfits(), self._hooks)
         self._hooks.place(self._fit.epoch_loop, "on_advance_end", self._after_batch)
         self._hooks.place(self._fit, "on_advance_end", self._after_epoch)
-        self._hooks.place(self._fit.epoch_loop.val_loop, "run", self._validation)
-        self._hooks.place(checkpoint_connector(trainer), "restore_loops", self._restore_loops)
-        for finder, search in searches_of(trainer):
-            self._hooks.place(finder, search, self._search)
-        self._validates = False  # whether a validation is under way, apart from the sanity check
-        self._point: Point | None = None
+        self._hooks.place(checkpoint_connector(trainer), "restore_training_state", self._restore_state)
+        for finder in finders_of(trainer):
+            self._hooks.place(finder, "on_fit_start", self._search)
+        self._capture: Callable[[], dict[str, Any]] | None = None  # of the position, while this recorder saves
         self._copies = Copies() if options.save_on_exception else None
         self._held: tuple[int, dict[str, Any]] | None = None
         self._seen: int = self.step
@@ -121,7 +123,7 @@ class FitSaver:
     @property
     def step(self) -> int:
         """The number of the step that the run has finished."""
-        return int(self._trainer.global_step) + self._position.batches
+        return self._replay.steps.step
 
     def begin_fit(self) -> None:
         """Note what the program has set, before the restore replaces it."""
@@ -131,7 +133,7 @@ class FitSaver:
         """Begin to watch; refuse a directory with checkpoints if the trainer has loaded none."""
         self._stop.begin()
         self._begun = True
-        self._position.begin()
+        self._replay.begin()
         self._fitting.begin(self._options.hyperparameters)
         if self._resumed:
             self._warn_of_misfits()
@@ -147,15 +149,20 @@ class FitSaver:
 
     def finish(self) -> None:
         """Announce that there was nothing left to do, if so, and give the trainer the metrics of the run's end."""
+        self._replay.fit_ends()
         if self._begun or not self._resumed:
             return
         self._warn_of_misfits()
         step = self.step
         why = "; it was asked to stop there, and continues with fit(ckpt_path=...)" if self._trainer.should_stop else ""
         self._say("nothing left to do after step %d in %s%s", step, self._store.directory, why)
-        late = self._store.manager.metrics(step) if step in self._store.manager.all_steps() else None
-        found = {name: torch.tensor(value) for name, value in (late or {}).items() if isinstance(value, int | float)}
-        self._trainer.callback_metrics.update({**self._metrics, **found})
+        stored = {name: torch.tensor(value) for name, value in self._stored_metrics(step).items()}
+        self._trainer.callback_metrics.update({**self._metrics, **stored})
+
+    def _stored_metrics(self, step: int) -> dict[str, float]:
+        manager = self._store.manager
+        stored = manager.metrics(step) if step in manager.all_steps() else None
+        return {name: value for name, value in (stored or {}).items() if isinstance(value, int | float)}
 
     def detach(self, *, orderly: bool) -> None:
         """Stop watching; ``orderly`` is False when training ends with an exception."""
@@ -181,50 +188,54 @@ class FitSaver:
     # ---- resuming from a checkpoint
 
     def add_to(self, checkpoint: dict[str, Any]) -> None:
-        """Add the position to Lightning's dictionary, if this saver is saving it."""
-        if self._point is not None:
+        """Add the position to Lightning's dictionary, if this recorder is saving it."""
+        if self._capture is not None:
             checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # the position holds it
-            checkpoint[POSITION] = {**self._position.capture(self._point), "optimizers": self._fitting.description()}
+            checkpoint[POSITION] = {**self._capture(), "optimizers": self._fitting.description()}
 
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
         """Take the position out of Lightning's dictionary after it was loaded."""
         path = self._trainer.ckpt_path
         saved = checkpoint.pop(POSITION, None)
-        self._position.batches = (saved or {}).get("batches_as_steps", 0)
-        step = int(checkpoint["global_step"]) + self._position.batches
-        steps = self._store.manager.all_steps()
+        step = int(checkpoint["global_step"]) + (saved or {}).get("batches_as_steps", 0)
         self._resumed = True
         self._saved = self._seen = step
-        self._recorded = {step: {}} if step in steps else {}
+        if step in self._store.manager.all_steps():
+            self._recorded = {step: self._stored_metrics(step)}
         self._outdated = set(note_resume(self._store.manager, step))
         self._fitting.take((saved or {}).get("optimizers"), checkpoint.get("callbacks", {}))
-        automatic = saved is not None and saved.get("automatic", False)
         if saved is not None:
             self._metrics = saved["callback_metrics"]
             self._ledger.observe(-1, self._metrics)  # They belong to an earlier step.
-            self._position.resume(saved, self._options.reshard, self._store.processes)
-            if saved["point"] == "validation":
-                self._saved = None  # The step is not finished.
-        if automatic and saved["should_stop"]:
-            self._trainer.should_stop = True
+            options, processes = self._options, self._store.processes
+            position = share_of(saved, self._trainer, options.replicated, options.reshard, processes)
+            self._replay.resume(position)
+            if position.is_cut_off:
+                self._saved, self._seen = None, -1  # The step is not finished.
         self._say("resumed from step %d in %s", step, format(path))
 
-    def _restore_loops(self, original: Callable[[], None]) -> None:
-        """Let a ``fit`` with fewer epochs than the run has done find nothing left to do; Lightning raises an error.
+    def _restore_state(self, original: Callable[[], None]) -> None:
+        """Restore loops, optimizers and schedulers.
 
-        The first of two calls in one program is such a ``fit``, when the program is started again during the second.
+        A ``fit`` with fewer epochs than the run has done finds nothing left to do; Lightning raises an error. The first
+        of two calls in one program is such a ``fit``, when the program is started again during the second.
         """
-        limit = self._fit.max_epochs
+        checkpoint, limit = loaded_checkpoint(self._trainer), self._fit.max_epochs
+        if is_search_file(self._trainer.ckpt_path):
+            original()
+            return
         if isinstance(self._trainer.ckpt_path, ResumePath):
             self._fit.max_epochs = -1
         try:
-            original()
+            with self._fitting.loading(checkpoint):
+                original()
         finally:
             self._fit.max_epochs = limit
+        self._replay.state_restored()
 
     def _search(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Let a run search for a learning rate or a batch size unless it begins with a checkpoint."""
-        if self._begun or not self._resumed:
+        if not self._resumed:
             original(*args, **kwargs)
             return
         logger.warning(
@@ -264,15 +275,18 @@ class FitSaver:
     # ---- the points at which the state is consistent
 
     def _after_batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
+        if validates_next(self._fit, fetcher):
+            self._before_validation()
         original(fetcher)
         self._store.observer.reached("batch", self.step)
         batch, self._batch = self._batch, _NOTHING
         if batch is not _NOTHING:
             self.witness.note(lambda: self._shown(batch), self._trainer.current_epoch)
+        loop = self._fit.epoch_loop
         if self._after_signal is not None:
             after = self._after_signal.after(self._durations.longest, again=self._preemption.again)
             self._after_signal = after
-            if after.left == 0 or self._fit.epoch_loop.done or has_done_all_batches(self._fit):
+            if after.left == 0 or loop.done or has_done_all_batches(self._fit):
                 self._leave()
             return
         step, stop = self.step, self._stop.after_batch()
@@ -280,8 +294,7 @@ class FitSaver:
             return
         if stop and step == self._saved:
             self._leave()
-        loop = self._fit.epoch_loop
-        if is_accumulating(self._fit) or self._position.holds_gradients or has_done_all_batches(self._fit):
+        if is_accumulating(self._fit) or self._replay.steps.holds_gradients or has_done_all_batches(self._fit):
             return
         self._seen = step
         self._consider(step, "batch", stop=stop, ended=loop.done)
@@ -289,33 +302,29 @@ class FitSaver:
     def _after_epoch(self, original: Callable[[], None]) -> None:
         if self._after_signal is not None:  # The trainer was asked to stop.
             self._leave()
+        complete = has_done_all_batches(self._fit) or self._replay.fetcher.done
+        if self._saved is None and not complete:  # Only the ends were left to do: the next start leaves them out.
+            self._save(self.step, "batch", "at the end")
         original()
         step, stop = self.step, self._stop.after_batch()
         self._seen = step
         self.notice_metrics()
-        complete = has_done_all_batches(self._fit) or self._position.fetcher.done
         if step == self._saved or not complete:
             if stop:
                 self._leave()
             return
         self._consider(step, "epoch", stop=stop, ended=self._is_over())
 
-    def _validation(self, original: Callable[[], Any]) -> Any:
-        if self._trainer.sanity_checking:
-            return original()
+    def _before_validation(self) -> None:
         if self._after_signal is not None:
             self._leave()
         step = self.step
         if self._is_unsaved(step) and not is_accumulating(self._fit):
-            begin_validation(self._fit)
+            # Lightning sets the counters to 0 a moment later.
+            self._fit.epoch_loop.val_loop.batch_progress.reset_on_run()
             self._hold(step, "validation")
             if self._stop.in_validation():
                 self._save_at_signal(step, "validation")
-        self._validates = True
-        try:
-            return original()
-        finally:
-            self._validates = False
 
     def during_validation(self) -> None:
         """Leave a validation if the process is to end; nothing can be saved within it.
@@ -323,7 +332,7 @@ class FitSaver:
         Callbacks may have put an average in the place of the weights, and modules count, cache and switch their modes.
         While gradients are being accumulated, the validation runs to its end, and the next update is saved.
         """
-        if not self._validates or not self._stop.in_validation():
+        if not self._stop.in_validation():
             return
         step = self.step
         if self._is_unsaved(step):
@@ -368,7 +377,7 @@ class FitSaver:
             self._save(step, point, decision.reason)
         elif point == "epoch" and (due := self._options.epoch_reason(self._fit.epoch_progress.current.processed)):
             self._save(step, point, due)
-        elif ended and self._options.save_at_end:
+        elif ended and (self._options.save_at_end or self._saved is None):
             self._save(step, point, "at the end")
         elif step in self._outdated:
             self._save(step, point, "replaces the step of an earlier run")
@@ -398,27 +407,29 @@ class FitSaver:
             self._held = None
             return
         self._ledger.observe(step, self._trainer.callback_metrics)
-        self._held = step, self._copies.of(self._dump(point))
+        self._held = step, self._copies.of(self._dump(point, is_cut_off=True))
 
     def _save(self, step: int, point: Point, reason: str) -> None:
         self._ledger.observe(step, self._trainer.callback_metrics)
-        metrics, strategy = self._ledger.of(step), self._trainer.strategy
+        metrics, strategy = {**self._recorded.get(step, {}), **self._ledger.of(step)}, self._trainer.strategy
+        dump = partial(self._dump, point, is_cut_off=reason == _PREEMPTED)
         self.witness.save(step, self._shown)
         with self._trainer.profiler.profile("save_checkpoint"):
-            self._store.save(step, partial(self._dump, point), strategy, metrics=metrics, reason=reason)
+            self._store.save(step, dump, strategy, metrics=metrics, reason=reason)
             strategy.barrier("CheckpointCallback")
         self._saved, self._recorded = step, {step: metrics}
         self._outdated.discard(step)
 
-    def _dump(self, point: Point) -> dict[str, Any]:
-        """Return Lightning's dictionary with the position."""
-        self._point = point
+    def _dump(self, point: Point, *, is_cut_off: bool = False) -> dict[str, Any]:
+        """Return Lightning's dictionary with the position, which :meth:`add_to` adds."""
+        cut_off = is_cut_off and point == "batch" and self._fit.epoch_loop.done
+        self._capture = partial(self._replay.capture, point, is_cut_off=cut_off)
         try:
             checkpoint = dump_checkpoint(self._trainer)
             self._warn_of_pruning(checkpoint)
             return checkpoint
         finally:
-            self._point = None
+            self._capture = None
 
     def _warn_of_pruning(self, checkpoint: dict[str, Any]) -> None:
         """Warn once that ModelPruning has replaced the weights that training continues with."""
@@ -436,7 +447,7 @@ class FitSaver:
     def _save_at_signal(self, step: int, point: Point) -> None:
         """Save a step, and leave, at once or after some batches that are only recorded."""
         try:
-            self._save(step, point, "preempted")
+            self._save(step, point, _PREEMPTED)
         except SaveFailedError:
             # The save before this one failed. The process is about to end, so the log must report it.
             logger.exception("an earlier save failed; step %d is being saved", step)

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,35 +32,30 @@ logger = logging.getLogger("holdfast")
 # ---- the undocumented names, which `check_version` looks for
 
 NAMES = {  # by the object of a trainer that has them
-    "": (
-        *("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_run_sanity_check"),
-        "_signal_connector",
-    ),
+    "": ("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_signal_connector"),
     "_checkpoint_connector": (
         *("_hpc_resume_path", "_loaded_checkpoint", "_parse_ckpt_path", "dump_checkpoint"),
-        *("restore_loops", "restore_lr_schedulers", "resume_start"),
+        *("restore_training_state", "resume_start"),
     ),
     "_logger_connector": ("_first_loop_iter",),
     "_signal_connector": ("_original_handlers", "received_sigterm", "register_signal_handlers", "teardown"),
     "fit_loop": (
         *("_can_stop_early", "_combined_loader", "_last_train_dl_reload_epoch"),
-        *("_load_combined_loader_states", "_should_accumulate", "on_advance_end", "on_advance_start", "run"),
-        *("epoch_progress", "on_iteration_done"),
+        *("_load_combined_loader_states", "epoch_progress", "on_advance_end", "on_advance_start", "on_iteration_done"),
     ),
     "fit_loop.epoch_loop": (
-        *("_num_ready_batches_reached", "_on_before_fetch", "_restarting", "_results"),
-        *("_should_accumulate", "advance", "batch_progress", "on_advance_end", "on_run_start", "reset"),
+        *("_num_ready_batches_reached", "_restarting", "_results", "_should_accumulate", "_should_check_val_fx"),
+        *("advance", "batch_progress", "on_advance_end", "on_run_start"),
     ),
     "fit_loop.epoch_loop.val_loop": (
-        *("_combined_loader", "_has_run", "_last_val_dl_reload_epoch", "batch_progress", "run"),
-        "setup_data",
+        *("_combined_loader", "_has_run", "_last_val_dl_reload_epoch", "batch_progress", "restarting", "setup_data"),
     ),
 }
 NAMES_OF_CLASSES = {  # of the strategy and the callbacks of a trainer, by the class
     "DDPStrategy": ("_ddp_comm_state", "_ddp_kwargs"),
     "ModelParallelStrategy": ("_save_distributed_checkpoint",),
-    "LearningRateFinder": ("_early_exit", "lr_find"),
-    "BatchSizeFinder": ("_early_exit", "scale_batch_size"),
+    "LearningRateFinder": ("_early_exit",),
+    "BatchSizeFinder": ("_early_exit",),
 }
 _CONNECTOR = "trainer.connectors.checkpoint_connector"
 NAMES_IN_MODULES = {  # of the package, by the module; for attributes of a class, those that its constructor sets
@@ -254,19 +250,20 @@ def end_epoch(progress: Any) -> None:
     finish_epoch(progress)
 
 
-def forget_unfinished(progress: Any) -> None:
-    """Remove an evaluation that will be repeated from the counters."""
-    for name, done in vars(progress.current).items():
-        setattr(progress.total, name, max(0, getattr(progress.total, name) - done))
-    progress.current.reset()
-
-
 # ---- parts of trainers, loops and strategies
 
 
-SANITY_CHECK = "_run_sanity_check"
-FIRST_ITERATOR = "_load_combined_loader_states"  # the method of the fit loop that precedes its first iterator
-BEFORE_FETCH = "_on_before_fetch"  # a method of the loop over an epoch
+LOADERS_MADE = "_load_combined_loader_states"  # the method of the fit loop between its loaders and their iterators
+
+# of trainers: what chooses, saves and restores checkpoints; the dictionary that it is restoring, which may be empty
+checkpoint_connector = attrgetter("_checkpoint_connector")
+loaded_checkpoint = attrgetter("_checkpoint_connector._loaded_checkpoint")
+signal_connector = attrgetter("_signal_connector")
+cluster_environment = attrgetter("_accelerator_connector.cluster_environment")
+# of fit loops
+can_stop_early = attrgetter("_can_stop_early")
+# of the loaders of a loop: the present iterator over all of them
+iterator_of = attrgetter("_iterator")
 
 
 def kinds_of(thing: Any) -> set[str]:
@@ -279,18 +276,6 @@ def callbacks_of(trainer: Any, *names: str) -> list[Any]:
     return [one for one in trainer.callbacks if not kinds_of(one).isdisjoint(names)]
 
 
-def checkpoint_connector(trainer: Any) -> Any:
-    return trainer._checkpoint_connector
-
-
-def signal_connector(trainer: Any) -> Any:
-    return trainer._signal_connector
-
-
-def cluster_environment(trainer: Any) -> Any:
-    return trainer._accelerator_connector.cluster_environment
-
-
 def handler_before_lightnings(connector: Any, number: signal.Signals) -> Any:
     """Return the handler of a signal that a trainer has replaced by its own; None if there was none."""
     return connector._original_handlers.get(number)
@@ -298,12 +283,6 @@ def handler_before_lightnings(connector: Any, number: signal.Signals) -> Any:
 
 def is_lightnings_handler(handler: Any) -> bool:
     return type(handler).__name__ == "_HandlersCompose"
-
-
-def loaded_checkpoint(trainer: Any) -> dict[str, Any]:
-    """Return the dictionary that a trainer is restoring; empty when it restores none."""
-    found: dict[str, Any] = trainer._checkpoint_connector._loaded_checkpoint
-    return found
 
 
 def dump_checkpoint(trainer: Any, *, weights_only: bool = False) -> dict[str, Any]:
@@ -319,11 +298,6 @@ def loaders_of(loop: Any) -> list[Any]:
 
 def has_loaders(loop: Any) -> bool:
     return loop._combined_loader is not None
-
-
-def iterator_of(combined: Any) -> Any:
-    """Return the present iterator over all loaders of a loop."""
-    return combined._iterator
 
 
 def have_ended(combined: Any) -> list[bool]:
@@ -357,7 +331,7 @@ def _reload_name(loop: Any) -> str:
 
 def is_accumulating(fit: Any) -> bool:
     """Return whether gradients of this batch are still to be accumulated with those of later ones."""
-    return bool(fit._should_accumulate())
+    return bool(fit.epoch_loop._should_accumulate())
 
 
 def has_done_all_batches(fit: Any) -> bool:
@@ -365,24 +339,24 @@ def has_done_all_batches(fit: Any) -> bool:
     return bool(fit.epoch_loop._num_ready_batches_reached())
 
 
-def can_stop_early(fit: Any) -> bool:
-    return bool(fit._can_stop_early)
+def skip_sanity_check(fit: Any) -> None:
+    """Keep a trainer from its sanity check, as in a validation that goes on; :func:`clear_restart` ends that."""
+    fit.epoch_loop.val_loop.restarting = True
+
+
+def validates_next(fit: Any, fetcher: Any) -> bool:
+    """Return whether a validation follows the batch."""
+    return bool(fit.epoch_loop._should_check_val_fx(fetcher))
 
 
 def restart_in_validation(fit: Any) -> None:
-    """Let the loop run although the batch is done, and validate."""
-    forget_unfinished(fit.epoch_loop.val_loop.batch_progress)
+    """Let the loop run although the batch is done, and validate, without what an earlier process has counted of it."""
+    progress = fit.epoch_loop.val_loop.batch_progress
+    for name, done in vars(progress.current).items():
+        setattr(progress.total, name, max(0, getattr(progress.total, name) - done))
+    progress.current.reset()
     fit.epoch_loop.val_loop._has_run = False
     fit.epoch_loop._restarting = True
-
-
-def begin_validation(fit: Any) -> None:
-    """Set the counters of the validation that is to run to 0, as Lightning does a moment later."""
-    fit.epoch_loop.val_loop.batch_progress.reset_on_run()
-
-
-def end_restart(fit: Any) -> None:
-    fit.epoch_loop._restarting = False
 
 
 def gathers_in_one_process(strategy: Any) -> bool:
@@ -432,14 +406,7 @@ def made_from(
 
 
 _FACTS = (
-    "fx",
-    "name",
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "enable_graph",
-    "add_dataloader_idx",
+    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx"),
     "metric_attribute",
 )
 
@@ -506,7 +473,7 @@ def _entry(metric: Any) -> dict[str, Any]:
 # the checkpoint that it has begun to load by the file that the search restores after its trials.
 
 
-_SEARCHES = {"LearningRateFinder": "lr_find", "BatchSizeFinder": "scale_batch_size"}
+_FINDERS = ("LearningRateFinder", "BatchSizeFinder")
 _FILES = (".lr_find", ".scale_batch_size")
 
 
@@ -515,11 +482,11 @@ def is_search_file(path: object) -> bool:
     return os.path.basename(str(path)).startswith(_FILES)
 
 
-def searches_of(trainer: Any) -> list[tuple[Any, str]]:
-    """Return the callbacks that search, each with the name of the method that does it."""
-    return [(one, search) for name, search in _SEARCHES.items() for one in callbacks_of(trainer, name)]
+def finders_of(trainer: Any) -> list[Any]:
+    """Return the callbacks that search in ``on_fit_start``."""
+    return callbacks_of(trainer, *_FINDERS)
 
 
 def only_searches(trainer: Any) -> bool:
     """Return whether a ``Tuner`` has started the trainer, to search and do nothing else."""
-    return any(finder._early_exit for finder, _ in searches_of(trainer))
+    return any(finder._early_exit for finder in finders_of(trainer))

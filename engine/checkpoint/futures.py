@@ -1,0 +1,35 @@
+"""The Future of a save in the background."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+from ..errors import SaveFailedError
+from .background import BackgroundSave
+
+
+class SaveFuture(Future[Any]):
+    """The report of a save. Its error counts as raised once the program has taken it from here."""
+
+    def __init__(self, background: BackgroundSave) -> None:
+        super().__init__()
+        self._background = background
+        self.set_running_or_notify_cancel()  # a save cannot be cancelled
+
+    def end(self, report: object, error: SaveFailedError | None) -> None:
+        """Take the report or the error of the save, on its thread."""
+        if error is None:
+            self.set_result(report)
+        else:
+            self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.exception(timeout)
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._background.hurry()
+        error = super().exception(timeout)
+        self._background.take_error()
+        return error

@@ -1,0 +1,232 @@
+"""How checkpoints are deleted, and what interrupted saves and deletions have left is removed.
+
+A deletion renames the record to a marker first, so the checkpoint is gone at once. A directory with a marker and no
+record may be removed; one with neither belongs to something else and is never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from ..errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    FormatVersionError,
+    ObjectNotFoundError,
+    StorageConflictError,
+    StorageError,
+    StoragePermissionError,
+)
+from ..format import DELETED, PARTIAL, RECORD, WITNESSES, CheckpointRecord
+from ..steps import read_record
+from ..storage import TEMPORARY_PREFIX, Location, SaveLock, is_strange
+from .folders import (
+    CommitParts,
+    folders_of,
+    have_archive_names,
+    is_left_archive,
+    left_archives,
+    names_in,
+    only_logged,
+    remove_empty,
+    remove_folders,
+)
+
+_logger = logging.getLogger("holdfast")
+
+
+def delete_checkpoint(location: Location, record: CheckpointRecord | None = None) -> None:
+    """Delete a checkpoint, whose record may be known: the record first, so that it is gone at once, then its data."""
+    if location.is_remote and record is not None and all(item.is_archive for item in record.items.values()):
+        names = names_in(location) | folders_of(record)
+        witnesses = {*filter(WITNESSES.fullmatch, names)}
+        archives = names - {RECORD} - witnesses
+        if have_archive_names(archives):  # they say themselves what they are
+            for name in (*witnesses, RECORD, *archives):
+                (location / name).remove()
+            return
+    if not location.is_local:
+        (location / DELETED).write_bytes(b"{}")  # the marker needs no content, and so no request for the record
+        # Without the files of saves that begin later, and with those that are known and that a listing may lack.
+        items = () if record is None else record.items.values()
+        known = {RECORD, DELETED}.union(*(item.paths for item in items))
+        location.snapshot(known).remove_tree(first=RECORD, last=DELETED)
+        return
+    if location.is_link():  # only the link itself is removed
+        location.remove_tree()
+        return
+    marker = location / DELETED
+    if marker.is_link() or marker.is_directory():  # a crash of the file system may leave it so; neither can be locked
+        with contextlib.suppress(StoragePermissionError):
+            marker.remove_tree()
+    with contextlib.suppress(ObjectNotFoundError):
+        # A directory of another user stays, and marks the deletion, too.
+        (location / RECORD).remove() if marker.is_directory() else (location / RECORD).rename(DELETED)
+    lock = SaveLock(location / DELETED)
+    try:  # a save that begins meanwhile finds it locked
+        if not lock.take_over():  # another process has removed the rest, and a save may have begun since
+            return
+    except StorageConflictError:  # another process has found the marker, and removes the rest
+        return
+    except StorageError as error:  # only a regular file can be locked
+        if not is_strange(error):
+            raise
+    try:
+        location.remove_tree(last=DELETED)
+    finally:
+        _release(location, lock)
+
+
+def _release(location: Location, *locks: SaveLock) -> None:
+    """Release the locks of markers that may be gone: NFS keeps one there, as .nfs0123, until it is closed."""
+    kept: list[str] = []
+    try:
+        with contextlib.suppress(StorageError):  # which must not hide an error of the caller
+            kept = [entry.name for entry in location.entries()] if location.is_local else []
+    finally:
+        for lock in locks:
+            lock.release()
+    if kept and all(name.startswith(".nfs") for name in kept):
+        remove_empty(location)
+
+
+@contextlib.contextmanager
+def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Iterator[None]:
+    """Delete the checkpoints that were made in a directory if Ctrl-C ends the work, and the directory if it is new."""
+    is_new = not directory.exists()
+    try:
+        yield
+    except KeyboardInterrupt:
+        for location in made:
+            location.remove_tree(first=RECORD)  # those of other formats have none
+        if is_new and directory.exists() and not directory.entries():
+            directory.remove_tree()
+        raise
+
+
+def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock | None = None) -> bool:
+    """Remove what interrupted saves and deletions left in a checkpoint's directory; return whether it is gone.
+
+    Without a lock that tells whether a save is alive, the order of requests decides. This leaves the marker of a
+    deletion, takes the marker of the save, and looks whether the record is still the one that the deletion notes. A
+    save whose record was not seen finds its marker missing, and then either that deletion or its files missing.
+
+    The marker of a deletion is locked, too: a save that begins sweeps first, and a deletion that is under way holds it.
+    The caller may have taken the ``lock`` of the marker of a save over.
+
+    StorageConflictError: a save is alive, or another process sweeps or deletes. StoragePermissionError: that is
+    unknown.
+    """
+    save, deletion = lock or SaveLock(location / PARTIAL), SaveLock(location / DELETED)
+    try:
+        if lock is None:
+            save.take_over()
+        deletion.take_over()
+        return _sweep(location, parts or CommitParts(location), {PARTIAL: save, DELETED: deletion})
+    finally:
+        _release(location, deletion, *([save] if lock is None else []))
+
+
+def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]) -> bool:
+    """Sweep with the locks of the markers that are there."""
+    listing = location.snapshot()
+    names = {entry.name for entry in listing.entries()}
+    # A save or a deletion may have begun since this looked for its marker.
+    if location.is_local and any(mark in names and not lock.is_current() for mark, lock in locks.items()):
+        return False
+    tells = all(lock.tells for lock in locks.values())
+    if RECORD in names:
+        remove_temporary(location, names)
+    marks = {PARTIAL, DELETED} & names
+    unnamed = [name for name in names if not (location.is_remote and WITNESSES.fullmatch(name))]
+    if not marks and (RECORD in names or not names or not all(is_left_archive(location / name) for name in unnamed)):
+        return False
+    folders = [folder for mark in sorted(marks) for folder in SaveLock(location / mark).folders()]
+    record = None
+    try:
+        record = read_record(location) if RECORD in names else None
+    except (CheckpointNotFoundError, FormatVersionError):  # not found: it was deleted meanwhile
+        return False
+    except DamagedCheckpointError:  # its data stays, as a user may want to inspect it
+        if tells and PARTIAL in names:  # elsewhere, it may be that of a save which is alive
+            (location / PARTIAL).remove()
+        return False
+    if not tells:
+        _announce(location, record, folders)
+        if PARTIAL in names:
+            (location / PARTIAL).remove()
+        if _has_changed(location, record):  # a save was committed meanwhile
+            if not marks:
+                (location / DELETED).remove()
+            return False
+        marks = {DELETED}
+    if record is None:
+        _logger.info("%s: removing what an interrupted save or deletion has left", location)
+        if location.is_local:
+            location.remove_tree(last=PARTIAL if PARTIAL in marks else DELETED)
+            return True
+        for name in names - {PARTIAL, DELETED}:  # a marker that is here now is that of a save which began since
+            (listing / name).remove_tree()
+        (location / DELETED).remove()
+        return True
+    left = {*filter(parts.owns, folders), *record.replaced}
+    # The listing of a store may lack a name.
+    there = [folder for folder in left if location.is_remote or "/" in folder or folder in names]
+    remove_folders(parts, there, record)
+    parts.repair(record)
+    if DELETED in marks:  # otherwise, one that is here now is that of a deletion which began since
+        (location / DELETED).remove()
+    if tells and PARTIAL in names:  # otherwise, one that is here now is that of a save which began since
+        (location / PARTIAL).remove()
+    return False
+
+
+def _announce(location: Location, record: CheckpointRecord | None, folders: Sequence[str]) -> None:
+    """Leave the marker of a deletion, with the record that it keeps and the folders that it removes."""
+    noted = {"token": os.urandom(16).hex(), "record": None if record is None else record.identity}
+    (location / DELETED).write_bytes(json.dumps({"format": "holdfast", **noted, "folders": folders}).encode())
+
+
+def _has_changed(location: Location, record: CheckpointRecord | None) -> bool:
+    try:
+        found = read_record(location)
+    except CheckpointNotFoundError:
+        return record is not None
+    except (DamagedCheckpointError, FormatVersionError):
+        return True
+    return record is None or found.identity != record.identity
+
+
+def sweep_stray(location: Location, listed: Collection[str], record: CheckpointRecord) -> None:
+    """Remove zip files of saves that lost against the one of a record, or arrived late; from a listing of a run.
+
+    A listing has several pages, and may be older at its beginning than at its end: it only nominates files.
+    """
+    if RECORD not in listed or {PARTIAL, DELETED} & {*listed}:
+        return
+    found = left_archives(location, {*listed} - folders_of(record))
+    # A save that replaces the checkpoint has written its marker before its archive, and its record before the end.
+    if found and not {PARTIAL, DELETED} & names_in(location):
+        for name in found - folders_of(read_record(location)):
+            (location / name).remove()
+
+
+def is_swept(names: Iterable[str]) -> bool:
+    """Whether the names in a checkpoint's directory say that it is whole and holds nothing for :func:`sweep`."""
+    found = set(names)
+    return RECORD in found and not found & {PARTIAL, DELETED} and not any(map(_is_temporary, found))
+
+
+def _is_temporary(name: str) -> bool:
+    return name.startswith(TEMPORARY_PREFIX)
+
+
+def remove_temporary(location: Location, names: Iterable[str]) -> None:
+    """Remove the files of atomic writes that were interrupted."""
+    for name in filter(_is_temporary, names):
+        with only_logged(location):  # a directory is not ours, and a file may be another user's
+            (location / name).remove()

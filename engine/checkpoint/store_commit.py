@@ -1,0 +1,204 @@
+"""The commit in an object store, which has neither locks nor renames: the order of requests decides.
+
+A store with conditional writes takes the record only while nothing, or the replaced record, is there. So of saves that
+run at the same time exactly one is committed, and nothing of another save is removed before that. In a store without
+conditions, a save gives way if its marker has another token when it is about to commit, or right after.
+
+A sweep may meet a save that is alive. It first leaves the marker of a deletion, which says what record it has seen, and
+takes the marker of the save; it removes nothing if the record has changed by then. The save looks for its marker after
+it has written its record. So one of them sees the other, and gives way.
+
+If a store has conditional writes, and all items of a new checkpoint are archives, the save needs no marker, and two
+requests less: such a file says itself that a save of holdfast has left it, the record decides between saves, and the
+save looks whether its files are still there after it has written its record.
+
+What a crash leaves, and what removes it:
+
+============================  ===================================================  ================================
+after the crash in ...        the prefix has ...                                   what removes it
+============================  ===================================================  ================================
+WRITING                       the marker and objects; the old record and its       the next save, once it is
+                              objects, if there was one                            committed; a sweep
+CLAIMED, without a marker     archives                                             the same; a sweep of the run
+RECORDED                      either of the two, or the new record                 the record decides: the same
+COMMITTED, while old data go  the new record, old objects, and the marker, if any  the next save; a sweep
+late requests of a dead save  folders with the token of that save                  the next sweep, by the listing
+============================  ===================================================  ================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Collection
+
+from ..errors import CheckpointNotFoundError, StorageError, StorageUnavailableError
+from ..format import DELETED, PARTIAL, RECORD, CheckpointRecord
+from ..steps import has_record, read_record
+from ..storage import Location
+from .commit import PendingCheckpoint, Phase, answered, write_record
+from .folders import CommitParts, folders_of, left_archives, names_in, only_logged, remove_folders
+from .removal import sweep
+
+_UNIQUE = re.compile(r".+\.[0-9a-f]{8}")  # names that saves to object stores give to the folders of items
+
+
+def write_record_if(location: Location, record: CheckpointRecord, old: bytes | None) -> bool:
+    """Write the commit record only while it is ``old``, or missing if that is None; return whether that was done."""
+    content = record.encode()
+    with answered(location, content):
+        return (location / RECORD).write_bytes_if(content, old)
+    return True
+
+
+class StoreCommit(PendingCheckpoint):
+    """A checkpoint that is being written to an object store."""
+
+    def _plan(self, items: list[str], *, overwrite: bool) -> None:
+        location = self.location
+        names = names_in(location)
+        is_untouched = not {PARTIAL, DELETED} & names
+        # Read before the record: a save that begins after the record was replaced may yet be committed.
+        marked = self._lock.folders() if PARTIAL in names else []
+        self._read_old(names, overwrite=overwrite)
+        # What to remove once this save is committed: here, archives of saves that had no marker.
+        self._leftovers = left_archives(location, names - folders_of(self._old))
+        # Late requests leave such a folder without a record or a marker.
+        self._check_free({name for name in names - self._leftovers if not _UNIQUE.fullmatch(name)})
+        # Whether there is nothing here that a marker would have to explain.
+        is_free = not (self._leftovers or {PARTIAL, DELETED, RECORD} & names)
+        self._is_plain = is_free and type(self._parts) is CommitParts and self._copies is None
+        left = [] if is_untouched else self._left_by_copy(items, names)
+        self._leftovers -= {*left}  # the copy takes them
+        if not left and PARTIAL in names:
+            # They may belong to a save that is alive and commits before this one.
+            others = {*marked, *(() if self._old is None else self._old.replaced)}
+            if RECORD not in names:
+                others |= names
+            self._leftovers |= {*filter(self._parts.owns, others)} - {PARTIAL, DELETED}
+        elif not (left or is_untouched):
+            sweep(location, self._parts)
+            names = names_in(location)
+        # A save whose marker was swept, and late requests of one, must not write into the folders of this one.
+        self._choose_paths(items, names, left, unique=True)
+
+    def _begin(self, archives: Collection[str]) -> None:
+        self._phase, marker = Phase.CLAIMED, self.location / PARTIAL
+        self._is_conditional = False
+        if self._is_plain and self.paths.keys() == {*archives} and marker.honours_conditions(None):
+            self._is_conditional = True
+            return
+        content = self._marker(self._leftovers)
+        marker.write_bytes(content, atomic=False)
+        self._phase = Phase.WRITING
+        self._is_conditional = marker.honours_conditions(content)
+
+    @property
+    def _has_marker(self) -> bool:
+        return self._marker_size is not None
+
+    @property
+    def _is_unmarked(self) -> bool:
+        """Whether this save has no marker, or none that is whole."""
+        return self._phase is Phase.CLAIMED or not self._has_marker
+
+    def _is_own(self) -> bool:
+        return self._is_unmarked or self._owned or self._lock.is_own(self.token, self._marker_size)
+
+    def _write(self, record: CheckpointRecord) -> None:
+        if not self._is_conditional:
+            write_record(self.location, record)
+        elif not write_record_if(self.location, record, self._old_record):
+            self._phase = Phase.LOST
+            raise self._lock.conflict()
+        if not self._has_marker:
+            self._check_listed(record)
+        overtaken = self._has_marker and not self._lock.is_own(self.token, self._marker_size)
+        is_alone = self._old_record is None and not (self._is_conditional or self._owned)
+        # A copy that continues has a new marker, but a sweep may have listed the files that it goes on with.
+        is_doubtful = overtaken or self.continues
+        if is_doubtful and ((overtaken and is_alone) or not self._is_intact(record)):
+            raise self._lock.conflict()
+        self._phase = Phase.OVERTAKEN if overtaken else Phase.COMMITTED
+
+    def _check_listed(self, record: CheckpointRecord) -> None:
+        """Raise StorageConflictError if a run has removed files of this save, which had no marker, before its record.
+
+        Saves that have begun meanwhile will not be committed. A marker explains what they may leave.
+        """
+        names = names_in(self.location)
+        if DELETED in names or not folders_of(record) <= names:
+            raise self._lock.conflict()
+        others = left_archives(self.location, names - folders_of(record))
+        if others and PARTIAL not in names:
+            content = {"format": "holdfast", "token": self.token, "folders": sorted(others)}
+            (self.location / PARTIAL).write_bytes(json.dumps(content).encode(), atomic=False)
+
+    def _revert(self, record: CheckpointRecord, error: BaseException) -> None:
+        if isinstance(error, StorageUnavailableError):
+            # A request without an answer may still arrive, even after others: then its data must be there.
+            error.add_note(f"{self.location}: the next run removes what was written, or finds it committed and whole")
+        else:
+            super()._revert(record, error)
+
+    def _take_back(self, record: CheckpointRecord) -> Phase:
+        phase, content, place = Phase.WRITING, record.encode(), self.location / RECORD
+        with contextlib.suppress(StorageError):
+            if not self._is_visible():
+                return phase
+            if not self._is_conditional and self._old_record is None:
+                place.rename(DELETED)
+            elif not self._is_conditional:
+                place.write_bytes(self._old_record or b"")
+            elif self._old_record is None:
+                phase = Phase.WITHDRAWN
+                (self.location / DELETED).write_bytes(content)
+                place.remove_if(content)
+            else:
+                place.write_bytes_if(self._old_record, content)
+        return Phase.RECORDED if self._is_visible() else phase
+
+    def _tidy(self, record: CheckpointRecord) -> None:
+        overtaken = self._phase is Phase.OVERTAKEN
+        if overtaken and not self._owned:  # the other save replaces this one, or finds this record and fails
+            return
+        with only_logged(self.location):
+            self._tidy_folders(record, self._leftovers)
+            if overtaken:  # the other save is that of a superseded run, which fails
+                sweep(self.location, self._parts)
+            if self._deletion is not None:
+                (self.location / DELETED).remove()
+            if self._has_marker and not overtaken:  # last: the marker tells the next run that something may be left
+                (self.location / PARTIAL).remove()
+
+    def _remove(self, error: BaseException | None) -> bool:
+        ours, is_lost = True, self._phase is Phase.LOST
+        is_late = isinstance(error, StorageUnavailableError)
+        with only_logged(self.location):
+            ours = self._is_unmarked or self._lock.is_own(self.token, self._marker_size)
+            paths = {*self.paths.values()}
+            if is_lost:  # the other save may be a copy into the same folders
+                with contextlib.suppress(CheckpointNotFoundError):
+                    paths -= folders_of(read_record(self.location))
+            for path in sorted(paths, key=len, reverse=True):
+                self._parts.remove(path, self._old if ours and not (is_late or is_lost) else None)
+            if not ours or is_late:
+                return ours
+            if not self._has_marker:  # a marker that is here belongs to another save
+                if self._phase is Phase.WITHDRAWN:
+                    (self.location / DELETED).remove()
+                return True
+            # Another save may be alive here; the marker names what is left of earlier ones. What this one has found is
+            # of saves that began before it: they were committed before the one that came first, or never will.
+            if is_lost and has_record(self.location):
+                record = read_record(self.location)
+                remove_folders(self._parts, {*record.replaced, *self._leftovers}, record)
+                self._parts.repair(record)
+            elif self._leftovers:
+                return True
+            elif self._old is not None and not is_lost:
+                self._parts.repair(self._old)
+            (self.location / DELETED).remove()
+            (self.location / PARTIAL).remove()
+        return ours

@@ -1,0 +1,75 @@
+"""Where steps of a run are besides its directory: what its mirror and the local places of its hosts have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from ..format import CheckpointRecord
+from ..storage import Location
+from .ownership import RunIdentity
+
+
+class StepPlace:
+    """A place of steps besides the directory; all processes of a program call the same methods."""
+
+    writes_directory = False  # whether a fetch copies a step into the directory, which the run must own then
+    # The steps that are read from here, with their folder and commit record.
+    held: Mapping[int, tuple[Location, CheckpointRecord]] = MappingProxyType({})
+    unused: Mapping[int, str] = MappingProxyType({})  # steps that are damaged, or perhaps of this run, and the reason
+
+    def identify(self, identity: RunIdentity) -> RunIdentity:
+        """Return the identity of the run with what this place knows of it."""
+        return identity
+
+    def start(self) -> None:
+        """Begin to follow the directory, which the run owns now."""
+
+    def newer_steps(self) -> Collection[int]:
+        """Return the steps that are newer than all of the directory, the newest first."""
+        return ()
+
+    def steps(self) -> Collection[int]:
+        """Return the steps that can be fetched, on process 0."""
+        return ()
+
+    def may_have(self, step: int) -> bool:
+        """Return whether a fetch may bring a step that is not in the directory; the same on all processes."""
+        return False
+
+    def fetch(self, step: int, overwrite: bool) -> bool:
+        """Let the run read a step; return whether it can be read now. ``overwrite`` replaces a damaged one."""
+        return False
+
+    def elsewhere(self, step: object) -> str:
+        """Return, for the end of a sentence, where this place has a step that it does not let the run read; or ""."""
+        return ""
+
+    def restored(self, step: int) -> dict[str, Any]:
+        """Note that a step was restored; return facts for the event if this place had it."""
+        return {}
+
+    def drop(self, step: int, damage: str) -> None:
+        """Read a step of this place, which is damaged, no more."""
+
+    def save_begins(self, step: int) -> None:
+        """Give way to a save in the directory."""
+
+    def committing(self) -> None:
+        """Note, on process 0, that the directory is about to have the step."""
+
+    def committed(self, step: int) -> None:
+        """Note that the directory has the step."""
+
+    def save_ended(self) -> None:
+        """Go on after a save in the directory, whether it has failed or not."""
+
+    def notify(self) -> None:
+        """Follow a change: a step was committed, or its metrics or its pin have changed."""
+
+    def forget(self) -> None:
+        """Forget the steps that were deleted explicitly, as no later run may take them."""
+
+    def wait(self) -> None:
+        """Wait for the save that is under way in this place."""

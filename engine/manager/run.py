@@ -1,0 +1,189 @@
+"""A run: its steps and events, the right to change them, and what all of its processes do together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..checkpoint import BackgroundSave
+from ..clock import Clock, seconds
+from ..distributed import ProcessGroup
+from ..errors import StateError
+from ..forks import Lock
+from ..observer import Observer
+from ..storage import Location, as_location
+from .directory import RunDirectory, check_json
+from .events import RunEvents
+from .intervals import LearnedInterval
+from .options import CheckpointManagerOptions, mirror_of
+from .ownership import RunIdentity
+from .places import StepPlace
+from .policies import Every
+
+_logger = logging.getLogger("holdfast")
+
+
+class Run:
+    """The steps of a run in its directory and in further places, its events, and the right to change them."""
+
+    def __init__(
+        self,
+        directory: Location,
+        options: CheckpointManagerOptions,
+        clock: Clock,
+        processes: ProcessGroup,
+        observer: Observer,
+        metadata: Mapping[str, Any] | None,
+    ) -> None:
+        self.options = options
+        self.clock = clock
+        self.processes = processes
+        self.observer = observer
+        self.background = BackgroundSave(seconds(options.save_timeout_secs))
+        self.events = RunEvents(directory, clock, processes.index, observer)
+        self.places: list[StepPlace] = []  # besides the directory, the nearest first
+        self.steps = RunDirectory(
+            directory, options, clock, self._drain, writes=processes.is_primary, places=self.places
+        )
+        if not options.read_only:
+            self.steps.ownership.check_usable()
+        self.changing = Lock(reentrant=True)  # of the thread that begins a save, or takes ownership
+        self.learned: LearnedInterval | None = None  # on process 0, the trigger that learns the interval between saves
+        self._metadata = check_json("metadata", metadata)
+        self._compared = False  # whether the processes have compared their options
+        self._acquired = False
+        self._adding = False  # whether a place is being added, which is not to be followed yet
+        self._closed = False
+
+    def metadata(self) -> Mapping[str, Any] | None:
+        """Return the facts about the run: those that were given, or those that are stored."""
+        return self._metadata if self._metadata is not None else self.steps.stored_metadata()
+
+    # ---- the right to change the run
+
+    def check_writable(self) -> None:
+        """Raise StateError where nothing may be written: by a manager that is closed, or only reads."""
+        if self._closed:
+            raise StateError(f"{self.steps.location}: this manager is closed; make a new one")
+        if self.options.read_only:
+            raise StateError(f"{self.steps.location}: this manager was made with read_only=True")
+
+    def acquire(self) -> None:
+        """Take ownership of the directory, and remove the remains of interrupted runs."""
+        self.check_writable()
+        with self.changing:
+            if self._acquired:
+                self.steps.ownership.check_not_lost()
+                return
+            local = self.options.local
+            identity = RunIdentity(local=None if local is None else as_location(local.url).url)
+            for place in self.places:
+                identity = place.identify(identity)
+            self.compare_options()
+            strays = self.processes.decide("acquire", self.steps.acquire, self._metadata, identity)
+            if not self.processes.is_primary:
+                self.steps.reload()
+                self.steps.add_strays(strays)
+            self._acquired = True
+            self.events.begin(max(self.steps.steps(), default=None))
+            self.report_interval()
+            for place in () if self._adding else self.places:
+                place.start()
+
+    def change(self, what: str, work: Callable[..., None], *inputs: Any) -> None:
+        """Change the directory on process 0, and after a success the view of it that the other processes have."""
+        self.acquire()
+        self.processes.decide(what, work, *inputs)
+        if not self.processes.is_primary:
+            work(*inputs)
+        self.notify_places()
+
+    def close(self) -> bool:
+        """Refuse all further changes; return False if an earlier call has done so."""
+        with self.changing:  # a save of another thread has begun before this, or is refused
+            was_open, self._closed = not self._closed, True
+            return was_open
+
+    def _drain(self) -> None:
+        """Wait until no thread begins a save, and none is under way: a newer manager takes over."""
+        with self.changing:
+            self.background.join()
+            for place in self.places:
+                place.wait()
+
+    def compare_options(self) -> None:
+        """Compare, once, the options that decide which calls the processes make together."""
+        if self._compared:
+            return
+        options = self.options
+        mirror = mirror_of(options)
+        self.processes.compare(
+            "the options of the managers",
+            {
+                "directory": self.steps.location.url,
+                "save_interval_steps": options.save_interval_steps,
+                "save_interval_secs": str(options.save_interval_secs),
+                "save_on_best": options.save_on_best,
+                "save": [
+                    str(policy) if isinstance(policy, Every) else type(policy).__qualname__
+                    for policy in options.policies()[0]
+                ],
+                "item_intervals": dict(options.item_intervals),
+                "load_and_broadcast": options.load_and_broadcast,
+                "step_prefix": options.step_prefix,
+                "mirror": None if mirror is None else str(mirror.url),
+                "local": None if options.local is None else [options.local.every, options.local.copies],
+            },
+        )
+        self._compared = True
+
+    def report_interval(self) -> None:
+        """Report the interval between saves that was learned, if it has changed."""
+        if self.learned is not None:
+            self.learned.report(self.events, self.steps.location)
+
+    # ---- the places besides the directory
+
+    def add_place(self, place: StepPlace) -> None:
+        """Add a place, and fetch the newest of its steps that are newer than all of the directory."""
+        self.compare_options()
+        self.places.insert(0, place)
+        self._adding = True
+        for step in place.newer_steps():
+            if self.fetch(step):
+                break
+        self._adding = False
+        if self._acquired:
+            place.start()
+
+    def fetch(self, step: int, *, overwrite: bool = False) -> bool:
+        """Find a step in the other places; return whether it can be read now.
+
+        With ``overwrite``, for a damaged step, the farthest place goes first: its copy repairs the directory.
+        """
+        for place in self.places[::-1] if overwrite else self.places:
+            if place.writes_directory:
+                self.acquire()
+            if place.fetch(step, overwrite):
+                return True
+        return False
+
+    def fetch_missing(self, step: int) -> bool:
+        """Fetch a step that process 0 does not see in the directory; return whether it can be read now."""
+        if step in self.steps.held_elsewhere():
+            return True
+        here: bool = self.processes.decide(f"look for step {step}", self.steps.__contains__, step)
+        return here or self.fetch(step)
+
+    def steps_everywhere(self) -> list[tuple[int, bool]]:
+        """Return the steps, the newest last, damaged ones among them, and whether each is there without a fetch."""
+        here = {*self.steps.steps_and_damaged(), *self.steps.held_elsewhere()}
+        there = {step for place in self.places for step in place.steps()}
+        left = self.steps.left_behind()
+        return [(step, step in here) for step in sorted(here | there, key=lambda step: (step not in left, step))]
+
+    def notify_places(self) -> None:
+        """Let the other places follow a change of the directory."""
+        for place in self.places:
+            place.notify()

@@ -1,0 +1,80 @@
+"""Replicas of jax arrays: whether the devices hold what an array declares to be the same on all of them.
+
+``shard_map`` without its check, for example, returns an array that each device may have computed from its own data. A
+save writes one replica, and a restore gives it to all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from .jax_leaves import is_key, is_tracer
+from .leaves import is_jax_array, loaded
+
+_EVEN = 0x3C6EF372  # It makes the weights of the words of a checksum odd, so that no single change is lost.
+
+
+def differing_replicas(names: Sequence[str], values: Sequence[Any]) -> Iterator[tuple[str, list[Any], list[Any]]]:
+    """Generate the names of jax arrays whose replicas differ in their bits, among the devices of this process.
+
+    With each come the devices that hold the replica that a save writes, and those that hold others. Each device
+    computes a checksum of what it holds.
+    """
+    jax: Any = loaded("jax")
+    if jax is None:
+        return
+    sums: list[tuple[str, Any]] = []
+    on_one_device = jax.sharding.SingleDeviceSharding
+    with jax.transfer_guard("allow"):
+        for name, value in zip(names, values, strict=True):
+            sharding = getattr(value, "sharding", None)
+            if sharding is None or type(sharding) is on_one_device or not is_jax_array(value) or is_tracer(value):
+                continue
+            if value.is_deleted() or len(sharding.device_set) == 1:
+                continue
+            groups: dict[tuple[Any, ...], list[Any]] = {}
+            for shard in (jax.random.key_data(value) if is_key(value) else value).addressable_shards:
+                groups.setdefault(tuple(part.start or 0 for part in shard.index), []).append(shard.data)
+            sums += [(name, _checksums(replicas)) for replicas in groups.values() if len(replicas) > 1]
+        for name, found in sums:
+            shards = [(shard.device, int(np.asarray(shard.data))) for shard in found.addressable_shards]
+            written = shards[0][1]
+            if others := [device for device, one in shards if one != written]:
+                yield name, [device for device, one in shards if one == written], others
+
+
+def _checksums(replicas: Sequence[Any]) -> Any:
+    """Return a scalar with another value on each device, if the replicas, one on each device, differ."""
+    jax: Any = loaded("jax")
+    mesh = jax.sharding.Mesh(np.array([next(iter(one.devices())) for one in replicas]), "replicas")
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    array = jax.make_array_from_single_device_arrays(replicas[0].shape, sharding, list(replicas))
+    # The program may have set another mesh.
+    use_mesh: Any = getattr(jax, "set_mesh", None) or getattr(jax.sharding, "use_mesh", nullcontext)
+    with use_mesh(mesh):
+        return _compiled()(array)
+
+
+@cache
+def _compiled() -> Any:
+    jax: Any = loaded("jax")
+    jnp: Any = jax.numpy
+
+    def checksum(array: Any) -> Any:
+        if jnp.iscomplexobj(array):
+            array = jnp.stack((array.real, array.imag))
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            array = array if jnp.finfo(array.dtype).bits >= 8 else array.astype(jnp.float32)
+            array = jax.lax.bitcast_convert_type(array, f"uint{min(jnp.finfo(array.dtype).bits, 32)}")
+        elif array.dtype.itemsize == 8:
+            array = jax.lax.bitcast_convert_type(array, jnp.uint32)
+        words = array.astype(jnp.uint32).ravel()
+        weights = jnp.arange(words.size, dtype=jnp.uint32) * jnp.uint32(_EVEN) + jnp.uint32(1)
+        return (words * weights).sum(dtype=jnp.uint32)
+
+    return jax.jit(checksum)

@@ -1,0 +1,181 @@
+"""Checkpoints of ``model.fit`` of Keras 3, on torch and jax: :class:`CheckpointCallback`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from ..engine.errors import OptionError, StateError
+from ..engine.manager import Moment, SavePolicy
+from ..engine.storage import Place
+from .loop import CheckpointCallback as LoopCallback
+
+try:
+    from keras.callbacks import Callback
+except ImportError:  # The documentation is made without Keras.
+    Callback = object
+
+__all__ = ["CheckpointCallback"]
+
+_POSITION = "position"  # the extra with the number of finished epochs, and of batches in the epoch under way
+
+logger = logging.getLogger("holdfast")
+
+
+class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
+    """:class:`holdfast.CheckpointCallback` for ``model.fit``: saves model and optimizer, resumes, ends at SIGTERM.
+
+    ::
+
+        with CheckpointCallback("runs/digits", max_to_keep=3) as checkpoint:
+            model.fit(x, y, epochs=10, initial_epoch=checkpoint.initial_epoch, callbacks=[checkpoint])
+        sys.exit(checkpoint.exit_status)
+
+    A step is a batch. The end of an epoch is saved after its validation, with the metrics of the epoch, such as
+    ``val_loss``. A run that resumes there continues bit for bit, if its data depends on nothing but the global random
+    generators of Python, numpy and torch, and on ``extras``. Steps within an epoch are saved at a preemption and by
+    ``save_interval_steps``. ``fit`` cannot begin within an epoch: a run that resumes there draws the data of that epoch
+    from its beginning, and a warning says how many batches are repeated.
+
+    Args:
+        directory: Where the checkpoints go: a path or a URL.
+        every_n_epochs: Save at the end of every epoch whose number is a multiple of this. None saves at no end of an
+            epoch: then, another option says when.
+        extras: What else to save and restore, by name: whatever ``holdfast.CheckpointCallback`` takes as an extra, such
+            as a generator of data that has ``get_state`` and ``set_state``.
+        **options: All other options of ``holdfast.CheckpointCallback``.
+
+    Raises:
+        OptionError: Keras is not installed, or the value of an option is invalid.
+        StateError: From ``fit``: it begins with another epoch than the checkpoint; pass ``initial_epoch``.
+    """
+
+    def __init__(
+        self,
+        directory: Place,
+        *,
+        every_n_epochs: int | None = 1,
+        extras: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if Callback is object:
+            raise OptionError("holdfast.keras needs Keras 3: pip install keras")
+        super().__init__()
+        self._ends = _EndsOfEpochs(every_n_epochs)
+        given = options.pop("save", None)
+        policies = [] if given is None else [given] if isinstance(given, SavePolicy) else list(given)
+        if every_n_epochs is not None:
+            policies.append(self._ends)
+        self._loop = LoopCallback(directory, save=policies or None, **options)
+        self._extras = dict(extras or {})
+        self._began = False
+        self._epoch = 0  # the number of finished epochs
+        self._begin_of_epoch = 0  # the step at which the epoch has begun
+        self._waiting: tuple[int, Any] | None = None  # a batch, with its logs, that may be the last of its epoch
+
+    @property
+    def loop(self) -> LoopCallback:
+        """The callback of the loop, for everything else: its manager, ``should_stop``, ``proof``."""
+        return self._loop
+
+    @property
+    def exit_status(self) -> int:
+        """The status to end the program with, as of ``holdfast.CheckpointCallback``: 75 after a preemption."""
+        return self._loop.exit_status
+
+    @property
+    def initial_epoch(self) -> int:
+        """The number of epochs that the checkpoint has finished, for ``initial_epoch`` of ``fit``; 0 without one."""
+        found = self._loop.peek()
+        return 0 if found is None else int(found.extras[_POSITION]["epoch"])
+
+    def __enter__(self) -> Self:
+        self._loop.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._loop.__exit__(kind, error, traceback)
+
+    # ---- the hooks of Keras
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Restore model and optimizer, whose variables exist by now."""
+        if self._began:  # another call of fit continues
+            return
+        self._began = True
+        start = {"epoch": 0, "batch": 0}
+        _, self._begin_of_epoch = self._loop.restore_or_initialize(
+            {"model": self.model}, **{_POSITION: start}, **self._extras
+        )
+        position = self._loop.extras[_POSITION]
+        self._epoch = position["epoch"]
+        if position["batch"]:
+            logger.warning(
+                "step %d is within epoch %d, %d batches after its beginning, where fit cannot begin: the run goes on "
+                "with the first batch of this epoch, so that these are trained on again",
+                self._begin_of_epoch,
+                position["epoch"] + 1,
+                position["batch"],
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Refuse another epoch than the one that follows the checkpoint."""
+        if epoch != self._epoch:
+            raise StateError(
+                f"fit begins with initial_epoch={epoch}, and {self._epoch} epochs are in the state: pass "
+                "initial_epoch=checkpoint.initial_epoch"
+            )
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Report the batch before, which was not the last of its epoch."""
+        self._report_waiting()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Report a batch, unless it may be the last of its epoch."""
+        self._waiting = batch, logs
+        steps = self.params.get("steps")
+        if steps is not None and batch + 1 < steps:
+            self._report_waiting()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Report the last batch of an epoch, after the validation."""
+        if self._waiting is None:  # The batch was reported that has stopped the run.
+            return
+        batch, self._waiting = self._waiting[0], None
+        self.model.reset_metrics()  # The next epoch begins with that, and a resume does.
+        self._epoch = epoch + 1
+        self._ends.finished = self._epoch
+        self._report(batch, logs, {"epoch": self._epoch, "batch": 0})
+        self._ends.finished = None
+        self._begin_of_epoch += batch + 1
+
+    def _report_waiting(self) -> None:
+        if self._waiting is not None:
+            (batch, logs), self._waiting = self._waiting, None
+            self._report(batch, logs, {"epoch": self._epoch, "batch": batch + 1})
+
+    def _report(self, batch: int, logs: Any, position: Mapping[str, int]) -> None:
+        model = self.model  # On jax, this brings the values of the loop into the model.
+        step = self._begin_of_epoch + batch + 1
+        outcome = self._loop.on_step(step, {"model": model}, metrics=logs, **{_POSITION: position}, **self._extras)
+        if outcome.should_stop:
+            model.stop_training = True
+
+
+class _EndsOfEpochs(SavePolicy):
+    """Saves at the end of every ``n``-th epoch."""
+
+    def __init__(self, n: int | None) -> None:
+        if n is not None and (type(n) is not int or n < 1):
+            raise OptionError(f"every_n_epochs={n!r} must be a whole number of at least 1, or None")
+        self._n = n
+        self.finished: int | None = None  # the number of finished epochs, at the end of one
+
+    def reason(self, moment: Moment) -> str | None:
+        if self.finished is None or self._n is None or self.finished % self._n:
+            return None
+        return "every epoch" if self._n == 1 else f"every {self._n} epochs"

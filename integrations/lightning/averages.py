@@ -1,0 +1,127 @@
+"""What a module holds beside its state dict: averages over an epoch, metrics, and switches.
+
+Lightning's own checkpoints lack them: the mean over an epoch that was resumed is that of its remaining batches.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ...engine.errors import shortened
+from ...engine.pytree import loaded
+from ..graph import accumulated, set_accumulated
+from .private_api import logged_averages, restore_logged
+from .strategies import live_names
+
+logger = logging.getLogger("holdfast")
+
+# ---- averages over an epoch, of self.log(..., on_epoch=True) and of torchmetrics
+
+
+def capture_averages(trainer: Any) -> dict[str, Any]:
+    """Return what has been accumulated since the epoch began, and by metrics that no epoch resets."""
+    return {
+        "logged": logged_averages(trainer),
+        "metrics": {
+            name: entry
+            for name, metric in _metrics(trainer.lightning_module).items()
+            if (entry := accumulated(metric))["updates"]
+        },
+    }
+
+
+def restore_averages(trainer: Any, saved: Mapping[str, Any]) -> None:
+    """Restore what :func:`capture_averages` returned; warn of metrics that the module does not have."""
+    entries = saved.get("metrics", {})
+    _grow_trackers(trainer.lightning_module, entries)
+    metrics = _metrics(trainer.lightning_module)
+    live, lost = live_names(entries, metrics), []
+    for name, entry in entries.items():
+        if (metric := metrics.get(live[name])) is None:
+            lost.append(name)
+        else:
+            set_accumulated(metric, entry)
+    if lost and trainer.is_global_zero:
+        logger.warning("the module lacks metrics that the checkpoint has, and they are left: %s", shortened(lost))
+    restore_logged(trainer, saved.get("logged", {}), metrics)
+
+
+def without_values(averages: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a process restores that has no share of the averages: the metrics as they are before an update."""
+    return {"metrics": {name: {"updates": 0, "states": {}} for name in averages["metrics"]}}
+
+
+def _metrics(module: Any) -> dict[str, Any]:
+    torchmetrics: Any = loaded("torchmetrics")
+    if torchmetrics is None:
+        return {}
+    parts = dict(module.named_modules())
+    for part in parts.values():
+        if isinstance(part, torchmetrics.MetricCollection):
+            part.values()  # Metrics that share states get the present ones when they are asked for.
+    return {name: part for name, part in parts.items() if isinstance(part, torchmetrics.Metric)}
+
+
+def _grow_trackers(module: Any, names: Collection[str]) -> None:
+    """Give a MetricTracker, which has a metric for each period, as many as it had."""
+    tracker: Any = getattr(loaded("torchmetrics"), "MetricTracker", None)
+    for path, part in list(module.named_modules()) if tracker is not None else ():
+        if isinstance(part, tracker):
+            keys = [name.removeprefix(f"{path}.").partition(".")[0] for name in names if name.startswith(f"{path}.")]
+            for _ in range(len(part), 1 + max((int(key) for key in keys if key.isdecimal()), default=-1)):
+                part.increment()
+
+
+# ---- flags of a module that a program switches while it trains, and that no state dict holds
+
+
+_Flags = dict[str, dict[str, bool]]
+
+
+class ModuleSwitches:
+    """Follows the switches of a module: ``requires_grad``, as finetuning callbacks set it, and the modes of its parts.
+
+    A program sets some before it trains, and sets them again when it resumes, perhaps to other values. So only switches
+    that have changed since training began, in this process or in an earlier one, are saved.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._at_start = _flags(module)
+        self._earlier: _Flags = {}
+
+    def switched(self) -> str:
+        """Return the flags that have changed as one leaf of a checkpoint; empty if there are none."""
+        found = {
+            kind: {
+                name: flag
+                for name, flag in flags.items()
+                if self._at_start[kind].get(name) != flag or name in self._earlier.get(kind, ())
+            }
+            for kind, flags in _flags(self._module).items()
+        }
+        return json.dumps(found) if any(found.values()) else ""
+
+    def restore(self, switched: str) -> None:
+        """Set the flags that :meth:`switched` returned, of parts that the module still has."""
+        self._earlier = json.loads(switched) if switched else {}
+        parameters, parts = dict(self._module.named_parameters()), dict(self._module.named_modules())
+        for kind, flags in self._earlier.items():
+            owners: dict[str, Any] = parameters if kind == "requires_grad" else parts
+            for name, live in live_names(flags, owners).items():
+                if live in owners:
+                    setattr(owners[live], kind, flags[name])
+
+
+def _flags(module: Any) -> _Flags:
+    parts = dict(module.named_modules())
+    return {
+        "requires_grad": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
+        "training": {name: part.training for name, part in parts.items()},
+        "track_running_stats": {
+            name: part.track_running_stats for name, part in parts.items() if hasattr(part, "track_running_stats")
+        },
+    }

@@ -1,0 +1,467 @@
+"""The place of a ``fit`` in its epochs: what a checkpoint has of it, and how a new process returns to it.
+
+The order of the batches of an epoch depends on the generators at four points: when the program makes the data loaders,
+when a loader makes its iterator (it seeds the workers, which begin to load), at the first batch (samplers without
+workers are seeded), and at each batch after that, as the model draws from the same generators. To restore a loader
+without a state, a resume repeats the first three with the saved states of the generators, and draws the earlier batches
+again. A loader with a state restores itself.
+
+:class:`EpochReplay` is a state machine. It starts in ``FOLLOWING``; a checkpoint takes it to ``AFTER_EPOCH`` or
+``WITHIN_EPOCH``, by the point at which it was saved. The loops of Lightning cause the events, in this order:
+
+==============  ======================  ================================  ====================================
+event           FOLLOWING               AFTER_EPOCH                       WITHIN_EPOCH
+==============  ======================  ================================  ====================================
+state restored  notes the generators    sets those that made the loaders  the same; lifts limits of a run that
+                                                                          was not at its end yet
+loaders made    notes their generators  the same                          begins the epoch again
+epoch begins    notes the generators    restores all; to ``FOLLOWING``    silences a warning
+batches begin   notes the generators                                      restores all; to ``FOLLOWING``, or
+                                                                          ``VALIDATION_DUE``
+batch           counts it
+fit ends                                restores the end                  restores the end
+==============  ======================  ================================  ====================================
+
+In ``VALIDATION_DUE``, the batch that was done before the save is left out, and the state is ``FOLLOWING`` again: the
+validation follows. Where nothing was left to do, no epoch begins, and the end of the ``fit`` is the next event.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Collection
+from enum import Enum, auto
+from fractions import Fraction
+from typing import Any, Literal
+
+from ...engine.errors import shortened
+from ...engine.generators import as_tree, capture, restore
+from ..hugging_face import check_stream
+from ..loop import announce
+from . import loader_states as loaders
+from .averages import ModuleSwitches, capture_averages, restore_averages
+from .private_api import (
+    LOADERS_MADE,
+    LoopHooks,
+    callbacks_of,
+    clear_restart,
+    end_epoch,
+    finish_epoch,
+    has_done_all_batches,
+    has_loaders,
+    have_ended,
+    iterator_of,
+    loaders_of,
+    reloaded_at_epoch,
+    restart_in_validation,
+    set_reloaded_at_epoch,
+    skip_sanity_check,
+)
+from .resharding import SavedPosition, check_same_place
+from .step_count import StepCount
+from .strategies import keeps_own_buffers, live_names, own_buffers, replicas
+
+logger = logging.getLogger("holdfast")
+
+Point = Literal["batch", "validation", "epoch"]
+"""After a batch and all that belongs to it, before the validation that follows a batch, or after an epoch."""
+
+# These callbacks of Lightning set the trainer up when an epoch starts, and can do so again in the middle of it.
+# Other callbacks have seen the epoch start, and are not called again.
+_SET_UP_EPOCHS = ("GradientAccumulationScheduler", "StochasticWeightAveraging")
+
+# Lightning warns of this, but here the data is brought to the right position.
+_NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+class _State(Enum):
+    FOLLOWING = auto()
+    AFTER_EPOCH = auto()
+    WITHIN_EPOCH = auto()
+    VALIDATION_DUE = auto()
+
+
+class EpochReplay:
+    """Follows one ``fit`` through its epochs, and takes it to where a checkpoint was saved; see the table above."""
+
+    def __init__(
+        self, trainer: Any, hooks: LoopHooks, restored: Callable[[], None], replicated: Collection[str] = ()
+    ) -> None:
+        self._trainer = trainer
+        self._fit = trainer.fit_loop
+        self._restored = restored  # called when everything is as it was at the save
+        self._replicated = replicated  # the names of state that is the same in all processes
+        self._state = _State.FOLLOWING
+        self._saved: SavedPosition | None = None
+        self._switches = ModuleSwitches(trainer.lightning_module)
+        self._made: dict[str, Any] = {}  # the generators when the program made the loaders, if it makes them again
+        self._start: dict[str, Any] = {}  # the generators and loaders when the epoch began
+        self._ended: list[Any] | None = None  # states of loaders at the end of an epoch, which a resume has left
+        self._ahead = loaders.DrawnAhead()
+        self.fetcher: Any = None  # the data fetcher of the present epoch
+        self.steps = StepCount(trainer)
+        hooks.place(self._fit, LOADERS_MADE, self._loaders_made)
+        hooks.place(self._fit, "on_advance_start", self._epoch_begins)
+        hooks.place(self._fit.epoch_loop, "on_run_start", self._batches_begin)
+        hooks.place(self._fit.epoch_loop, "advance", self._batch)
+
+    def begin(self) -> None:
+        """Note the switches of the module when training begins; warn of data that an epoch does not use up."""
+        self._switches = ModuleSwitches(self._trainer.lightning_module)
+        if (names := loaders.cut_short(self._loaders(), self._fit.max_batches)) and self._trainer.is_global_zero:
+            logger.warning(
+                "the trainer ends an epoch after %s batches, and the data of %s last longer: a run that resumes at the "
+                "end of an epoch continues behind them, where a run without a stop begins the data again. Leave "
+                "limit_train_batches out, or give the loader an epoch of this length",
+                self._fit.max_batches,
+                ", ".join(names),
+            )
+
+    def capture(self, point: Point, *, is_cut_off: bool = False) -> dict[str, Any]:
+        """Return the position as a tree that a checkpoint can hold; the run has just finished ``point``.
+
+        ``is_cut_off`` tells that the process ends here, although something follows this batch, if only the end.
+        """
+        parts, averages = self._loaders(), capture_averages(self._trainer)
+        position: dict[str, Any] = {
+            "point": point,
+            "random": self._random(),
+            "validation": self._validation_loaders(),
+            "switched": self._switches.switched(),
+            "loaders": loaders.loader_states(parts),
+            "callback_metrics": dict(self._trainer.callback_metrics),
+            "should_stop": bool(self._trainer.should_stop),
+            "reloaded_at_epoch": reloaded_at_epoch(self._fit),
+        }
+        if self._made:
+            position["loaders_made"] = self._made
+        if is_cut_off:
+            position["is_cut_off"] = True
+        if self.steps.batches:
+            position["batches_as_steps"] = self.steps.batches
+        if (count := replicas(self._trainer.strategy)) > 1:
+            position["replicas"] = count
+        if keeps_own_buffers(self._trainer.strategy):
+            position["buffers"] = own_buffers(self._trainer.lightning_module)
+        if replicated := loaders.replicated_states(parts, self._replicated):
+            position["replicated"] = replicated
+        if point != "epoch" or averages["metrics"]:
+            position["averages"] = averages
+        if point != "epoch":
+            ahead = list(getattr(self.fetcher, "batches", ()))  # one for data without a length, to detect the last one
+            position["fetched"] = self.fetcher.fetched
+            position["consumed"] = self.fetcher.fetched - len(ahead)
+            if not loaders.all_stateful(parts):
+                position["epoch"] = self._start
+                position["batch_sizes"] = loaders.batch_sizes(parts)
+            else:
+                position |= self._ahead.capture(self.fetcher)
+        return position
+
+    def resume(self, saved: SavedPosition) -> None:
+        """Resume from what :meth:`capture` returned; called before the loops of the trainer run."""
+        self._saved = saved
+        self._state = _State.AFTER_EPOCH if saved.tree["point"] == "epoch" else _State.WITHIN_EPOCH
+        self.steps.batches = saved.tree.get("batches_as_steps", 0)
+
+    # ---- the events
+
+    def state_restored(self) -> None:
+        """Prepare the loops, whose counters are restored; the program makes its data loaders next."""
+        saved, makes = self._saved, not has_loaders(self._fit)
+        if saved is None:
+            self._made = self._before_loaders() if makes else {}
+            return
+        skip_sanity_check(self._fit)  # Its hooks would change the restored state.
+        self._made = saved.tree.get("loaders_made", {})
+        if self._made and makes:
+            progress = self._fit.epoch_progress.current
+            saved.until_loaders.callback(setattr, progress, "completed", progress.completed)
+            progress.completed = saved.tree["reloaded_at_epoch"]  # which the program may ask for
+            if not saved.keeps_random:
+                restore(self._made)
+        if not saved.is_cut_off:
+            self._stop_if_asked(saved)
+        elif 0 <= (limit := self._fit.epoch_loop.max_steps) <= self._trainer.global_step:
+            saved.until_batches.callback(setattr, self._fit.epoch_loop, "max_steps", limit)
+            self._fit.epoch_loop.max_steps = -1
+
+    def _loaders_made(self, original: Callable[[], None]) -> None:
+        original()
+        parts, saved = self._loaders(), self._saved
+        loaders.replicated_states(parts, self._replicated)  # This refuses unknown names.
+        for index, loader in enumerate(parts):
+            check_stream(f"training data loader {index}", loader)
+        self._ended = None  # These loaders are new.
+        self._start = self._before_iterator()
+        if saved is not None:
+            saved.until_loaders.close()
+            if self._state is _State.WITHIN_EPOCH and not loaders.all_stateful(parts):
+                self._begin_again(saved)
+
+    def _epoch_begins(self, original: Callable[[], None]) -> None:
+        if self._saved is not None and self._state is _State.AFTER_EPOCH:
+            self._go_to_epoch(self._saved)
+            self._follow()
+        before, made = reloaded_at_epoch(self._fit), self._before_loaders()
+        original()
+        if reloaded_at_epoch(self._fit) != before:
+            self._made = made
+        if self._saved is not None:
+            self._saved.until_batches.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
+
+    def _batches_begin(self, original: Callable[[Any], None], fetcher: Any) -> None:
+        self.fetcher = fetcher
+        self._ahead.begin(self._loaders(), self._replicated)
+        if (saved := self._saved) is not None:
+            saved.until_batches.close()
+            self._find_batch(saved.tree, fetcher)
+            original(fetcher)
+            self._go_to_batch(saved, fetcher)
+            return
+        before, iterator = self._before_iterator(), iterator_of(fetcher.combined_loader)
+        original(fetcher)
+        if iterator_of(fetcher.combined_loader) is not iterator or not self._start:
+            self._start = before
+        self._start["at_first_batch"] = self._random()
+
+    def _batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
+        if self._saved is not None:
+            clear_restart(self._fit.epoch_loop)
+            self._stop_if_asked(self._saved)
+            self._follow()
+            return
+        self._ahead.note(fetcher)
+        parts = self._loaders()
+        if len(parts) == 1 or loaders.all_stateful(parts):
+            self.steps.count(original, fetcher)
+            return
+        # Where there are several loaders, shorter ones begin again, and are seeded, in the middle of an epoch.
+        before, drawn = self._random(), fetcher.fetched
+        marks = loaders.marks(iterator_of(fetcher.combined_loader).iterators)
+        self.steps.count(original, fetcher)
+        if loaders.has_restarted(marks, loaders.marks(iterator_of(fetcher.combined_loader).iterators)):
+            self._start.setdefault("restarts", {})[drawn] = before
+
+    def fit_ends(self) -> None:
+        """Restore what the program continues with, if nothing was left to do."""
+        if (saved := self._saved) is None:
+            return
+        self._follow()
+        saved.until_loaders.close()
+        saved.until_batches.close()
+        self._go_to_end(saved)
+        for callback in callbacks_of(self._trainer, "WeightAveraging"):  # puts the average in place of the weights
+            callback.on_train_end(self._trainer, self._trainer.lightning_module)
+
+    def _follow(self) -> None:
+        self._saved, self._state = None, _State.FOLLOWING
+
+    # ---- returning to where a checkpoint was saved
+
+    def _go_to_epoch(self, saved: SavedPosition) -> None:
+        self._restore_module(saved)
+        self._warn(saved)
+        clear_restart(self._fit)
+        finish_epoch(self._fit.epoch_progress)
+        set_reloaded_at_epoch(self._fit, saved.tree["reloaded_at_epoch"])
+        restore_averages(self._trainer, saved.tree.get("averages", {}))
+        self._ended = saved.tree["loaders"]
+        loaders.load_loader_states(self._loaders(), self._ended, ended=True)
+        self._restore_random(saved, saved.tree["random"])
+        self._restored()
+
+    def _go_to_end(self, saved: SavedPosition) -> None:
+        parts = self._loaders()
+        if saved.tree["point"] == "epoch" and len(saved.tree["loaders"]) == len(loaders.loader_states(parts)):
+            self._go_to_epoch(saved)
+            return
+        self._restore_module(saved)
+        clear_restart(self._fit)
+        if self._fit.max_epochs in (None, -1) or self._fit.epoch_progress.current.processed < self._fit.max_epochs:
+            end_epoch(self._fit.epoch_progress)  # The run has ended within this epoch.
+        self._restore_random(saved, saved.tree["random"])
+
+    def _begin_again(self, saved: SavedPosition) -> None:
+        """Take loaders to the start of an epoch whose batches are drawn again; Lightning makes their iterators next."""
+        parts, now = self._loaders(), self._fit.epoch_progress.current.processed
+        start = saved.tree["epoch"]
+        loaders.set_sampler_epoch(parts, now)
+        is_first = saved.tree["reloaded_at_epoch"] == now  # of these loaders
+        loaders.load_loader_states(parts, start["loaders"], ended=not is_first)
+        loaders.start_workers(parts, set(range(len(parts))).difference(start.get("new_workers", ())))
+        self._restore_random(saved, start["at_iterator"])
+
+    def _find_batch(self, tree: dict[str, Any], fetcher: Any) -> None:
+        assert self._saved is not None
+        parts, saved = self._loaders(), self._saved
+        self._rescale(tree)
+        self._start = start = tree.get("epoch", {})
+        self._set_up_epoch()
+        if loaders.all_stateful(parts):
+            is_over = tree["point"] == "validation" and has_done_all_batches(self._fit)
+            loaders.load_loader_states(parts, tree["loaders"], ended=is_over)
+            if is_over:
+                fetcher.reset()
+                fetcher.done = True
+                return
+            self._ahead.begin_within(fetcher, tree)
+            return
+        logger.info("drawing %d batches again to find the position in the epoch", tree["consumed"])
+        self._restore_random(saved, start["at_first_batch"])
+        restarts = start.get("restarts", {})
+
+        def before_batch(drawn: int) -> None:
+            if drawn in restarts:
+                self._restore_random(saved, restarts[drawn])
+
+        loaders.skip_batches(fetcher, tree["consumed"], before_batch)
+        check_same_place(tree, parts)
+
+    def _set_up_epoch(self) -> None:
+        module = self._trainer.lightning_module
+        if not (callbacks := callbacks_of(self._trainer, *_SET_UP_EPOCHS)):
+            return
+        restored = {name: value.clone() for name, value in module.state_dict().items()}
+        for callback in callbacks:
+            callback.on_train_epoch_start(self._trainer, module)
+        # In its last epoch, StochasticWeightAveraging resets the statistics of batch normalization.
+        module.load_state_dict(restored)
+
+    def _go_to_batch(self, saved: SavedPosition, fetcher: Any) -> None:
+        self._restore_module(saved)
+        self._warn(saved)
+        fetcher.fetched = saved.tree["fetched"]
+        set_reloaded_at_epoch(self._fit, saved.tree["reloaded_at_epoch"])
+        restore_averages(self._trainer, saved.tree["averages"])
+        clear_restart(self._fit)
+        if saved.tree["point"] == "validation":
+            restart_in_validation(self._fit)
+            self._state = _State.VALIDATION_DUE
+        else:
+            self._stop_if_asked(saved)
+            self._follow()
+        hook: Any = type(self._trainer.lightning_module).on_train_epoch_start
+        if saved.tree["point"] != "epoch" and not hook.__module__.startswith(("lightning.", "pytorch_lightning.")):
+            text = "the run continues within epoch %d: %s is called again when the next epoch begins"
+            announce(text, self._trainer.current_epoch, hook.__qualname__, shown=self._trainer.is_global_zero)
+        self._restore_random(saved, saved.tree["random"])
+        self._restored()
+
+    def _stop_if_asked(self, saved: SavedPosition) -> None:
+        """Let the run stop as it was asked to, unless the program itself has chosen the step to resume from."""
+        if saved.tree.get("automatic", False) and saved.tree["should_stop"]:
+            self._trainer.should_stop = True
+
+    def _warn(self, saved: SavedPosition) -> None:
+        """Warn of workers that cannot be restored, and of what a step of an earlier version holds beyond a resume."""
+        if not self._trainer.is_global_zero:
+            return
+        tree, parts = saved.tree, self._loaders()
+        new = [] if tree["point"] == "epoch" else tree.get("epoch", {}).get("new_workers", [])
+        lasting = {
+            index
+            for index, part in enumerate(parts)
+            if loaders.keeps_iterator(part) and not loaders.all_stateful([part])
+        }
+        if not lasting <= set(new):
+            logger.warning(
+                "the workers of a data loader live across epochs (persistent_workers=True), and their random "
+                "generators cannot be saved: each sample comes exactly when it would have come, but where a dataset "
+                "draws random numbers in the workers, as augmentation does, it draws others"
+            )
+        random, measured = tree["random"], tree.get("validation", {}).get("generators", {})
+        generators = random.get("loaders", {}).keys() - loaders.loader_generators(parts).keys()
+        others = measured.keys() - loaders.loader_generators(loaders_of(self._fit.epoch_loop.val_loop)).keys()
+        ended = any(tree.get("ended", ())) and not have_ended(self.fetcher.combined_loader)
+        unknown = {
+            "attributes of data loaders": sorted(random.get("attributes", ())),
+            "generators of data loaders": sorted(generators),
+            "generators of data loaders of the validation": sorted(others),
+            "data loaders that have ended": ["their iterators"] if ended else [],
+            "results of searches": sorted(tree.get("found", ())),
+        }
+        if listed := [f"{what} ({shortened(names)})" for what, names in unknown.items() if names]:
+            logger.warning(
+                "the step was saved by an earlier version of holdfast, and has more than a resume restores now: %s. If "
+                "the batches depend on that, they differ from those of a run without a stop: let state_dict() of the "
+                "data loader return it, and load_state_dict() take it, or on_save_checkpoint() and "
+                "on_load_checkpoint() of the module",
+                "; ".join(listed),
+            )
+
+    def _rescale(self, tree: dict[str, Any]) -> None:
+        """Correct the count of batches if the data is divided among another number of processes."""
+        if (factor := tree.get("rescaled")) is None:
+            return
+        factor *= loaders.batch_size_ratio(tree.get("batch_sizes"), self._loaders())
+        ahead, steps = tree["fetched"] - tree["consumed"], self._trainer.accumulate_grad_batches
+        exact: Fraction = tree["consumed"] * factor
+        consumed = int(exact) // steps * steps
+        if consumed != exact and self._trainer.is_global_zero:
+            logger.warning(
+                "the position in the epoch is after %g batches of this number of processes: the epoch continues after "
+                "%d, and the samples between come again",
+                float(exact),
+                consumed,
+            )
+        tree["consumed"], tree["fetched"] = consumed, consumed + ahead
+        current = self._fit.epoch_loop.batch_progress.current
+        current.ready = current.started = current.processed = current.completed = consumed
+
+    def _restore_module(self, saved: SavedPosition) -> None:
+        buffers = own_buffers(self._trainer.lightning_module)
+        values = saved.tree.get("buffers", {})
+        for name, live in live_names(values, buffers).items():
+            if live in buffers:
+                buffers[live].copy_(values[name])
+        self._trainer.callback_metrics.update(saved.tree["callback_metrics"])
+        self._switches.restore(saved.tree.get("switched", ""))
+        if validation := saved.tree.get("validation"):
+            self._restore_validation_loaders(saved, validation)
+
+    def _validation_loaders(self) -> dict[str, Any]:
+        """Return what later validations depend on: generators, and which loaders keep workers that have a seed."""
+        loop = self._fit.epoch_loop.val_loop
+        parts = loaders_of(loop)
+        kept = [i for i, loader in enumerate(parts) if loaders.keeps_iterator(loader) and loader._iterator is not None]
+        generators = loaders.loader_generators(parts)
+        position = {"kept": kept, "generators": generators, "reloaded_at_epoch": reloaded_at_epoch(loop)}
+        return position if kept or generators else {}
+
+    def _restore_validation_loaders(self, saved: SavedPosition, validation: dict[str, Any]) -> None:
+        loop = self._fit.epoch_loop.val_loop
+        if not has_loaders(loop):
+            self._trainer.validating = True
+            loop.setup_data()
+            self._trainer.training = True
+        set_reloaded_at_epoch(loop, validation["reloaded_at_epoch"])
+        parts = loaders_of(loop)
+        loaders.start_workers(parts, validation["kept"])
+        if not saved.is_new:
+            loaders.restore_loader_generators(validation["generators"], parts)
+
+    # ---- loaders and generators as they are now
+
+    def _loaders(self) -> list[Any]:
+        return loaders_of(self._fit)
+
+    def _before_loaders(self) -> dict[str, Any]:
+        return as_tree(capture()) if self._trainer.reload_dataloaders_every_n_epochs else {}
+
+    def _before_iterator(self) -> dict[str, Any]:
+        parts = self._loaders()
+        ended, self._ended = self._ended, None
+        states = [] if loaders.all_stateful(parts) else ended or loaders.loader_states(parts)
+        new = [index for index, part in enumerate(parts) if loaders.keeps_iterator(part) and part._iterator is None]
+        return {"at_iterator": self._random(), "loaders": states, "new_workers": new}
+
+    def _random(self) -> dict[str, Any]:
+        return loaders.capture_generators(self._loaders())
+
+    def _restore_random(self, saved: SavedPosition, state: dict[str, Any]) -> None:
+        if not saved.keeps_random:
+            own = [] if saved.is_new else self._loaders()
+            loaders.restore_generators(state, self._trainer.strategy.root_device, own)
