@@ -138,6 +138,9 @@ class Member:
         self.mark_calls()
         try:
             return train(self)
+        except SystemExit as end:  # The loop has ended by itself in the steps after a preemption.
+            self.say(f"left {end.code}")
+            return int(end.code or 0)
         except BaseException as error:
             self.say(f"error {type(error).__name__}: {error}")
             raise
