@@ -49,7 +49,7 @@ class Every(SavePolicy, KeepPolicy):
     @property
     def interval_secs(self) -> float | None:
         """The seconds between two saves; None for a period in steps."""
-        return None if self.secs is None else seconds(self.secs, name="secs")
+        return self.secs if isinstance(self.secs, float) else None  # __post_init__ has made it a number.
 
     def reason(self, moment: Moment) -> str | None:
         """Return why a save is due, or None."""

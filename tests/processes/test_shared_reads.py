@@ -309,7 +309,7 @@ def restore_or_error(process: Process, directory: str, template_of_1: Any) -> st
     dies_in_the_exchange(process)
     handler = Stopping()
     handler.process = process
-    options = hf.CheckpointManagerOptions(load_and_broadcast=True, barrier_timeout_secs=3)
+    options = hf.CheckpointManagerOptions(load_and_broadcast=True, barrier_timeout_secs=5)
     with hf.CheckpointManager(directory, hf.Checkpointer(handler), options) as reading:
         try:
             reading.restore_latest(template_of_1 if process.index == 1 else None)
