@@ -55,7 +55,8 @@ class Every(SavePolicy, KeepPolicy):
         """Return why a save is due, or None."""
         if self.steps is not None:
             return self._why if passes(self.steps, moment.step, moment.previous) else None
-        is_early = moment.last is None or 0 <= moment.now - moment.last < (self.interval_secs or 0)
+        assert isinstance(self.secs, float)
+        is_early = moment.last is None or 0 <= moment.now - moment.last < self.secs
         return None if is_early else self._why
 
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
