@@ -284,11 +284,13 @@ class _LoaderState(dict[str, Any]):
         super().__init__(state)
         self.saved = saved  # the state as a checkpoint has it, until an iterator has begun
         self.has_reported = False  # whether steps have followed the restore
-        self._begun = begun
+        self._begun: Callable[[], object] | None = begun
 
     def __getitem__(self, key: str) -> Any:
-        if key == _FINISHED:
-            self._begun()
+        if key == _FINISHED and self._begun is not None:
+            # It holds the loader, whose workers would otherwise end only when garbage is collected, after a wait.
+            begun, self._begun = self._begun, None
+            begun()
         return super().__getitem__(key)
 
 

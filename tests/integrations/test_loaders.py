@@ -842,7 +842,7 @@ def loop_over_epochs(directory: Path, stop: int = 0, **options: Any) -> list[Any
         {"batch_sampler": EpochBatches},
         {"shuffle": True, "num_workers": 1},
         {"shuffle": True, "num_workers": 2},
-        pytest.param({"num_workers": 2, "persistent_workers": True}, marks=pytest.mark.sweep),
+        {"num_workers": 2, "persistent_workers": True},
     ],
     ids=str,
 )
