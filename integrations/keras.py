@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..engine.errors import OptionError, StateError
-from ..engine.manager import Moment, SavePolicy
+from ..engine.manager import Moment, SavePolicy, listed_policies
 from ..engine.storage import Place
 from .loop import CheckpointCallback as LoopCallback
 
@@ -64,8 +64,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
             raise OptionError("holdfast.keras needs Keras 3: pip install keras")
         super().__init__()
         self._ends = _EndsOfEpochs(every_n_epochs)
-        given = options.pop("save", None)
-        policies = [] if given is None else [given] if isinstance(given, SavePolicy) else list(given)
+        policies = [*listed_policies(options.pop("save", None))]
         if every_n_epochs is not None:
             policies.append(self._ends)
         self._loop = LoopCallback(directory, save=policies or None, **options)

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 from abc import ABC, abstractmethod
@@ -57,6 +56,7 @@ from .folders import (
     CommitParts,
     deletion_at,
     folders_of,
+    marker_content,
     names_in,
     only_logged,
     parents_of,
@@ -277,10 +277,8 @@ class PendingCheckpoint(ABC):
         self._deletion = deletion_at(self.location) if DELETED in names else None  # as it was before this save
 
     def _marker(self, leftovers: Iterable[str] = ()) -> bytes:
-        content = {"format": "holdfast", "token": self.token, "folders": [*self.paths.values(), *sorted(leftovers)]}
-        if self._copies is not None:
-            content["copies"] = self._copies
-        marker = json.dumps(content).encode()
+        copies = {} if self._copies is None else {"copies": self._copies}
+        marker = marker_content(self.token, [*self.paths.values(), *sorted(leftovers)], **copies)
         self._marker_size = len(marker)
         return marker
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -104,6 +105,11 @@ def is_left_archive(place: Location) -> bool:
 def have_archive_names(names: Collection[str]) -> bool:
     """Return whether only saves to object stores give such names, to archives."""
     return all(map(_OUR_ARCHIVE.fullmatch, names))
+
+
+def marker_content(token: str, folders: Iterable[str], **facts: str | None) -> bytes:
+    """Return the content of the marker of a save or of a deletion: what wrote it, and the folders that it explains."""
+    return json.dumps({"format": "holdfast", "token": token, "folders": [*folders], **facts}).encode()
 
 
 def deletion_at(location: Location) -> dict[str, Any] | None:

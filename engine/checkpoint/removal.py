@@ -7,7 +7,6 @@ record may be removed; one with neither belongs to something else and is never t
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from .folders import (
     have_archive_names,
     is_left_archive,
     left_archives,
+    marker_content,
     names_in,
     only_logged,
     remove_empty,
@@ -83,10 +83,10 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
 
 def _release(location: Location, *locks: SaveLock) -> None:
     """Release the locks of markers that may be gone: NFS keeps one there, as .nfs0123, until it is closed."""
-    kept: list[str] = []
+    kept: set[str] = set()
     try:
-        with contextlib.suppress(StorageError):  # which must not hide an error of the caller
-            kept = [entry.name for entry in location.entries()] if location.is_local else []
+        with contextlib.suppress(StorageError):  # It must not hide an error of the caller.
+            kept = names_in(location) if location.is_local else set()
     finally:
         for lock in locks:
             lock.release()
@@ -102,7 +102,7 @@ def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Itera
         yield
     except KeyboardInterrupt:
         for location in made:
-            location.remove_tree(first=RECORD)  # those of other formats have none
+            location.remove_tree(first=RECORD)  # Checkpoints of other formats have no record.
         if is_new and directory.exists() and not directory.entries():
             directory.remove_tree()
         raise
@@ -134,7 +134,7 @@ def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock |
 def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]) -> bool:
     """Sweep with the locks of the markers that are there."""
     listing = location.snapshot()
-    names = {entry.name for entry in listing.entries()}
+    names = names_in(listing)
     # A save or a deletion may have begun since this looked for its marker.
     if location.is_local and any(mark in names and not lock.is_current() for mark, lock in locks.items()):
         return False
@@ -151,8 +151,8 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
         record = read_record(location) if RECORD in names else None
     except (CheckpointNotFoundError, FormatVersionError):  # not found: it was deleted meanwhile
         return False
-    except DamagedCheckpointError:  # its data stays, as a user may want to inspect it
-        if tells and PARTIAL in names:  # elsewhere, it may be that of a save which is alive
+    except DamagedCheckpointError:  # Its data stays, as a user may want to inspect it.
+        if tells and PARTIAL in names:  # Without a lock, the save may be alive.
             (location / PARTIAL).remove()
         return False
     if not tells:
@@ -169,7 +169,7 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
         if location.is_local:
             location.remove_tree(last=PARTIAL if PARTIAL in marks else DELETED)
             return True
-        for name in names - {PARTIAL, DELETED}:  # a marker that is here now is that of a save which began since
+        for name in names - {PARTIAL, DELETED}:  # A save that has begun since may have written the marker.
             (listing / name).remove_tree()
         (location / DELETED).remove()
         return True
@@ -178,17 +178,17 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
     there = [folder for folder in left if location.is_remote or "/" in folder or folder in names]
     remove_folders(parts, there, record)
     parts.repair(record)
-    if DELETED in marks:  # otherwise, one that is here now is that of a deletion which began since
+    if DELETED in marks:  # Otherwise, a deletion that has begun since has written it.
         (location / DELETED).remove()
-    if tells and PARTIAL in names:  # otherwise, one that is here now is that of a save which began since
+    if tells and PARTIAL in names:  # Otherwise, a save that has begun since has written it.
         (location / PARTIAL).remove()
     return False
 
 
 def _announce(location: Location, record: CheckpointRecord | None, folders: Sequence[str]) -> None:
     """Leave the marker of a deletion, with the record that it keeps and the folders that it removes."""
-    noted = {"token": os.urandom(16).hex(), "record": None if record is None else record.identity}
-    (location / DELETED).write_bytes(json.dumps({"format": "holdfast", **noted, "folders": folders}).encode())
+    kept = None if record is None else record.identity
+    (location / DELETED).write_bytes(marker_content(os.urandom(16).hex(), folders, record=kept))
 
 
 def _has_changed(location: Location, record: CheckpointRecord | None) -> bool:

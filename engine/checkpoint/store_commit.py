@@ -29,7 +29,6 @@ late requests of a dead save  folders with the token of that save               
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Collection
 
@@ -38,7 +37,7 @@ from ..format import DELETED, PARTIAL, RECORD, CheckpointRecord
 from ..steps import has_record, read_record
 from ..storage import Location
 from .commit import PendingCheckpoint, Phase, answered, write_record
-from .folders import CommitParts, folders_of, left_archives, names_in, only_logged, remove_folders
+from .folders import CommitParts, folders_of, left_archives, marker_content, names_in, only_logged, remove_folders
 from .removal import sweep
 
 _UNIQUE = re.compile(r".+\.[0-9a-f]{8}")  # names that saves to object stores give to the folders of items
@@ -132,8 +131,7 @@ class StoreCommit(PendingCheckpoint):
             raise self._lock.conflict()
         others = left_archives(self.location, names - folders_of(record))
         if others and PARTIAL not in names:
-            content = {"format": "holdfast", "token": self.token, "folders": sorted(others)}
-            (self.location / PARTIAL).write_bytes(json.dumps(content).encode(), atomic=False)
+            (self.location / PARTIAL).write_bytes(marker_content(self.token, sorted(others)), atomic=False)
 
     def _revert(self, record: CheckpointRecord, error: BaseException) -> None:
         if isinstance(error, StorageUnavailableError):

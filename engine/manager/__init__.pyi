@@ -49,6 +49,7 @@ from .options import as_int as as_int
 from .options import explains_its_options as explains_its_options
 from .options import has_triggers as has_triggers
 from .options import limits as limits
+from .options import listed_policies as listed_policies
 from .options import mirror_of as mirror_of
 from .options import option_texts as option_texts
 from .options import retention_rules as retention_rules

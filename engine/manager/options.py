@@ -309,14 +309,15 @@ class ProgramPolicies(CheckpointOptions):
         super().__post_init__()
 
     def policies(self) -> tuple[tuple[SavePolicy, ...], tuple[KeepPolicy, ...]]:
-        saves, keeps = _listed(self.save), _listed(self.keep)
+        saves, keeps = listed_policies(self.save), listed_policies(self.keep)
         if self.keep is None:
             periods = [policy for policy in saves if isinstance(policy, Every)]
             keeps = tuple(periods) if any(policy.keep is not None for policy in periods) else ()
         return saves, keeps
 
 
-def _listed(policies: Any) -> tuple[Any, ...]:
+def listed_policies(policies: Any) -> tuple[Any, ...]:
+    """Return the policies of ``save=`` or ``keep=``: one, several, or None."""
     if policies is None:
         return ()
     return tuple(policies) if isinstance(policies, Iterable) else (policies,)

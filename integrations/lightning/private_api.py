@@ -255,14 +255,14 @@ def end_epoch(progress: Any) -> None:
 
 LOADERS_MADE = "_load_combined_loader_states"  # the method of the fit loop between its loaders and their iterators
 
-# of trainers: what chooses, saves and restores checkpoints; the dictionary that it is restoring, which may be empty
+# Parts of a trainer: what chooses, saves and restores checkpoints, and the dictionary that it restores, perhaps empty.
 checkpoint_connector = attrgetter("_checkpoint_connector")
 loaded_checkpoint = attrgetter("_checkpoint_connector._loaded_checkpoint")
 signal_connector = attrgetter("_signal_connector")
 cluster_environment = attrgetter("_accelerator_connector.cluster_environment")
-# of fit loops
+# A method of the fit loop.
 can_stop_early = attrgetter("_can_stop_early")
-# of the loaders of a loop: the present iterator over all of them
+# The present iterator over all loaders of a loop.
 iterator_of = attrgetter("_iterator")
 
 

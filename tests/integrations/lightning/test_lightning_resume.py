@@ -402,19 +402,23 @@ class Rated(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.rate)
 
 
+def saving_each_step(directory: Path, max_steps: int) -> Trainer:
+    return Trainer(
+        max_steps=max_steps,
+        accelerator="cpu",
+        callbacks=[CheckpointCallback(directory, save_interval_steps=1)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
 def test_a_new_learning_rate_that_does_not_count_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "holdfast")
     for rate, steps in ((0.1, 2), (0.1, 3), (0.4, 4)):
         caplog.clear()
         module = Rated(rate)
-        trainer = Trainer(
-            max_steps=steps,
-            accelerator="cpu",
-            callbacks=[CheckpointCallback(tmp_path, save_interval_steps=1)],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = saving_each_step(tmp_path, steps)
         ones: Any = torch.ones(8, 1)
         trainer.fit(module, torch.utils.data.DataLoader(ones))
         assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1
@@ -435,14 +439,7 @@ def test_a_resume_within_an_epoch_names_a_hook_that_is_not_called_again(
 ) -> None:
     caplog.set_level("INFO", "holdfast")
     for last in (step, step + 1):
-        trainer = Trainer(
-            max_steps=last,
-            accelerator="cpu",
-            callbacks=[CheckpointCallback(tmp_path, save_interval_steps=1)],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = saving_each_step(tmp_path, last)
         ones: Any = torch.ones(8, 1)
         trainer.fit(kind(0.1), torch.utils.data.DataLoader(ones, batch_size=2))
     assert ("within epoch 1: SetsUpEpochs.on_train_epoch_start is called again when" in caplog.text) == is_told
