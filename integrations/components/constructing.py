@@ -10,9 +10,9 @@ from typing import Any
 
 from ...engine.arrays import SavedLeaf
 from ...engine.errors import DamagedCheckpointError, NotAllowedError, OptionError
-from ...engine.pytree import ARRAY_KINDS, escape_key, import_path
+from ...engine.pytree import ARRAY_KINDS, escape_key, import_path, loaded
 from ..graph import Path, current_name
-from .constructor_spec import ConstructorFailed, Missing, SpecDecoder, check_spec, construct, on_this_machine
+from .constructor_spec import ConstructorFailed, Missing, SpecDecoder, available, check_spec, construct
 from .live import live_tree
 from .names import format_component_path
 from .permissions import Permissions, was_main
@@ -120,7 +120,10 @@ class _Building:
         rest = tuple(decoder.decode(value) for value in saved.pop(unnamed, ()))
         saved |= saved.pop(others, {})
         decoded = {name: decoder.decode(value) for name, value in saved.items() if name not in overrides}
-        given = {name: on_this_machine(name, value) for name, value in decoded.items()} | dict(overrides)
+        for name, value in decoded.items():
+            if name.endswith("device") and isinstance(value, str) and loaded("torch") is not None:
+                decoded[name] = available(value)
+        given = {**decoded, **overrides}
         missing = [
             f"{name} ({value.reason})"
             for name, value in [*given.items(), *((f"*{place}", value) for place, value in enumerate(rest))]

@@ -36,8 +36,8 @@ from ...engine.format import (
 from ...engine.pytree import unescape_key
 from ...engine.steps import read_record
 from ...engine.storage import Location
-from ..graph import Path
-from .constructor_spec import as_list, as_text, check_spec
+from ..graph import Path, as_list
+from .constructor_spec import as_text, check_spec
 from .names import STATE
 
 # Major and minor version of the layout that is written: a reader of the same major version understands it.

@@ -231,8 +231,3 @@ def _elements(value: Any) -> Sequence[tuple[Any, Any]]:
     if is_module(value):  # A ModuleDict, a ModuleList, or a module that is not a component.
         return [(key, child) for key, child in value._modules.items() if child is not None]
     return nnx_children(value) if is_nnx(value) else []
-
-
-def kept_arguments(value: Any) -> CtorArguments | None:
-    found = getattr(value, "__dict__", {}).get(ARGUMENTS)
-    return found if isinstance(found, CtorArguments) else None

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from ...engine.arrays import PartialTree, TreeReader, leaf_values, load_tree, read_checked, tree_metadata
 from ...engine.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
@@ -40,35 +40,10 @@ _SMALL = 16 << 20  # the most bytes of a pickled class with its arguments
 _FRAMEWORKS = {"jax": "jax", "torch": "torch", "key": "jax"}
 
 
-class SavedComponent(Protocol):
-    """A component in a checkpoint of holdfast or of RLlib."""
-
-    location: Location
-    path: Path  # from the component that was opened
-    left_out: Sequence[str]  # what the file has and its state, once read, lacks: one line each, with the reason
-
-    @property
-    def description(self) -> Description: ...
-
-    @property
-    def children(self) -> Mapping[Path, SavedComponent]:
-        """The components below it by their paths from it."""
-        ...
-
-    def state(self, component: Any = None) -> Any:
-        """Read its own state, without those of the components below; raise DamagedCheckpointError.
-
-        Named tuples and dataclasses in it are dictionaries, unless a component of the program shows their classes.
-        """
-        ...
-
-    def graph(self) -> StoredGraph:
-        """Open its own state as a graph."""
-        ...
-
-
 class NativeComponent:
-    left_out: Sequence[str] = ()
+    """A component in a checkpoint of holdfast; its ``path`` is the one from the component that was opened."""
+
+    left_out: Sequence[str] = ()  # what the file has and its state, once read, lacks: one line each, with the reason
 
     def __init__(self, root: Location, items: Mapping[Path, ItemRecord], path: Path = ()) -> None:
         self._root = root
@@ -83,6 +58,7 @@ class NativeComponent:
 
     @cached_property
     def children(self) -> Mapping[Path, NativeComponent]:
+        """The components below it by their paths from it."""
         found: dict[Path, NativeComponent] = {}
         for path in self.description.components:
             if (*self.path, *path) not in self._items:
@@ -93,7 +69,9 @@ class NativeComponent:
         return found
 
     def state(self, component: Any = None) -> Any:
-        # Arrays are of the libraries that they were saved from.
+        """Read its own state, without those of the components below; raise DamagedCheckpointError."""
+        # Arrays are of the libraries that they were saved from. Named tuples and dataclasses are dictionaries, unless
+        # a component of the program shows their classes.
         with collection_paused():
             reader = self._reader()
             kinds = [(leaf.name, _FRAMEWORKS.get(leaf.saved.kind)) for leaf in reader.leaves]
@@ -102,6 +80,7 @@ class NativeComponent:
             return tree if component is None else with_records(tree, reader.tree.structure, component, self.location)
 
     def graph(self) -> StoredGraph:
+        """Open its own state as a graph."""
         return StoredGraph(_OwnTree(self._reader()), self.location)
 
     def _reader(self) -> TreeReader:
@@ -124,11 +103,11 @@ class _OwnTree(PartialTree):
 
 
 class RLlibComponent(RLlibDirectory):
+    """The same for a component in a checkpoint of RLlib."""
+
     @cached_property
     def description(self) -> Description:
-        name, spec, obstacle = "", None, f"{self.location} has no {CONSTRUCTOR}"
-        if CONSTRUCTOR in self.names:
-            name, spec, obstacle = self._constructor()
+        name, spec, obstacle = self._constructor()
         return Description(
             type=name or "unknown:unknown",
             constructor=spec,
@@ -146,6 +125,8 @@ class RLlibComponent(RLlibDirectory):
 
     def _constructor(self) -> tuple[str, dict[str, Any] | None, str]:
         """Return the name of the class, the constructor spec, and why there is none."""
+        if CONSTRUCTOR not in self.names:
+            return "", None, f"{self.location} has no {CONSTRUCTOR}"
         place, name = self.location / CONSTRUCTOR, ""
         try:
             content = read_checked(place, None, limit=_SMALL)
@@ -163,6 +144,9 @@ class RLlibComponent(RLlibDirectory):
             return name, None, f"the arguments in {place} are not plain data"
         spec, _ = encode_spec(tuple(args), kwargs, lambda _: None, lambda _: None)
         return name, spec, ""
+
+
+SavedComponent = NativeComponent | RLlibComponent
 
 
 def open_component(path: Place) -> SavedComponent:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +15,7 @@ from ..graph import Path, RestoreReport, StoredGraph
 from .live import LiveComponent, paths_of, refreshed
 from .names import find, format_component_path
 from .reading import SavedComponent, all_components
-from .states import (
-    OwnReport,
-    forget_moments,
-    has_own,
-    is_remote,
-    own_states,
-    prepare_state,
-    stored_state,
-)
+from .states import OwnReport, forget_moments, has_own, is_remote, own_states, prepare_state, stored_state
 
 _logger = logging.getLogger("holdfast")
 # Returns whether the value at a path of a component stays as it is in the program.
@@ -45,17 +36,15 @@ def restore_saved(
     misfits: Misfits | None = None,
     modes: bool = False,
 ) -> RestoreReport:
-    """Restore a live component, just made if it is ``fresh``, from one that has been opened.
-
-    With ``misfits``, values that do not fit stay as they are, and it gets a line for each of them. With ``modes``,
-    modules and parameters are trained or not as they were.
-    """
+    """Restore a live component, just made if it is ``fresh``; with ``misfits``, only values that fit."""
     restore = _Restore(target, saved, keep, strict=strict, fresh=fresh, fitting=misfits is not None, modes=modes)
     report = restore.run()
-    if changed := restore.changed_modes():
+    if changed := restore.lines(lambda one: one.modes):
         _logger.info("as at the save, where the program began otherwise: %s", shortened(changed))
     if misfits is not None:
-        misfits.kept |= restore.different()
+        for path, one in restore.done.items():
+            where = format_component_path(path)
+            misfits.kept |= {f"{where}: {name}": f"{where}: {line}" for name, line in one.different.items()}
         report._note(misfits)
         report = RestoreReport(checkpoint=report.checkpoint, restored=report.restored, separate=report.separate)
     for line in report.problems():
@@ -77,8 +66,8 @@ class _Restore:
     keep: Keep | PathFilter | None
     strict: bool
     fresh: bool
-    fitting: bool
-    modes: bool
+    fitting: bool  # whether values that do not fit stay as they are
+    modes: bool  # whether modules and parameters are trained or not as they were
 
     def __post_init__(self) -> None:
         self._origins = self._match(self.target)
@@ -94,12 +83,16 @@ class _Restore:
         if isinstance(self.keep, PathFilter):
             self.keep.check(self._saved_paths(opened), _KEPT)
         self._states = {path: self._prepared(live[path], state) for path, state in opened.items()}
-        self._done: dict[Path, OwnReport] = {}
+        self.done: dict[Path, OwnReport] = {}
         self._before: list[tuple[LiveComponent, Any]] = []
         self._asked: dict[Path, Any] = {}  # states of remote components before the restore, requested at once
 
     def _left_out(self) -> tuple[str, ...]:
-        return _values({path: tuple(origin.left_out) for path, origin in self._origins.items()})
+        return _lines((path, origin.left_out) for path, origin in self._origins.items())
+
+    def lines(self, of: Callable[[OwnReport], Iterable[str]]) -> tuple[str, ...]:
+        """Return what the reports of restored components list, each with the path of the component."""
+        return _lines((path, of(one)) for path, one in self.done.items())
 
     def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
         """Return the saved component for each live one, by its path, components below others first."""
@@ -188,7 +181,7 @@ class _Restore:
     def _new_origins(self) -> dict[Path, SavedComponent]:
         """Return the saved components for live ones that did not exist before."""
         self.target = refreshed(self.target)
-        new = {path: origin for path, origin in self._match(self.target).items() if path not in self._done}
+        new = {path: origin for path, origin in self._match(self.target).items() if path not in self.done}
         self._origins.update(new)
         return new
 
@@ -196,7 +189,7 @@ class _Restore:
         if not last and not self.fresh:
             before = self._asked if one.path in self._asked else own_states([one], snapshot=True, partial=True)
             self._before.append((one, before[one.path]))
-        self._done[one.path] = change()
+        self.done[one.path] = change()
 
     def _kept(self, above: Path, stored: StoredGraph) -> list[Path]:
         """Return the paths of the values of a component that stay as they are in the program."""
@@ -217,35 +210,24 @@ class _Restore:
             except Exception:  # The caller sees the error that led here.
                 _logger.warning("%s: its state could not be undone", format_component_path(one.path), exc_info=True)
 
-    def changed_modes(self) -> tuple[str, ...]:
-        """Return the modes of modules and the ``requires_grad`` flags that the restore has changed."""
-        return _values({path: one.modes for path, one in self._done.items()})
-
-    def different(self) -> dict[str, str]:
-        """Return the values that did not fit and stay as they are, each with the reason."""
-        pairs = [(format_component_path(path), one.different) for path, one in self._done.items()]
-        return {f"{path}: {name}": f"{path}: {line}" for path, lines in pairs for name, line in lines.items()}
-
     def _forget_moments(self) -> None:
         """Remove the restored optimizer states of parameters that did not fit, wherever in the tree these are."""
-        fresh = [tensor for one in self._done.values() for tensor in one.fresh]
-        if not fresh:
-            return
-        live = paths_of(self.target.root)
-        for path, one in self._done.items():
-            different = {**one.different, **{line: line for line in forget_moments(live[path], fresh)}}
-            self._done[path] = dataclasses.replace(one, different=different)
+        fresh = [tensor for one in self.done.values() for tensor in one.fresh]
+        if fresh:
+            live = paths_of(self.target.root)
+            for path, one in self.done.items():
+                one.different.update((line, line) for line in forget_moments(live[path], fresh))
 
     def _report(self) -> RestoreReport:
         used = {origin.path for origin in self._origins.values()}
         _, *below = all_components(self.saved)
         return RestoreReport(
             checkpoint=str(self.saved.location),
-            restored=tuple(map(format_component_path, self._done)),
+            restored=tuple(map(format_component_path, self.done)),
             missing=tuple(self._missing()),
             unused=tuple(format_component_path(one.path) for one in below if not _is_used(one, used)),
-            missing_values=_values({path: one.missing for path, one in self._done.items()}),
-            unused_values=(*_values({path: one.unused for path, one in self._done.items()}), *self._left_out()),
+            missing_values=self.lines(lambda one: one.missing),
+            unused_values=(*self.lines(lambda one: one.unused), *self._left_out()),
             separate=tuple(self._separate()),
         )
 
@@ -286,5 +268,5 @@ def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
     return None
 
 
-def _values(by_component: dict[Path, tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(f"{format_component_path(path)}: {value}" for path, values in by_component.items() for value in values)
+def _lines(by_component: Iterable[tuple[Path, Iterable[str]]]) -> tuple[str, ...]:
+    return tuple(f"{format_component_path(path)}: {line}" for path, lines in by_component for line in lines)

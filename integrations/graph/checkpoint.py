@@ -322,7 +322,7 @@ class CheckpointTemplate:
             restoration.progress.partial = self.partial
             wanted = set(restoration.progress.wanted.values())
             for other in state.restorations:
-                if set(other.progress.unrestored()) <= wanted:
+                if wanted.issuperset(other.progress.left().values()):
                     other.retire()  # this restore has all values that the other one waits for
             state.restorations = [*(other for other in state.restorations if not other.done), restoration]
             for listener in state.listeners if self.counts else ():

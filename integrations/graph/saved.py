@@ -155,6 +155,18 @@ class SavedGraph:
         return found
 
     @functools.cached_property
+    def optimizers(self) -> dict[int, dict[int, list[tuple[str, int]]]]:
+        """The values that each optimizer keeps: by its node and the parameter's, their names and nodes."""
+        found: dict[int, dict[int, list[tuple[str, int]]]] = {}
+        for number, node in enumerate(self.nodes):
+            kept: dict[int, list[tuple[str, int]]] = {parameter: [] for group in node.groups for parameter in group}
+            for parameter, name, value in node.optimizer_slots:
+                kept.setdefault(parameter, []).append((name, value))
+            if kept:
+                found[number] = kept
+        return found
+
+    @functools.cached_property
     def with_values(self) -> set[int]:
         """The nodes that have a value, or nodes with values below them."""
         above: dict[int, list[int]] = {}
@@ -172,11 +184,7 @@ class SavedGraph:
 
     @classmethod
     def of_names(cls, names: Iterable[str], kinds: Mapping[str, str]) -> SavedGraph:
-        """Return the graph of a plain tree, whose containers are the nodes.
-
-        Where the keys of a container are paths themselves, as in a flat ``state_dict``, these paths lead to the same
-        values.
-        """
+        """Return the graph of a plain tree, whose containers are the nodes."""
         nodes = [SavedNode(type=kinds.get("", ""))]
         leaves = dict.fromkeys(names)
         for name in (*leaves, *kinds):
@@ -189,7 +197,14 @@ class SavedGraph:
                     nodes.append(SavedNode(type=kinds.get(".".join(segments[:depth]), "")))
                 number = edges[segment]
             nodes[number].value = name if name in leaves else None
-        _split_keys(nodes)
+        # Where the keys of a container are paths themselves, as in a flat state_dict, these lead to the same values.
+        for number in range(len(nodes)):
+            for segment, child in list(nodes[number].edges.items()):
+                *keys, last = segment.split("%2E")
+                if keys and last and all(keys) and nodes[child].value is not None:
+                    holder = _walk_down(nodes, number, keys)
+                    if holder is not None:
+                        nodes[holder].edges.setdefault(last, child)
         return cls(nodes)
 
     @classmethod
@@ -218,17 +233,6 @@ class SavedGraph:
         has_own_states = document.get(OWN_STATES) is True
         numbers_keras = has_own_states and document.get(ATTRIBUTES) is not True
         return cls(read, has_own_states=has_own_states, numbers_keras=numbers_keras)
-
-
-def _split_keys(nodes: list[SavedNode]) -> None:
-    """Add the edges of paths that are written as keys with dots, if no other edges have these names."""
-    for number in range(len(nodes)):
-        for segment, child in list(nodes[number].edges.items()):
-            *keys, last = segment.split("%2E")
-            if keys and last and all(keys) and nodes[child].value is not None:
-                holder = _walk_down(nodes, number, keys)
-                if holder is not None:
-                    nodes[holder].edges.setdefault(last, child)
 
 
 def _walk_down(nodes: list[SavedNode], start: int, path: Sequence[str]) -> int | None:
@@ -261,10 +265,10 @@ def _read_node(document: Any, count: int) -> SavedNode:
         node.edges = {_segment(name): _number(child, count) for name, child in document["edges"].items()}
     if node.edges and value is not None:
         raise ValueError("it has both a value and edges")
-    for entry in _list(document.get(OPTIMIZER_SLOTS, [])):
-        parameter, name, child = _list(entry)
+    for entry in as_list(document.get(OPTIMIZER_SLOTS, [])):
+        parameter, name, child = as_list(entry, 3)
         node.optimizer_slots.append((_number(parameter, count), _segment(name), _number(child, count)))
-    groups = map(_list, _list(document.get("groups", [])))
+    groups = map(as_list, as_list(document.get("groups", [])))
     node.groups = [[_number(parameter, count) for parameter in group] for group in groups]
     return node
 
@@ -282,7 +286,8 @@ def _segment(value: Any) -> str:
     return value
 
 
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"expected a list, found {value!r:.80}")
+def as_list(value: Any, count: int | None = None) -> list[Any]:
+    """Return a value that is not trusted if it is a list, of ``count`` elements."""
+    if not isinstance(value, list) or (count is not None and len(value) != count):
+        raise TypeError(f"expected a list{'' if count is None else f' of {count}'}, found {value!r:.80}")
     return value

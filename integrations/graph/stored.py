@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -73,7 +73,7 @@ def capture(graph: LiveGraph, *, apart: bool = False) -> CapturedGraph:
             "run, and nothing was written; run the module once before the first save"
         )
     elsewhere = {node.number: PER_PROCESS + escape_key(storage_name(node.path)) for node in states}
-    flat = flatten(_nested(graph.root, elsewhere) or {})
+    flat = flatten(_nested(graph.nodes[0], elsewhere) or {})
     names = elsewhere | dict(zip(flat.values, flat.names, strict=True))
     tree = unflatten(flat.structure, [_stored(graph.nodes[number]) for number in flat.values])
     nodes = [_node_document(node, names) for node in graph.nodes]
@@ -82,8 +82,9 @@ def capture(graph: LiveGraph, *, apart: bool = False) -> CapturedGraph:
 
 
 def _stored(node: LiveNode) -> Any:
+    assert isinstance(node.view, Leaf)
     try:
-        return node.stored_value()
+        return node.slot.get() if node.view.packed is None else node.view.packed
     except Exception as error:
         error.add_note(f"raised by {format_node_path(node.path)}, which was asked for its state; nothing was written")
         raise
@@ -122,12 +123,6 @@ def _nested(node: LiveNode, elsewhere: Collection[int]) -> Any:
     return {} if isinstance(node.value, dict) else None
 
 
-def _is_box(node: LiveNode) -> bool:
-    """Whether a node is an object that holds one number, such as a `Value`."""
-    assert isinstance(node.view, Leaf)
-    return node.view.in_place and isinstance(node.slot, BoxSlot) and is_python_value(node.slot.get())
-
-
 def _node_document(node: LiveNode, names: Mapping[int, str]) -> dict[str, Any]:
     document: dict[str, Any] = {}
     if isinstance(node.view, Branch):
@@ -135,8 +130,10 @@ def _node_document(node: LiveNode, names: Mapping[int, str]) -> dict[str, Any]:
         if is_module(node.value) and not node.value.training:
             document["training"] = False
         document["edges"] = {segment: child.number for segment, child in node.edges.items()}
-    elif _is_box(node) or isinstance(node.slot, MemberSlot):
-        document["type"] = class_name(node.value)
+    elif isinstance(node.slot, MemberSlot) or (
+        node.view.in_place and isinstance(node.slot, BoxSlot) and is_python_value(node.slot.get())
+    ):
+        document["type"] = class_name(node.value)  # of an enumeration, or of a box for one number, such as a `Value`
     if node.number in names:
         document["value"] = names[node.number]
     if node.optimizer_slots:
@@ -149,19 +146,8 @@ def _node_document(node: LiveNode, names: Mapping[int, str]) -> dict[str, Any]:
 # ---- an item of a checkpoint
 
 
-class GraphTemplate(Protocol):
-    """Objects that take the values of a graph."""
-
-    def prepare(self, stored: StoredGraph) -> Callable[[], Any]:
-        """Read and compare the values; return a function that changes the objects."""
-        ...
-
-
 class GraphCheckpointHandler(PyTreeCheckpointHandler):
-    """Saves graphs of objects as a tree of their values and a document of nodes and edges.
-
-    The tree can be loaded, shown and verified as any other.
-    """
+    """Saves graphs of objects as a tree of their values, like any other, and a document of nodes and edges."""
 
     shares_reads = True
 
@@ -187,11 +173,10 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
         shared: SharedReads | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Open a graph; with a template, read the values that the template takes, and change nothing."""
+        """Open a graph; with a template, let its ``prepare(stored)`` read the values that it takes."""
         tree = TreeReader(directory, files)
         stored = StoredGraph(tree, directory.parent, tree.files, shared)
-        template: GraphTemplate | None = item
-        return stored if template is None else template.prepare(stored)
+        return stored if item is None else item.prepare(stored)
 
 
 class StoredGraph:
@@ -235,13 +220,9 @@ class StoredGraph:
             wanted = list(dict.fromkeys(name for name in names if name.startswith(PER_PROCESS) is per_process))
             if source is not None and wanted:
                 arrays.update(zip(wanted, source.read_leaves([self.leaves[name] for name in wanted]), strict=True))
-        given: set[str] = set()
-        found = []
-        for name in names:
-            array = arrays[name]
-            found.append(array.copy() if array is not None and name in given else array)
-            given.add(name)
-        return found
+        first = {name: index for index, name in reversed([*enumerate(names)])}
+        found = [arrays[name] for name in names]
+        return [one if one is None or first[names[index]] == index else one.copy() for index, one in enumerate(found)]
 
     def read_parts(self, names: Sequence[str], targets: Sequence[LeafTemplate]) -> tuple[list[Any], dict[int, Any]]:
         """Read the arrays of leaves for their templates, as `materialize` takes them."""
@@ -255,10 +236,7 @@ class StoredGraph:
         return [arrays[index] for index in range(len(names))], {once[index]: part for index, part in parts.items()}
 
     def load(self, names: Sequence[str], *, as_tensors: Collection[str] = ()) -> list[Any]:
-        """Read values without a template: numpy arrays, Python values, or trees of these.
-
-        Arrays of ``as_tensors`` that were saved from torch become tensors.
-        """
+        """Read values without a template; arrays of ``as_tensors`` that were saved from torch become tensors."""
         leaves = [self.leaves_of(name) for name in names]
         every = [leaf for group in leaves for leaf in group]
         arrays = self.read_arrays(every)

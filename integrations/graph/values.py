@@ -8,7 +8,7 @@ replay buffer, takes arrays, too.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from ...engine.pytree import (
 from ...engine.sources import Misfits
 from .frameworks import OptimizerSlot, OptionSlot, TensorSlot, divided_like, is_single_leaf, new_optimizer_tensor
 from .saved import SavedGraph, Transform
-from .slots import Assignment, Path, Place, StateSlot, format_node_path, storage_name
+from .slots import Assignment, Path, Place, Slot, StateSlot, format_node_path, storage_name
 from .stored import PER_PROCESS, StoredGraph, keys_by_segment
 from .tracked import TrackedDict, TrackedList
 
@@ -81,10 +81,8 @@ class PlainValues:
         self._keys: dict[int, dict[str, Any]] = {}  # of dictionaries, by the names of their edges
 
     def below(self, number: int, *, arrays: bool = False) -> list[tuple[int, Path]] | None:
-        """Return the values in a container and their paths from it; None if it holds anything but plain values.
-
-        With ``arrays``, arrays count as plain values if nothing outside of the container holds them.
-        """
+        """Return the values in a container and their paths from it; None if it holds anything but plain values."""
+        # With `arrays`, arrays count as plain values if nothing outside of the container holds them.
         key = number, arrays
         if key not in self._known:
             self._known[key] = None  # the answer for a container that holds itself
@@ -160,14 +158,11 @@ class PlainValues:
 
 
 def is_plain(value: Any, known: dict[int, bool], depth: int = 0, *, arrays: bool = False) -> bool:
-    """Whether a value is plain, or a container of plain values; ``known`` keeps the answers by the ids of containers.
-
-    With ``arrays``, arrays without gradients count as plain values.
-    """
+    """Whether a value is plain, or a container of plain values; ``known`` has the answers by the ids of containers."""
     if is_python_value(value):
         return True
     if arrays and (isinstance(value, np.ndarray) or (is_torch_tensor(value) and not value.requires_grad)):
-        return True
+        return True  # an array without gradients
     if type(value) not in _CONTAINERS or depth > MAX_DEPTH:
         return False
     if id(value) not in known:
@@ -187,10 +182,7 @@ class ValueReader:
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
 
     def read_values(self, due: list[Assignment], misfits: Misfits | None = None) -> list[tuple[Assignment, Any]]:
-        """Compare all values of assignments with the program; return the assignments with their values.
-
-        With ``misfits``, assignments whose values do not fit are left out, and are added to ``misfits``.
-        """
+        """Compare all values with the program, and return them; with ``misfits``, leave out those that do not fit."""
         trees: list[Assignment] = []
         leaves: list[Assignment] = []
         for one in due:
@@ -202,10 +194,11 @@ class ValueReader:
         targets = describe_template([storage_name(one.path) for one in leaves], templates)
         found = [self._problem(*each) for each in zip(leaves, targets, saved, strict=True)]
         problems = [(one, line) for one, line in zip(leaves, found, strict=True) if line is not None]
+        values_of_objects = [(one, _without_object(one.slot)) for one in trees if one.covers is None]
         problems += [
-            (one, difference(format_node_path(one.path), _described(one.slot.get()), "the state of an object"))
-            for one in trees
-            if one.covers is None and _holds_no_object(one.slot)
+            (one, difference(format_node_path(one.path), what, "the state of an object"))
+            for one, what in values_of_objects
+            if what is not None
         ]
         if problems and misfits is None:
             raise TreeMismatchError(
@@ -215,8 +208,12 @@ class ValueReader:
             )
         if problems and misfits is not None:
             misfits.kept |= {format_node_path(one.path): line for one, line in problems}
-            lost = {id(one): one for one, _ in problems}
-            return self.read_values([one for one in due if id(one) not in lost and not _depends(one, lost.values())])
+            lost = [one for one, _ in problems]
+            # What an optimizer keeps for a parameter is lost with the parameter, and with any of the other values.
+            kept_for = {id(one.slot.anchor) for one in lost if isinstance(one.slot, OptimizerSlot | TensorSlot)}
+            lost += [one for one in due if isinstance(one.slot, OptimizerSlot) and id(one.slot.anchor) in kept_for]
+            gone = set(map(id, lost))
+            return self.read_values([one for one in due if id(one) not in gone])
         values = self._read_leaves(leaves, targets, saved, arrays) + self._read_trees(trees)
         return list(zip(leaves + trees, values, strict=True))
 
@@ -283,16 +280,12 @@ class ValueReader:
         return difference(format_node_path(one.path), f"shape {list(shape)}", list(leaf.shape), "its parameter")
 
 
-def _holds_no_object(slot: Any) -> bool:
-    """Return whether the program has an array or a plain value where it must make the object of a saved state."""
-    if isinstance(slot, StateSlot):
-        return False
-    live = slot.get()
-    return is_torch_tensor(live) or (isinstance(slot, Place) and is_python_value(live))
-
-
-def _described(live: Any) -> str:
-    return "one array" if is_torch_tensor(live) else f"{live!r:.80}"
+def _without_object(slot: Slot) -> str | None:
+    """Describe an array or a plain value of the program where it must make the object of a saved state."""
+    live = None if isinstance(slot, StateSlot) else slot.get()
+    if is_torch_tensor(live):
+        return "one array"
+    return f"{live!r:.80}" if isinstance(slot, Place) and is_python_value(live) else None
 
 
 def _is_empty(live: Any) -> bool:
@@ -311,13 +304,6 @@ def _like(one: Assignment, value: Any) -> Any:
             raise TreeMismatchError(f"{problem}; nothing was changed")
         return value
     return tuple(value) if isinstance(live, tuple) else list(value)
-
-
-def _depends(one: Assignment, lost: Iterable[Assignment]) -> bool:
-    """Whether an optimizer keeps the value for a parameter that is lost, or that has lost another value."""
-    return isinstance(one.slot, OptimizerSlot) and any(
-        other.slot.anchor is one.slot.anchor for other in lost if isinstance(other.slot, OptimizerSlot | TensorSlot)
-    )
 
 
 def _transformed(transform: Transform, array: Any, path: Path) -> NDArray[Any]:
